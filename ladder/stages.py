@@ -1,0 +1,61 @@
+"""The one list of the rungs: file, title, and the definitions that each may change from the rung before.
+
+The tests enforce it, and everything that shows the ladder reads it. A definition is a function, a class, or a method
+("GPT.forward"), by name; "imports" stands for the import statements. The module docstring may always change.
+"""
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rung of the ladder."""
+
+    file: str  # relative to the repository's root
+    title: str
+    may_change: frozenset = frozenset()
+
+    @property
+    def path(self):
+        return ROOT / self.file
+
+    @property
+    def name(self):
+        """The file's name without its ending: also the name of its log."""
+        return self.path.stem
+
+
+STAGES = [
+    Stage("baseline.py", "baseline"),
+    Stage("speedup_01_weight_tying.py", "weight tying", frozenset({"GPT.__init__"})),
+    Stage("speedup_02_tf32.py", "TF32", frozenset({"main"})),
+    Stage("speedup_03_bf16_autocast.py", "bfloat16 autocast", frozenset({"autocast_dtype", "main"})),
+    Stage(
+        "speedup_04_residual_scaling.py",
+        "residual scaling",
+        frozenset({"CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights"}),
+    ),
+    Stage("speedup_05_compile.py", "torch.compile", frozenset({"compile_problem", "parse_args", "main"})),
+    Stage(
+        "speedup_06_flash_attn.py",
+        "flash attention",
+        frozenset({"CausalSelfAttention.__init__", "CausalSelfAttention.forward"}),
+    ),
+    Stage(
+        "speedup_07_vocab_pad.py",
+        "vocabulary padding",
+        frozenset({"GPTConfig", "GPT.forward", "GPT.from_pretrained"}),
+    ),
+    Stage("speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", frozenset({"main"})),
+    Stage("speedup_09_cosine_lr.py", "cosine learning rate", frozenset({"get_lr", "main"})),
+    Stage("speedup_10_fused_adamw.py", "fused AdamW, selective decay", frozenset({"GPT.configure_optimizers", "main"})),
+    Stage("ddp_run.py", "DistributedDataParallel", frozenset({"imports", "DataLoaderLite", "main"})),
+    # Beyond speed: what a long training run needs.
+    Stage(
+        "beyond/speedup_11_grad_accum.py",
+        "gradient accumulation",
+        frozenset({"imports", "parse_args", "main"}),
+    ),
+]
