@@ -1,0 +1,114 @@
+"""ddp_run.py: 2 ranks of batch B compute what 1 process computes with batch 2B, on one machine and on two."""
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, losses, read_steps, run_command
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
+RANK = ROOT / "tests" / "ddp_rank.py"
+
+
+def flags(tokens, log_dir, B, steps=6, compile_mode="none"):
+    return ["--model", "tiny", "--device", "cpu", "--data", tokens, "--log-dir", log_dir, "-B", B, "-T", 32,
+            "--steps", steps, "--compile-mode", compile_mode]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, tokens):
+    """One process, batch 4, float32: the truth for every run of two ranks with batch 2."""
+    folder = tmp_path_factory.mktemp("one")
+    run = run_command(sys.executable, RANK, folder, 11, *flags(tokens, folder, B=4))
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+def assert_same_training(folder, one_process):
+    """Float32 sums in another order: losses agree to 1e-5 of 10.8, weights to 1 % of one step's length."""
+    ours, truth = read_steps(folder / "ddp_run.log"), read_steps(one_process / "ddp_run.log")
+    assert len(ours) == len(truth) == 6
+    for key, tolerance in (("loss", 1e-4), ("norm", 1e-3), ("lr", 0)):
+        assert [s[key] for s in ours] == pytest.approx([s[key] for s in truth], abs=tolerance)
+    rank0, rank1 = (torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    alone = torch.load(one_process / "rankalone.pt", weights_only=True)
+    assert all(torch.equal(rank0[name], rank1[name]) for name in alone)  # bit by bit
+    for name in alone:
+        assert torch.allclose(rank0[name], alone[name], rtol=0, atol=6e-6), name
+
+
+def test_two_ranks_equal_one_process(one_process, tmp_path, tokens):
+    run = run_command(*TWO_RANKS, RANK, tmp_path, 11, *flags(tokens, tmp_path, B=2))
+    assert run.returncode == 0, run.stderr
+    assert_same_training(tmp_path, one_process)
+    log = (tmp_path / "ddp_run.log").read_text()
+    assert "# ranks: 2 | gradients: gloo" in log
+    assert run.stdout.count("step : 1 |") == 1  # rank 0 alone speaks
+    for step in read_steps(tmp_path / "ddp_run.log"):
+        assert step["tokens_per_second"] == pytest.approx(2 * 2 * 32 / (step["ms"] / 1000), rel=1e-3)
+
+
+def test_the_command_of_the_readme(tmp_path, tokens):
+    """The script itself, compiled and in bfloat16: rounding differs, so the losses agree to bfloat16's 0.2 %."""
+    script = ROOT / "ddp_run.py"
+    run = run_command(
+        *TWO_RANKS, script, *flags(tokens, tmp_path / "two", B=2, compile_mode="default"), "--save", tmp_path / "ddp.pt"
+    )
+    assert run.returncode == 0, run.stderr
+    assert "# compile: default" in run.stdout
+    alone = run_command(sys.executable, script, *flags(tokens, tmp_path / "one", B=4))
+    assert alone.returncode == 0, alone.stderr
+    assert "no torchrun, so no DDP: no effect" in alone.stdout
+    expected = losses(tmp_path / "one" / "ddp_run.log")
+    assert losses(tmp_path / "two" / "ddp_run.log") == pytest.approx(expected, abs=0.02)
+    saved = torch.load(tmp_path / "ddp.pt", weights_only=True)
+    assert saved["script"] == "ddp_run.py" and "transformer.wte.weight" in saved["model"]
+
+
+def test_two_machines(one_process, tmp_path, tokens):
+    """Two agents that meet on loopback, as two machines would be started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agents = []
+    for _ in range(2):
+        command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=test",
+                   f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", RANK, tmp_path, 11,
+                   *flags(tokens, tmp_path, B=2)]
+        agents.append(subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, text=True))
+    for agent in agents:
+        _, errors = agent.communicate(timeout=300)
+        assert agent.returncode == 0, errors
+    assert_same_training(tmp_path, one_process)
+
+
+@pytest.mark.parametrize("dying", ["0", "1"])
+def test_a_dying_rank_ends_the_job(dying, tmp_path, tokens):
+    started = time.monotonic()
+    run = run_command(*TWO_RANKS, RANK, tmp_path, 11, *flags(tokens, tmp_path, B=2, steps=100_000),
+                      DIE_RANK=dying, DIE_STEP="3", timeout=120)
+    assert run.returncode != 0
+    assert time.monotonic() - started < 90
+    assert "SIGKILL" in run.stderr or "Signal 9" in run.stderr
+
+
+def test_a_bad_value_ends_all_ranks_with_its_line(tmp_path, tokens):
+    run = run_command(*TWO_RANKS, ROOT / "ddp_run.py", *flags(tokens, tmp_path, B=1_000_000), timeout=120)
+    assert run.returncode != 0
+    assert "error: " in run.stderr and "needs 64000001" in run.stderr
+
+
+def test_both_ranks_wait_for_the_data(tmp_path):
+    """Nothing prepared: rank 0 prepares, rank 1 waits."""
+    no_network = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
+    run = run_command(
+        *TWO_RANKS, ROOT / "ddp_run.py", "--model", "tiny", "--device", "cpu", "-T", 32, "--steps", 2,
+        "--compile-mode", "none", cwd=tmp_path, TIKTOKEN_CACHE_DIR=os.fspath(tmp_path), **no_network,
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(losses(tmp_path / "logs" / "ddp_run.log")) == 2
