@@ -1,0 +1,251 @@
+"""python -m ladder: measure the ladder on this machine, and show it.
+
+    check       what this machine has, and what each rung will gain from it
+    run         run the rungs one after the other, then show the table
+    report      the table, plots and the tutorial page, from logs
+    compare     two logs, step by step
+    diff        one lesson: the text, the change, the measured effect
+    propagate   carry a fix through all later rungs
+"""
+import argparse
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from ladder.errors import UserError
+from ladder.stages import ROOT, STAGES
+
+DEFAULT_LOGS = Path("logs/ladder")
+REFERENCE = ROOT / "logs" / "reference"
+console = Console(highlight=False)
+messages = Console(highlight=False, stderr=True)  # what is not the answer itself: --json and --csv own the output
+
+
+def positive(text):
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__.split("\n")[0])
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    verbs.add_parser("check", help="what this machine has, and what each rung will gain from it")
+
+    run = verbs.add_parser("run", help="run the rungs, then show the table; unknown flags go to the scripts")
+    run.add_argument("--rungs", default="0-10", help="for example 0,5,10; 11 is ddp_run.py (default: %(default)s)")
+    run.add_argument("--repeat", type=positive, default=1, metavar="N", help="N interleaved rounds, to see the noise")
+    run.add_argument("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
+    run.add_argument("--resume", action="store_true", help="skip what is finished with the same flags")
+    run.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
+    run.add_argument("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each rung (default: 3600)")
+    run.add_argument("--processes", type=positive, default=2, help="of ddp_run.py (default: %(default)s)")
+    run.add_argument("--logs", type=Path, default=DEFAULT_LOGS, help="default: %(default)s")
+
+    report = verbs.add_parser("report", help="the table, plots and the page")
+    report.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help=f"default: {DEFAULT_LOGS}")
+    report.add_argument("--png", type=Path, metavar="FOLDER", help="write the plots there")
+    report.add_argument("--html", type=Path, metavar="FILE", help="write the tutorial page, of logs/reference/")
+    report.add_argument("--readme", action="store_true", help="rewrite the README's table from logs/reference/")
+    report.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    report.add_argument("--csv", action="store_true", help="print CSV instead of the table")
+    for flag in ("-B", "-T"):
+        report.add_argument(flag, type=positive, help="of logs that do not say it themselves")
+    report.add_argument("--model", help="of logs that do not say it themselves")
+
+    compare = verbs.add_parser("compare", help="two logs, step by step")
+    compare.add_argument("logs", nargs=2, type=Path, metavar="LOG")
+
+    diff = verbs.add_parser("diff", help="one lesson: N, or two rungs A B")
+    diff.add_argument("rungs", nargs="+", metavar="N")
+
+    propagate = verbs.add_parser("propagate", help="carry the uncommitted fix in FILE through all later rungs")
+    propagate.add_argument("file")
+
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.verb != "run":
+        parser.error(f"unknown: {' '.join(rest)}")
+    args.flags = rest
+    return args
+
+
+def check(args):
+    from ladder.check import BAD, GOOD, check_machine
+
+    findings, command = check_machine()
+    colours = {GOOD: "green", BAD: "red"}
+    for finding in findings:
+        console.print(f"[{colours.get(finding.mark, 'yellow')}]{finding.mark}[/] [bold]{finding.what}[/]: ", end="")
+        console.print(finding.detail, markup=False)
+    console.print(f"\nFor this machine:\n    {command}", markup=False)
+    return 0
+
+
+def run(args):
+    from ladder.report import build_report, print_table
+    from ladder.runner import check_flags, parse_rungs, plan, run_ladder
+
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    rungs = parse_rungs(args.rungs)
+    if args.time_limit <= 0:
+        raise UserError(f"--time-limit {args.time_limit:g}: must be more than 0")
+    if args.max_batch:
+        return max_batch(args, rungs)
+    jobs = plan(rungs, args.flags, args.logs, args.repeat, args.peers, args.processes)
+    check_flags(rungs, args.flags)
+    settings = {"flags": args.flags, "repeat": args.repeat, "processes": args.processes}
+    interrupted, outcomes = False, []
+    try:
+        outcomes = run_ladder(jobs, settings, args.logs, args.time_limit, args.resume, console)
+    except KeyboardInterrupt:
+        interrupted = True
+        console.print("stopped; --resume with the same flags goes on", style="yellow")
+    try:
+        print_table(build_report(args.logs), console)
+    except UserError:
+        if not interrupted and all(outcome.status == "ok" for outcome in outcomes):
+            raise
+    failed = [outcome for outcome in outcomes if outcome.status not in ("ok", "skipped")]
+    if failed:
+        console.print(f"{len(failed)} of {len(jobs)} runs did not finish:", style="red")
+        for outcome in failed:
+            console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}", markup=False)
+    return 130 if interrupted else 1 if failed else 0
+
+
+def max_batch(args, rungs):
+    from rich.table import Table
+
+    from ladder.runner import largest_batch
+
+    table = Table("rung", "largest B", "tokens/s", "what stopped the next one", title="The largest batch")
+    nothing_ran = False
+    for number in rungs:
+        with tempfile.TemporaryDirectory() as folder:
+            best, speed, why = largest_batch(number, args.flags, Path(folder), args.time_limit,
+                                             lambda line: console.print(line, style="dim", markup=False))
+        table.add_row(STAGES[number].title, str(best), f"{speed:,.0f}" if speed else "–", escape(why))
+        nothing_ran |= best == 0
+    console.print(table)
+    return 1 if nothing_ran else 0
+
+
+def reference_folders():
+    folders = sorted(path for path in REFERENCE.iterdir() if path.is_dir()) if REFERENCE.is_dir() else []
+    if not folders:
+        raise UserError(f"{REFERENCE} holds no folder of logs")
+    return folders
+
+
+def report(args):
+    from ladder.report import as_csv, as_json, build_report, print_table, write_readme
+
+    from_reference = args.readme or args.html
+    folders = args.folders or (reference_folders() if from_reference else [DEFAULT_LOGS])
+    reports = [build_report(folder, B=args.B, T=args.T, model=args.model) for folder in folders]
+    if args.readme:
+        write_readme(reports)
+        messages.print("README.md: table rewritten")
+    if args.png:
+        from ladder.plots import write_plots
+
+        for path in write_plots(reports, args.png):
+            messages.print(str(path), markup=False)
+    if args.html:
+        from ladder.page import write_page
+
+        write_page(reports, args.html)
+        messages.print(f"{args.html}: {args.html.stat().st_size / 1e6:.2f} MB")
+    if args.json:
+        print(as_json(reports))
+    elif args.csv:
+        print(as_csv(reports), end="")
+    elif not (args.readme or args.png or args.html):
+        for one in reports:
+            print_table(one, console)
+    return 0
+
+
+def compare(args):
+    from ladder.compare import print_comparison
+    from ladder.logs import read_log
+
+    print_comparison(*[read_log(path) for path in args.logs], console)
+    return 0
+
+
+def find_rung(word):
+    """The number of a rung from "7", "07" or its file name."""
+    names = {name: i for i, stage in enumerate(STAGES) for name in (stage.file, stage.name)}
+    if word in names:
+        return names[word]
+    if word.isdecimal() and int(word) < len(STAGES):
+        return int(word)
+    raise UserError(f"no rung {word}: there are 0 to {len(STAGES) - 1}, or their file names")
+
+
+def diff(args):
+    from ladder.lessons import print_lesson, read_lesson
+
+    if len(args.rungs) > 2:
+        raise UserError("diff takes one rung, or two")
+    last = find_rung(args.rungs[-1])
+    first = find_rung(args.rungs[0]) if len(args.rungs) == 2 else last - 1
+    before = STAGES[first].path.read_text() if first >= 0 else None
+    print_lesson(read_lesson(before, STAGES[last].path.read_text()), console)
+    print_effect(first, last)
+    return 0
+
+
+def print_effect(first, last):
+    """Under the diff: what the change did on the reference machines."""
+    from ladder.report import build_report, describe
+
+    for folder in reference_folders() if REFERENCE.is_dir() else []:
+        reference = build_report(folder)
+        rows = {row.name: row for row in reference.rows}
+        if first < 0 or not {STAGES[first].name, STAGES[last].name} <= rows.keys():
+            continue
+        old, new = rows[STAGES[first].name], rows[STAGES[last].name]
+        console.print(f"\nMeasured: {describe(reference)}", style="bold", markup=False)
+        memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
+        ratio = new.tokens_per_second / old.tokens_per_second
+        console.print(
+            f"  {old.ms:,.0f} -> {new.ms:,.0f} ms/step ({ratio:.2f} x the tokens/sec){memory}, "
+            f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}", markup=False,
+        )
+
+
+def propagate(args):
+    from ladder.propagate import propagate
+
+    written = propagate(args.file)
+    console.print(f"the fix in {args.file} is now in {len(written)} later rungs:", markup=False)
+    for name in written:
+        console.print(f"  {name}", markup=False)
+    return 0
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    verbs = {"check": check, "run": run, "report": report, "compare": compare, "diff": diff, "propagate": propagate}
+    try:
+        return verbs[args.verb](args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

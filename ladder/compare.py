@@ -1,0 +1,109 @@
+"""Two logs step by step, and a verdict in words: same losses or not, and how much faster beyond the noise."""
+import statistics
+from dataclasses import dataclass
+
+from ladder.report import spread
+from ladder.stages import STAGES
+
+# Rungs that change only how the arithmetic is done must keep the losses of the rung before. How close, in nats: TF32
+# and bfloat16 round each activation to 10 and 7 bits, compile and flash attention round in other places, and training
+# lets such differences grow. The other rungs are meant to change the losses.
+LOSS_TOLERANCE = {
+    "speedup_02_tf32": 0.05,
+    "speedup_03_bf16_autocast": 0.1,
+    "speedup_05_compile": 0.1,
+    "speedup_06_flash_attn": 0.1,
+}
+SAME_RUN_TOLERANCE = 1e-6
+
+
+@dataclass
+class Comparison:
+    """Pairs of common steps and the verdicts. `faster` is how many times faster the second log is."""
+
+    rows: list  # (step, loss A, loss B, B - A, ms A, ms B, A / B)
+    faster: float
+    beyond_noise: bool
+    sentences: list
+
+
+def loss_tolerance(one, other):
+    """How far apart the losses of two runs may be where the change does not touch them; None where it may."""
+    names = [stage.name for stage in STAGES]
+    if one.name == other.name:
+        return SAME_RUN_TOLERANCE
+    if one.name not in names or other.name not in names:
+        return None
+    first, last = sorted((names.index(one.name), names.index(other.name)))
+    between = [LOSS_TOLERANCE.get(name) for name in names[first + 1 : last + 1]]
+    return None if None in between else sum(between)
+
+
+def loss_verdict(one, other, rows):
+    tolerance = loss_tolerance(one, other)
+    difference = max(abs(row[3]) for row in rows)
+    if tolerance is None:
+        return f"The losses differ by up to {difference:.4f}: what lies between these two is meant to change them."
+    if difference <= tolerance:
+        return f"The same losses: at most {difference:.6f} apart; this change may cost {tolerance:g}."
+    first = next(i for i, row in enumerate(rows) if not abs(row[3]) <= tolerance)
+    verdict = f"NOT the same losses: up to {difference:.4f} apart, where this change may cost {tolerance:g}"
+    if first == 0:
+        return verdict + ", from the first step on."
+    before = max(abs(row[3]) for row in rows[:first])
+    return (f"{verdict}. Before step {rows[first][0]} they were at most {before:.4f} apart: if the loss jumps there, "
+            "the training is unstable and small rounding differences grow; if it does not, look for a bug.")
+
+
+def setting_differences(one, other):
+    for key, value in one.setting().items():
+        if value is not None and other.setting()[key] is not None and value != other.setting()[key]:
+            yield f"Different {key}: {value} against {other.setting()[key]}: the logs do not compare in this."
+    for run in (one, other):
+        if not run.complete:
+            yield f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}."
+
+
+def compare(one, other):
+    """Compare two runs over the steps that both have."""
+    b_loss, b_ms = dict(zip(other.steps, other.losses, strict=True)), dict(zip(other.steps, other.ms, strict=True))
+    rows = [
+        (step, loss, b_loss[step], b_loss[step] - loss, ms, b_ms[step], ms / b_ms[step])
+        for step, loss, ms in zip(one.steps, one.losses, one.ms, strict=True)
+        if step in b_loss
+    ]
+    known = one.tokens_per_second and other.tokens_per_second
+    faster = other.tokens_per_second / one.tokens_per_second if known else one.median_ms / other.median_ms
+    (one_low, one_high), (other_low, other_high) = spread([one]), spread([other])
+    beyond_noise = one_low > other_high or other_low > one_high
+    unit = "tokens/sec" if known else "steps/sec"
+    word = f"{faster:.2f} times the {unit}" if abs(faster - 1) >= 0.005 else f"the same {unit}"
+    overlap = "within the noise (the middle halves of the steps' times overlap)"
+    noise = "larger than the noise" if beyond_noise else overlap
+    sentences = [
+        *setting_differences(one, other),
+        loss_verdict(one, other, rows) if rows else "The logs have no step in common.",
+        f"The second makes {word} of the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms a step, medians): "
+        f"{noise}.",
+    ]
+    return Comparison(rows, faster, beyond_noise, sentences)
+
+
+def print_comparison(one, other, console):
+    from rich.markup import escape
+    from rich.table import Table
+
+    result = compare(one, other)
+    table = Table(title=escape(f"{one.path}  against  {other.path}"))
+    for heading in ("step", "loss A", "loss B", "B - A", "ms A", "ms B", "A / B"):
+        table.add_column(heading, justify="right")
+    for step, loss_a, loss_b, difference, ms_a, ms_b, ratio in result.rows:
+        table.add_row(str(step), f"{loss_a:.6f}", f"{loss_b:.6f}", f"{difference:+.6f}", f"{ms_a:.2f}", f"{ms_b:.2f}",
+                      f"{ratio:.2f}")
+    if result.rows:
+        middle = [statistics.median(row[i] for row in result.rows) for i in (3, 4, 5, 6)]
+        table.add_section()
+        table.add_row("median", "", "", f"{middle[0]:+.6f}", f"{middle[1]:.2f}", f"{middle[2]:.2f}", f"{middle[3]:.2f}")
+    console.print(table)
+    for sentence in result.sentences:
+        console.print(sentence, markup=False)

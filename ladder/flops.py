@@ -1,0 +1,37 @@
+"""How much arithmetic a step is, so that a speed can be set against what the chip can do.
+
+FLOPs per token of training = 6 N + 12 n_layer n_embd T, with N the parameters that take part in matrix products:
+all but `wpe`, biases and LayerNorms; the vocabulary's matrix counts once, as the output projection. (2 FLOPs per
+multiply-add, forward once and backward twice; the second term is attention's. Chowdhery et al. 2022, PaLM, appendix B.)
+Padding rows of the vocabulary are not counted: they are no useful work.
+
+MFU = FLOPs per token * tokens/sec / the highest matrix-product rate measured on that device, over float32, TF32 and
+bfloat16. One yardstick for all rungs, so the column rises towards 100 %.
+"""
+VOCAB_SIZE = 50257
+SHAPES = {  # --model: (n_layer, n_embd); a test keeps this equal to the scripts' MODELS
+    "tiny": (2, 64),
+    "gpt2": (12, 768),
+    "gpt2-medium": (24, 1024),
+    "gpt2-large": (36, 1280),
+    "gpt2-xl": (48, 1600),
+}
+
+
+def flops_per_token(model, T):
+    """FLOPs of training on one token at sequence length T; None for a model that is not in the family."""
+    if model not in SHAPES or T is None:
+        return None
+    n_layer, n_embd = SHAPES[model]
+    n_matrix = VOCAB_SIZE * n_embd + n_layer * 12 * n_embd * n_embd
+    return 6 * n_matrix + 12 * n_layer * n_embd * T
+
+
+def mfu(run, rates):
+    """The share (0 to 1) of the device's best measured matrix-product rate (FLOP/s) that a run used, or None."""
+    per_token = flops_per_token(run.model, run.T)
+    if not rates or per_token is None or run.tokens_per_second is None:
+        return None
+    on_cpu = "threads" in run.headers.get("device", "")  # where the ranks share what was measured
+    devices = 1 if on_cpu else run.ranks
+    return per_token * run.tokens_per_second / (devices * max(rates.values()))

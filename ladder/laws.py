@@ -1,0 +1,56 @@
+"""The law of the ladder: a rung may change only the definitions that `stages.py` allows it to."""
+import ast
+import itertools
+
+from ladder.stages import STAGES
+
+
+def first_line(node):
+    """Where a definition starts: at its first decorator, if it has one."""
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+
+
+def definitions(source):
+    """{name: source} of everything in a script but its docstring; methods one by one, imports as one."""
+    tree = ast.parse(source)
+    found = {"imports": ""}
+    for node in tree.body[1:]:
+        text = ast.get_source_segment(source, node)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found["imports"] += text + "\n"
+        elif isinstance(node, ast.ClassDef):
+            # What of the class is no method: its first line, docstring and fields, comments included.
+            first_method = next((part for part in node.body if isinstance(part, ast.FunctionDef)), None)
+            lines = source.splitlines()
+            end = first_line(first_method) - 1 if first_method else node.end_lineno
+            found[node.name] = "\n".join(lines[node.lineno - 1 : end]).rstrip()
+            for method, following in itertools.zip_longest(node.body, node.body[1:]):
+                if isinstance(method, ast.FunctionDef):
+                    end = first_line(following) - 1 if following else node.end_lineno
+                    found[f"{node.name}.{method.name}"] = "\n".join(lines[first_line(method) - 1 : end]).rstrip()
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = text
+        elif isinstance(node, ast.Assign):
+            found[node.targets[0].id] = text
+        else:
+            found[text.splitlines()[0]] = text  # the __main__ guard
+    return found
+
+
+def changed_definitions(before, after):
+    """The names of the definitions that differ between two sources."""
+    before, after = definitions(before), definitions(after)
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def forbidden_changes(before, after, may_change):
+    """The changed definitions that are allowed neither by their own name nor by their class's."""
+    changed = changed_definitions(before, after)
+    return {name for name in changed if name not in may_change and name.split(".")[0] not in may_change}
+
+
+def violations(sources):
+    """The breaches of the law among the ladder's sources ({file: text}), one line each."""
+    for before, after in zip(STAGES, STAGES[1:], strict=False):
+        for name in sorted(forbidden_changes(sources[before.file], sources[after.file], after.may_change)):
+            yield f"{before.file} -> {after.file}: {name} differs, which this rung may not change"

@@ -1,0 +1,163 @@
+"""Read the logs of the training scripts, also foreign ones that have step lines but no headers.
+
+A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with or without further fields. Everything
+else is optional: without headers, B and T come from the caller, or stay unknown.
+"""
+import re
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ladder.errors import UserError
+from ladder.stages import STAGES
+
+PEER = "peer_transformers"
+ORDER = [stage.name for stage in STAGES] + [PEER]
+NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
+STEP_LINE = re.compile(rf"\s*step\s*:?\s*(\d+)\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms")
+MEDIAN_LINE = re.compile(r"median : dt: [\d.]+ ms .*peak memory: (\S+) GB")
+FIRST_STEP_LINE = re.compile(r"# first step, compilation included: ([\d.]+) s")
+
+
+class NoStepError(UserError):
+    """A log without a step line, as a run leaves it that ran out of memory in its first step."""
+
+
+@dataclass
+class Run:
+    """One log: what was run, and each step's loss (nats) and time (milliseconds)."""
+
+    path: Path
+    name: str  # the script's, without its ending
+    headers: dict
+    B: int | None
+    T: int | None
+    ranks: int
+    steps: list = field(default_factory=list)  # the numbers in the step lines
+    losses: list = field(default_factory=list)
+    ms: list = field(default_factory=list)
+    peak_memory_gb: float | None = None
+    complete: bool = False  # it has its last line
+
+    @property
+    def warm_up(self):
+        """How many first steps the median leaves out: the rule of the scripts."""
+        return min(5 if len(self.ms) > 10 else 2, len(self.ms) - 1)
+
+    @property
+    def median_ms(self):
+        return statistics.median(self.ms[self.warm_up :])
+
+    @property
+    def tokens_per_step(self):
+        """Tokens over all ranks and micro-steps."""
+        if total := re.match(r"(\d+) tokens", self.headers.get("total batch", "")):
+            return int(total[1])
+        return None if self.B is None or self.T is None else self.B * self.T * self.ranks
+
+    @property
+    def tokens_per_second(self):
+        return None if self.tokens_per_step is None else self.tokens_per_step / self.median_ms * 1000
+
+    @property
+    def first_step_s(self):
+        """Seconds of the first step, which compiles and warms up."""
+        return self.ms[0] / 1000
+
+    @property
+    def model(self):
+        return self.headers.get("model")
+
+    @property
+    def device(self):
+        """The device, without the number of threads, which torchrun changes."""
+        return re.sub(r" \(\d+ threads\)", "", self.headers["device"]) if "device" in self.headers else None
+
+    @property
+    def data(self):
+        return self.headers.get("data")
+
+    def setting(self):
+        """What two runs must share to be compared."""
+        return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": self.device}
+
+    def seconds_to(self, loss):
+        """Seconds of training until a step's loss is first at or below `loss`; None if it never is."""
+        total = 0.0
+        for step_loss, ms in zip(self.losses, self.ms, strict=True):
+            total += ms / 1000
+            if step_loss <= loss:
+                return total
+        return None
+
+
+def read_headers(lines):
+    """{"model": "gpt2", "parameters": "124,439,808", ...} from lines like `# model: gpt2 | parameters: 124,439,808`."""
+    headers = {}
+    for line in lines:
+        for part in line.removeprefix("#").split(" | ") if line.startswith("# ") else []:
+            key, colon, value = part.partition(": ")
+            if colon:
+                headers.setdefault(key.strip(), value.strip())
+    return headers
+
+
+def read_log(path, B=None, T=None, model=None):
+    """Read one log file. B, T and model stand in where it has no headers. Raises UserError if it has no step line."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such log; run the script first") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder: name a log file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text file, so not a log") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+    # A run that was killed while it wrote may end in the middle of a line: that line is not used.
+    lines = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
+    headers = read_headers(lines)
+    batch = re.search(r"B=(\d+) T=(\d+)", headers.get("batch", ""))
+    if model:
+        headers.setdefault("model", model)
+    run = Run(
+        path=path,
+        name=Path(headers.get("script", path.stem)).stem,
+        headers=headers,
+        B=int(batch[1]) if batch else B,
+        T=int(batch[2]) if batch else T,
+        ranks=int(headers.get("ranks", 1)),
+    )
+    for line in lines:
+        if match := STEP_LINE.match(line):
+            run.steps.append(int(match[1]))
+            run.losses.append(float(match[2]))
+            run.ms.append(float(match[3]))
+        elif match := MEDIAN_LINE.match(line):
+            run.complete = True
+            run.peak_memory_gb = float(match[1])
+    if not run.ms:
+        raise NoStepError(f"{path} has no step line: it is no log of a training run, or the run never got to a step")
+    return run
+
+
+def read_folder(folder, **stand_ins):
+    """The runs of all logs under `folder`, as {script name: [Run, ...]} in the order of the ladder.
+
+    Logs that never got to a step are passed over: they have nothing to show.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of logs")
+    runs = {}
+    for path in sorted(folder.rglob("*.log")):
+        try:
+            run = read_log(path, **stand_ins)
+        except NoStepError:
+            continue
+        runs.setdefault(run.name, []).append(run)
+    if not runs:
+        raise UserError(f"{folder} holds no logs with steps: run python -m ladder run first")
+    return dict(sorted(runs.items(), key=lambda item: ORDER.index(item[0]) if item[0] in ORDER else len(ORDER)))

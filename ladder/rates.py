@@ -1,0 +1,64 @@
+"""Measure this device's matrix-product rates and name the machine; prints JSON. Run by `python -m ladder run`.
+
+    python -m ladder.rates --device cpu
+
+The products have the shapes of GPT-2's own layers, (4096, 768) @ (768, 3072) and larger square ones; the best of
+several tries of each counts, since the question is what the chip can do.
+"""
+import argparse
+import json
+import platform
+import time
+
+import torch
+
+SHAPES = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
+SECONDS = 1.0  # of measuring, for each shape and format
+
+
+def best_rate(device, dtype, shape):
+    """The highest FLOP/s over repeated products of one shape (m, k, n)."""
+    m, k, n = shape
+    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+    synchronize = torch.get_device_module(device).synchronize
+    a @ b
+    synchronize()
+    best, deadline = float("inf"), time.perf_counter() + SECONDS
+    repeats = 1 if device == "cpu" else 10  # a GPU's launch should not count
+    while time.perf_counter() < deadline:
+        started = time.perf_counter()
+        for _ in range(repeats):
+            a @ b
+        synchronize()
+        best = min(best, (time.perf_counter() - started) / repeats)
+    return 2 * m * k * n / best
+
+
+def measure(device):
+    """{"float32": FLOP/s, "bfloat16": FLOP/s} and, on GPUs that have it, "tf32"."""
+    shapes = SHAPES if device != "cpu" else SHAPES[:2]
+    formats = {"float32": (torch.float32, "highest"), "bfloat16": (torch.bfloat16, "highest")}
+    if device == "cuda" and torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0):
+        formats["tf32"] = (torch.float32, "high")
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        formats["float16"] = (torch.float16, "highest")
+        del formats["bfloat16"]
+    rates = {}
+    for name, (dtype, precision) in formats.items():
+        torch.set_float32_matmul_precision(precision)
+        rates[name] = max(best_rate(device, dtype, shape) for shape in shapes)
+    return rates
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    device = parser.parse_args().device
+    print(json.dumps({
+        "rates": measure(device), "device": device, "torch": torch.__version__, "python": platform.python_version(),
+        "system": platform.platform(), "threads": torch.get_num_threads(),
+    }, indent=2))
+
+
+if __name__ == "__main__":
+    main()
