@@ -443,6 +443,7 @@ def main(argv=None):
             sys.exit(f"error: --save {args.save}: {error}")
     if ddp:
         dist.destroy_process_group()
+        time.sleep(0.5)  # gloo's threads let go of their last work: one that still does when Python ends would abort it
 
 
 if __name__ == "__main__":
