@@ -58,4 +58,20 @@ STAGES = [
         "gradient accumulation",
         frozenset({"imports", "parse_args", "main"}),
     ),
+    Stage("beyond/speedup_12_device_data.py", "data on the device", frozenset({"DataLoaderLite", "free_memory", "main"})),
+    Stage(
+        "beyond/speedup_13_validation.py",
+        "validation",
+        frozenset({"DataLoaderLite", "evaluate", "parse_args", "main"}),
+    ),
+    Stage(
+        "beyond/speedup_14_checkpoint_resume.py",
+        "checkpoints",
+        frozenset({"imports", "save_checkpoint", "newest_checkpoint", "log_until", "parse_args", "main"}),
+    ),
+    Stage(
+        "beyond/speedup_15_activation_checkpointing.py",
+        "activation checkpointing",
+        frozenset({"imports", "GPT.__init__", "GPT.forward", "parse_args", "main"}),
+    ),
 ]
