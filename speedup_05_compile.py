@@ -46,7 +46,8 @@ DEFAULT_DATA = Path("data/tokens")
 
 MODELS = {  # what --model accepts
     "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
-    "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
+    "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),  # 30M parameters: what a CPU can train
+    "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),  # 124M
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 350M
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M

@@ -11,6 +11,7 @@ bfloat16. One yardstick for all rungs, so the column rises towards 100 %.
 VOCAB_SIZE = 50257
 SHAPES = {  # --model: (n_layer, n_embd); a test keeps this equal to the scripts' MODELS
     "tiny": (2, 64),
+    "small": (6, 384),
     "gpt2": (12, 768),
     "gpt2-medium": (24, 1024),
     "gpt2-large": (36, 1280),

@@ -58,7 +58,11 @@ STAGES = [
         "gradient accumulation",
         frozenset({"imports", "parse_args", "main"}),
     ),
-    Stage("beyond/speedup_12_device_data.py", "data on the device", frozenset({"DataLoaderLite", "free_memory", "main"})),
+    Stage(
+        "beyond/speedup_12_device_data.py",
+        "data on the device",
+        frozenset({"DataLoaderLite", "free_memory", "main"}),
+    ),
     Stage(
         "beyond/speedup_13_validation.py",
         "validation",
