@@ -3,7 +3,8 @@
     torchrun ... tests/ddp_rank.py FOLDER NUMBER [flags of rung NUMBER]
 
 In bfloat16 a batch of 2B and two batches of B round differently, which would hide small errors; in float32 they agree
-to the last digits. With DIE_RANK and DIE_STEP set, that rank kills itself when it fetches that batch.
+to the last digits. With DIE_RANK ("alone" without torchrun) and DIE_STEP set, that rank kills itself when it fetches
+that batch; with DIE_ONCE, the name of a file, only while there is no such file.
 """
 import os
 import signal
@@ -24,10 +25,20 @@ class RecordedGPT(ddp_run.GPT):
         models.append(self)
 
 
+def died_before():
+    marker = os.environ.get("DIE_ONCE")
+    if marker is None:
+        return False
+    died = os.path.exists(marker)
+    Path(marker).touch()
+    return died
+
+
 class DyingLoader(ddp_run.DataLoaderLite):
     def next_batch(self):
         batches.append(None)
-        if (os.environ.get("RANK"), str(len(batches))) == (os.environ.get("DIE_RANK"), os.environ.get("DIE_STEP")):
+        now = os.environ.get("RANK", "alone"), str(len(batches))
+        if now == (os.environ.get("DIE_RANK"), os.environ.get("DIE_STEP")) and not died_before():
             os.kill(os.getpid(), signal.SIGKILL)
         return super().next_batch()
 

@@ -11,7 +11,10 @@ from ladder.stages import STAGES
 
 NEIGHBOURS = list(zip(STAGES, STAGES[1:], strict=False))
 # DDP touches the start, the loader, the log and the end of the run.
-LONGEST_LESSON = {"ddp_run.py": 60, "beyond/speedup_11_grad_accum.py": 48}
+LONGEST_LESSON = {
+    "ddp_run.py": 60, "beyond/speedup_11_grad_accum.py": 48, "beyond/speedup_12_device_data.py": 70,
+    "beyond/speedup_13_validation.py": 60, "beyond/speedup_14_checkpoint_resume.py": 160,
+}
 
 
 def without_docstring(source):
