@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # noqa: F401 - the optimizer would import it in every life: two seconds
 from conftest import rung
 
 CHECKPOINT = 15

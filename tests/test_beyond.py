@@ -295,7 +295,7 @@ def copy_checkpoints(whole_run, folder):
 def test_14_fifty_kills_at_random_moments(tmp_path, tokens):
     """SIGKILL, also while a checkpoint is written: every run ends with the losses and weights of the whole one."""
     flags = ["--model", "tiny", "--device", "cpu", "--data", tokens, "-B", 1, "-T", 16, "--total-batch", 16,
-             "--compile-mode", "none", "--steps", 12, "--checkpoint-every", 1, "--val-every", 0]
+             "--compile-mode", "none", "--steps", 40, "--checkpoint-every", 1, "--val-every", 10, "--val-batches", 1]
     run = run_command(sys.executable, ROOT / "tests/killed_runs.py", 50, tmp_path, *flags, timeout=900)
     assert run.returncode == 0, run.stderr
     counts = json.loads(run.stdout.splitlines()[-1])
