@@ -3,9 +3,13 @@
 Every --checkpoint-every steps all that the next step depends on goes into one file: the weights, the optimizer's
 moments, the gradient scaler, the place in the text, the random numbers. --resume goes on from the newest one:
 
+    python beyond/speedup_14_checkpoint_resume.py --resume
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 beyond/speedup_14_checkpoint_resume.py --resume
 
 Give --resume from the start: without a checkpoint it starts at step 1, and the same command goes on after anything.
+torchrun's --max-restarts starts all ranks again when one dies; without that variable it would hand the new ranks the
+addresses of the dead ones.
 Gain: a crash costs the steps since the last checkpoint; on the same device they come out bit by bit as they would have.
 Cost: 12 bytes a parameter on the disk for each of the --checkpoint-keep newest (1.5 GB for GPT-2), and the time to
 write them, outside of `dt`.
@@ -16,7 +20,7 @@ Rank 0 reads and writes; the others get its checkpoint, so only its disk must li
 go on too, as long as --total-batch stays: the text goes on where it was.
 torch.distributed.checkpoint would spread the file over the ranks; under DDP each has everything, so one file will do.
 
-Source: "Saving and loading a general checkpoint" in PyTorch's tutorials; torchrun's documentation on --max-restarts.
+Source: "Saving and loading a general checkpoint" in PyTorch's tutorials; torchrun's help; pytorch issue 135712.
 """
 import argparse
 import contextlib
@@ -441,6 +445,10 @@ def main(argv=None):
             sys.exit("error: torch has no DDP for Apple GPUs: add --device cpu")
         if device == "cuda" and local_rank >= torch.cuda.device_count():
             sys.exit(f"error: more processes than GPUs: use --nproc_per_node={torch.cuda.device_count()}")
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if restarts and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+            sys.exit("error: --max-restarts works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun:"
+                     " without it the new ranks look for the dead ones (pytorch issue 135712)")
         if device == "cuda":
             torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl" if device == "cuda" else "gloo")

@@ -444,6 +444,10 @@ def main(argv=None):
             sys.exit("error: torch has no DDP for Apple GPUs: add --device cpu")
         if device == "cuda" and local_rank >= torch.cuda.device_count():
             sys.exit(f"error: more processes than GPUs: use --nproc_per_node={torch.cuda.device_count()}")
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if restarts and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+            sys.exit("error: --max-restarts works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun:"
+                     " without it the new ranks look for the dead ones (pytorch issue 135712)")
         if device == "cuda":
             torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl" if device == "cuda" else "gloo")

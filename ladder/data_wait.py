@@ -7,7 +7,6 @@ compilation, and prints the median wait of a micro-step in milliseconds for each
 spend before the model can begin: the device is waited for at both ends.
 """
 import contextlib
-import importlib.util
 import io
 import statistics
 import sys
@@ -16,17 +15,10 @@ import time
 
 import torch
 
+from ladder.runner import load_script
 from ladder.stages import STAGES
 
 RUNGS = [stage for stage in STAGES if stage.name in ("speedup_11_grad_accum", "speedup_12_device_data")]
-
-
-def load(stage):
-    spec = importlib.util.spec_from_file_location(stage.name, stage.path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[stage.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def median_wait(module, flags):
@@ -55,4 +47,4 @@ def median_wait(module, flags):
 
 if __name__ == "__main__":
     for stage in RUNGS:
-        print(f"{stage.name}: {median_wait(load(stage), sys.argv[1:]):.3f} ms a micro-step")
+        print(f"{stage.name}: {median_wait(load_script(stage), sys.argv[1:]):.3f} ms a micro-step")

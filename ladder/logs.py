@@ -15,6 +15,7 @@ PEER = "peer_transformers"
 ORDER = [stage.name for stage in STAGES] + [PEER]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 STEP_LINE = re.compile(rf"\s*step\s*:?\s*(\d+)\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms")
+VAL_LINE = re.compile(rf"val : step (\d+) \| loss: {NUMBER}")
 MEDIAN_LINE = re.compile(r"median : dt: [\d.]+ ms .*peak memory: (\S+) GB")
 FIRST_STEP_LINE = re.compile(r"# first step, compilation included: ([\d.]+) s")
 
@@ -36,6 +37,8 @@ class Run:
     steps: list = field(default_factory=list)  # the numbers in the step lines
     losses: list = field(default_factory=list)
     ms: list = field(default_factory=list)
+    val_steps: list = field(default_factory=list)  # after which of the steps there was a validation
+    val_losses: list = field(default_factory=list)
     peak_memory_gb: float | None = None
     complete: bool = False  # it has its last line
 
@@ -83,12 +86,19 @@ class Run:
 
     def seconds_to(self, loss):
         """Seconds of training until a step's loss is first at or below `loss`; None if it never is."""
-        total = 0.0
-        for step_loss, ms in zip(self.losses, self.ms, strict=True):
-            total += ms / 1000
-            if step_loss <= loss:
-                return total
-        return None
+        reached = (step for step, step_loss in zip(self.steps, self.losses, strict=True) if step_loss <= loss)
+        return self.seconds_at(next(reached, None))
+
+    def seconds_to_val(self, loss):
+        """Seconds of training, validations not counted, until a validation is at or below `loss`; None if none is."""
+        reached = (step for step, val_loss in zip(self.val_steps, self.val_losses, strict=True) if val_loss <= loss)
+        return self.seconds_at(next(reached, None))
+
+    def seconds_at(self, step):
+        """Seconds of training up to the end of `step`; None for None."""
+        if step is None:
+            return None
+        return sum(ms for number, ms in zip(self.steps, self.ms, strict=True) if number <= step) / 1000
 
 
 def read_headers(lines):
@@ -135,6 +145,9 @@ def read_log(path, B=None, T=None, model=None):
             run.steps.append(int(match[1]))
             run.losses.append(float(match[2]))
             run.ms.append(float(match[3]))
+        elif match := VAL_LINE.match(line):
+            run.val_steps.append(int(match[1]))
+            run.val_losses.append(float(match[2]))
         elif match := MEDIAN_LINE.match(line):
             run.complete = True
             run.peak_memory_gb = float(match[1])

@@ -20,7 +20,7 @@ from pygments.token import STANDARD_TYPES
 from ladder.errors import UserError
 from ladder.lessons import in_diff_order, read_lesson
 from ladder.logs import PEER
-from ladder.report import cells, columns, describe, warnings
+from ladder.report import cells, columns, describe, has_validation, warnings
 from ladder.stages import ROOT, STAGES
 
 TEXT_COLOUR = "#7b8794"  # readable on white and on black
@@ -117,6 +117,17 @@ def loss_chart(report, by_seconds):
             ("seconds", "@seconds{0.0}"),
         ], visible=False))
         items.append(LegendItem(label=row.title, renderers=[line]))
+        if run.val_steps:
+            marks = ColumnDataSource({
+                "step": run.val_steps, "seconds": [run.seconds_at(step) for step in run.val_steps],
+                "loss": run.val_losses,
+            })
+            dots = chart.scatter("seconds" if by_seconds else "step", "loss", source=marks, size=7,
+                                 color=colours[row.name], line_color=TEXT_COLOUR)
+            chart.add_tools(HoverTool(renderers=[dots], visible=False, tooltips=[
+                ("", f"{row.title}: validation"), ("step", "@step"), ("loss", "@loss{0.0000}"),
+            ]))
+            items.append(LegendItem(label=f"{row.title}: validation", renderers=[dots]))
     legend = Legend(items=items, click_policy="hide", ncols=2, label_text_color=TEXT_COLOUR,
                     label_text_font_size="11px",
                     background_fill_alpha=0, border_line_alpha=0, spacing=0, padding=0)
@@ -137,7 +148,7 @@ def machine_view(report):
         charts["memory"] = bar_chart(report, lambda row: row.peak_memory_gb, "peak GB", [("GB", "@value{0.00}")])
     return {
         "name": report.name, "describe": describe(report), "charts": charts, "columns": columns(report),
-        "rows": [cells(row) for row in report.rows], "warnings": list(warnings(report)),
+        "rows": [cells(row, has_validation(report)) for row in report.rows], "warnings": list(warnings(report)),
     }
 
 

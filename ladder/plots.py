@@ -59,6 +59,10 @@ def plot_losses(report):
             seconds.append(total)
         by_step.plot(run.steps, run.losses, color=colours[row.name], label=row.title, linewidth=1.2)
         by_time.plot(seconds, run.losses, color=colours[row.name], linewidth=1.2)
+        if run.val_steps:
+            style = {"color": "black", "linewidth": 1, "linestyle": ":", "marker": "o", "markersize": 3}
+            by_step.plot(run.val_steps, run.val_losses, label=f"{row.title}: validation", **style)
+            by_time.plot([run.seconds_at(step) for step in run.val_steps], run.val_losses, **style)
     by_step.set(xlabel="step", ylabel="loss (nats)")
     by_time.set(xlabel="seconds of training, compilation included")
     figure.legend(loc="outside right upper", fontsize=7, frameon=False)

@@ -17,7 +17,9 @@ from ladder.logs import PEER, read_folder
 from ladder.stages import ROOT, STAGES
 
 WIDE = 130  # characters of a terminal that takes all columns
-README_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
+LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
+BEYOND_MARKS = ("<!-- beyond:begin -->", "<!-- beyond:end -->")
+BEYOND = {stage.name for stage in STAGES if stage.file.startswith("beyond/")}
 IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished, or in wrong units"
 
 
@@ -41,6 +43,8 @@ class Row:
     seconds_to_common_loss: float | None
     first_step_s: float
     complete: bool
+    last_val_loss: float | None
+    seconds_to_common_val_loss: float | None
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Report:
     setting: dict  # data, model, B, T, device
     machine: dict  # rates and versions measured in the same run; {} when unknown
     common_loss: float
+    common_val_loss: float | None  # None without a validation
     rows: list
     runs: dict  # {name: [Run, ...]}
 
@@ -113,6 +118,8 @@ def build_report(folder, **stand_ins):
     machine = read_machine(folder)
     # A loss that every rung reaches: the highest of their lowest. Smoothing would need a choice; the lowest does not.
     common_loss = max(min(run.losses) for rounds in runs.values() for run in rounds)
+    lowest_val_losses = [min(run.val_losses) for rounds in runs.values() for run in rounds if run.val_losses]
+    common_val_loss = max(lowest_val_losses, default=None)
 
     rows = []
     medians = {name: statistics.median(run.median_ms for run in rounds) for name, rounds in runs.items()}
@@ -142,10 +149,16 @@ def build_report(folder, **stand_ins):
             seconds_to_common_loss=median_or_none(run.seconds_to(common_loss) for run in rounds),
             first_step_s=statistics.median(run.first_step_s for run in rounds),
             complete=all(run.complete for run in rounds),
+            last_val_loss=median_or_none(run.val_losses[-1] for run in rounds if run.val_losses),
+            seconds_to_common_val_loss=median_or_none(
+                run.seconds_to_val(common_val_loss) for run in rounds if run.val_losses
+            ),
         ))
         before = speed if is_rung else before
     first = next(iter(runs.values()))[0]
-    return Report(Path(folder).resolve().name, first.setting(), machine, common_loss, rows, runs)
+    return Report(
+        Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs
+    )
 
 
 def describe(report):
@@ -160,8 +173,8 @@ def describe(report):
     return line
 
 
-def cells(row):
-    """The row's numbers as short texts, in the order of COLUMNS."""
+def cells(row, with_validation):
+    """The row's numbers as short texts, in the order of columns()."""
     def show(value, pattern):
         return "–" if value is None else pattern.format(value)
 
@@ -177,14 +190,21 @@ def cells(row):
         f"{row.last_loss:.3f}",
         show(row.seconds_to_common_loss, "{:,.0f}"),
         f"{row.first_step_s:,.1f}",
+        *([show(row.last_val_loss, "{:.3f}"), show(row.seconds_to_common_val_loss, "{:,.0f}")]
+          if with_validation else []),
     ]
+
+
+def has_validation(report):
+    return report.common_val_loss is not None
 
 
 def columns(report):
     steps = sorted({row.last_step for row in report.rows})
     step = str(steps[0]) if len(steps) == 1 else f"{steps[0]}–{steps[-1]}"
     return ["rung", "ms/step", "spread", "tokens/s", "× base", "× before", "MFU", "GB", f"loss @{step}",
-            f"s to {report.common_loss:.2f}", "1st step s"]
+            f"s to {report.common_loss:.2f}", "1st step s",
+            *(["val loss", f"s to val {report.common_val_loss:.2f}"] if has_validation(report) else [])]
 
 
 def warnings(report):
@@ -216,7 +236,8 @@ def print_table(report, console):
             heading, justify="left" if first else "right", no_wrap=not first, min_width=16 if first else None
         )
     for row in report.rows:
-        table.add_row(*[escape(cell) for heading, cell in zip(headings, cells(row), strict=True) if heading in shown])
+        texts = zip(headings, cells(row, has_validation(report)), strict=True)
+        table.add_row(*[escape(cell) for heading, cell in texts if heading in shown])
     console.print(table)
     for warning in warnings(report):
         console.print(f"! {warning}", style="yellow", markup=False)
@@ -232,7 +253,7 @@ def markdown_table(report):
         "|--:|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in report.rows:
-        title, ms, _, speed, times, _, share, memory, loss, *_ = cells(row)
+        title, ms, _, speed, times, _, share, memory, loss, *_ = cells(row, with_validation=False)
         file = files.get(row.name, row.name)
         numbers = " | ".join([ms, speed, times, share, memory, loss])
         lines.append(f"| {numbers_of.get(row.name, '')} | [`{file}`]({file}) | {title} | {numbers} |")
@@ -242,17 +263,40 @@ def markdown_table(report):
     return "\n".join(lines)
 
 
-def write_readme(reports, readme=ROOT / "README.md"):
-    """Put the tables between the README's two markers; raises UserError when it has no markers."""
-    text = readme.read_text()
-    begin, end = README_MARKS
+def beyond_table(report):
+    """The README's table of the rungs beyond: what they cost, and the validation loss."""
+    files = {stage.name: stage.file for stage in STAGES}
+    lines = [
+        "| file | the one capability | ms/step | tokens/sec | × the rung before | peak GB | loss | val loss |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in report.rows:
+        title, ms, _, speed, _, before, _, memory, loss, _, _, val_loss, _ = cells(row, with_validation=True)
+        file = files.get(row.name, row.name)
+        lines.append(f"| [`{file}`]({file}) | {title} | {ms} | {speed} | {before} | {memory} | {loss} | {val_loss} |")
+    steps = "/".join(map(str, sorted({row.last_step for row in report.rows})))
+    lines += ["", f"{describe(report)}. ms/step is the median, the losses those of step {steps}."]
+    return "\n".join(lines)
+
+
+def between_marks(text, marks, tables, readme):
+    """`text` with the tables between the two marks; raises UserError when they are not there."""
+    begin, end = marks
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise UserError(f"{readme} must hold {begin} and then {end}, once each, around the table")
     head, rest = text.split(begin)
     tail = rest.split(end)[1]
-    table = "\n\n".join(markdown_table(report) for report in reports)
+    return "\n".join([head + begin, "\n\n".join(tables), end + tail])
+
+
+def write_readme(reports, readme=ROOT / "README.md"):
+    """Put the ladder's tables and those of the rungs beyond between their marks; raises UserError without marks."""
+    beyond = [report for report in reports if BEYOND & report.runs.keys()]
+    ladder = [report for report in reports if report not in beyond]
+    text = between_marks(readme.read_text(), LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
+    text = between_marks(text, BEYOND_MARKS, [beyond_table(report) for report in beyond], readme)
     partial = readme.with_name(readme.name + ".partial")
-    partial.write_text(f"{head}{begin}\n{table}\n{end}{tail}")
+    partial.write_text(text)
     partial.replace(readme)
 
 

@@ -24,6 +24,7 @@ from ladder.logs import ORDER, PEER, STEP_LINE, read_log
 from ladder.stages import ROOT, STAGES
 
 COMPILE_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_05_compile")
+GRAD_ACCUM_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_11_grad_accum")
 MEMORY_SHARE = 0.9  # of the free memory: a child that takes more is stopped before the machine starts to swap
 
 
@@ -186,14 +187,20 @@ def device_of(flags):
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def load_script(stage):
+    """A rung's script as a module."""
+    spec = importlib.util.spec_from_file_location(stage.name, stage.path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
 def check_flags(rungs, flags):
     """Let each script's own parse_args refuse its flags now, before anything is measured or deleted."""
     for number in rungs:
-        spec = importlib.util.spec_from_file_location(STAGES[number].name, STAGES[number].path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-        module.parse_args(without_flag(flags, "--compile-mode") if number < COMPILE_RUNG else flags)
+        parse_args = load_script(STAGES[number]).parse_args
+        parse_args(without_flag(flags, "--compile-mode") if number < COMPILE_RUNG else flags)
 
 
 def measure_machine(log_dir, settings):
@@ -285,7 +292,10 @@ def largest_batch(number, flags, log_dir, seconds, say):
     flags = without_flag(without_flag(without_flag(flags, "-B"), "--batch-size"), "--steps")
 
     def attempt(B):
-        job = Job(STAGES[number].name, command_for(number, [*flags, "-B", str(B), "--steps", "3"], log_dir), log_dir)
+        more = ["-B", str(B), "--steps", "3"]
+        if number >= GRAD_ACCUM_RUNG:  # one micro-step: more of them take more time, not more memory
+            more += ["--total-batch", str(B * load_script(STAGES[number]).parse_args(flags).T)]
+        job = Job(STAGES[number].name, command_for(number, [*flags, *more], log_dir), log_dir)
         outcome = run_job(job, seconds)
         say(f"{STAGES[number].name}: B={B} {outcome.status}")
         speed = read_log(log_dir / f"{job.name}.log").tokens_per_second if outcome.status == "ok" else None

@@ -380,7 +380,8 @@ def test_14_a_killed_rank_comes_back_by_itself(tokens, tmp_path):
         folder = tmp_path / name
         flags = beyond_flags(tokens, folder, 1, *more, "--checkpoint-dir", folder / "checkpoints")
         dying = {"DIE_RANK": "1", "DIE_STEP": "8", "DIE_ONCE": str(folder / "died")} if name == "killed" else {}
-        run = run_command(*TWO_RANKS, "--max-restarts=1", RANK, folder, CHECKPOINT, *flags, **dying)
+        run = run_command(*TWO_RANKS, "--max-restarts=1", RANK, folder, CHECKPOINT, *flags, **dying,
+                          TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         assert run.returncode == 0, run.stderr
     assert (tmp_path / "killed" / "died").exists()
     log = "speedup_14_checkpoint_resume.log"
@@ -388,6 +389,13 @@ def test_14_a_killed_rank_comes_back_by_itself(tokens, tmp_path):
     assert losses(tmp_path / "killed" / log) == losses(tmp_path / "whole" / log)
     ours, truth = (torch.load(tmp_path / name / "rank1.pt", weights_only=True) for name in ("killed", "whole"))
     assert all(torch.equal(ours[key], truth[key]) for key in truth)
+
+
+def test_14_restarts_that_cannot_work_are_refused(tokens, tmp_path):
+    run = run_command(*TWO_RANKS, "--max-restarts=1", ROOT / "beyond/speedup_14_checkpoint_resume.py",
+                      *beyond_flags(tokens, tmp_path, 1), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    assert run.returncode != 0
+    assert "error: --max-restarts works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run.stderr
 
 
 @pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
@@ -476,9 +484,10 @@ def test_15_memory_falls(tmp_path, tokens):
     peaks = []
     for blocks in (0, 6):
         run = run_command(
-            sys.executable, ROOT / "beyond/speedup_15_activation_checkpointing.py", "--model", "small", "--device", "cpu",
-            "--data", tokens, "--log-dir", tmp_path, "-B", 16, "-T", 128, "--total-batch", 2048, "--steps", 1,
-            "--val-every", 0, "--checkpoint-every", 0, "--compile-mode", "none", "--recompute-blocks", blocks,
+            sys.executable, ROOT / "beyond/speedup_15_activation_checkpointing.py", "--model", "small",
+            "--device", "cpu", "--data", tokens, "--log-dir", tmp_path, "-B", 16, "-T", 128, "--total-batch", 2048,
+            "--steps", 1, "--val-every", 0, "--checkpoint-every", 0, "--compile-mode", "none",
+            "--recompute-blocks", blocks,
         )
         assert run.returncode == 0, run.stderr
         peaks.append(float(re.search(r"peak memory: (\S+) GB", run.stdout)[1]))

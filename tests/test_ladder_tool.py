@@ -21,7 +21,7 @@ from ladder.lessons import read_lesson
 from ladder.logs import read_log
 from ladder.memory import step_bytes
 from ladder.propagate import propagate
-from ladder.report import build_report, check_comparable, markdown_table, warnings, write_readme
+from ladder.report import beyond_table, build_report, check_comparable, markdown_table, warnings, write_readme
 from ladder.runner import command_for, parse_rungs, plan
 from ladder.stages import STAGES
 
@@ -256,6 +256,24 @@ def test_the_readme_table_is_the_reference_logs(tmp_path, measured):
     copy.write_text("no markers")
     with pytest.raises(UserError, match="must hold"):
         write_readme([], copy)
+
+
+def test_seconds_to_a_validation_loss(tmp_path):
+    """Three steps of 100 ms, a validation after the second and the third; the time of validating does not count."""
+    lines = ["# batch: B=1 T=10", "# model: tiny | parameters: 1"]
+    for step, loss in ((1, 9.0), (2, 8.0), (3, 7.0)):
+        lines.append(f"step : {step} | loss: {loss} | dt: 100.00 ms | tokens/sec: 100.00")
+        lines += [f"val : step {step} | loss: {loss + 0.5} | time: 60.00 s"] if step > 1 else []
+    (tmp_path / "speedup_13_validation.log").write_text("\n".join(lines) + "\n")
+    run = read_log(tmp_path / "speedup_13_validation.log")
+    assert (run.val_steps, run.val_losses) == ([2, 3], [8.5, 7.5])
+    assert run.losses == [9.0, 8.0, 7.0]  # a validation is no step
+    assert run.seconds_to_val(8.5) == pytest.approx(0.2) and run.seconds_to_val(7.4) is None
+    row = build_report(tmp_path).rows[0]
+    assert (row.last_val_loss, row.seconds_to_common_val_loss) == (7.5, pytest.approx(0.3))
+    assert "| 7.000 | 7.500 |" in beyond_table(build_report(tmp_path))
+    shown = ladder("report", tmp_path, COLUMNS="200")
+    assert "val loss" in shown.stdout and "s to val 7.50" in shown.stdout
 
 
 def test_reference_logs_are_possible():
