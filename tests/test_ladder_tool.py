@@ -272,7 +272,7 @@ def test_seconds_to_a_validation_loss(tmp_path):
     row = build_report(tmp_path).rows[0]
     assert (row.last_val_loss, row.seconds_to_common_val_loss) == (7.5, pytest.approx(0.3))
     assert "| 7.000 | 7.500 |" in beyond_table(build_report(tmp_path))
-    shown = ladder("report", tmp_path, COLUMNS="200")
+    shown = ladder("report", tmp_path)
     assert "val loss" in shown.stdout and "s to val 7.50" in shown.stdout
 
 
