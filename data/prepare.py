@@ -57,6 +57,10 @@ class ByteTokenizer:
     def encode_to_numpy(self, text):
         return self.id_of_byte[np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]
 
+    def decode(self, ids):
+        byte_of_id = np.argsort(self.id_of_byte)
+        return bytes(byte_of_id[i] for i in ids if i < 256).decode("utf-8", errors="replace")
+
 
 class MergeTokenizer:
     """tiktoken's "gpt2" encoding. <|endoftext|> inside the text is encoded as plain text."""
@@ -68,6 +72,9 @@ class MergeTokenizer:
 
     def encode_to_numpy(self, text):
         return np.array(self.encoding.encode_ordinary(text), dtype="<u2")
+
+    def decode(self, ids):
+        return self.encoding.decode(ids)
 
 
 def warn(message):

@@ -69,8 +69,8 @@ def test_definitions_come_in_the_same_order(stage):
 
 
 def test_every_script_is_a_stage():
-    scripts = [*ROOT.glob("*.py"), *(ROOT / "beyond").glob("*.py")]
-    assert {path.relative_to(ROOT).as_posix() for path in scripts} == {stage.file for stage in STAGES}
+    scripts = {path.relative_to(ROOT).as_posix() for folder in (ROOT, ROOT / "beyond") for path in folder.glob("*.py")}
+    assert scripts - {"sample.py", "export.py"} == {stage.file for stage in STAGES}
 
 
 def test_the_whole_ladder_obeys():
