@@ -54,7 +54,7 @@ def parse_args(argv=None):
     parser.add_argument("--max-new-tokens", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="of the k likeliest tokens; 0: all (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the likeliest p of the mass (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="the likeliest p of the mass (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     args = parser.parse_args(argv)
