@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ladder.errors import UserError
-from ladder.stages import ROOT, STAGES
+from ladder.stages import LABELS, ROOT, STAGES
 
 DEFAULT_LOGS = Path("logs/ladder")
 REFERENCE = ROOT / "logs" / "reference"
@@ -39,7 +39,7 @@ def parse_args(argv=None):
     verbs.add_parser("check", help="what this machine has, and what each rung will gain from it")
 
     run = verbs.add_parser("run", help="run the rungs, then show the table; unknown flags go to the scripts")
-    run.add_argument("--rungs", default="0-10", help="for example 0,5,10; 11 is ddp_run.py (default: %(default)s)")
+    run.add_argument("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
     run.add_argument("--repeat", type=positive, default=1, metavar="N", help="N interleaved rounds, to see the noise")
     run.add_argument("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
     run.add_argument("--resume", action="store_true", help="skip what is finished with the same flags")
@@ -181,13 +181,14 @@ def compare(args):
 
 
 def find_rung(word):
-    """The number of a rung from "7", "07" or its file name."""
+    """The place of a rung in STAGES from "7", "07", "ddp" or its file name."""
     names = {name: i for i, stage in enumerate(STAGES) for name in (stage.file, stage.name)}
     if word in names:
         return names[word]
-    if word.isdecimal() and int(word) < len(STAGES):
-        return int(word)
-    raise UserError(f"no rung {word}: there are 0 to {len(STAGES) - 1}, or their file names")
+    label = word.lstrip("0") or "0"
+    if label in LABELS:
+        return LABELS[label]
+    raise UserError(f"no rung {word}: there are 0 to {STAGES[-1].label} and ddp, or their file names")
 
 
 def diff(args):

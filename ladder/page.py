@@ -173,7 +173,7 @@ def write_page(reports, path):
         before = STAGES[number - 1].path.read_text() if number else None
         lesson = read_lesson(before, stage.path.read_text())
         lessons.append({
-            "number": number, "stage": stage, "before": STAGES[number - 1] if number else None, "lesson": lesson,
+            "stage": stage, "before": STAGES[number - 1] if number else None, "lesson": lesson,
             "paragraphs": re.split(r"\n\n|\n(?=(?:Gain|Cost|Beware):)", lesson.body), "hunks": lesson_view(lesson),
             "effects": list(effects(reports, number)),
         })

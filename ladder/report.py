@@ -246,7 +246,7 @@ def print_table(report, console):
 def markdown_table(report):
     """The README's table: one row per rung, with links to the files."""
     files = {stage.name: stage.file for stage in STAGES} | {PEER: f"ladder/{PEER}.py"}
-    numbers_of = {stage.name: str(number) for number, stage in enumerate(STAGES)}
+    labels = {stage.name: stage.label for stage in STAGES}
     steps = {row.last_step for row in report.rows}
     lines = [
         "| | file | the one change | ms/step | tokens/sec | × baseline | MFU | peak GB | loss |",
@@ -256,7 +256,7 @@ def markdown_table(report):
         title, ms, _, speed, times, _, share, memory, loss, *_ = cells(row, with_validation=False)
         file = files.get(row.name, row.name)
         numbers = " | ".join([ms, speed, times, share, memory, loss])
-        lines.append(f"| {numbers_of.get(row.name, '')} | [`{file}`]({file}) | {title} | {numbers} |")
+        lines.append(f"| {labels.get(row.name, '')} | [`{file}`]({file}) | {title} | {numbers} |")
     rounds = max(row.rounds for row in report.rows)
     lines += ["", f"{describe(report)}. ms/step is the median{' of ' + str(rounds) + ' rounds' if rounds > 1 else ''}, "
                   f"the loss that of step {'/'.join(map(str, sorted(steps)))}."]

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ladder.errors import UserError
 from ladder.logs import ORDER, PEER, STEP_LINE, read_log
-from ladder.stages import ROOT, STAGES
+from ladder.stages import LABELS, ROOT, STAGES
 
 COMPILE_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_05_compile")
 GRAD_ACCUM_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_11_grad_accum")
@@ -47,15 +47,15 @@ class Outcome:
 
 
 def parse_rungs(text):
-    """[0, 1, 2, 7] from "0-2,7"; raises UserError for anything that is no rung."""
+    """Places in STAGES, [0, 1, 2, 11] from "0-2,ddp"; raises UserError for anything that is no rung."""
     numbers = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        match = re.fullmatch(r"\s*(\d+|ddp)\s*(?:-\s*(\d+)\s*)?", part)
         if not match:
-            raise UserError(f"--rungs {text}: write for example 0-10 or 0,5,10")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if first > last or last >= len(STAGES):
-            raise UserError(f"--rungs {text}: there are rungs 0 to {len(STAGES) - 1}")
+            raise UserError(f"--rungs {text}: write for example 0-10 or 0,5,ddp")
+        first, last = LABELS.get(match[1]), LABELS.get(match[2] or match[1])
+        if first is None or last is None or first > last:
+            raise UserError(f"--rungs {text}: there are rungs 0 to {STAGES[-1].label}, and ddp between 10 and 11")
         numbers += range(first, last + 1)
     return numbers
 

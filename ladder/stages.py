@@ -26,6 +26,13 @@ class Stage:
         """The file's name without its ending: also the name of its log."""
         return self.path.stem
 
+    @property
+    def label(self):
+        """What the rung is called where numbers are asked for: "0" to "10", "ddp", "11" and on."""
+        if self.name == "baseline":
+            return "0"
+        return "ddp" if self.name == "ddp_run" else str(int(self.name.split("_")[1]))
+
 
 STAGES = [
     Stage("baseline.py", "baseline"),
@@ -79,3 +86,5 @@ STAGES = [
         frozenset({"imports", "GPT.__init__", "GPT.forward", "parse_args", "main"}),
     ),
 ]
+
+LABELS = {stage.label: number for number, stage in enumerate(STAGES)}  # {"0": 0, ..., "ddp": 11, "11": 12, ...}

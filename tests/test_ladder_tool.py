@@ -128,6 +128,9 @@ def test_max_batch_finds_the_largest(tmp_path, tokens):
 
 def test_rungs_and_flags():
     assert parse_rungs("0-2,10") == [0, 1, 2, 10]
+    assert [STAGES[number].name for number in parse_rungs("ddp,11,9-11")] == [
+        "ddp_run", "speedup_11_grad_accum", "speedup_09_cosine_lr", "speedup_10_fused_adamw", "ddp_run",
+        "speedup_11_grad_accum"]
     for wrong in ("99", "3-1", "a", "", "-1", "0-99"):
         with pytest.raises(UserError, match="--rungs"):
             parse_rungs(wrong)
