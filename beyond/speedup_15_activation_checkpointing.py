@@ -235,7 +235,7 @@ class DataLoaderLite:
         if 10 * self.tokens.nbytes <= free_memory(device):
             self.check(self.tokens)
             # torch does little with uint16, so the same bits travel as int16; & 0xFFFF reads them as unsigned again.
-            self.on_device = torch.from_numpy(np.array(self.tokens).view(np.int16)).to(device)
+            self.on_device = torch.from_numpy(np.memmap(folder / "train.bin", dtype="<i2", mode="c")).to(device)
 
     def check(self, tokens):
         if tokens.max() >= self.meta["vocab_size"]:
