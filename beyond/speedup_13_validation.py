@@ -2,12 +2,13 @@
 
 After a few epochs over a small text the training loss goes on falling while the model gets worse on text that it has
 not seen. So data/prepare.py keeps the last tenth of the text apart, and every --val-every steps the model reads some
-of it: no gradients, always the same batches, the same on every number of steps.
+of it: no gradients, always the same sequences, whatever -B is; the ranks share them.
 
-    python beyond/speedup_13_validation.py --val-every 250 --val-batches 0      # 0: the whole of val.bin
+    python beyond/speedup_13_validation.py --val-every 250 --val-sequences 0      # 0: the whole of val.bin
 
 Gain: the number that counts; `python -m ladder report` then shows the seconds to a validation loss.
-Cost: a forward pass for each batch of it, about a third of a training step's work. It stands outside of `dt`.
+Cost: one forward pass, a third of the arithmetic of training on as many tokens. It stands outside of `dt`. One sequence
+at a time, so that it needs no more memory than a step.
 The line `val : step N` is the loss after the update of step N (the step line has the loss before it), the mean over
 all ranks. The model runs uncompiled here: it shares its weights with the compiled one and needs no second compilation.
 
@@ -343,7 +344,7 @@ def parse_args(argv=None):
     parser.add_argument("--total-batch", type=int, help="tokens per step (default: 524288; 4 micro-batches on a CPU)")
     parser.add_argument("--steps", type=int, default=50, help="default: %(default)s")
     parser.add_argument("--val-every", type=int, default=25, help="steps; 0: never (default: %(default)s)")
-    parser.add_argument("--val-batches", type=int, default=20, help="on each rank; 0: all (default: %(default)s)")
+    parser.add_argument("--val-sequences", type=int, default=32, help="of T tokens; 0: all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
     parser.add_argument("--device", choices=["cuda", "mps", "cpu"], help="default: the GPU if there is one, else cpu")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="default: %(default)s, made if missing")
@@ -362,7 +363,7 @@ def parse_args(argv=None):
     for flag, value in {"-B": args.B, "-T": args.T, "--steps": args.steps}.items():
         if value < 1:
             sys.exit(f"error: {flag} {value}: must be at least 1")
-    for flag, value in {"--val-every": args.val_every, "--val-batches": args.val_batches}.items():
+    for flag, value in {"--val-every": args.val_every, "--val-sequences": args.val_sequences}.items():
         if value < 0:
             sys.exit(f"error: {flag} {value}: must be at least 0")
     if args.save and (args.save.is_dir() or not args.save.absolute().parent.is_dir()):
@@ -406,9 +407,10 @@ def main(argv=None):
         fetching = "memory-mapped, nothing to copy: no effect on a CPU"
     validation = "never"
     if args.val_every:
-        val_loader = DataLoaderLite(args.data, args.B, args.T, rank, world_size, device, split="val")
-        val_batches = min(args.val_batches or val_loader.batches_per_epoch, val_loader.batches_per_epoch)
-        val_tokens = val_batches * args.B * args.T * world_size
+        val_loader = DataLoaderLite(args.data, 1, args.T, rank, world_size, device, split="val")
+        all_batches = val_loader.batches_per_epoch  # of one sequence on each rank
+        val_batches = min(math.ceil(args.val_sequences / world_size) or all_batches, all_batches)
+        val_tokens = val_batches * args.T * world_size
         validation = f"every {args.val_every} steps, {val_tokens} of {len(val_loader.tokens)} tokens"
     tokens_per_micro_step = args.B * args.T * world_size
     default_batch = 4 * tokens_per_micro_step if device == "cpu" else 2**19

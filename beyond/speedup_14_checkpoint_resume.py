@@ -397,7 +397,7 @@ def parse_args(argv=None):
     parser.add_argument("--total-batch", type=int, help="tokens per step (default: 524288; 4 micro-batches on a CPU)")
     parser.add_argument("--steps", type=int, default=50, help="default: %(default)s")
     parser.add_argument("--val-every", type=int, default=25, help="steps; 0: never (default: %(default)s)")
-    parser.add_argument("--val-batches", type=int, default=20, help="on each rank; 0: all (default: %(default)s)")
+    parser.add_argument("--val-sequences", type=int, default=32, help="of T tokens; 0: all (default: %(default)s)")
     parser.add_argument("--checkpoint-every", type=int, default=250, help="steps; 0: never (default: %(default)s)")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints"), help="default: %(default)s")
     parser.add_argument("--checkpoint-keep", type=int, default=2, help="the newest ones (default: %(default)s)")
@@ -421,7 +421,7 @@ def parse_args(argv=None):
     for flag, value in at_least_1.items():
         if value < 1:
             sys.exit(f"error: {flag} {value}: must be at least 1")
-    at_least_0 = {"--val-every": args.val_every, "--val-batches": args.val_batches}
+    at_least_0 = {"--val-every": args.val_every, "--val-sequences": args.val_sequences}
     for flag, value in {**at_least_0, "--checkpoint-every": args.checkpoint_every}.items():
         if value < 0:
             sys.exit(f"error: {flag} {value}: must be at least 0")
@@ -473,9 +473,10 @@ def main(argv=None):
         fetching = "memory-mapped, nothing to copy: no effect on a CPU"
     validation = "never"
     if args.val_every:
-        val_loader = DataLoaderLite(args.data, args.B, args.T, rank, world_size, device, split="val")
-        val_batches = min(args.val_batches or val_loader.batches_per_epoch, val_loader.batches_per_epoch)
-        val_tokens = val_batches * args.B * args.T * world_size
+        val_loader = DataLoaderLite(args.data, 1, args.T, rank, world_size, device, split="val")
+        all_batches = val_loader.batches_per_epoch  # of one sequence on each rank
+        val_batches = min(math.ceil(args.val_sequences / world_size) or all_batches, all_batches)
+        val_tokens = val_batches * args.T * world_size
         validation = f"every {args.val_every} steps, {val_tokens} of {len(val_loader.tokens)} tokens"
     tokens_per_micro_step = args.B * args.T * world_size
     default_batch = 4 * tokens_per_micro_step if device == "cpu" else 2**19
