@@ -3,19 +3,22 @@
 Every --checkpoint-every steps all that the next step depends on goes into one file: the weights, the optimizer's
 moments, the gradient scaler, the place in the text, the random numbers. --resume goes on from the newest one:
 
-    python beyond/speedup_14_checkpoint_resume.py --resume
+    python beyond/speedup_14_checkpoint_resume.py --steps 20000 --resume
+
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 beyond/speedup_14_checkpoint_resume.py --resume
 
 Give --resume from the start: without a checkpoint it starts at step 1, and the same command goes on after anything.
 torchrun's --max-restarts starts all ranks again when one dies; without that variable it would hand the new ranks the
 addresses of the dead ones.
-Gain: a crash costs the steps since the last checkpoint; on the same device they come out bit by bit as they would have.
+Gain: a crash costs the steps since the last checkpoint. On a CPU they come out bit by bit as they would have; on a GPU
+some sums are added in a varying order, resumed or not.
 Cost: 12 bytes a parameter on the disk for each of the --checkpoint-keep newest (1.5 GB for GPT-2), and the time to
 write them, outside of `dt`.
 A checkpoint is written under another name, brought to the disk and then renamed, so that no kill can leave half of one;
 the CRC-32 that torch.save puts on each tensor is checked before it is used, and a damaged one falls back to the one
-before. SIGTERM, which clusters send before they take a machine, saves after the step and ends the run with exit code 0.
+before. SIGTERM, which clusters send before they take a machine, saves after the step and ends with exit code 0
+(torchrun gives its ranks 30 seconds for that, and reports the signal itself).
 Rank 0 reads and writes; the others get its checkpoint, so only its disk must live on. Another -B or number of ranks may
 go on too, as long as --total-batch stays: the text goes on where it was.
 torch.distributed.checkpoint would spread the file over the ranks; under DDP each has everything, so one file will do.
@@ -300,7 +303,8 @@ def save_checkpoint(folder, checkpoint, keep):
             file.flush()
             os.fsync(file.fileno())  # after a power cut a new name must not stand for nothing
         partial.replace(path)
-        for old in sorted(folder.glob("step_*.pt"))[:-keep]:
+        up_to_this = sorted(other for other in folder.glob("step_*.pt") if other <= path)  # a later one is damaged
+        for old in up_to_this[:-keep]:
             old.unlink()
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         partial.unlink(missing_ok=True)
@@ -321,13 +325,6 @@ def newest_checkpoint(folder):
             print(f"WARNING: {path} is damaged ({reason}): trying the one before", file=sys.stderr, flush=True)
     if paths:
         sys.exit(f"error: --resume: no checkpoint in {folder} can be read: remove them to start anew")
-
-
-def log_until(log_path, step):
-    """The log of the steps up to `step`, as the run before wrote it; its later steps are run again."""
-    lines = log_path.read_text().splitlines(keepends=True) if log_path.exists() else []
-    later = (i for i, line in enumerate(lines) if line.startswith("step : ") and int(line.split()[2]) > step)
-    return "".join(lines[: next(later, len(lines))])
 
 
 def get_lr(step, max_steps, max_lr=6e-4, min_lr=6e-5, warmup_steps=10):
@@ -399,7 +396,8 @@ def parse_args(argv=None):
     parser.add_argument("--val-every", type=int, default=25, help="steps; 0: never (default: %(default)s)")
     parser.add_argument("--val-sequences", type=int, default=32, help="of T tokens; 0: all (default: %(default)s)")
     parser.add_argument("--checkpoint-every", type=int, default=250, help="steps; 0: never (default: %(default)s)")
-    parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints"), help="default: %(default)s")
+    folder = Path("checkpoints", Path(__file__).stem)
+    parser.add_argument("--checkpoint-dir", type=Path, default=folder, help="default: %(default)s")
     parser.add_argument("--checkpoint-keep", type=int, default=2, help="the newest ones (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
@@ -502,8 +500,10 @@ def main(argv=None):
     optimizer = model.configure_optimizers(weight_decay=0.1)
 
     name = f"{args.pretrained} (pretrained)" if args.pretrained else args.model
+    data = f"{loader.meta['tokenizer']} tokens of {loader.meta['sha256']}"
+    # What the run that goes on must share with the one that wrote the checkpoint.
     run = {"model": name, "-T": args.T, "--steps": args.steps, "--total-batch": tokens_per_step, "--seed": args.seed,
-           "data": loader.meta["sha256"]}  # what a checkpoint's run and the one that goes on with it must share
+           "data": data}
     found = [newest_checkpoint(args.checkpoint_dir) if args.resume and rank == 0 else None]
     if ddp and args.resume:
         dist.broadcast_object_list(found)
@@ -515,21 +515,22 @@ def main(argv=None):
                 sys.exit(f"error: --resume: the checkpoint's run has {key} {checkpoint['run'][key]}, this one {value}")
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint["scaler"])
+        if checkpoint["scaler"] and scaler.is_enabled():  # float16 before and now
+            scaler.load_state_dict(checkpoint["scaler"])
         loader.position = checkpoint["position"]
         torch.set_rng_state(checkpoint["rng"])
-        if device != "cpu" and checkpoint["device_rng"] is not None:
+        if checkpoint["device"] == device != "cpu":
             torch.get_device_module(device).set_rng_state(checkpoint["device_rng"])
-        del checkpoint  # its memory
+    earlier_log = checkpoint["log"] if checkpoint else ""
+    del checkpoint  # its memory
 
     args.log_dir.mkdir(parents=True, exist_ok=True)
     log_path = args.log_dir / f"{script.stem}.log" if rank == 0 else os.devnull
-    kept = log_until(log_path, steps_done) if rank == 0 and steps_done else ""
-    if kept:
+    if earlier_log and rank == 0:
         partial = log_path.with_suffix(".partial")
-        partial.write_text(kept)
+        partial.write_text(earlier_log)
         partial.replace(log_path)
-    log_file = open(log_path, "a" if kept else "w", buffering=1)  # line by line: a killed run keeps its log
+    log_file = open(log_path, "a" if earlier_log else "w", buffering=1)  # line by line: a killed run keeps its log
 
     def log(line):
         if rank > 0:
@@ -579,11 +580,11 @@ def main(argv=None):
         torch.get_device_module(device).synchronize()  # a GPU runs behind Python: wait for it, then read the clock
         dt = time.perf_counter() - t0
         seconds.append(dt)
-        loss_and_signal = torch.stack([loss, torch.tensor(float(len(sigterm)), device=device)])
+        stopping = torch.tensor(len(sigterm), device=device)
         if ddp:
-            dist.all_reduce(loss_and_signal)  # after the clock; so all ranks stop after the same step
-        loss, stopping = loss_and_signal.tolist()
-        loss /= world_size
+            dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
+            dist.all_reduce(stopping)  # whichever rank got the signal, all stop after the same step
+        loss, stopping = loss.item() / world_size, stopping.item() > 0
         log(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms | tokens/sec: {tokens_per_step / dt:.2f}"
             f" | norm: {norm.item():.4f} | lr: {lr:.4e}")
         if not math.isfinite(loss):
@@ -600,10 +601,13 @@ def main(argv=None):
             checkpoint = {
                 "script": script.name, "config": asdict(model.config), "model": model.state_dict(), "step": step,
                 "run": run, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                "position": loader.position, "rng": torch.get_rng_state(),
+                "position": loader.position, "log": log_path.read_text(),
+                "device": device, "rng": torch.get_rng_state(),
                 "device_rng": None if device == "cpu" else torch.get_device_module(device).get_rng_state(),
             }
-            problem = save_checkpoint(args.checkpoint_dir, checkpoint, args.checkpoint_keep)
+            problem = f"the gradients' norm is {norm.item()}"  # in bfloat16 the weights may be lost already
+            if math.isfinite(norm):
+                problem = save_checkpoint(args.checkpoint_dir, checkpoint, args.checkpoint_keep)
             del checkpoint
             if problem and stopping:
                 sys.exit(f"error: stopped by SIGTERM after step {step}, without a checkpoint of it ({problem})")

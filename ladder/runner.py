@@ -24,6 +24,7 @@ from ladder.logs import ORDER, PEER, STEP_LINE, read_log
 from ladder.stages import LABELS, ROOT, STAGES
 
 COMPILE_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_05_compile")
+CHECKPOINT_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_14_checkpoint_resume")
 GRAD_ACCUM_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_11_grad_accum")
 MEMORY_SHARE = 0.9  # of the free memory: a child that takes more is stopped before the machine starts to swap
 
@@ -76,6 +77,8 @@ def command_for(number, flags, log_dir, processes=2):
     script = ROOT / f"ladder/{PEER}.py" if number is None else STAGES[number].path
     if number is not None and number < COMPILE_RUNG:
         flags = without_flag(flags, "--compile-mode")
+    if number is not None and number >= CHECKPOINT_RUNG:
+        flags = ["--checkpoint-every", "0", *flags]  # a measurement leaves none behind that the next would stumble on
     start = [sys.executable]
     if script.name == "ddp_run.py":
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]

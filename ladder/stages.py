@@ -78,7 +78,7 @@ STAGES = [
     Stage(
         "beyond/speedup_14_checkpoint_resume.py",
         "checkpoints",
-        frozenset({"imports", "save_checkpoint", "newest_checkpoint", "log_until", "parse_args", "main"}),
+        frozenset({"imports", "save_checkpoint", "newest_checkpoint", "parse_args", "main"}),
     ),
     Stage(
         "beyond/speedup_15_activation_checkpointing.py",

@@ -46,11 +46,11 @@ def one_run(folder, flags, seconds):
     flags = [*flags, "--resume", "--log-dir", str(folder), "--checkpoint-dir", str(folder / "checkpoints"),
              "--save", str(folder / "model.pt")]
     folder.mkdir(parents=True)
-    kills = during_save = 0
+    kills, half_written = 0, set()
     while not live(flags, seconds()):
         kills += 1
-        during_save += any((folder / "checkpoints").glob("*.partial"))
-    return kills, during_save
+        half_written |= {(path.name, path.stat().st_mtime_ns) for path in (folder / "checkpoints").glob("*.partial")}
+    return kills, len(half_written)
 
 
 wanted, folder, flags = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]

@@ -198,24 +198,24 @@ def val_lines(log):
 
 
 def test_13_the_loss_is_that_of_val_bin(tmp_path, tokens):
-    """The mean over all whole batches of val.bin, computed here from the file and the saved weights."""
+    """The mean over all whole sequences of val.bin, computed here from the file and the saved weights."""
     module = rung(VALIDATION)
     module.autocast_dtype = lambda device: FLOAT32
     B, T = 4, 128
-    log = train(module, tmp_path, tokens, "-B", B, "-T", T, "--steps", 3, "--val-every", 2, "--val-batches", 0,
+    log = train(module, tmp_path, tokens, "-B", B, "-T", T, "--steps", 3, "--val-every", 2, "--val-sequences", 0,
                 "--save", tmp_path / "model.pt")
     assert [step for step, _ in val_lines(log)] == [2, 3]  # and always after the last step
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     model = module.GPT(module.GPTConfig(**saved["config"]))
     model.load_state_dict(saved["model"])
     ids = torch.from_numpy(np.fromfile(tokens / "val.bin", dtype="<u2").astype(np.int64))
-    n = (len(ids) - 1) // (B * T)
+    n = (len(ids) - 1) // T
     total = 0.0
-    for i in range(n * B):
+    for i in range(n):
         logits = model(ids[None, i * T : (i + 1) * T])[0][0].detach()
         total += F.cross_entropy(logits.double(), ids[i * T + 1 : (i + 1) * T + 1]).item()
-    assert val_lines(log)[-1][1] == pytest.approx(total / (n * B), abs=1e-5)
-    assert f"# validation: every 2 steps, {n * B * T} of {len(ids)} tokens" in log.read_text()
+    assert val_lines(log)[-1][1] == pytest.approx(total / n, abs=1e-5)
+    assert f"# validation: every 2 steps, {n * T} of {len(ids)} tokens" in log.read_text()
 
 
 def test_13_watching_changes_nothing(tmp_path, tokens):
@@ -233,7 +233,7 @@ def beyond_flags(tokens, folder, B, *more):
 
 
 def test_13_two_ranks_see_what_one_process_sees(tmp_path, tokens):
-    more = ("--steps", 4, "--val-every", 2, "--val-batches", 3)
+    more = ("--steps", 4, "--val-every", 2, "--val-sequences", 6)
     two = run_command(*TWO_RANKS, RANK, tmp_path, VALIDATION, *beyond_flags(tokens, tmp_path / "two", 2, *more))
     one = run_command(sys.executable, RANK, tmp_path, VALIDATION, *beyond_flags(tokens, tmp_path / "one", 4, *more))
     assert two.returncode == 0 and one.returncode == 0, two.stderr + one.stderr
@@ -294,8 +294,9 @@ def copy_checkpoints(whole_run, folder):
 
 def test_14_fifty_kills_at_random_moments(tmp_path, tokens):
     """SIGKILL, also while a checkpoint is written: every run ends with the losses and weights of the whole one."""
-    flags = ["--model", "tiny", "--device", "cpu", "--data", tokens, "-B", 1, "-T", 16, "--total-batch", 16,
-             "--compile-mode", "none", "--steps", 40, "--checkpoint-every", 1, "--val-every", 10, "--val-batches", 1]
+    text = tokens_of(tmp_path / "tokens", np.fromfile(tokens / "train.bin", dtype="<u2")[:400])  # 24 steps an epoch
+    flags = ["--model", "tiny", "--device", "cpu", "--data", text, "-B", 1, "-T", 16, "--total-batch", 16,
+             "--compile-mode", "none", "--steps", 40, "--checkpoint-every", 1, "--val-every", 10, "--val-sequences", 1]
     run = run_command(sys.executable, ROOT / "tests/killed_runs.py", 50, tmp_path, *flags, timeout=900)
     assert run.returncode == 0, run.stderr
     counts = json.loads(run.stdout.splitlines()[-1])
@@ -453,9 +454,62 @@ def test_14_a_checkpoint_is_plain_and_holds_the_scaler(tmp_path, tokens):
           "--checkpoint-dir", tmp_path)
     checkpoint = torch.load(tmp_path / "step_00000002.pt", weights_only=True)
     assert {"script", "config", "model", "step"} <= set(checkpoint)
-    assert checkpoint["scaler"]["_growth_tracker"] == 2
+    assert checkpoint["scaler"]["_growth_tracker"] == 2  # steps since the scale last changed
     model = module.GPT(module.GPTConfig(**checkpoint["config"]))
     model.load_state_dict(checkpoint["model"])
+
+
+class Crash(Exception):
+    """What ends a run in the middle of a step."""
+
+
+def test_14_scaler_and_random_numbers_go_on(tmp_path, tokens):
+    """float16, and a model that draws a random number in each step: after a crash both are as without it."""
+    def run(folder, crash_at=None, *more):
+        module = rung(CHECKPOINT)
+        module.autocast_dtype = lambda device: torch.float16
+        forward, steps = module.GPT.forward, []
+
+        def drawing_forward(self, *args):
+            torch.rand(1)
+            steps.append(None)
+            if len(steps) == crash_at:
+                raise Crash
+            return forward(self, *args)
+
+        module.GPT.forward = drawing_forward
+        train(module, folder, tokens, "-B", 1, "-T", 16, "--steps", 4, "--checkpoint-every", 2, "--total-batch", 16,
+              "--val-every", 0, "--checkpoint-dir", folder / "checkpoints", *more)
+
+    run(tmp_path / "whole")
+    with pytest.raises(Crash):
+        run(tmp_path / "crashed", 3)
+    run(tmp_path / "crashed", None, "--resume")
+    whole, crashed = (torch.load(tmp_path / name / "checkpoints/step_00000004.pt", weights_only=True)
+                      for name in ("whole", "crashed"))
+    assert crashed["scaler"] == whole["scaler"] and whole["scaler"]["_growth_tracker"] == 4
+    assert torch.equal(crashed["rng"], whole["rng"])
+
+
+def test_14_lost_weights_are_not_saved(tmp_path, tokens):
+    """A norm that is not a number: the loss of that step is still fine, the weights after it are not."""
+    module = rung(CHECKPOINT)
+    clip = module.nn.utils.clip_grad_norm_
+    try:
+        module.nn.utils.clip_grad_norm_ = lambda *args: clip(*args) * float("nan")
+        log = train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 2, "--checkpoint-every", 2,
+                    "--checkpoint-dir", tmp_path / "checkpoints")
+    finally:
+        module.nn.utils.clip_grad_norm_ = clip
+    assert "# WARNING: no checkpoint at step 2 (the gradients' norm is nan)" in log.read_text()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_14_another_runs_log_is_not_taken_over(whole_run, tokens, tmp_path):
+    copy_checkpoints(whole_run, tmp_path).unlink()
+    (tmp_path / "speedup_14_checkpoint_resume.log").write_text("step : 1 | loss: 1.0 | another run's log\nstep : ")
+    assert resume(tokens, tmp_path).returncode == 0
+    assert_same_run(tmp_path, whole_run)
 
 
 def test_15_the_same_gradients(tmp_path, tokens):
@@ -469,13 +523,13 @@ def test_15_the_same_gradients(tmp_path, tokens):
 
 @pytest.mark.parametrize("flags, recomputed", [((), 2), (("--recompute-blocks", 1), 1), (("--recompute-blocks", 0), 0)])
 def test_15_blocks_run_twice(flags, recomputed, tmp_path, tokens):
-    """Each block once in the forward pass; the checkpointed ones again in the backward pass; none in validation."""
+    """Each block once in the forward pass, the checkpointed ones again in the backward pass, none in validation."""
     module = rung(RECOMPUTE)
     forward, calls = module.Block.forward, []
     module.Block.forward = lambda self, x: calls.append(self.training) or forward(self, x)
-    log = train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 1, "--val-batches", 1,
-                "--checkpoint-every", 0, *flags)
-    assert calls == [True] * (2 + recomputed) + [False] * 2
+    log = train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--val-every", 1,
+                "--val-sequences", 1, "--checkpoint-every", 0, *flags)
+    assert calls == ([True] * (2 + recomputed) + [False] * 2) * 2  # also after the first validation
     assert f"# recomputed blocks: {recomputed} of 2" in log.read_text()
 
 
@@ -510,7 +564,7 @@ def test_15_compiled_on_two_ranks(tmp_path, tokens):
 
 @pytest.mark.parametrize("number, flags, reason", [
     (VALIDATION, ["--val-every", -1], "--val-every -1: must be at least 0"),
-    (VALIDATION, ["--val-batches", -1], "--val-batches -1: must be at least 0"),
+    (VALIDATION, ["--val-sequences", -1], "--val-sequences -1: must be at least 0"),
     (CHECKPOINT, ["--checkpoint-every", -1], "--checkpoint-every -1: must be at least 0"),
     (CHECKPOINT, ["--checkpoint-keep", 0], "--checkpoint-keep 0: must be at least 1"),
     (RECOMPUTE, ["--recompute-blocks", 3], "--recompute-blocks 3: this model has 2 blocks"),
