@@ -287,7 +287,7 @@ def test_reference_logs_are_possible():
         for rounds in report.runs.values():
             for run in rounds:
                 assert run.complete
-                assert 0 < mfu(run, report.machine["rates"]) < 1
+                assert not report.machine or 0 < mfu(run, report.machine["rates"]) < 1
 
 
 def test_memory_model_against_measured_peaks():
@@ -352,8 +352,8 @@ def edit(path, old, new):
 
 
 def test_propagate_carries_a_fix_to_all_later_rungs(repository):
-    old = "train.bin does not have the size that meta.json says"
-    new = "train.bin is not as long as meta.json says"
+    old = "error: no usable token files in {folder}"
+    new = "error: no complete token files in {folder}"
     docstrings = {stage.file: (repository / stage.file).read_text().split('"""')[1] for stage in STAGES}
     edit(repository / "baseline.py", old, new)
     assert propagate("baseline.py", repository) == [stage.file for stage in STAGES[1:]]
