@@ -13,7 +13,7 @@ from conftest import STEP_LINE, read_steps, rung, train
 from ladder.stages import ROOT, STAGES
 
 B, T, STEPS = 2, 32, 12
-GRAD_ACCUM = 12
+GRAD_ACCUM, VALIDATION = 12, 14
 ALL_RUNGS = pytest.mark.parametrize("number", range(len(STAGES)), ids=[stage.name for stage in STAGES])
 
 
@@ -63,7 +63,9 @@ def test_a_slow_model_shows_in_dt(number, tmp_path, tokens):
         return forward(*args)
 
     module.GPT.forward = slow_forward
-    steps = read_steps(train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 3))
+    beyond = ["--total-batch", 16] if number >= GRAD_ACCUM else []  # one micro-step
+    beyond += ["--val-every", 0] if number >= VALIDATION else []
+    steps = read_steps(train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 3, *beyond))
     assert all(step["ms"] >= 500 for step in steps)
     assert all(step["tokens_per_second"] <= 16 / 0.5 for step in steps)
 
