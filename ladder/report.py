@@ -227,7 +227,7 @@ def print_table(report, console):
     from rich.table import Table
 
     headings = columns(report)
-    left_out = ("spread", "× before", "s to", "1st step") if console.width < WIDE else ()
+    left_out = ("spread", "× before", "s to", "1st step", "val loss") if console.width < WIDE else ()
     shown = [heading for heading in headings if not heading.startswith(left_out)]
     table = Table(title=report.name, caption=describe(report), caption_justify="left", box=box.SIMPLE_HEAD)
     for heading in shown:
