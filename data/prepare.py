@@ -1,15 +1,21 @@
-"""Turn a text into the GPT-2 token files that the training scripts read.
+"""Turn text into the GPT-2 token files that the training scripts read.
 
-    python data/prepare.py                          # Tiny Shakespeare -> data/tokens/
-    python data/prepare.py --text my.txt --out data/mine
+    python data/prepare.py                                      # Tiny Shakespeare -> data/tokens/
+    python data/prepare.py --text my.txt --out data/mine        # a text
+    python data/prepare.py --text corpus/ --out data/mine       # a folder of .txt, .jsonl and .parquet files
+    python data/prepare.py --hf HuggingFaceFW/fineweb-edu --name sample-10BT --out data/edu
 
 The output folder holds
 
     train.bin, val.bin   GPT-2 token ids, little-endian uint16; the last 10 % of the tokens are val.bin
-    meta.json            source, SHA-256 of the text, tokenizer, vocabulary size, token counts
+    meta.json            source, SHA-256 of the text, tokenizer, vocabulary size, documents, token counts
 
-It is written beside its place and renamed as a whole, so it is either complete or absent, also when this
-program is killed half-way.
+A .txt file is one document; so is each line of a .jsonl file and each row of a .parquet file or Hugging Face dataset.
+Between two documents stands <|endoftext|>. Files are taken in the order of their names.
+
+Any size works: one process reads, one process per core encodes, and memory holds a few megabytes of text for each.
+The folder is written beside its place, as <out>.partial, and renamed as a whole: it is either complete or absent. What
+a killed run leaves there is checked against the text by the next one, which goes on with it.
 
 Without a network it still works, and says loudly what it did: the text falls back to the language reference
 that every Python carries, the tokenizer to GPT-2's own 256 single-byte tokens (a valid GPT-2 token sequence
@@ -21,12 +27,19 @@ import argparse
 import hashlib
 import http.client
 import json
+import multiprocessing
+import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
 import urllib.request
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +51,19 @@ TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/mast
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_SECONDS = 60  # for the whole text, and again for the tokenizer
 VOCAB_SIZE = 50257  # GPT-2's: 50,000 merges + 256 bytes + 1 <|endoftext|>
-CHUNK_CHARACTERS = 1 << 20  # text is read and encoded in pieces, so that memory does not grow with the file
+END_OF_TEXT = VOCAB_SIZE - 1
+CHUNK_CHARACTERS = 1 << 20  # text is read and encoded in pieces, so that memory does not grow with the corpus
+LONGEST_WORD = 1 << 20  # characters without a blank after which a text is cut all the same
+PROGRESS_SECONDS = 10  # a killed run loses this much work
+SUFFIXES = {".txt", ".jsonl", ".parquet"}
 TOKEN_FILES = {"train.bin", "val.bin", "meta.json"}
+WORKING_FILES = {"text.txt", "progress.json", "progress.json.partial"}  # in the unfinished folder only
+# Where no GPT-2 token can straddle: after a character that is no space, before one that is.
+LAST_CUT = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)
+
+
+class TextError(Exception):
+    """The text cannot be used, or no longer be read; the message says which and what to do."""
 
 
 class ByteTokenizer:
@@ -63,7 +87,7 @@ class ByteTokenizer:
 
 
 class MergeTokenizer:
-    """tiktoken's "gpt2" encoding. <|endoftext|> inside the text is encoded as plain text."""
+    """tiktoken's "gpt2" encoding. <|endoftext|> inside a document is encoded as plain text."""
 
     name = "gpt2"
 
@@ -71,10 +95,19 @@ class MergeTokenizer:
         self.encoding = encoding
 
     def encode_to_numpy(self, text):
-        return np.array(self.encoding.encode_ordinary(text), dtype="<u2")
+        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype("<u2")
 
     def decode(self, ids):
         return self.encoding.decode(ids)
+
+    def __getstate__(self):
+        """For other processes: the merges themselves, so that none reads, or even fetches, them again."""
+        encoding = self.encoding
+        return encoding._pat_str, encoding._mergeable_ranks, encoding._special_tokens
+
+    def __setstate__(self, state):
+        pattern, merges, special = state
+        self.encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=merges, special_tokens=special)
 
 
 def warn(message):
@@ -136,50 +169,265 @@ def default_text(folder, url=TINY_SHAKESPEARE_URL, seconds=DOWNLOAD_SECONDS):
     return path, "python_topics"
 
 
-def cut_before_last_space(text):
-    """Split `text` where no GPT-2 token can straddle: before whitespace that follows a non-space character."""
-    end = len(text)
-    while end > 0 and text[end - 1].isspace():
-        end -= 1
-    while end > 0 and not text[end - 1].isspace():
-        end -= 1
-    while end > 0 and text[end - 1].isspace():
-        end -= 1
-    return text[:end], text[end:]
-
-
-def read_in_pieces(path):
-    """Yield a UTF-8 file's text in pieces that encode, one by one, to the tokens of the whole."""
+def in_pieces(blocks):
+    """Yield the text of consecutive `blocks` in pieces that encode, one by one, to the tokens of the whole."""
     rest = ""
-    with open(path, encoding="utf-8", newline="") as file:
-        while text := file.read(CHUNK_CHARACTERS):
-            piece, rest = cut_before_last_space(rest + text)
-            if piece:
-                yield piece
+    for block in blocks:
+        rest += block
+        cut = LAST_CUT.match(rest)
+        end = cut.end() if cut else len(rest) if len(rest) > LONGEST_WORD else 0
+        if end:
+            yield rest[:end]
+            rest = rest[end:]
     if rest:
         yield rest
 
 
-def encode_file(path, tokenizer, folder, source):
-    """Encode the text file `path` into `folder`/train.bin, val.bin and meta.json."""
-    sha256, n_tokens = hashlib.sha256(), 0
-    train_path, val_path = folder / "train.bin", folder / "val.bin"
-    with (
-        open(train_path, "wb") as file,
-        tqdm(total=path.stat().st_size, unit="B", unit_scale=True, desc=f"encoding {path.name}", disable=None) as bar,
-    ):
-        for piece in read_in_pieces(path):
-            encoded = piece.encode("utf-8")
-            sha256.update(encoded)
-            tokens = tokenizer.encode_to_numpy(piece)
+def read_blocks(path, bar):
+    with open(path, encoding="utf-8", newline="") as file:
+        done = 0
+        try:
+            while block := file.read(CHUNK_CHARACTERS):
+                bar.update(file.buffer.tell() - done)
+                done = file.buffer.tell()
+                yield block
+        except UnicodeDecodeError as error:
+            raise TextError(f"{path} is not UTF-8 text ({error.reason}): convert it first, e.g. with iconv") from error
+
+
+def read_txt(path, field, bar):
+    """Yield the one document of a text file, as pieces; an empty file has none."""
+    if path.stat().st_size:
+        yield in_pieces(read_blocks(path, bar))
+
+
+def text_of(record, field, place):
+    """Return the text of a record. Raise TextError when it has none under the name `field`."""
+    if not isinstance(record, dict) or field not in record:
+        names = ", ".join(map(str, record)) if isinstance(record, dict) else f"no names at all: {str(record)[:40]!r}"
+        raise TextError(f"{place}: nothing is called {field!r} there: name the text with --field (there is {names})")
+    if not isinstance(record[field], str | None):
+        raise TextError(f"{place}: {field!r} is {str(record[field])[:40]}, not a text: name another --field")
+    return record[field] or ""
+
+
+def pieces_of(text):
+    """The pieces of one record's text; an ordinary document is a single one."""
+    if len(text) <= CHUNK_CHARACTERS:
+        return [text]
+    return in_pieces(text[i : i + CHUNK_CHARACTERS] for i in range(0, len(text), CHUNK_CHARACTERS))
+
+
+def read_jsonl(path, field, bar):
+    """Yield each line's document, as pieces."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            bar.update(len(line))
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise TextError(f"{path} line {number} is not JSON ({error}): repair or delete that line") from error
+            yield pieces_of(text_of(record, field, f"{path} line {number}"))
+
+
+def read_parquet(path, field, bar):
+    """Yield each row's document, as pieces."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise TextError(f"{path}: reading it takes pyarrow: pip install pyarrow") from error
+    try:
+        with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:  # else it keeps whole columns
+            text_of(dict.fromkeys(table.schema_arrow.names), field, path)
+            bytes_per_row = path.stat().st_size / max(1, table.metadata.num_rows)
+            for batch in table.iter_batches(batch_size=64, columns=[field]):
+                bar.update(bytes_per_row * len(batch))
+                for text in batch.column(0).to_pylist():
+                    yield pieces_of(text_of({field: text}, field, path))
+    except (ArrowException, OSError) as error:
+        raise TextError(f"{path} cannot be read as parquet ({str(error).splitlines()[0]})") from error
+
+
+READERS = {".jsonl": read_jsonl, ".parquet": read_parquet}  # any other file is a text
+
+
+def find_files(path):
+    """The files of a corpus: `path` itself, or what its folder holds. Raise TextError when there is none."""
+    if path.is_file():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise TextError(f"{path} holds no {', '.join(sorted(SUFFIXES))} file: give another --text")
+    return files
+
+
+def read_files(path, field):
+    """Yield each document of a file or a folder, as pieces, with a progress bar over the bytes of the files."""
+    files = find_files(path)
+    total = sum(file.stat().st_size for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"encoding {path.name}", disable=None) as bar:
+        for file in files:
+            yield from READERS.get(file.suffix.lower(), read_txt)(file, field, bar)
+
+
+def read_dataset(name, config, split, field):
+    """Yield each document of a Hugging Face dataset (a name or a local folder), as pieces; it is streamed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise TextError("--hf takes the datasets library: pip install datasets") from error
+    try:
+        dataset = datasets.load_dataset(name, config, split=split, streaming=True)
+        total = dataset.info.splits[split].num_examples if dataset.info.splits else None
+        with tqdm(dataset, total=total, unit=" documents", desc=f"encoding {name}", disable=None) as bar:
+            for number, row in enumerate(bar, 1):
+                yield pieces_of(text_of(row, field, f"{name} row {number}"))
+    except (TextError, GeneratorExit):
+        raise
+    except Exception as error:  # huggingface_hub's, fsspec's, aiohttp's and pyarrow's own zoo
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise TextError(f"--hf {name} cannot be read ({reason})") from error
+
+
+def chunks_of(documents, counted):
+    """Pack documents into lists of about CHUNK_CHARACTERS bytes: UTF-8 pieces, and None between two documents.
+
+    `counted["documents"]` counts along. A record without text is no document.
+    """
+    chunk, size = [], 0
+    for document in documents:
+        started = False
+        for piece in filter(None, document):
+            if not started and counted["documents"]:
+                chunk.append(None)
+            counted["documents"] += not started
+            started = True
+            chunk.append(piece.encode("utf-8", "replace"))  # half a surrogate pair, as some JSON has, becomes "?"
+            size += len(chunk[-1])
+            if size >= CHUNK_CHARACTERS:
+                yield chunk
+                chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def encode_chunk(chunk, tokenizer):
+    """The token ids of a chunk, (n,) uint16."""
+    end = np.array([END_OF_TEXT], dtype="<u2")
+    return np.concatenate([end if text is None else tokenizer.encode_to_numpy(text.decode()) for text in chunk])
+
+
+def start_worker(tokenizer):
+    """Begin a worker process: it keeps the tokenizer, leaves Ctrl-C to its parent, and ends when its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start_worker.tokenizer = tokenizer
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def encode_in_worker(chunk):
+    return encode_chunk(chunk, start_worker.tokenizer)
+
+
+def encode_chunks(chunks, tokenizer):
+    """Yield (chunk, its token ids), in order. One process per core encodes: this one too, when it has nothing to read.
+
+    At most a few chunks for each process are in memory.
+    """
+    first = list(islice(chunks, 4))
+    if len(first) < 4:  # a small text is done before another process has started
+        yield from ((chunk, encode_chunk(chunk, tokenizer)) for chunk in first)
+        return
+    chunks = chain(first, chunks)
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    spawn = multiprocessing.get_context("spawn")  # the same on every system, and no copy of this process's threads
+    pool = ProcessPoolExecutor(max(1, n_cores - 1), spawn, start_worker, (tokenizer,))
+    jobs = deque()  # [chunk, future of its tokens], oldest first
+    try:
+        while True:
+            for chunk in islice(chunks, 4 + 2 * n_cores - len(jobs)):
+                jobs.append([chunk, pool.submit(encode_in_worker, chunk)])
+            if not jobs:
+                return
+            if not jobs[0][1].done() and (job := next((job for job in reversed(jobs) if job[1].cancel()), None)):
+                job[1] = Future()
+                job[1].set_result(encode_chunk(job[0], tokenizer))
+                continue
+            chunk, tokens = jobs.popleft()
+            yield chunk, tokens.result()
+    except BrokenProcessPool as error:
+        raise TextError("an encoding process died: does the memory suffice?") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def update_hash(sha256, chunk):
+    """SHA-256 is that of the documents' UTF-8 text, joined by <|endoftext|>."""
+    for text in chunk:
+        sha256.update(b"<|endoftext|>" if text is None else text)
+
+
+def save_progress(folder, progress):
+    """Write down, for the next run, what the tokens in `folder` stand for."""
+    partial = folder / "progress.json.partial"
+    partial.write_text(json.dumps(progress))
+    partial.replace(folder / "progress.json")
+
+
+def read_progress(folder, tokenizer):
+    """What a killed run has done in `folder`; nothing, if that cannot be used."""
+    try:
+        progress = json.loads((folder / "progress.json").read_text())
+        whole = (folder / "train.bin").stat().st_size >= 2 * progress["tokens"]
+        return progress if whole and progress["tokenizer"] == tokenizer.name else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def skip_done(chunks, done, sha256):
+    """Read what is encoded already; whether it is still the same text."""
+    for chunk in islice(chunks, done["chunks"]):
+        update_hash(sha256, chunk)
+    return sha256.hexdigest() == done["sha256"]
+
+
+def encode_corpus(read_documents, source, tokenizer, folder):
+    """Encode the documents into `folder`/train.bin, val.bin and meta.json, going on where a killed run stopped."""
+    done = read_progress(folder, tokenizer)
+    counted, sha256 = {"documents": 0}, hashlib.sha256()
+    chunks = chunks_of(read_documents(), counted)
+    if done and not skip_done(chunks, done, sha256):
+        warn("the text has changed since the preparation that was stopped: starting anew")
+        chunks.close()
+        done = {}
+        counted, sha256 = {"documents": 0}, hashlib.sha256()
+        chunks = chunks_of(read_documents(), counted)
+    n_chunks, n_tokens = done.get("chunks", 0), done.get("tokens", 0)
+    if not done:
+        (folder / "progress.json").unlink(missing_ok=True)  # it tells of other tokens than those to come
+    with open(folder / "train.bin", "r+b" if done else "wb") as file:
+        file.truncate(2 * n_tokens)
+        file.seek(2 * n_tokens)
+        saved = time.monotonic()
+        for chunk, tokens in encode_chunks(chunks, tokenizer):
+            update_hash(sha256, chunk)
             tokens.tofile(file)
-            n_tokens += len(tokens)
-            bar.update(len(encoded))
+            n_chunks, n_tokens = n_chunks + 1, n_tokens + len(tokens)
+            if time.monotonic() - saved > PROGRESS_SECONDS:
+                file.flush()
+                os.fsync(file.fileno())
+                progress = {"tokenizer": tokenizer.name, "chunks": n_chunks, "tokens": n_tokens}
+                save_progress(folder, progress | {"sha256": sha256.hexdigest()})
+                saved = time.monotonic()
     if n_tokens < 2:
-        sys.exit(f"error: {path} is {'empty' if n_tokens == 0 else 'too short'}: give a text of at least two tokens")
+        reason = "empty" if n_tokens == 0 else "too short"
+        raise TextError(f"{source} is {reason}: give a text of at least two tokens")
 
     n_train = min(n_tokens * 9 // 10, n_tokens - 1)
-    with open(train_path, "r+b") as train, open(val_path, "wb") as val:
+    with open(folder / "train.bin", "r+b") as train, open(folder / "val.bin", "wb") as val:
         train.seek(2 * n_train)
         shutil.copyfileobj(train, val)
         train.truncate(2 * n_train)
@@ -188,6 +436,7 @@ def encode_file(path, tokenizer, folder, source):
         "sha256": sha256.hexdigest(),
         "tokenizer": tokenizer.name,
         "vocab_size": VOCAB_SIZE,
+        "documents": counted["documents"],
         "train_tokens": n_train,
         "val_tokens": n_tokens - n_train,
     }
@@ -200,7 +449,7 @@ def check_replaceable(out):
     if out.exists() and not out.is_dir():
         sys.exit(f"error: {out} is a file: give another --out")
     if out.is_dir():
-        foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in TOKEN_FILES | {"text.txt"})
+        foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in TOKEN_FILES | WORKING_FILES)
         if foreign:
             sys.exit(f"error: {out} also holds {foreign[0]}, which would be lost: give another --out")
 
@@ -217,54 +466,87 @@ def replace_folder(new, out):
     shutil.rmtree(old)
 
 
-def prepare(text, out):
-    """Write token files of `text` (a path, or None for the default text) to the folder `out`. Return the metadata."""
-    for folder in (out, out.with_name(out.name + ".partial"), out.with_name(out.name + ".old")):
+def open_source(text, hf, field, folder):
+    """Return (a function that yields the documents, the name of their source)."""
+    if hf:
+        return lambda: read_dataset(*hf, field), "/".join(filter(None, hf[:2]))
+    if text:
+        return lambda: read_files(text, field), text.resolve().name
+    path, source = default_text(folder)
+    return lambda: read_files(path, field), source
+
+
+def partial_of(out):
+    return out.with_name(out.name + ".partial")
+
+
+def prepare(text, out, hf=None, field="text"):
+    """Write token files to the folder `out`. Return their metadata.
+
+    The text is that of `text` (the path of a file or a folder), of the Hugging Face dataset `hf` (name, config or None,
+    split), or without either the default text. Raises TextError and OSError; `out` is then as it was.
+    """
+    partial = partial_of(out)
+    for folder in (out, partial, out.with_name(out.name + ".old")):
         check_replaceable(folder)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".partial")
     with FileLock(out.with_name(out.name + ".lock")):  # one writer at a time; a dead one leaves no lock
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed run left behind
-        partial.mkdir()
+        if not (partial / "progress.json").exists():
+            shutil.rmtree(partial, ignore_errors=True)  # a killed run left nothing to go on with
+        partial.mkdir(exist_ok=True)
         try:
-            source_path, source = (text, text.name) if text else default_text(partial)
-            meta = encode_file(source_path, load_tokenizer(), partial, source)
-            if not text:
-                source_path.unlink()
+            meta = encode_corpus(*open_source(text, hf, field, partial), load_tokenizer(), partial)
+            for name in WORKING_FILES:
+                (partial / name).unlink(missing_ok=True)
             replace_folder(partial, out)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if not (partial / "progress.json").exists():
+                shutil.rmtree(partial, ignore_errors=True)
     return meta
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description="Turn a text into GPT-2 token files for the training scripts.")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="a UTF-8 text (default: Tiny Shakespeare)")
+    parser = argparse.ArgumentParser(description="Turn text into GPT-2 token files for the training scripts.")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--text", type=Path, metavar="PATH",
+                        help="a UTF-8 text, or a folder of .txt, .jsonl and .parquet files (default: Tiny Shakespeare)")
+    source.add_argument("--hf", metavar="DATASET", help="a Hugging Face dataset: its name, or a local folder")
+    parser.add_argument("--name", help="which configuration of the dataset, if it has several")
+    parser.add_argument("--split", help="which part of the dataset (default: train)")
+    parser.add_argument("--field", help="what the text is called in .jsonl, .parquet and datasets (default: text)")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("data/tokens"), help="default: %(default)s")
     args = parser.parse_args(argv)
-    if args.text and not args.text.is_file():
-        sys.exit(f"error: --text {args.text}: no such file")
+    if args.text and not args.text.exists():
+        sys.exit(f"error: --text {args.text}: no such file or folder")
+    for flag in ("name", "split"):
+        if getattr(args, flag) and not args.hf:
+            sys.exit(f"error: --{flag} says which part of a dataset: give --hf too")
     return args
 
 
 def main(argv=None):
     args = parse_args(argv)
     out = args.out.resolve()
+    hf = (args.hf, args.name, args.split or "train") if args.hf else None
     try:
-        meta = prepare(args.text, out)
-    except UnicodeDecodeError as error:
-        sys.exit(f"error: {args.text} is not UTF-8 text ({error.reason}): convert it first, e.g. with iconv")
-    except OSError as error:
-        sys.exit(f"error: nothing was written to {args.out}: {error}")
+        meta = prepare(args.text, out, hf, args.field or "text")
+    except (TextError, OSError) as error:
+        sys.exit(f"error: nothing was written to {args.out}: {error}{how_to_go_on(out)}")
+    except KeyboardInterrupt:
+        sys.exit(f"stopped: nothing was written to {args.out}{how_to_go_on(out)}")
     print(
         f"{args.out}: {meta['source']} ({meta['tokenizer']} tokens), "
+        f"{meta['documents']:,} document{'s' * (meta['documents'] != 1)}, "
         f"{meta['train_tokens']:,} train + {meta['val_tokens']:,} val tokens"
     )
 
 
+def how_to_go_on(out):
+    if not (partial_of(out) / "progress.json").exists():
+        return ""
+    return f"; the same command goes on with what is in {partial_of(out).name}, which may be deleted"
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: nothing was written"))  # lets `finally` clean up
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("stopped: nothing was written")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # lets `finally` clean up, as after Ctrl-C
+    main()

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, load_module, rung, run_command
+from tqdm import tqdm
 
 PREPARE = ROOT / "data" / "prepare.py"
 CONTENT = "First Citizen:\nBefore we proceed any further, hear me speak.\n".encode() * 50
@@ -103,7 +104,7 @@ def test_the_whole_default_path(prepare, server, tmp_path):
     n_train = len(CONTENT) * 9 // 10
     assert meta == {
         "source": "tiny_shakespeare", "sha256": hashlib.sha256(CONTENT).hexdigest(), "tokenizer": "gpt2-bytes",
-        "vocab_size": 50257, "train_tokens": n_train, "val_tokens": len(CONTENT) - n_train,
+        "vocab_size": 50257, "documents": 1, "train_tokens": n_train, "val_tokens": len(CONTENT) - n_train,
     }
     tokens = read_tokens(tmp_path / "tokens")
     assert bytes_of(prepare, tokens) == CONTENT
@@ -168,7 +169,9 @@ def test_pieces_never_cut_a_token(tmp_path, monkeypatch):
         for _ in range(50):
             text = "".join(random.choices(parts, k=100))
             (tmp_path / "text").write_bytes(text.encode())
-            pieces = list(prepare.read_in_pieces(tmp_path / "text"))
+            with tqdm(disable=True) as bar:
+                [document] = prepare.read_txt(tmp_path / "text", "text", bar)
+                pieces = list(document)
             assert "".join(pieces) == text
             together = [token for piece in pieces for token in tokenizer.encode_to_numpy(piece).tolist()]
             assert together == tokenizer.encoding.encode_ordinary(text)
@@ -212,8 +215,9 @@ def test_a_huge_text_needs_no_huge_memory(tmp_path):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_killed_preparation_leaves_the_old_files(signal_number, prepare, tmp_path):
+def test_a_killed_preparation_leaves_the_old_files(signal_number, prepare, tmp_path, monkeypatch):
     """Killed at random moments: the folder always holds one whole text, and the next run cleans up and works."""
+    monkeypatch.syspath_prepend(PREPARE.parent)  # where the encoding processes find the module
     (tmp_path / "old").write_bytes(b"old text " * 100)
     (tmp_path / "new").write_bytes(b"new text " * 2_000_000)
     out = tmp_path / "tokens"
