@@ -61,6 +61,14 @@ def run_command(*command, timeout=300, cwd=ROOT, **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment)
 
 
+def peak_memory():
+    """MiB that this process has had at most. Not getrusage's, which begins with that of the process that started it."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("no /proc here to read the peak memory from")
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 1024
+
+
 def make_tokens(folder, text, tokenizer=None):
     """Token files of `text` in `folder`, by the project's own data/prepare.py, without touching the network."""
     prepare = load_module(ROOT / "data" / "prepare.py")

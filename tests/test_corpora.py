@@ -305,18 +305,20 @@ def test_memory_does_not_grow_with_a_parquet_file(rows_in_a_group, tmp_path):
     """128 MB of text that does not compress, in many row groups and in one."""
     script = tmp_path / "measured.py"
     script.write_text(
-        "import resource, sys; sys.path.insert(0, sys.argv[1]); import prepare\n"
+        "import sys; sys.path.insert(0, sys.argv[1]); import prepare\n"
+        "from conftest import peak_memory\n"
         "from tqdm import tqdm\n"
         "documents = prepare.read_parquet(prepare.Path(sys.argv[2]), 'text', tqdm(disable=True))\n"
         "size = sum(len(piece) for document in documents for piece in document)\n"
-        "print(size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)\n"
+        "print(size, peak_memory())\n"
     )
 
     def peak(n):
         path = tmp_path / f"{n}.parquet"
         texts = [os.urandom(32_000).hex() for _ in range(n)]
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=rows_in_a_group)
-        run = run_command(sys.executable, script, PREPARE.parent, path)
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=rows_in_a_group,
+                                     write_batch_size=16)
+        run = run_command(sys.executable, script, PREPARE.parent, path, PYTHONPATH=str(ROOT / "tests"))
         assert run.returncode == 0, run.stderr
         size, memory = run.stdout.split()
         assert int(size) == n * 64_000
