@@ -192,7 +192,8 @@ def read_blocks(path, bar):
                 done = file.buffer.tell()
                 yield block
         except UnicodeDecodeError as error:
-            raise TextError(f"{path} is not UTF-8 text ({error.reason}): convert it first, e.g. with iconv") from error
+            reason = f"{path} is not UTF-8 text ({error.reason})"
+            raise TextError(f"{reason}: convert it (iconv) or unpack it (gunzip) first") from error
 
 
 def read_txt(path, field, bar):
@@ -285,7 +286,7 @@ def read_dataset(name, config, split, field):
         with tqdm(dataset, total=total, unit=" documents", desc=f"encoding {name}", disable=None) as bar:
             for number, row in enumerate(bar, 1):
                 yield pieces_of(text_of(row, field, f"{name} row {number}"))
-    except (TextError, GeneratorExit):
+    except TextError:
         raise
     except Exception as error:  # huggingface_hub's, fsspec's, aiohttp's and pyarrow's own zoo
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -344,7 +345,8 @@ def encode_chunks(chunks, tokenizer):
     chunks = chain(first, chunks)
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     spawn = multiprocessing.get_context("spawn")  # the same on every system, and no copy of this process's threads
-    pool = ProcessPoolExecutor(max(1, n_cores - 1), spawn, start_worker, (tokenizer,))
+    # 60: Windows allows no more, and one reader could not feed them.
+    pool = ProcessPoolExecutor(min(max(1, n_cores - 1), 60), spawn, start_worker, (tokenizer,))
     jobs = deque()  # [chunk, future of its tokens], oldest first
     try:
         while True:
@@ -406,7 +408,9 @@ def encode_corpus(read_documents, source, tokenizer, folder):
         counted, sha256 = {"documents": 0}, hashlib.sha256()
         chunks = chunks_of(read_documents(), counted)
     n_chunks, n_tokens = done.get("chunks", 0), done.get("tokens", 0)
-    if not done:
+    if done:
+        print(f"going on with {folder.name}: {n_tokens:,} tokens are there", file=sys.stderr, flush=True)
+    else:
         (folder / "progress.json").unlink(missing_ok=True)  # it tells of other tokens than those to come
     with open(folder / "train.bin", "r+b" if done else "wb") as file:
         file.truncate(2 * n_tokens)
@@ -469,7 +473,9 @@ def replace_folder(new, out):
 def open_source(text, hf, field, folder):
     """Return (a function that yields the documents, the name of their source)."""
     if hf:
-        return lambda: read_dataset(*hf, field), "/".join(filter(None, hf[:2]))
+        dataset, config, _ = hf
+        dataset = Path(dataset).resolve().name if Path(dataset).is_dir() else dataset
+        return lambda: read_dataset(*hf, field), f"{dataset}/{config}" if config else dataset
     if text:
         return lambda: read_files(text, field), text.resolve().name
     path, source = default_text(folder)

@@ -106,7 +106,7 @@ def test_a_hugging_face_dataset(dataset, prepare, tmp_path):
     in_order = DOCUMENTS[::2] + DOCUMENTS[1::2]  # shard by shard
     assert prepare_texts(prepare, tmp_path / "out", "--hf", dataset)[0] == in_order
     documents, meta = prepare_texts(prepare, tmp_path / "out", "--hf", dataset, "--split", "test")
-    assert documents == DOCUMENTS[:2] and meta["documents"] == 2
+    assert documents == DOCUMENTS[:2] and meta["documents"] == 2 and meta["source"] == "dataset"
 
 
 @pytest.mark.parametrize("flags, reason", [
@@ -251,6 +251,7 @@ def test_an_interrupted_preparation_goes_on(kind, signal_number, tmp_path):
     resumed = stopped_run(tmp_path, 10**9, *flags)
     undisturbed = stopped_run(tmp_path, 10**9, *flags[:-1], tmp_path / "undisturbed")
     assert resumed.returncode == undisturbed.returncode == 0, resumed.stderr
+    assert "going on with out.partial: " in resumed.stderr and "going on" not in undisturbed.stderr
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
     assert int(resumed.stdout.split()[-1]) == int(undisturbed.stdout.split()[-1]) - done > 10
