@@ -59,7 +59,7 @@ def test_validation_loss_is_the_scripts_own(compress, model, saved, tokens):
     _, sequences = compress.read_sequences(tokens, 64, 5, 50257)
     assert sequences.shape == (5, 65)
     with torch.no_grad():
-        expected = own(sequences[:, :-1], sequences[:, 1:])[1].item()
+        expected = own(sequences[:, :-1], sequences[:, 1:].contiguous())[1].item()
     assert compress.validation_loss(model, sequences) == pytest.approx(expected, abs=1e-4)
 
 
@@ -81,13 +81,13 @@ def test_pruning_takes_the_smallest_of_all_blocks(amount, compress, model):
 def test_int8_keeps_the_model_and_a_quarter_of_its_blocks(compress, model):
     n_weights = sum(weight.numel() for weight in block_weights(compress, model).values())
     before = compress.file_sizes(model)[0]
-    with torch.no_grad():
-        expected = model(some_tokens()).logits
-        compress.import_torchao()
-        compress.to_int8(model, compress.is_in_block)
-        logits = model(some_tokens()).logits
-    assert not torch.equal(logits, expected)
-    assert (logits - expected).abs().max() < 0.02 * expected.std()
+    original = {name: weight.detach().clone() for name, weight in block_weights(compress, model).items()}
+    compress.import_torchao()
+    compress.to_int8(model, compress.is_in_block)
+    for name, weight in block_weights(compress, model).items():
+        step = original[name].abs().amax(dim=1, keepdim=True) / 127  # each row has its own
+        error = (weight.dequantize() - original[name]).abs()
+        assert error.max() > 0 and (error <= 0.51 * step).all()
     saved_bytes = before - compress.file_sizes(model)[0]
     assert saved_bytes == pytest.approx(3 * n_weights, rel=0.1)  # less the scales
     assert model.lm_head.weight is model.transformer.wte.weight

@@ -61,11 +61,13 @@ def test_greedy_text_is_the_own_models(number, saved):
     assert run.stdout.rstrip("\n") == tokenizer.decode(ids).rstrip("\n")
 
 
-def test_sampling_flags(saved):
+def test_sampling_flags(saved, capsys):
+    sample = load_module(ROOT / "sample.py")
+
     def text(*flags):
-        run = run_command(sys.executable, "sample.py", saved[10], "--max-new-tokens", 12, "--device", "cpu", *flags)
-        assert run.returncode == 0, run.stderr
-        return run.stdout
+        capsys.readouterr()
+        sample.main([str(saved[10]), "--max-new-tokens", "12", "--device", "cpu", *map(str, flags)])
+        return capsys.readouterr().out
 
     assert text("--seed", 1) == text("--seed", 1) != text("--seed", 2)
     assert text("--top-k", 1) == text("--temperature", 0)  # of one token there is no choice
