@@ -61,7 +61,8 @@ def test_greedy_text_is_the_own_models(number, saved):
     assert run.stdout.rstrip("\n") == tokenizer.decode(ids).rstrip("\n")
 
 
-def test_sampling_flags(saved, capsys):
+def test_sampling_flags(saved, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "prepare", raising=False)  # other tests give theirs another tokenizer
     sample = load_module(ROOT / "sample.py")
 
     def text(*flags):
