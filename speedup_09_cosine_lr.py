@@ -318,6 +318,8 @@ def main(argv=None):
             sys.exit("error: the data could not be prepared")
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = GPT.from_pretrained(args.pretrained) if args.pretrained else GPT(MODELS[args.model])
+    if model.config.vocab_size < loader.meta["vocab_size"]:
+        sys.exit(f"error: --pretrained {args.pretrained}: its {model.config.vocab_size} tokens are too few for --data")
     if args.T > model.config.block_size:
         sys.exit(f"error: -T {args.T} is longer than this model's longest sequence, {model.config.block_size}")
     model.to(device)

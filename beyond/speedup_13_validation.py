@@ -421,6 +421,8 @@ def main(argv=None):
     if micro_steps > 1 and device == "cuda" and args.compile_mode in ("reduce-overhead", "max-autotune"):
         sys.exit("error: CUDA graphs reuse the memory of gradients that still add up: use --compile-mode default")
     model = GPT.from_pretrained(args.pretrained) if args.pretrained else GPT(MODELS[args.model])
+    if model.config.vocab_size < loader.meta["vocab_size"]:
+        sys.exit(f"error: --pretrained {args.pretrained}: its {model.config.vocab_size} tokens are too few for --data")
     if args.T > model.config.block_size:
         sys.exit(f"error: -T {args.T} is longer than this model's longest sequence, {model.config.block_size}")
     model.to(device)

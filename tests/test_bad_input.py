@@ -106,6 +106,15 @@ def test_checkpoint_with_a_shorter_context(number, hf_folder, tokens, tmp_path):
     assert "-T 256 is longer than this model's longest sequence, 128" in line
 
 
+@pytest.mark.parametrize("number", [0, 7, 14])
+def test_checkpoint_with_fewer_tokens_than_the_data(number, tokens, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2)).save_pretrained(tmp_path / "small")
+    line = refused(number, *tiny(tokens, tmp_path, "--pretrained", tmp_path / "small"))
+    assert "tokens are too few for --data" in line
+
+
 @ALL_RUNGS
 def test_a_loss_that_is_not_finite(number, tokens, tmp_path):
     """The line of the broken step is still logged."""
