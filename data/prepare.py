@@ -13,7 +13,8 @@ The output folder holds
 A .txt file is one document; so is each line of a .jsonl file and each row of a .parquet file or Hugging Face dataset.
 Between two documents stands <|endoftext|>. Files are taken in the order of their names.
 
-Any size works: one process reads, one process per core encodes, and memory holds a few megabytes of text for each.
+Any size works: one process reads, one process per core encodes, and memory holds a few megabytes of text for each (of
+a .jsonl or .parquet file at least one whole document, of a dataset some rows at once).
 The folder is written beside its place, as <out>.partial, and renamed as a whole: it is either complete or absent. What
 a killed run leaves there is checked against the text by the next one, which goes on with it.
 
@@ -24,6 +25,7 @@ that simply uses no merge). The scripts print both in their log, so such a run i
 Sources: Tiny Shakespeare is from Andrej Karpathy's char-rnn; the tokenizer is tiktoken's "gpt2".
 """
 import argparse
+import contextlib
 import hashlib
 import http.client
 import json
@@ -44,7 +46,7 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -52,18 +54,25 @@ TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 DOWNLOAD_SECONDS = 60  # for the whole text, and again for the tokenizer
 VOCAB_SIZE = 50257  # GPT-2's: 50,000 merges + 256 bytes + 1 <|endoftext|>
 END_OF_TEXT = VOCAB_SIZE - 1
-CHUNK_CHARACTERS = 1 << 20  # text is read and encoded in pieces, so that memory does not grow with the corpus
-LONGEST_WORD = 1 << 20  # characters without a blank after which a text is cut all the same
+# Text is read and encoded in pieces, so that memory does not grow with the corpus. A text is cut after LONGEST_WORD
+# characters even where no blank is: together they stay below the million blanks in a row that tiktoken cannot take.
+CHUNK_CHARACTERS = 1 << 19
+LONGEST_WORD = 1 << 18
 PROGRESS_SECONDS = 10  # a killed run loses this much work
 SUFFIXES = {".txt", ".jsonl", ".parquet"}
 TOKEN_FILES = {"train.bin", "val.bin", "meta.json"}
-WORKING_FILES = {"text.txt", "progress.json", "progress.json.partial"}  # in the unfinished folder only
+WORKING_FILES = {"default_text.txt", "progress.json", "progress.json.partial"}  # in the unfinished folder only
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
 # Where no GPT-2 token can straddle: after a character that is no space, before one that is.
 LAST_CUT = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)
 
 
 class TextError(Exception):
     """The text cannot be used, or no longer be read; the message says which and what to do."""
+
+
+class NoMerges(Exception):
+    """tiktoken could not fetch GPT-2's merges; the message says why."""
 
 
 class ByteTokenizer:
@@ -128,14 +137,14 @@ def download(url, sha256, seconds=DOWNLOAD_SECONDS):
     return bytes(received)
 
 
-def load_tokenizer(seconds=DOWNLOAD_SECONDS):
-    """tiktoken's gpt2 encoding, or the single-byte tokens when its merges cannot be fetched within `seconds`."""
+def fetch_merges(seconds=DOWNLOAD_SECONDS):
+    """The tokenizer of tiktoken's gpt2 encoding. Raise NoMerges when it cannot be fetched within `seconds`."""
     found = {}
 
     def fetch():
         try:
             found["encoding"] = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # requests' and tiktoken's own zoo: whatever it is, the answer is the fallback
+        except Exception as error:  # requests' and tiktoken's own zoo
             found["error"] = error
 
     # tiktoken downloads without a time-out of its own: give up waiting for it, not on the user.
@@ -145,9 +154,17 @@ def load_tokenizer(seconds=DOWNLOAD_SECONDS):
     if "encoding" in found:
         return MergeTokenizer(found["encoding"])
     reason = type(found["error"]).__name__ if "error" in found else f"no answer after {seconds} s"
-    warn(f"tiktoken could not fetch GPT-2's merges ({reason}).")
-    warn("Falling back to GPT-2's 256 single-byte tokens: losses are NOT comparable with those of gpt2 tokens.")
-    return ByteTokenizer()
+    raise NoMerges(f"tiktoken could not fetch GPT-2's merges ({reason})")
+
+
+def load_tokenizer():
+    """tiktoken's gpt2 encoding, or the single-byte tokens when its merges cannot be fetched."""
+    try:
+        return fetch_merges()
+    except NoMerges as error:
+        warn(f"{error}.")
+        warn("Falling back to GPT-2's 256 single-byte tokens: losses are NOT comparable with those of gpt2 tokens.")
+        return ByteTokenizer()
 
 
 def fallback_text():
@@ -158,7 +175,7 @@ def fallback_text():
 
 def default_text(folder, url=TINY_SHAKESPEARE_URL, seconds=DOWNLOAD_SECONDS):
     """Put Tiny Shakespeare, or without a network Python's language reference, into `folder`. Return (path, source)."""
-    path = folder / "text.txt"
+    path = folder / "default_text.txt"
     try:
         path.write_bytes(download(url, TINY_SHAKESPEARE_SHA256, seconds))
         return path, "tiny_shakespeare"
@@ -184,7 +201,7 @@ def in_pieces(blocks):
 
 
 def read_blocks(path, bar):
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:  # "sig": a byte order mark is no text
         done = 0
         try:
             while block := file.read(CHUNK_CHARACTERS):
@@ -228,7 +245,7 @@ def read_jsonl(path, field, bar):
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TextError(f"{path} line {number} is not JSON ({error}): repair or delete that line") from error
             yield pieces_of(text_of(record, field, f"{path} line {number}"))
 
@@ -243,12 +260,15 @@ def read_parquet(path, field, bar):
     try:
         with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:  # else it keeps whole columns
             text_of(dict.fromkeys(table.schema_arrow.names), field, path)
-            bytes_per_row = path.stat().st_size / max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(batch_size=64, columns=[field]):
-                bar.update(bytes_per_row * len(batch))
+            groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
+            n_rows = max(1, table.metadata.num_rows)
+            bytes_per_row = 1 + sum(group.total_byte_size for group in groups) // n_rows  # unpacked
+            rows_at_once = min(64, 1 + CHUNK_CHARACTERS // bytes_per_row)
+            for batch in table.iter_batches(batch_size=rows_at_once, columns=[field]):
+                bar.update(path.stat().st_size * len(batch) / n_rows)
                 for text in batch.column(0).to_pylist():
                     yield pieces_of(text_of({field: text}, field, path))
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise TextError(f"{path} cannot be read as parquet ({str(error).splitlines()[0]})") from error
 
 
@@ -282,7 +302,8 @@ def read_dataset(name, config, split, field):
         raise TextError("--hf takes the datasets library: pip install datasets") from error
     try:
         dataset = datasets.load_dataset(name, config, split=split, streaming=True)
-        total = dataset.info.splits[split].num_examples if dataset.info.splits else None
+        splits = dataset.info.splits or {}
+        total = splits[split].num_examples if split in splits else None
         with tqdm(dataset, total=total, unit=" documents", desc=f"encoding {name}", disable=None) as bar:
             for number, row in enumerate(bar, 1):
                 yield pieces_of(text_of(row, field, f"{name} row {number}"))
@@ -321,16 +342,39 @@ def encode_chunk(chunk, tokenizer):
     return np.concatenate([end if text is None else tokenizer.encode_to_numpy(text.decode()) for text in chunk])
 
 
-def start_worker(tokenizer):
-    """Begin a worker process: it keeps the tokenizer, leaves Ctrl-C to its parent, and ends when its parent is gone."""
+def block_signals(block):
+    """Block or unblock STOP_SIGNALS in this thread and the processes that it starts."""
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK if block else signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def start_worker(tokenizers):
+    """Begin a worker process: it takes a tokenizer, leaves Ctrl-C to its parent, and ends when its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    start_worker.tokenizer = tokenizer
+    block_signals(False)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    start_worker.tokenizer = tokenizers.get()
 
 
 def encode_in_worker(chunk):
     return encode_chunk(chunk, start_worker.tokenizer)
+
+
+@contextlib.contextmanager
+def held_signals():
+    """Let Ctrl-C and SIGTERM wait, so that nothing here is done by half; for a process started here, until it is up."""
+    arrived = []
+    handlers = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in STOP_SIGNALS}
+    block_signals(True)
+    try:
+        yield
+    finally:
+        block_signals(False)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 def encode_chunks(chunks, tokenizer):
@@ -344,26 +388,37 @@ def encode_chunks(chunks, tokenizer):
         return
     chunks = chain(first, chunks)
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    n_workers = min(max(1, n_cores - 1), 60)  # 60: Windows allows no more, and one reader could not feed them
     spawn = multiprocessing.get_context("spawn")  # the same on every system, and no copy of this process's threads
-    # 60: Windows allows no more, and one reader could not feed them.
-    pool = ProcessPoolExecutor(min(max(1, n_cores - 1), 60), spawn, start_worker, (tokenizer,))
-    jobs = deque()  # [chunk, future of its tokens], oldest first
+    tokenizers = spawn.Queue()  # as an argument a megabyte of merges would block this process if its worker died early
+    tokenizers.cancel_join_thread()
+    for _ in range(n_workers):
+        tokenizers.put(tokenizer)
+    pool = ProcessPoolExecutor(n_workers, spawn, start_worker, (tokenizers,))
+    # [chunk, future of its tokens], oldest first. Only what the workers will take soon is given to them, and so has a
+    # future: one that is taken back (cancelled) makes the pool hang when a worker dies (python 3.11).
+    jobs = deque()
     try:
         while True:
-            for chunk in islice(chunks, 4 + 2 * n_cores - len(jobs)):
-                jobs.append([chunk, pool.submit(encode_in_worker, chunk)])
+            jobs.extend([chunk, None] for chunk in islice(chunks, 6 + 2 * n_workers - len(jobs)))
             if not jobs:
                 return
-            if not jobs[0][1].done() and (job := next((job for job in reversed(jobs) if job[1].cancel()), None)):
-                job[1] = Future()
-                job[1].set_result(encode_chunk(job[0], tokenizer))
+            running = sum(future is not None and not future.done() for _, future in jobs)
+            for job in islice((job for job in jobs if job[1] is None), 2 * n_workers - running):
+                with held_signals():
+                    job[1] = pool.submit(encode_in_worker, job[0])
+            untaken = next((job for job in reversed(jobs) if job[1] is None), None)
+            if untaken and not jobs[0][1].done():
+                untaken[1] = Future()
+                untaken[1].set_result(encode_chunk(untaken[0], tokenizer))
                 continue
             chunk, tokens = jobs.popleft()
             yield chunk, tokens.result()
     except BrokenProcessPool as error:
         raise TextError("an encoding process died: does the memory suffice?") from error
     finally:
-        pool.shutdown(cancel_futures=True)
+        with held_signals():
+            pool.shutdown()
 
 
 def update_hash(sha256, chunk):
@@ -379,13 +434,13 @@ def save_progress(folder, progress):
     partial.replace(folder / "progress.json")
 
 
-def read_progress(folder, tokenizer):
+def read_progress(folder):
     """What a killed run has done in `folder`; nothing, if that cannot be used."""
     try:
         progress = json.loads((folder / "progress.json").read_text())
         whole = (folder / "train.bin").stat().st_size >= 2 * progress["tokens"]
-        return progress if whole and progress["tokenizer"] == tokenizer.name else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        return progress if whole and {"tokenizer", "chunks", "sha256"} <= progress.keys() else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -398,7 +453,12 @@ def skip_done(chunks, done, sha256):
 
 def encode_corpus(read_documents, source, tokenizer, folder):
     """Encode the documents into `folder`/train.bin, val.bin and meta.json, going on where a killed run stopped."""
-    done = read_progress(folder, tokenizer)
+    done = read_progress(folder)
+    if done and done["tokenizer"] != tokenizer.name:
+        if done["tokenizer"] == MergeTokenizer.name:
+            raise TextError("what was stopped has gpt2 tokens, which need GPT-2's merges")
+        warn(f"the preparation that was stopped had {done['tokenizer']} tokens: starting anew")
+        done = {}
     counted, sha256 = {"documents": 0}, hashlib.sha256()
     chunks = chunks_of(read_documents(), counted)
     if done and not skip_done(chunks, done, sha256):
@@ -435,6 +495,9 @@ def encode_corpus(read_documents, source, tokenizer, folder):
         train.seek(2 * n_train)
         shutil.copyfileobj(train, val)
         train.truncate(2 * n_train)
+        for file in (train, val):
+            file.flush()
+            os.fsync(file.fileno())  # after a power cut the folder's name must not stand for less
     meta = {
         "source": "tiny_shakespeare" if sha256.hexdigest() == TINY_SHAKESPEARE_SHA256 else source,
         "sha256": sha256.hexdigest(),
@@ -448,26 +511,40 @@ def encode_corpus(read_documents, source, tokenizer, folder):
     return meta
 
 
-def check_replaceable(out):
-    """Refuse an output path that holds anything but token files: it is about to be replaced as a whole."""
-    if out.exists() and not out.is_dir():
-        sys.exit(f"error: {out} is a file: give another --out")
-    if out.is_dir():
-        foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in TOKEN_FILES | WORKING_FILES)
+def check_replaceable(folder, own_files):
+    """Refuse a path that holds anything but our files: it is about to be replaced as a whole."""
+    if folder.exists() and not folder.is_dir():
+        sys.exit(f"error: {folder} is a file: give another --out")
+    if folder.is_dir():
+        foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in own_files)
         if foreign:
-            sys.exit(f"error: {out} also holds {foreign[0]}, which would be lost: give another --out")
+            sys.exit(f"error: {folder} also holds {foreign[0]}, which would be lost: give another --out")
 
 
 def replace_folder(new, out):
-    """Rename the finished folder `new` to `out`, in the place of an older one."""
+    """Rename the finished folder `new` to `out`, in the place of an older one. Raise OSError, with `out` as it was."""
     if not out.exists():
         new.rename(out)
         return
     old = out.with_name(out.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old)
+    try:
+        new.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def become_only_writer(out):
+    """A held lock: one preparation of `out` at a time. A dead one leaves none."""
+    lock = FileLock(out.with_name(out.name + ".lock"))
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        print(f"waiting for another preparation of {out}", file=sys.stderr, flush=True)
+        return lock.acquire()
 
 
 def open_source(text, hf, field, folder):
@@ -493,18 +570,20 @@ def prepare(text, out, hf=None, field="text"):
     split), or without either the default text. Raises TextError and OSError; `out` is then as it was.
     """
     partial = partial_of(out)
-    for folder in (out, partial, out.with_name(out.name + ".old")):
-        check_replaceable(folder)
+    check_replaceable(out, TOKEN_FILES)
+    check_replaceable(out.with_name(out.name + ".old"), TOKEN_FILES)
+    check_replaceable(partial, TOKEN_FILES | WORKING_FILES)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(out.with_name(out.name + ".lock")):  # one writer at a time; a dead one leaves no lock
+    with become_only_writer(out):
         if not (partial / "progress.json").exists():
             shutil.rmtree(partial, ignore_errors=True)  # a killed run left nothing to go on with
         partial.mkdir(exist_ok=True)
         try:
             meta = encode_corpus(*open_source(text, hf, field, partial), load_tokenizer(), partial)
-            for name in WORKING_FILES:
-                (partial / name).unlink(missing_ok=True)
-            replace_folder(partial, out)
+            with held_signals():
+                for name in WORKING_FILES:
+                    (partial / name).unlink(missing_ok=True)
+                replace_folder(partial, out)
         finally:
             if not (partial / "progress.json").exists():
                 shutil.rmtree(partial, ignore_errors=True)
@@ -522,7 +601,7 @@ def parse_args(argv=None):
     parser.add_argument("--field", help="what the text is called in .jsonl, .parquet and datasets (default: text)")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("data/tokens"), help="default: %(default)s")
     args = parser.parse_args(argv)
-    if args.text and not args.text.exists():
+    if args.text and not os.path.exists(args.text):  # unlike Path.exists, False for a name that is too long
         sys.exit(f"error: --text {args.text}: no such file or folder")
     for flag in ("name", "split"):
         if getattr(args, flag) and not args.hf:
@@ -553,6 +632,14 @@ def how_to_go_on(out):
     return f"; the same command goes on with what is in {partial_of(out).name}, which may be deleted"
 
 
+def stop_once(*_):
+    """Ctrl-C and SIGTERM end the program; the impatient ones after it must not disturb what it still puts in order."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # lets `finally` clean up, as after Ctrl-C
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop_once)
     main()

@@ -1,4 +1,5 @@
 """data/prepare.py on real corpora: folders, .jsonl, .parquet, datasets; killed and gone on with; many processes."""
+import contextlib
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ DOCUMENTS = ["The first document.", "A second one:\n\n  with blanks  ", "Drittes
 def prepare(monkeypatch):
     """A fresh data/prepare.py with single-byte tokens, which needs no network."""
     module = load_module(PREPARE)
-    module.load_merges, module.load_tokenizer = module.load_tokenizer, module.ByteTokenizer
+    module.load_tokenizer = module.ByteTokenizer
     monkeypatch.syspath_prepend(PREPARE.parent)  # where its encoding processes find it
     return module
 
@@ -139,6 +140,7 @@ def test_a_dataset_without_a_network(tmp_path):
     ("a.jsonl", b'["x"]\n', "line 1: nothing is called 'text' there"),
     ("a.jsonl", b'{"text": 7}\n', "line 1: 'text' is 7, not a text"),
     ("a.jsonl", b'{"text": ""}\n', "is empty"),
+    ("a.jsonl", b"[" * 200_000, "line 1 is not JSON"),
     ("a.parquet", b"PAR1 no parquet", "a.parquet cannot be read as parquet"),
     ("a.txt", b"caf\xe9 au lait", "a.txt is not UTF-8 text"),
     ("a.pdf", b"%PDF", "holds no .jsonl, .parquet, .txt file"),
@@ -150,8 +152,16 @@ def test_corpora_that_cannot_be_used(name, content, reason, tmp_path):
     assert_refused(run, reason, tmp_path / "out")
 
 
+def test_a_parquet_text_that_is_not_utf8(tmp_path):
+    column = pyarrow.array([b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    run = run_command(sys.executable, PREPARE, "--text", tmp_path / "a.parquet", "--out", tmp_path / "out")
+    assert_refused(run, "a.parquet cannot be read as parquet", tmp_path / "out")
+
+
 @pytest.mark.parametrize("flags, reason", [
     (["--text", "nowhere"], "--text nowhere: no such file or folder"),
+    (["--text", "the text itself " * 30], "no such file or folder"),
     (["--name", "x"], "--name says which part of a dataset: give --hf too"),
     (["--split", "x"], "--split says which part of a dataset: give --hf too"),
 ])
@@ -167,18 +177,25 @@ def test_a_parquet_file_cut_short(tmp_path):
     assert_refused(run, "cut.parquet cannot be read as parquet", tmp_path / "out")
 
 
+@pytest.fixture
+def merges(prepare, monkeypatch):
+    """tiktoken's encoding, in use."""
+    try:
+        tokenizer = prepare.fetch_merges()
+    except prepare.NoMerges as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda: tokenizer)
+    return tokenizer
+
+
 def random_texts(n, seed=0):
     draw = random.Random(seed)
     words = ["word", " ", "\n\n", "it's", "12", "é", "日本", "?!", "longer words "]
     return ["".join(draw.choices(words, k=draw.randint(1, 400))) + "." for _ in range(n)]
 
 
-def test_many_processes_give_the_tokens_of_one_call(prepare, tmp_path, monkeypatch):
+def test_many_processes_give_the_tokens_of_one_call(prepare, merges, tmp_path, monkeypatch):
     """Documents shorter and much longer than a chunk, against tiktoken's own encoding of each."""
-    tokenizer = prepare.load_merges()
-    if tokenizer.name != "gpt2":
-        pytest.skip("tiktoken's gpt2 encoding is not at hand")
-    monkeypatch.setattr(prepare, "load_tokenizer", lambda: tokenizer)
     monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", 5000)
     texts = random_texts(200)
     texts[70] = "".join(texts)  # about 50 chunks in one document
@@ -186,9 +203,18 @@ def test_many_processes_give_the_tokens_of_one_call(prepare, tmp_path, monkeypat
     prepare.main(["--text", str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "out")])
     expected = []
     for text in texts:
-        expected += [END] * bool(expected) + tokenizer.encoding.encode_ordinary(text)
+        expected += [END] * bool(expected) + merges.encoding.encode_ordinary(text)
     tokens = np.concatenate([np.fromfile(tmp_path / "out" / name, dtype="<u2") for name in ("train.bin", "val.bin")])
     assert tokens.tolist() == expected
+
+
+def test_a_million_blanks(prepare, merges, tmp_path):
+    """tiktoken panics over so many in one piece."""
+    text = "a" + 1_500_000 * " " + "word " + 1_100_000 * "\n" + "end"
+    (tmp_path / "text.txt").write_text(text)
+    prepare.main(["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")])
+    tokens = [np.fromfile(tmp_path / "out" / name, dtype="<u2").tolist() for name in ("train.bin", "val.bin")]
+    assert merges.decode(sum(tokens, [])) == text
 
 
 def test_a_text_without_blanks_is_cut_all_the_same(prepare, monkeypatch):
@@ -269,7 +295,7 @@ def test_a_text_changed_meanwhile_starts_anew(prepare, tmp_path):
     assert read_documents(out, prepare.ByteTokenizer()) == texts
 
 
-@pytest.mark.parametrize("damage", ["short", "no json", "other tokenizer"])
+@pytest.mark.parametrize("damage", ["short", "no json", "no dictionary", "no hash", "other tokenizer"])
 def test_a_damaged_partial_folder_is_not_used(damage, prepare, tmp_path):
     corpus, out = tmp_path / "corpus.jsonl", tmp_path / "out"
     texts = random_texts(200)
@@ -278,12 +304,85 @@ def test_a_damaged_partial_folder_is_not_used(damage, prepare, tmp_path):
     partial = tmp_path / "out.partial"
     if damage == "short":
         os.truncate(partial / "train.bin", 100)
-    elif damage == "no json":
-        (partial / "progress.json").write_text("{")
-    else:
-        progress = json.loads((partial / "progress.json").read_text())
-        (partial / "progress.json").write_text(json.dumps(progress | {"tokenizer": "gpt2"}))
+    progress = json.loads((partial / "progress.json").read_text())
+    (partial / "progress.json").write_text({
+        "short": json.dumps(progress), "no json": "{", "no dictionary": "[]",
+        "no hash": json.dumps({name: value for name, value in progress.items() if name != "sha256"}),
+        "other tokenizer": json.dumps(progress | {"tokenizer": "another"}),
+    }[damage])
     assert prepare_texts(prepare, out, "--text", corpus)[0] == texts
+
+
+def test_gpt2_tokens_are_not_thrown_away_for_single_bytes(prepare, tmp_path, capsys):
+    """Hours of work, and then the merges are not at hand when the same command goes on."""
+    corpus, out = tmp_path / "corpus.jsonl", tmp_path / "out"
+    write_jsonl(corpus, random_texts(200))
+    stopped_run(tmp_path, 20, "--text", corpus, "--out", out)
+    progress = tmp_path / "out.partial" / "progress.json"
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"tokenizer": "gpt2"}))
+    before = (tmp_path / "out.partial" / "train.bin").read_bytes()
+    with pytest.raises(SystemExit, match="which need GPT-2's merges; the same command goes on with"):
+        prepare.main(["--text", str(corpus), "--out", str(out)])
+    assert (tmp_path / "out.partial" / "train.bin").read_bytes() == before
+
+
+SLOW_RUN = """
+import sys, time; sys.path.insert(0, sys.argv[1]); import prepare
+
+class SlowTokenizer(prepare.ByteTokenizer):
+    def encode_to_numpy(self, text):
+        time.sleep(0.02)
+        return super().encode_to_numpy(text)
+
+if __name__ == "__main__":
+    for number in prepare.STOP_SIGNALS:
+        prepare.signal.signal(number, prepare.stop_once)
+    prepare.load_tokenizer, prepare.CHUNK_CHARACTERS = SlowTokenizer, 2000
+    prepare.main(sys.argv[2:])
+"""
+
+
+def kill_a_worker(run, worker):
+    worker.kill()
+
+
+def press_ctrl_c_three_times(run, worker):
+    for _ in range(3):
+        os.killpg(run.pid, signal.SIGINT)
+        time.sleep(0.03)
+
+
+def stop_the_job(run, worker):
+    os.killpg(run.pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1, 0.5])
+@pytest.mark.parametrize("disturb, reasons", [
+    (kill_a_worker, ["error: nothing was written to out: an encoding process died"]),
+    (press_ctrl_c_three_times, ["stopped: nothing was written to out"]),
+    (stop_the_job, ["stopped: nothing was written to out", "an encoding process died"]),
+])
+def test_disturbed_processes_end_with_one_line(disturb, reasons, seconds, tmp_path):
+    """Just after the start of the encoding processes or later: no hang, no traceback of any process, no leftovers."""
+    (tmp_path / "slow_run.py").write_text(SLOW_RUN)
+    write_jsonl(tmp_path / "corpus.jsonl", random_texts(1000))
+    command = [sys.executable, "slow_run.py", PREPARE.parent, "--text", "corpus.jsonl", "--out", "out"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True) as run:
+        workers = []
+        while not workers and run.poll() is None:
+            children = psutil.Process(run.pid).children()
+            workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        time.sleep(seconds)
+        disturb(run, workers[0])
+        try:
+            _, errors = run.communicate(timeout=30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    # Of a killed process CPython's resource tracker may have a word to say afterwards.
+    assert run.returncode == 1 and any(reason in errors.splitlines()[0] for reason in reasons), errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
 def test_no_process_outlives_a_killed_run(tmp_path):
@@ -301,10 +400,9 @@ def test_no_process_outlives_a_killed_run(tmp_path):
     assert not psutil.wait_procs(children, timeout=20)[1]
 
 
-@pytest.mark.parametrize("rows_in_a_group", [500, 10**6])
-def test_memory_does_not_grow_with_a_parquet_file(rows_in_a_group, tmp_path):
-    """128 MB of text that does not compress, in many row groups and in one."""
-    script = tmp_path / "measured.py"
+def peak_of_reading(path):
+    """MiB that a process has at most which reads a parquet file and keeps nothing."""
+    script = path.with_name("measured.py")
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1]); import prepare\n"
         "from conftest import peak_memory\n"
@@ -313,19 +411,35 @@ def test_memory_does_not_grow_with_a_parquet_file(rows_in_a_group, tmp_path):
         "size = sum(len(piece) for document in documents for piece in document)\n"
         "print(size, peak_memory())\n"
     )
+    run = run_command(sys.executable, script, PREPARE.parent, path, PYTHONPATH=str(ROOT / "tests"))
+    assert run.returncode == 0, run.stderr
+    size, memory = run.stdout.split()
+    return int(size), float(memory)
 
-    def peak(n):
+
+def write_random_parquet(path, n, characters, **layout):
+    texts = [os.urandom(characters // 2).hex() for _ in range(n)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, **layout)
+
+
+@pytest.mark.parametrize("rows_in_a_group", [500, 10**6])
+def test_memory_does_not_grow_with_a_parquet_file(rows_in_a_group, tmp_path):
+    """128 MB of text that does not compress, in many row groups and in one."""
+    peaks = []
+    for n in (100, 2000):
         path = tmp_path / f"{n}.parquet"
-        texts = [os.urandom(32_000).hex() for _ in range(n)]
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=rows_in_a_group,
-                                     write_batch_size=16)
-        run = run_command(sys.executable, script, PREPARE.parent, path, PYTHONPATH=str(ROOT / "tests"))
-        assert run.returncode == 0, run.stderr
-        size, memory = run.stdout.split()
-        assert int(size) == n * 64_000
-        return float(memory)
+        write_random_parquet(path, n, 64_000, row_group_size=rows_in_a_group, write_batch_size=16)
+        size, peak = peak_of_reading(path)
+        assert size == n * 64_000
+        peaks.append(peak)
+    assert peaks[1] < peaks[0] + 50
 
-    assert peak(2000) < peak(100) + 50  # MiB
+
+def test_memory_holds_a_few_long_rows_of_a_parquet_file(tmp_path):
+    """Rows of 2 MB, of which 64 at once would be 128 MB several times over."""
+    write_random_parquet(tmp_path / "short.parquet", 100, 64_000)
+    write_random_parquet(tmp_path / "long.parquet", 64, 2_000_000, write_batch_size=1)
+    assert peak_of_reading(tmp_path / "long.parquet")[1] < peak_of_reading(tmp_path / "short.parquet")[1] + 100
 
 
 def test_a_full_disk_keeps_what_was_done(tmp_path):

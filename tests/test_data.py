@@ -125,11 +125,11 @@ def test_offline_the_scripts_still_run(tmp_path):
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["tokens", "tokens.lock"]
 
 
-def test_tokenizer_that_never_answers(capsys, monkeypatch):
+def test_tokenizer_that_never_answers(monkeypatch):
     prepare = load_module(PREPARE)
     monkeypatch.setattr(prepare.tiktoken, "get_encoding", lambda name: time.sleep(2))
-    assert prepare.load_tokenizer(seconds=0.2).name == "gpt2-bytes"
-    assert "no answer after 0.2 s" in capsys.readouterr().err
+    with pytest.raises(prepare.NoMerges, match="no answer after 0.2 s"):
+        prepare.fetch_merges(seconds=0.2)
 
 
 def test_single_byte_tokens_are_gpt2s_own(monkeypatch):
@@ -187,6 +187,12 @@ def test_texts_that_cannot_be_used(content, reason, tmp_path):
     assert run.stderr.strip().splitlines()[-1].startswith("error:") and reason in run.stderr
     assert "Traceback" not in run.stderr
     assert not (tmp_path / "tokens").exists() and not (tmp_path / "tokens.partial").exists()
+
+
+def test_a_byte_order_mark_is_no_text(prepare, tmp_path):
+    (tmp_path / "text").write_bytes("\ufefftwo \ufeffwords".encode())
+    prepare.main(["--text", str(tmp_path / "text"), "--out", str(tmp_path / "tokens")])
+    assert bytes_of(prepare, read_tokens(tmp_path / "tokens")) == "two \ufeffwords".encode()
 
 
 def test_a_tiny_text_works(prepare, tmp_path):
@@ -269,6 +275,11 @@ def test_a_foreign_folder_is_never_replaced(tmp_path):
         run = run_command(sys.executable, PREPARE, "--text", tmp_path / "text", "--out", tmp_path / out)
         assert run.returncode == 1 and reason in run.stderr and "Traceback" not in run.stderr
     assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"cat"
+    (tmp_path / "novel").mkdir()
+    (tmp_path / "novel" / "text.txt").write_text("my novel")
+    run = run_command(sys.executable, PREPARE, "--text", tmp_path / "novel" / "text.txt", "--out", tmp_path / "novel")
+    assert run.returncode == 1 and "text.txt, which would be lost" in run.stderr
+    assert (tmp_path / "novel" / "text.txt").read_text() == "my novel"
     for sibling in ("mine.old", "mine.partial"):
         (tmp_path / sibling).mkdir()
         (tmp_path / sibling / "thesis.txt").write_text("thesis")
@@ -276,6 +287,36 @@ def test_a_foreign_folder_is_never_replaced(tmp_path):
         assert run.returncode == 1 and "thesis.txt, which would be lost" in run.stderr
         assert (tmp_path / sibling / "thesis.txt").read_text() == "thesis"
         (tmp_path / sibling).rename(tmp_path / f"kept {sibling}")
+
+
+def test_an_old_folder_is_back_when_the_new_one_cannot_take_its_place(prepare, tmp_path, monkeypatch):
+    """As on Windows, where a folder in use is not renamed."""
+    for name in ("old", "new"):
+        (tmp_path / name).write_bytes(f"{name} text".encode())
+    prepare.main(["--text", str(tmp_path / "old"), "--out", str(tmp_path / "tokens")])
+    rename = Path.rename
+
+    def refuse_the_new(path, target):
+        if path.name == "tokens.partial":
+            raise PermissionError("in use")
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_the_new)
+    with pytest.raises(SystemExit, match="nothing was written to .*in use"):
+        prepare.main(["--text", str(tmp_path / "new"), "--out", str(tmp_path / "tokens")])
+    assert bytes_of(prepare, read_tokens(tmp_path / "tokens")) == b"old text"
+    assert not (tmp_path / "tokens.old").exists()
+
+
+def test_a_second_preparation_waits_and_says_so(prepare, tmp_path):
+    (tmp_path / "text").write_bytes(b"some text")
+    command = [sys.executable, PREPARE, "--text", tmp_path / "text", "--out", tmp_path / "tokens"]
+    with prepare.become_only_writer(tmp_path / "tokens"):
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert "waiting for another preparation" in run.stderr.readline()
+        assert run.poll() is None and not (tmp_path / "tokens").exists()
+    run.communicate(timeout=60)
+    assert run.returncode == 0 and (tmp_path / "tokens").exists()
 
 
 @pytest.mark.parametrize("number", [0, 11])
