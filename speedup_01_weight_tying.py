@@ -258,6 +258,8 @@ def parse_args(argv=None):
     args.device = args.device or next(device for device in available if available[device])
     args.B = 2 if args.B is None and args.device == "cpu" else 4 if args.B is None else args.B
     args.T = 256 if args.T is None and args.device == "cpu" else 1024 if args.T is None else args.T
+    if not 0 <= args.seed < 2**63:
+        sys.exit(f"error: --seed {args.seed}: must be at least 0 and below 2^63")
     if not available[args.device]:
         sys.exit(f"error: --device {args.device}: torch {torch.__version__} finds no such device here")
     for flag, value in {"-B": args.B, "-T": args.T, "--steps": args.steps}.items():
@@ -329,7 +331,8 @@ def main(argv=None):
 
     if args.save:
         checkpoint = {
-            "script": script.name, "config": asdict(model.config), "model": model.state_dict(), "step": args.steps
+            "script": script.name, "config": asdict(model.config), "model": model.state_dict(), "step": args.steps,
+            "tokenizer": loader.meta["tokenizer"],
         }
         partial = args.save.with_name(args.save.name + ".partial")
         try:
