@@ -170,6 +170,8 @@ class GPT(nn.Module):
         same_scale = hf.scale_attn_weights and not hf.scale_attn_by_inverse_layer_idx and hf.layer_norm_epsilon == 1e-5
         if report["missing_keys"] or not (same_mlp and same_scale):
             sys.exit(f"error: --pretrained {name_or_folder}: this is another model than GPT-2")
+        if not hf.tie_word_embeddings:
+            sys.exit(f"error: --pretrained {name_or_folder}: its output layer is not tied to its embedding, as here")
 
         config = GPTConfig(
             block_size=hf.n_positions, n_tokens=hf.vocab_size, n_layer=hf.n_layer, n_head=hf.n_head, n_embd=hf.n_embd

@@ -36,7 +36,7 @@ class Stage:
 
 STAGES = [
     Stage("baseline.py", "baseline"),
-    Stage("speedup_01_weight_tying.py", "weight tying", frozenset({"GPT.__init__"})),
+    Stage("speedup_01_weight_tying.py", "weight tying", frozenset({"GPT.__init__", "GPT.from_pretrained"})),
     Stage("speedup_02_tf32.py", "TF32", frozenset({"main"})),
     Stage("speedup_03_bf16_autocast.py", "bfloat16 autocast", frozenset({"autocast_dtype", "main"})),
     Stage(

@@ -171,7 +171,7 @@ def test_saved_model_is_plain_and_complete(tokens, tmp_path):
         module = rung(number)
         train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 2, "--save", tmp_path / "model.pt")
         saved = torch.load(tmp_path / "model.pt", weights_only=True)
-        assert set(saved) == {"script", "config", "model", "step"}
+        assert set(saved) == {"script", "config", "model", "step", "tokenizer"}
         assert (saved["script"], saved["step"]) == (STAGES[number].file, 2)
         model = module.GPT(module.GPTConfig(**saved["config"]))
         model.load_state_dict(saved["model"])  # strict: every weight, and nothing else

@@ -454,7 +454,7 @@ def test_14_a_checkpoint_is_plain_and_holds_the_scaler(tmp_path, tokens):
     train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 2, "--checkpoint-every", 2, "--total-batch", 16,
           "--checkpoint-dir", tmp_path)
     checkpoint = torch.load(tmp_path / "step_00000002.pt", weights_only=True)
-    assert {"script", "config", "model", "step"} <= set(checkpoint)
+    assert {"script", "config", "model", "step", "tokenizer"} <= set(checkpoint)
     assert checkpoint["scaler"]["_growth_tracker"] == 2  # steps since the scale last changed
     model = module.GPT(module.GPTConfig(**checkpoint["config"]))
     model.load_state_dict(checkpoint["model"])
