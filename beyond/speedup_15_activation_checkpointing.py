@@ -606,7 +606,8 @@ def main(argv=None):
             t0 = time.perf_counter()
             checkpoint = {
                 "script": script.name, "config": asdict(model.config), "model": model.state_dict(), "step": step,
-                "run": run, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+                "tokenizer": loader.meta["tokenizer"], "run": run,
+                "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
                 "position": loader.position, "log": log_path.read_text(),
                 "device": device, "rng": torch.get_rng_state(),
                 "device_rng": None if device == "cpu" else torch.get_device_module(device).get_rng_state(),
