@@ -169,7 +169,7 @@ class GPT(nn.Module):
         if report["missing_keys"] or not (same_mlp and same_scale):
             sys.exit(f"error: --pretrained {name_or_folder}: this is another model than GPT-2")
         if not hf.tie_word_embeddings:
-            sys.exit(f"error: --pretrained {name_or_folder}: its output layer is not tied to its embedding, as here")
+            sys.exit(f"error: --pretrained {name_or_folder}: its output layer is not its embedding: use baseline.py")
 
         config = GPTConfig(
             block_size=hf.n_positions, n_tokens=hf.vocab_size, n_layer=hf.n_layer, n_head=hf.n_head, n_embd=hf.n_embd
