@@ -39,7 +39,7 @@ from torch.nn.utils import prune
 from tqdm import tqdm
 from transformers.pytorch_utils import Conv1D
 
-from sample import load_model
+from sample import END_OF_TEXT, load_model, to_device
 
 NEW_TOKENS = 100
 
@@ -115,7 +115,7 @@ def validation_loss(model, sequences):
 
 @torch.inference_mode()
 def tokens_per_second(model, rounds=3):
-    x = torch.full((1, 1), model.config.vocab_size - 1, device=model.device)
+    x = torch.full((1, 1), END_OF_TEXT, device=model.device)
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -127,18 +127,19 @@ def tokens_per_second(model, rounds=3):
 
 
 def read_sequences(folder, T, n, vocab_size):
-    """The first `n` validation sequences of `folder`, (n, T + 1) int64; exits with one line when there are none."""
+    """(What the text is, its first `n` validation sequences, (n, T + 1) int64); exits with one line without any."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        tokens = np.fromfile(folder / "val.bin", dtype="<u2", count=n * T + 1).astype(np.int64)
-    except (OSError, ValueError) as error:
+        text = f"{meta['source']} ({meta['tokenizer']} tokens)"
+        n = min(n, ((folder / "val.bin").stat().st_size // 2 - 1) // T)
+        tokens = np.fromfile(folder / "val.bin", dtype="<u2", count=max(0, n) * T + 1).astype(np.int64)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: no usable token files in {folder} ({error}): run python data/prepare.py --out {folder}")
-    n = min(n, (len(tokens) - 1) // T)
     if n < 1:
         sys.exit(f"error: {folder}/val.bin has {len(tokens)} tokens, one sequence takes {T + 1}: lower -T")
     if tokens.max() >= vocab_size:
         sys.exit(f"error: {folder} has tokens that this model does not know (it has {vocab_size})")
-    return meta, torch.from_numpy(np.stack([tokens[i * T : (i + 1) * T + 1] for i in range(n)]))
+    return text, torch.from_numpy(np.stack([tokens[i * T : (i + 1) * T + 1] for i in range(n)]))
 
 
 def measure(base, change, sequences):
@@ -196,26 +197,23 @@ def parse_args(argv=None):
     for flag, value in {"-T": args.T, "--val-sequences": args.val_sequences}.items():
         if value < 1:
             sys.exit(f"error: {flag} {value}: must be at least 1")
-    if args.png and not args.png.resolve().parent.is_dir():
-        sys.exit(f"error: --png {args.png}: there is no folder {args.png.parent}")
+    if args.png and (args.png.is_dir() or not args.png.absolute().parent.is_dir()):
+        sys.exit(f"error: --png {args.png}: give the name of a file in a folder that exists")
     return args
 
 
 def main(argv=None):
     args = parse_args(argv)
-    base = load_model(args.model)
+    base = load_model(args.model)[0].float()  # a folder may hold 16 bits
     longest = base.config.n_positions
     if max(args.T, NEW_TOKENS + 1) > longest:
         sys.exit(f"error: -T {args.T}: this model's longest sequence is {longest}, and it must hold {NEW_TOKENS + 1}")
-    meta, sequences = read_sequences(args.data, args.T, args.val_sequences, base.config.vocab_size)
+    text, sequences = read_sequences(args.data, args.T, args.val_sequences, base.config.vocab_size)
     torchao = import_torchao()
-    try:
-        base, sequences = with_linear_layers(base).to(args.device), sequences.to(args.device)
-    except (RuntimeError, AssertionError) as error:
-        sys.exit(f"error: --device {args.device} is not there ({str(error).splitlines()[0]})")
+    base, sequences = to_device(with_linear_layers(base), args.device), sequences.to(args.device)
 
     print(f"{args.model}, {sum(p.numel() for p in base.parameters()):,} parameters; {len(sequences)} sequences of "
-          f"{args.T} tokens of {meta['source']} ({meta['tokenizer']} tokens)\n"
+          f"{args.T} tokens of {text}\n"
           f"torch {torch.__version__}, torchao {torchao.__version__}, {args.device}\n", flush=True)
     bar = tqdm(VARIANTS.items(), desc="measuring", disable=None)
     results = {name: measure(base, change, sequences) for name, change in bar}

@@ -1,17 +1,21 @@
 """A trained checkpoint as a Hugging Face folder, which `from_pretrained` and `pipeline("text-generation")` load.
 
     python export.py model.pt my-gpt2               # from --save of any rung, or a checkpoint of beyond/
-    python speedup_10_fused_adamw.py --pretrained my-gpt2       # and the way back: any rung goes on with it
+    python speedup_10_fused_adamw.py --pretrained my-gpt2       # and the way back: a rung goes on with it
 
 The model in the folder gives the same logits: GPT-2's "Conv1D" layers store their matrices the other way round, the
-rows that pad the vocabulary go, and an output layer that is not tied to the embedding (baseline.py) stays its own.
+rows that pad the vocabulary go, and an output layer that is not tied to the embedding (baseline.py) stays its own: only
+baseline.py goes on with such a model.
 """
 import argparse
-import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "data"))
+import prepare  # noqa: E402 (its folder is no package)
 
 GPT2_TOKENS = 50257
 SHAPE = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
@@ -24,9 +28,15 @@ def load_checkpoint(path):
     except Exception as error:  # no such file, no torch file, a damaged one: each its own class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         sys.exit(f"error: {path} cannot be read as a checkpoint ({reason})")
-    if not isinstance(checkpoint, dict) or not {"config", "model"} <= checkpoint.keys():
+    parts = [checkpoint.get(name) for name in ("config", "model")] if isinstance(checkpoint, dict) else [None]
+    if not all(isinstance(part, dict) for part in parts):
         sys.exit(f"error: {path} is no checkpoint of these scripts: give a file that --save or beyond/ wrote")
     return checkpoint
+
+
+def tokenizer_of(checkpoint):
+    """The name of the tokenizer of the text that the model was trained on."""
+    return checkpoint.get("tokenizer", prepare.MergeTokenizer.name)  # an older file does not say
 
 
 def to_transformers(checkpoint):
@@ -51,28 +61,37 @@ def to_transformers(checkpoint):
             bos_token_id=end_of_text, eos_token_id=end_of_text,
         ))
         model.load_state_dict(weights)
-    except (KeyError, RuntimeError, ValueError) as error:
-        sys.exit(f"error: this checkpoint's weights are not those of a GPT-2 ({str(error).splitlines()[0]})")
+    except Exception as error:  # missing names, other shapes, other types: each its own class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        sys.exit(f"error: this checkpoint's weights are not those of a GPT-2 ({reason})")
     return model.eval()
 
 
 def write_tokenizer(folder):
     """GPT-2's tokenizer beside the model, made from tiktoken's; without a network only the model is written."""
-    import tiktoken
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     try:
-        encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # requests' and tiktoken's own zoo
-        print(f"WARNING: tiktoken could not fetch GPT-2's merges ({type(error).__name__}): the folder has no tokenizer,"
-              " so pipeline() needs one from elsewhere", file=sys.stderr)
+        encoding = prepare.fetch_merges().encoding
+    except prepare.NoMerges as error:
+        prepare.warn(f"{error}: the folder has no tokenizer, so pipeline() needs one from elsewhere")
         return
     end = "<|endoftext|>"
     converter = TikTokenConverter(pattern=encoding._pat_str, extra_special_tokens=[end])
     converter.load_tiktoken_bpe = lambda _: encoding._mergeable_ranks  # instead of from a file
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=converter.converted(), bos_token=end, eos_token=end)
     tokenizer.save_pretrained(folder)
+
+
+def write_folder(model, tokenizer_name, folder):
+    """Write model and tokenizer under a temporary name beside `folder`, then rename. Leaves nothing when it fails."""
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.absolute().parent) as parent:
+        partial = Path(parent) / folder.name
+        model.save_pretrained(partial)
+        if tokenizer_name == prepare.MergeTokenizer.name and model.config.vocab_size == GPT2_TOKENS:
+            write_tokenizer(partial)
+        partial.rename(folder)
 
 
 def main(argv=None):
@@ -82,19 +101,17 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.folder.exists():
         sys.exit(f"error: {args.folder} exists: name a new folder")
-    model = to_transformers(load_checkpoint(args.checkpoint))
-    partial = args.folder.with_name(args.folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    checkpoint = load_checkpoint(args.checkpoint)
+    model = to_transformers(checkpoint)
     try:
-        model.save_pretrained(partial)
-        if model.config.vocab_size == GPT2_TOKENS:
-            write_tokenizer(partial)
-        partial.rename(args.folder)
+        write_folder(model, tokenizer_of(checkpoint), args.folder)
     except Exception as error:  # safetensors, tokenizers and the file system: each its own class for a full disk
-        shutil.rmtree(partial, ignore_errors=True)
         sys.exit(f"error: {args.folder} could not be written ({error})")
     print(f"{args.folder}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped")

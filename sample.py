@@ -8,41 +8,71 @@ and the streaming: nothing of that is written anew here. A prompt that leaves no
 longest sequence is cut at its front.
 """
 import argparse
+import os
 import sys
 from pathlib import Path
 
 import torch
 
-from export import load_checkpoint, to_transformers
+from export import GPT2_TOKENS, load_checkpoint, prepare, to_transformers, tokenizer_of
+
+END_OF_TEXT = prepare.END_OF_TEXT
 
 
 class Tokenizer:
-    """Text to GPT-2 token ids and back, with the decode() that transformers' TextStreamer asks for."""
+    """Text to GPT-2 token ids and back, with the decode() that transformers' TextStreamer asks for.
 
-    def __init__(self):
-        sys.path.insert(0, str(Path(__file__).resolve().parent / "data"))
-        import prepare
+    Exits with one line when it is tiktoken's and cannot be fetched.
+    """
 
-        self.tokens = prepare.load_tokenizer()  # tiktoken's, or loudly the single bytes where there is no network
+    def __init__(self, name):
+        try:
+            self.tokens = prepare.ByteTokenizer() if name == prepare.ByteTokenizer.name else prepare.fetch_merges()
+        except prepare.NoMerges as error:
+            sys.exit(f"error: {error}, without which no text can be given to this model: try again with a network")
 
     def encode(self, text):
         return self.tokens.encode_to_numpy(text).astype("int64").tolist()
 
     def decode(self, ids, **_):
-        return self.tokens.decode(list(ids))
+        return self.tokens.decode([i for i in ids if i != END_OF_TEXT])
 
 
-def load_model(name):
-    """A transformers GPT-2 from a checkpoint file, a Hugging Face folder or a name; exits with one line without."""
-    if Path(name).is_file():
-        return to_transformers(load_checkpoint(name))
+def from_hugging_face(name):
+    """A transformers GPT-2 from a folder or the hub; exits with one line when there is none by this name."""
     from transformers import GPT2LMHeadModel
 
     try:
-        return GPT2LMHeadModel.from_pretrained(name).eval()
+        model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
     except Exception as error:  # no network, no such name, a damaged folder: each its own class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         sys.exit(f"error: {name}: neither a checkpoint file nor a GPT-2 of Hugging Face ({reason})")
+    if report["missing_keys"]:  # transformers has drawn them at random
+        sys.exit(f"error: {name}: this is another model than GPT-2")
+    return model.eval()
+
+
+def load_model(name):
+    """(The GPT-2 in a checkpoint file, a Hugging Face folder or on the hub; the name of its tokenizer).
+
+    The model is one of transformers. Exits with one line when there is none, or one with other tokens than GPT-2's.
+    """
+    if Path(name).is_file():
+        checkpoint = load_checkpoint(name)
+        model, tokenizer = to_transformers(checkpoint), tokenizer_of(checkpoint)
+    else:
+        model, tokenizer = from_hugging_face(name), prepare.MergeTokenizer.name
+    if model.config.vocab_size != GPT2_TOKENS:
+        sys.exit(f"error: {name}: its {model.config.vocab_size:,} tokens are not GPT-2's {GPT2_TOKENS:,}")
+    return model, tokenizer
+
+
+def to_device(model, device):
+    """The model on the device; exits with one line when that is not there."""
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        sys.exit(f"error: --device {device} is not there ({str(error).splitlines()[0]})")
 
 
 def parse_args(argv=None):
@@ -65,8 +95,11 @@ def parse_args(argv=None):
         sys.exit(f"error: --top-p {args.top_p:g}: must be above 0 and at most 1")
     if args.top_k < 0:
         sys.exit(f"error: --top-k {args.top_k}: must be at least 0")
-    if not 0 <= args.temperature < float("inf"):
-        sys.exit(f"error: --temperature {args.temperature:g}: must be at least 0")
+    if args.temperature != 0 and not 0.001 <= args.temperature < float("inf"):  # logits are divided by it
+        sys.exit(f"error: --temperature {args.temperature:g}: must be 0, or at least 0.001")
+    if not 0 <= args.seed < 2**63:
+        sys.exit(f"error: --seed {args.seed}: must be at least 0 and below 2^63")
+    args.prompt = args.prompt.encode("utf-8", "replace").decode()  # a shell passes on bytes that are no text
     return args
 
 
@@ -83,9 +116,9 @@ def main(argv=None):
     args = parse_args(argv)
     from transformers import TextStreamer
 
-    model = load_model(args.model).to(args.device)
-    tokenizer = Tokenizer()
-    ids = tokenizer.encode(args.prompt) or [model.config.vocab_size - 1]
+    model, tokenizer_name = load_model(args.model)
+    model, tokenizer = to_device(model, args.device), Tokenizer(tokenizer_name)
+    ids = tokenizer.encode(args.prompt) or [END_OF_TEXT]
     ids = fit(ids, args.max_new_tokens, model.config.n_positions)
     x = torch.tensor([ids], device=args.device)  # (1, T)
     sampling = {"do_sample": False}
@@ -102,7 +135,10 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that the model writes
     try:
         main()
     except KeyboardInterrupt:
         sys.exit("stopped")
+    except BrokenPipeError:  # `| head` has read enough; what is left must not fail again when the program ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

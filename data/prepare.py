@@ -91,8 +91,9 @@ class ByteTokenizer:
         return self.id_of_byte[np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]
 
     def decode(self, ids):
-        byte_of_id = np.argsort(self.id_of_byte)
-        return bytes(byte_of_id[i] for i in ids if i < 256).decode("utf-8", errors="replace")
+        byte_of_id = np.argsort(self.id_of_byte).astype(np.uint8)
+        unknown = "\ufffd".encode()
+        return b"".join(bytes([byte_of_id[i]]) if i < 256 else unknown for i in ids).decode("utf-8", errors="replace")
 
 
 class MergeTokenizer:

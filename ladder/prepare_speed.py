@@ -136,4 +136,6 @@ def main(sizes):
 
 
 if __name__ == "__main__":
+    if not all(word.isdigit() and int(word) for word in sys.argv[1:]):
+        sys.exit(__doc__)
     main([int(word) * 1_000_000 for word in sys.argv[1:]] or [10_000_000, 100_000_000, 1_000_000_000])

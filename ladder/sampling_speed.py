@@ -11,13 +11,13 @@ import time
 import torch
 from tqdm import tqdm
 
-from sample import load_model
+from sample import END_OF_TEXT, load_model
 
 
 @torch.inference_mode()
 def tokens_per_second(model, new_tokens, use_cache):
     """(tokens per second of one greedy sequence from <|endoftext|> on, its token ids)."""
-    x = torch.full((1, 1), model.config.vocab_size - 1)
+    x = torch.full((1, 1), END_OF_TEXT)
     started = time.perf_counter()
     ids = model.generate(x, attention_mask=torch.ones_like(x), do_sample=False, use_cache=use_cache, pad_token_id=0,
                          min_new_tokens=new_tokens, max_new_tokens=new_tokens)
@@ -25,9 +25,9 @@ def tokens_per_second(model, new_tokens, use_cache):
 
 
 def main(name, new_tokens=512):
-    model = load_model(name)
+    model, _ = load_model(name)
     if not 1 <= new_tokens < model.config.n_positions:
-        sys.exit(f"error: {new_tokens} new tokens: this model's longest sequence is {model.config.n_positions}")
+        sys.exit(f"error: {new_tokens} new tokens: from 1 to {model.config.n_positions - 1} fit into this model")
     tokens_per_second(model, 5, True)  # warms up
     speeds, texts = {True: [], False: []}, set()
     for use_cache in tqdm([True, False, True, False], desc="sampling", disable=None):

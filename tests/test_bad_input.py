@@ -34,6 +34,7 @@ def test_wrong_numbers(number, tokens, tmp_path):
         (("-B", -3), "-B -3: must be at least 1"),
         (("-T", 0), "-T 0: must be at least 1"),
         (("--steps", 0), "--steps 0: must be at least 1"),
+        (("--seed", 2**70), "must be at least 0 and below 2^63"),
         (("-T", 1025, "-B", 1), "-T 1025 is longer than this model's longest sequence, 1024"),
         (("-B", 100_000, "-T", 1024), "needs 102400001"),
     ]:
