@@ -134,7 +134,8 @@ def read_sequences(folder, T, n, vocab_size):
         n = min(n, ((folder / "val.bin").stat().st_size // 2 - 1) // T)
         tokens = np.fromfile(folder / "val.bin", dtype="<u2", count=max(0, n) * T + 1).astype(np.int64)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"error: no usable token files in {folder} ({error}): run python data/prepare.py --out {folder}")
+        sys.exit(f"error: no usable token files in {folder} ({error}): make them with"
+                 f" python data/prepare.py [--text FILE] --out {folder}")
     if n < 1:
         sys.exit(f"error: {folder}/val.bin has {len(tokens)} tokens, one sequence takes {T + 1}: lower -T")
     if tokens.max() >= vocab_size:

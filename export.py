@@ -8,6 +8,7 @@ rows that pad the vocabulary go, and an output layer that is not tied to the emb
 baseline.py goes on with such a model.
 """
 import argparse
+import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -25,12 +26,13 @@ def load_checkpoint(path):
     """{"config", "model", ...} from a file that a rung wrote; exits with one line when it is none."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # no such file, no torch file, a damaged one: each its own class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: {path} cannot be read as a checkpoint ({reason})")
+    except OSError as error:
+        sys.exit(f"error: {path} cannot be read ({error.strerror})")
+    except Exception:  # no torch file, or a damaged one: each its own class, with advice that is none here
+        checkpoint = None
     parts = [checkpoint.get(name) for name in ("config", "model")] if isinstance(checkpoint, dict) else [None]
     if not all(isinstance(part, dict) for part in parts):
-        sys.exit(f"error: {path} is no checkpoint of these scripts: give a file that --save or beyond/ wrote")
+        sys.exit(f"error: {path} is no checkpoint, or a damaged one: give a file that --save or beyond/ wrote")
     return checkpoint
 
 
@@ -111,6 +113,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # transformers imports torchao, if it is there, which tells what it lacks
     try:
         main()
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ and the streaming: nothing of that is written anew here. A prompt that leaves no
 longest sequence is cut at its front.
 """
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def load_model(name):
 
     The model is one of transformers. Exits with one line when there is none, or one with other tokens than GPT-2's.
     """
-    if Path(name).is_file():
+    if Path(name).is_file() or Path(name).suffix == ".pt":
         checkpoint = load_checkpoint(name)
         model, tokenizer = to_transformers(checkpoint), tokenizer_of(checkpoint)
     else:
@@ -136,6 +137,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that the model writes
+    logging.disable(logging.WARNING)  # transformers imports torchao, if it is there, which tells what it lacks
     try:
         main()
     except KeyboardInterrupt:

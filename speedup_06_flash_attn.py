@@ -157,6 +157,8 @@ class GPT(nn.Module):
         """
         from transformers import GPT2LMHeadModel
 
+        if Path(name_or_folder).is_file():
+            sys.exit(f"error: --pretrained {name_or_folder}: a file: export.py makes a Hugging Face folder of it")
         try:
             hf_model, report = GPT2LMHeadModel.from_pretrained(name_or_folder, output_loading_info=True)
         except Exception as error:  # no network, no such name, no such file, a damaged one: each its own class
@@ -200,7 +202,8 @@ class DataLoaderLite:
                 raise ValueError("train.bin does not have the size that meta.json says")
             self.tokens = np.memmap(folder / "train.bin", dtype="<u2", mode="r")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            sys.exit(f"error: no usable token files in {folder} ({error}): run python data/prepare.py --out {folder}")
+            sys.exit(f"error: no usable token files in {folder} ({error}): make them with"
+                     f" python data/prepare.py [--text FILE] --out {folder}")
         if n_tokens < B * T + 1:
             sys.exit(f"error: {n_tokens} tokens in {folder}, but one batch of B={B} T={T} needs {B * T + 1}")
         self.batches_per_epoch = (n_tokens - 1) // (B * T)

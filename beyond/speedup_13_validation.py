@@ -170,6 +170,8 @@ class GPT(nn.Module):
         """
         from transformers import GPT2LMHeadModel
 
+        if Path(name_or_folder).is_file():
+            sys.exit(f"error: --pretrained {name_or_folder}: a file: export.py makes a Hugging Face folder of it")
         try:
             hf_model, report = GPT2LMHeadModel.from_pretrained(name_or_folder, output_loading_info=True)
         except Exception as error:  # no network, no such name, no such file, a damaged one: each its own class
@@ -218,7 +220,8 @@ class DataLoaderLite:
                 raise ValueError(f"{split}.bin does not have the size that meta.json says")
             self.tokens = np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            sys.exit(f"error: no usable token files in {folder} ({error}): run python data/prepare.py --out {folder}")
+            sys.exit(f"error: no usable token files in {folder} ({error}): make them with"
+                     f" python data/prepare.py [--text FILE] --out {folder}")
         if n_tokens < B * T * world_size + 1:
             sys.exit(f"error: {n_tokens} {split} tokens in {folder}, but one batch of B={B} T={T} on each of"
                      f" {world_size} ranks needs {B * T * world_size + 1}")

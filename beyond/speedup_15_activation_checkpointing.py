@@ -177,6 +177,8 @@ class GPT(nn.Module):
         """
         from transformers import GPT2LMHeadModel
 
+        if Path(name_or_folder).is_file():
+            sys.exit(f"error: --pretrained {name_or_folder}: a file: export.py makes a Hugging Face folder of it")
         try:
             hf_model, report = GPT2LMHeadModel.from_pretrained(name_or_folder, output_loading_info=True)
         except Exception as error:  # no network, no such name, no such file, a damaged one: each its own class
@@ -225,7 +227,8 @@ class DataLoaderLite:
                 raise ValueError(f"{split}.bin does not have the size that meta.json says")
             self.tokens = np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            sys.exit(f"error: no usable token files in {folder} ({error}): run python data/prepare.py --out {folder}")
+            sys.exit(f"error: no usable token files in {folder} ({error}): make them with"
+                     f" python data/prepare.py [--text FILE] --out {folder}")
         if n_tokens < B * T * world_size + 1:
             sys.exit(f"error: {n_tokens} {split} tokens in {folder}, but one batch of B={B} T={T} on each of"
                      f" {world_size} ranks needs {B * T * world_size + 1}")
@@ -517,7 +520,8 @@ def main(argv=None):
     if checkpoint:
         for key, value in run.items():
             if checkpoint["run"][key] != value:
-                sys.exit(f"error: --resume: the checkpoint's run has {key} {checkpoint['run'][key]}, this one {value}")
+                sys.exit(f"error: --resume: the checkpoint's run has {key} {checkpoint['run'][key]}, this one {value}:"
+                         " give another --checkpoint-dir to start anew")
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         if checkpoint["scaler"] and scaler.is_enabled():  # float16 before and now

@@ -303,6 +303,8 @@ def read_dataset(name, config, split, field):
         raise TextError("--hf takes the datasets library: pip install datasets") from error
     try:
         dataset = datasets.load_dataset(name, config, split=split, streaming=True)
+        if dataset.info.builder_name == "text":  # it takes each line for a document, and .txt files alone
+            raise TextError(f"{name} holds .txt files, which are no dataset: give it as --text")
         splits = dataset.info.splits or {}
         total = splits[split].num_examples if split in splits else None
         with tqdm(dataset, total=total, unit=" documents", desc=f"encoding {name}", disable=None) as bar:
@@ -440,7 +442,7 @@ def read_progress(folder):
     try:
         progress = json.loads((folder / "progress.json").read_text())
         whole = (folder / "train.bin").stat().st_size >= 2 * progress["tokens"]
-        return progress if whole and {"tokenizer", "chunks", "sha256"} <= progress.keys() else {}
+        return progress if whole and {"source", "tokenizer", "chunks", "sha256"} <= progress.keys() else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -455,6 +457,8 @@ def skip_done(chunks, done, sha256):
 def encode_corpus(read_documents, source, tokenizer, folder):
     """Encode the documents into `folder`/train.bin, val.bin and meta.json, going on where a killed run stopped."""
     done = read_progress(folder)
+    if done and done["source"] != source:
+        raise TextError(f"{folder.name} holds an unfinished preparation of {done['source']}: finish or delete it")
     if done and done["tokenizer"] != tokenizer.name:
         if done["tokenizer"] == MergeTokenizer.name:
             raise TextError("what was stopped has gpt2 tokens, which need GPT-2's merges")
@@ -479,12 +483,12 @@ def encode_corpus(read_documents, source, tokenizer, folder):
         saved = time.monotonic()
         for chunk, tokens in encode_chunks(chunks, tokenizer):
             update_hash(sha256, chunk)
-            tokens.tofile(file)
+            file.write(tokens)
             n_chunks, n_tokens = n_chunks + 1, n_tokens + len(tokens)
             if time.monotonic() - saved > PROGRESS_SECONDS:
                 file.flush()
                 os.fsync(file.fileno())
-                progress = {"tokenizer": tokenizer.name, "chunks": n_chunks, "tokens": n_tokens}
+                progress = {"source": source, "tokenizer": tokenizer.name, "chunks": n_chunks, "tokens": n_tokens}
                 save_progress(folder, progress | {"sha256": sha256.hexdigest()})
                 saved = time.monotonic()
     if n_tokens < 2:
@@ -604,6 +608,10 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.text and not os.path.exists(args.text):  # unlike Path.exists, False for a name that is too long
         sys.exit(f"error: --text {args.text}: no such file or folder")
+    if not args.out.resolve().name:
+        sys.exit(f"error: --out {args.out}: give the name of a folder of its own")
+    if args.field and not (args.text or args.hf):
+        sys.exit("error: --field says what the text is called: give --text or --hf too")
     for flag in ("name", "split"):
         if getattr(args, flag) and not args.hf:
             sys.exit(f"error: --{flag} says which part of a dataset: give --hf too")
@@ -628,7 +636,7 @@ def main(argv=None):
 
 
 def how_to_go_on(out):
-    if not (partial_of(out) / "progress.json").exists():
+    if not os.path.exists(partial_of(out) / "progress.json"):
         return ""
     return f"; the same command goes on with what is in {partial_of(out).name}, which may be deleted"
 

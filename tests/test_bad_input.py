@@ -92,13 +92,20 @@ def test_damaged_data(damage, number, tokens, tmp_path):
 @pytest.mark.parametrize("number", [0, 11])
 def test_missing_data(number, tmp_path):
     line = refused(number, *tiny(tmp_path / "nowhere", tmp_path))
-    assert "no usable token files" in line and "python data/prepare.py --out" in line
+    assert "no usable token files" in line and f"python data/prepare.py [--text FILE] --out {tmp_path}" in line
 
 
 @pytest.mark.parametrize("number", [0, 7])
 def test_missing_checkpoint(number, tokens, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "--pretrained" in refused(number, *tiny(tokens, tmp_path, "--pretrained", tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("number", [0, 11])
+def test_a_file_of_save_is_no_pretrained_folder(number, tokens, tmp_path):
+    (tmp_path / "model.pt").write_text("weights")
+    line = refused(number, *tiny(tokens, tmp_path, "--pretrained", tmp_path / "model.pt"))
+    assert "model.pt: a file: export.py makes a Hugging Face folder of it" in line
 
 
 @pytest.mark.parametrize("number", [0, 10])

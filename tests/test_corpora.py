@@ -121,6 +121,15 @@ def test_a_dataset_asked_wrongly(flags, reason, dataset, tmp_path):
     assert_refused(run, reason, tmp_path / "out")
 
 
+def test_a_folder_of_txt_files_is_no_dataset(tmp_path, monkeypatch):
+    """datasets would take each line for a document."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one\ntwo\n")
+    run = run_command(sys.executable, PREPARE, "--hf", tmp_path / "texts", "--out", tmp_path / "out")
+    assert_refused(run, "holds .txt files, which are no dataset: give it as --text", tmp_path / "out")
+
+
 def assert_refused(run, reason, out):
     assert run.returncode == 1, run.stderr
     assert reason in run.stderr.strip().splitlines()[-1] and run.stderr.strip().splitlines()[-1].startswith("error:")
@@ -164,6 +173,9 @@ def test_a_parquet_text_that_is_not_utf8(tmp_path):
     (["--text", "the text itself " * 30], "no such file or folder"),
     (["--name", "x"], "--name says which part of a dataset: give --hf too"),
     (["--split", "x"], "--split says which part of a dataset: give --hf too"),
+    (["--field", "x"], "--field says what the text is called: give --text or --hf too"),
+    (["--out", "/"], "--out /: give the name of a folder of its own"),
+    (["--text", __file__, "--out", 200 * "long"], "nothing was written to longlong.*File name too long"),
 ])
 def test_wrong_flags(flags, reason, prepare):
     with pytest.raises(SystemExit, match=reason):
@@ -293,6 +305,16 @@ def test_a_text_changed_meanwhile_starts_anew(prepare, tmp_path):
         run = stopped_run(tmp_path, 10 if len(texts) > 3 else 10**9, "--text", corpus, "--out", out)
         assert "the text has changed" in run.stderr
     assert read_documents(out, prepare.ByteTokenizer()) == texts
+
+
+def test_another_texts_unfinished_work_is_not_thrown_away(prepare, tmp_path):
+    write_jsonl(tmp_path / "corpus.jsonl", random_texts(200))
+    stopped_run(tmp_path, 20, "--text", tmp_path / "corpus.jsonl", "--out", tmp_path / "out")
+    before = (tmp_path / "out.partial" / "train.bin").read_bytes()
+    (tmp_path / "another.txt").write_text("another text")
+    with pytest.raises(SystemExit, match="out.partial holds an unfinished preparation of corpus.jsonl: finish or del"):
+        prepare.main(["--text", str(tmp_path / "another.txt"), "--out", str(tmp_path / "out")])
+    assert (tmp_path / "out.partial" / "train.bin").read_bytes() == before
 
 
 @pytest.mark.parametrize("damage", ["short", "no json", "no dictionary", "no hash", "other tokenizer"])
