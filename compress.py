@@ -131,13 +131,14 @@ def read_sequences(folder, T, n, vocab_size):
     try:
         meta = json.loads((folder / "meta.json").read_text())
         text = f"{meta['source']} ({meta['tokenizer']} tokens)"
-        n = min(n, ((folder / "val.bin").stat().st_size // 2 - 1) // T)
-        tokens = np.fromfile(folder / "val.bin", dtype="<u2", count=max(0, n) * T + 1).astype(np.int64)
+        n_tokens = (folder / "val.bin").stat().st_size // 2
+        n = min(n, (n_tokens - 1) // T)
+        tokens = np.fromfile(folder / "val.bin", dtype="<u2", count=n * T + 1).astype(np.int64)
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: no usable token files in {folder} ({error}): make them with"
                  f" python data/prepare.py [--text FILE] --out {folder}")
     if n < 1:
-        sys.exit(f"error: {folder}/val.bin has {len(tokens)} tokens, one sequence takes {T + 1}: lower -T")
+        sys.exit(f"error: {folder}/val.bin has {n_tokens} tokens, one sequence takes {T + 1}: lower -T")
     if tokens.max() >= vocab_size:
         sys.exit(f"error: {folder} has tokens that this model does not know (it has {vocab_size})")
     return text, torch.from_numpy(np.stack([tokens[i * T : (i + 1) * T + 1] for i in range(n)]))

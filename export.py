@@ -18,7 +18,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent / "data"))
 import prepare  # noqa: E402 (its folder is no package)
 
-GPT2_TOKENS = 50257
 SHAPE = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
 
 
@@ -49,7 +48,7 @@ def to_transformers(checkpoint):
     if not SHAPE <= config.keys() <= SHAPE | {"n_tokens"}:
         sys.exit(f"error: this checkpoint's architecture ({sorted(config)}) is not GPT-2's")
     n_tokens = config.get("n_tokens", config["vocab_size"])  # the rest of the rows is padding
-    end_of_text = n_tokens - 1 if n_tokens == GPT2_TOKENS else None
+    end_of_text = n_tokens - 1 if n_tokens == prepare.VOCAB_SIZE else None
     try:
         for name in ("transformer.wte.weight", "lm_head.weight"):
             weights[name] = weights[name][:n_tokens]
@@ -91,7 +90,7 @@ def write_folder(model, tokenizer_name, folder):
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.absolute().parent) as parent:
         partial = Path(parent) / folder.name
         model.save_pretrained(partial)
-        if tokenizer_name == prepare.MergeTokenizer.name and model.config.vocab_size == GPT2_TOKENS:
+        if tokenizer_name == prepare.MergeTokenizer.name and model.config.vocab_size == prepare.VOCAB_SIZE:
             write_tokenizer(partial)
         partial.rename(folder)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from export import GPT2_TOKENS, load_checkpoint, prepare, to_transformers, tokenizer_of
+from export import load_checkpoint, prepare, to_transformers, tokenizer_of
 
 END_OF_TEXT = prepare.END_OF_TEXT
 
@@ -63,8 +63,8 @@ def load_model(name):
         model, tokenizer = to_transformers(checkpoint), tokenizer_of(checkpoint)
     else:
         model, tokenizer = from_hugging_face(name), prepare.MergeTokenizer.name
-    if model.config.vocab_size != GPT2_TOKENS:
-        sys.exit(f"error: {name}: its {model.config.vocab_size:,} tokens are not GPT-2's {GPT2_TOKENS:,}")
+    if model.config.vocab_size != prepare.VOCAB_SIZE:
+        sys.exit(f"error: {name}: its {model.config.vocab_size:,} tokens are not GPT-2's {prepare.VOCAB_SIZE:,}")
     return model, tokenizer
 
 

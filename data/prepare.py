@@ -381,15 +381,20 @@ def held_signals():
 
 
 def encode_chunks(chunks, tokenizer):
+    """Yield (chunk, its token ids), in order."""
+    first = list(islice(chunks, 4))
+    if len(first) == 4:
+        yield from encode_in_processes(chain(first, chunks), tokenizer)
+        return
+    for chunk in first:  # a small text is done before another process has started
+        yield chunk, encode_chunk(chunk, tokenizer)
+
+
+def encode_in_processes(chunks, tokenizer):
     """Yield (chunk, its token ids), in order. One process per core encodes: this one too, when it has nothing to read.
 
     At most a few chunks for each process are in memory.
     """
-    first = list(islice(chunks, 4))
-    if len(first) < 4:  # a small text is done before another process has started
-        yield from ((chunk, encode_chunk(chunk, tokenizer)) for chunk in first)
-        return
-    chunks = chain(first, chunks)
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     n_workers = min(max(1, n_cores - 1), 60)  # 60: Windows allows no more, and one reader could not feed them
     spawn = multiprocessing.get_context("spawn")  # the same on every system, and no copy of this process's threads
@@ -447,6 +452,25 @@ def read_progress(folder):
         return {}
 
 
+def progress_to_go_on_with(folder, source, tokenizer):
+    """What a killed run has done of this source; nothing, if that is no loss. Raise TextError when it would be one."""
+    done = read_progress(folder)
+    if done and done["source"] != source:
+        raise TextError(f"{folder.name} holds an unfinished preparation of {done['source']}: finish or delete it")
+    if not done or done["tokenizer"] == tokenizer.name:
+        return done
+    if done["tokenizer"] == MergeTokenizer.name:
+        raise TextError("what was stopped has gpt2 tokens, which need GPT-2's merges")
+    warn(f"the preparation that was stopped had {done['tokenizer']} tokens: starting anew")
+    return {}
+
+
+def open_text(read_documents):
+    """(The chunks of the text, its hash, its number of documents as far as it has been read)."""
+    counted = {"documents": 0}
+    return chunks_of(read_documents(), counted), hashlib.sha256(), counted
+
+
 def skip_done(chunks, done, sha256):
     """Read what is encoded already; whether it is still the same text."""
     for chunk in islice(chunks, done["chunks"]):
@@ -454,28 +478,10 @@ def skip_done(chunks, done, sha256):
     return sha256.hexdigest() == done["sha256"]
 
 
-def encode_corpus(read_documents, source, tokenizer, folder):
-    """Encode the documents into `folder`/train.bin, val.bin and meta.json, going on where a killed run stopped."""
-    done = read_progress(folder)
-    if done and done["source"] != source:
-        raise TextError(f"{folder.name} holds an unfinished preparation of {done['source']}: finish or delete it")
-    if done and done["tokenizer"] != tokenizer.name:
-        if done["tokenizer"] == MergeTokenizer.name:
-            raise TextError("what was stopped has gpt2 tokens, which need GPT-2's merges")
-        warn(f"the preparation that was stopped had {done['tokenizer']} tokens: starting anew")
-        done = {}
-    counted, sha256 = {"documents": 0}, hashlib.sha256()
-    chunks = chunks_of(read_documents(), counted)
-    if done and not skip_done(chunks, done, sha256):
-        warn("the text has changed since the preparation that was stopped: starting anew")
-        chunks.close()
-        done = {}
-        counted, sha256 = {"documents": 0}, hashlib.sha256()
-        chunks = chunks_of(read_documents(), counted)
+def write_tokens(chunks, sha256, done, source, tokenizer, folder):
+    """Append the tokens of `chunks` to what is `done` of train.bin, and note the progress. Return their number."""
     n_chunks, n_tokens = done.get("chunks", 0), done.get("tokens", 0)
-    if done:
-        print(f"going on with {folder.name}: {n_tokens:,} tokens are there", file=sys.stderr, flush=True)
-    else:
+    if not done:
         (folder / "progress.json").unlink(missing_ok=True)  # it tells of other tokens than those to come
     with open(folder / "train.bin", "r+b" if done else "wb") as file:
         file.truncate(2 * n_tokens)
@@ -491,10 +497,11 @@ def encode_corpus(read_documents, source, tokenizer, folder):
                 progress = {"source": source, "tokenizer": tokenizer.name, "chunks": n_chunks, "tokens": n_tokens}
                 save_progress(folder, progress | {"sha256": sha256.hexdigest()})
                 saved = time.monotonic()
-    if n_tokens < 2:
-        reason = "empty" if n_tokens == 0 else "too short"
-        raise TextError(f"{source} is {reason}: give a text of at least two tokens")
+    return n_tokens
 
+
+def split_off_validation(folder, n_tokens):
+    """Move the last tenth of train.bin's tokens to val.bin. Return how many stay."""
     n_train = min(n_tokens * 9 // 10, n_tokens - 1)
     with open(folder / "train.bin", "r+b") as train, open(folder / "val.bin", "wb") as val:
         train.seek(2 * n_train)
@@ -503,6 +510,25 @@ def encode_corpus(read_documents, source, tokenizer, folder):
         for file in (train, val):
             file.flush()
             os.fsync(file.fileno())  # after a power cut the folder's name must not stand for less
+    return n_train
+
+
+def encode_corpus(read_documents, source, tokenizer, folder):
+    """Encode the documents into `folder`/train.bin, val.bin and meta.json, going on where a killed run stopped."""
+    done = progress_to_go_on_with(folder, source, tokenizer)
+    chunks, sha256, counted = open_text(read_documents)
+    if done and not skip_done(chunks, done, sha256):
+        warn("the text has changed since the preparation that was stopped: starting anew")
+        chunks.close()
+        done = {}
+        chunks, sha256, counted = open_text(read_documents)
+    if done:
+        print(f"going on with {folder.name}: {done['tokens']:,} tokens are there", file=sys.stderr, flush=True)
+    n_tokens = write_tokens(chunks, sha256, done, source, tokenizer, folder)
+    if n_tokens < 2:
+        reason = "empty" if n_tokens == 0 else "too short"
+        raise TextError(f"{source} is {reason}: give a text of at least two tokens")
+    n_train = split_off_validation(folder, n_tokens)
     meta = {
         "source": "tiny_shakespeare" if sha256.hexdigest() == TINY_SHAKESPEARE_SHA256 else source,
         "sha256": sha256.hexdigest(),

@@ -122,8 +122,8 @@ def test_wrong_values(flags, reason, compress, saved, tokens):
 
 
 def test_wrong_data(compress, saved, tmp_path):
-    short = make_tokens(tmp_path / "short", "too short")
-    with pytest.raises(SystemExit, match="one sequence takes 65: lower -T"):
+    short = make_tokens(tmp_path / "short", "too short " * 50)
+    with pytest.raises(SystemExit, match="val.bin has 50 tokens, one sequence takes 65: lower -T"):
         compress.main([str(saved), "--data", str(short), "-T", "64"])
     with pytest.raises(SystemExit, match="tokens that this model does not know"):
         compress.read_sequences(make_tokens(tmp_path / "long", "long enough " * 100), 8, 1, vocab_size=5)
