@@ -311,12 +311,14 @@ def test_an_old_folder_is_back_when_the_new_one_cannot_take_its_place(prepare, t
 def test_a_second_preparation_waits_and_says_so(prepare, tmp_path):
     (tmp_path / "text").write_bytes(b"some text")
     command = [sys.executable, PREPARE, "--text", tmp_path / "text", "--out", tmp_path / "tokens"]
-    with prepare.become_only_writer(tmp_path / "tokens"):
-        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert "waiting for another preparation" in run.stderr.readline()
+    with open(tmp_path / "said", "w") as said, prepare.become_only_writer(tmp_path / "tokens"):
+        run = subprocess.Popen(command, stderr=said)
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "said").stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert "waiting for another preparation" in (tmp_path / "said").read_text()
         assert run.poll() is None and not (tmp_path / "tokens").exists()
-    run.communicate(timeout=60)
-    assert run.returncode == 0 and (tmp_path / "tokens").exists()
+    assert run.wait(timeout=60) == 0 and (tmp_path / "tokens").exists()
 
 
 @pytest.mark.parametrize("number", [0, 11])
