@@ -1,16 +1,18 @@
-"""Rung 10, fused AdamW: one kernel updates everything, and only matrices decay.
+"""Rung 10, fused AdamW: one kernel updates all parameters, and only matrices decay.
 
-Run as written, AdamW is about ten small operations on each of 148 tensors, each a trip through memory (on a GPU torch
-groups the tensors already, but each operation is still a trip). The fused kernel reads weight, gradient and both
-moments once and writes them once.
+Two settings of one optimizer. Until here AdamW ran unfused, and torch's default weight decay of 0.01 acted on every
+parameter.
 
-Weight decay pulls weights towards zero, so that no single one gets large. GPT-3 uses 0.1. It is meant for what takes
-part in a matrix product: linear layers and embeddings, the tensors with two dimensions. Biases and LayerNorm gains
-only shift and scale, and stay as they are.
+Unfused, AdamW is about ten elementwise operations on each of 148 tensors, each a trip through memory (on a GPU torch
+groups the tensors, but each operation is still a trip). The fused kernel reads weight, gradient and both moments once
+and writes them once.
 
-Gain: a shorter optimizer step. The decay changes what is learned, in long runs, not the time of a step.
-Cost: none.
-torch has the fused kernel for CUDA, for Apple GPUs and for CPUs.
+Weight decay pulls weights towards zero, so that no single one grows large. GPT-3 uses 0.1. It is meant for the weights
+of matrix products, linear layers and embeddings: the tensors with two dimensions. Biases and LayerNorm gains only
+shift and scale, and do not decay.
+
+Gain: a shorter optimizer step. The decay changes what long runs learn, not the time of a step.
+Cost: none. torch has the fused kernel for CUDA, Apple GPUs and CPUs.
 
 Sources: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization"; Brown et al. 2020 (GPT-3), appendix B;
 torch.optim.AdamW in PyTorch's documentation (fused).
@@ -19,17 +21,39 @@ import argparse
 import json
 import math
 import os
-import statistics
+import re
+import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import torch
 import torch.nn as nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
+
+
+@dataclass
+class Settings:
+    """The command line's flags, one a line: type, help, default."""
+
+    model: Annotated[Literal["tiny", "small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"], "size"] = "gpt2"
+    pretrained: Annotated[str, "start from Hugging Face weights: a name or a folder"] = None
+    B: Annotated[int, "sequences per batch; None: 4, on a CPU 1", "--batch-size"] = None
+    T: Annotated[int, "tokens per sequence", "--seq-len"] = 1024
+    steps: Annotated[int, "optimizer steps"] = 50
+    max_lr: Annotated[float, "highest learning rate, after the warm-up"] = 6e-4
+    warmup_steps: Annotated[int, "steps of linear warm-up"] = 10
+    seed: Annotated[int, "of the initial weights"] = 1337
+    device: Annotated[Literal["cuda", "mps", "cpu"], "None: the accelerator if there is one"] = None
+    data: Annotated[Path, "folder of token files, made by data/prepare.py"] = Path("data/tokens")
+    log_dir: Annotated[Path, "folder of the log"] = Path("logs")
+    compile_mode: Annotated[Literal["default", "reduce-overhead", "max-autotune", "none"], "none: eager"] = "default"
+    save: Annotated[Path, "write the trained model to this file"] = None
 
 
 @dataclass
@@ -37,27 +61,14 @@ class GPTConfig:
     """The shape of the model; the defaults are GPT-2 (124M)."""
 
     block_size: int = 1024  # longest sequence
-    vocab_size: int = 50304  # rows of the embedding: n_tokens, padded to a multiple of 128
+    vocab_size: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_tokens: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
-
-
-DEFAULT_DATA = Path("data/tokens")
-
-MODELS = {  # what --model accepts
-    "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
-    "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),  # 30M parameters: what a CPU can train
-    "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),  # 124M
-    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 350M
-    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
-    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
-}
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head self-attention in which a token sees itself and the tokens before it: (B, T, C) -> (B, T, C)."""
+    """Multi-head self-attention; each token attends to itself and the tokens before it: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -74,7 +85,7 @@ class CausalSelfAttention(nn.Module):
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
-        y = y.transpose(1, 2).contiguous().view(B, T, C)  # heads side by side again
+        y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
         return self.c_proj(y)
 
 
@@ -89,13 +100,11 @@ class MLP(nn.Module):
         self.c_proj.ends_residual_branch = True
 
     def forward(self, x):
-        x = self.c_fc(x)  # (B, T, 4C)
-        x = self.gelu(x)
-        return self.c_proj(x)  # (B, T, C)
+        return self.c_proj(self.gelu(self.c_fc(x)))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
 
 
 class Block(nn.Module):
-    """One transformer layer, with LayerNorm before each part and a residual around it: (B, T, C) -> (B, T, C)."""
+    """One pre-norm transformer layer, two residual branches: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -106,8 +115,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
-        x = x + self.mlp(self.ln_2(x))
-        return x
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -116,311 +124,331 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304
         self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            wte=nn.Embedding(n_rows, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
             h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
             ln_f=nn.LayerNorm(config.n_embd),
         ))
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter (vocab_size, n_embd) under two names
+        self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter (n_rows, n_embd) under two names
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
                 std *= (2 * self.config.n_layer) ** -0.5  # two branches per layer
             nn.init.normal_(module.weight, mean=0.0, std=std)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size) and, with `targets` (B, T), the mean cross-entropy in nats."""
+        """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), the mean cross-entropy in nats alone."""
         B, T = idx.shape
         pos = torch.arange(T, device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
-        logits = self.lm_head(x)  # (B, T, vocab_size)
-        padding = torch.arange(self.config.vocab_size, device=idx.device) >= self.config.n_tokens  # (vocab_size,)
-        logits = logits.masked_fill(padding, float("-inf"))
-        loss = None
-        if targets is not None:
-            loss = F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
-        return logits, loss
+        logits = self.lm_head(x)[..., : self.config.vocab_size]  # (B, T, n_rows) -> (B, T, vocab_size)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW with weight decay on tensors of two dimensions only: embeddings and linear layers."""
+        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
-    @classmethod
-    def from_pretrained(cls, name_or_folder):
-        """A model with the weights of a Hugging Face GPT-2: a name ("gpt2") or a local folder.
-
-        Exits with one line when they cannot be loaded or are not a GPT-2's.
-        """
-        from transformers import GPT2LMHeadModel
-
-        if Path(name_or_folder).is_file():
-            sys.exit(f"error: --pretrained {name_or_folder}: a file: export.py makes a Hugging Face folder of it")
-        try:
-            hf_model, report = GPT2LMHeadModel.from_pretrained(name_or_folder, output_loading_info=True)
-        except Exception as error:  # no network, no such name, no such file, a damaged one: each its own class
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            sys.exit(f"error: --pretrained {name_or_folder}: no GPT-2 by this name ({reason})")
-        hf = hf_model.config
-        same_mlp = hf.activation_function == "gelu_new" and hf.n_inner in (None, 4 * hf.n_embd)
-        same_scale = hf.scale_attn_weights and not hf.scale_attn_by_inverse_layer_idx and hf.layer_norm_epsilon == 1e-5
-        if report["missing_keys"] or not (same_mlp and same_scale):
-            sys.exit(f"error: --pretrained {name_or_folder}: this is another model than GPT-2")
-        if not hf.tie_word_embeddings:
-            sys.exit(f"error: --pretrained {name_or_folder}: its output layer is not its embedding: use baseline.py")
-
-        config = GPTConfig(
-            block_size=hf.n_positions, n_tokens=hf.vocab_size, n_layer=hf.n_layer, n_head=hf.n_head, n_embd=hf.n_embd
-        )
-        config.vocab_size = math.ceil(config.n_tokens / 128) * 128
-        model = cls(config)
-        weights = hf_model.state_dict()
-        # GPT-2's "Conv1D" layers store their matrix as (in, out), nn.Linear as (out, in).
-        for name in weights:
-            if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-                weights[name] = weights[name].t()
-        for name in ("transformer.wte.weight", "lm_head.weight"):
-            weights[name] = F.pad(weights[name], (0, 0, 0, config.vocab_size - config.n_tokens))  # rows of zeros below
-        model.load_state_dict(weights)
-        return model
-
 
 class DataLoaderLite:
-    """Consecutive batches from the token file that data/prepare.py made, over and over again.
-
-    The file is memory-mapped, so that it may be larger than the memory. Exits with one line when the folder is
-    missing or damaged, or when it holds fewer tokens than one batch.
-    """
+    """Batches of consecutive tokens from a token file; memory-mapped, so it may be larger than memory."""
 
     def __init__(self, folder, B, T):
         self.B, self.T = B, T
-        folder = Path(folder)
-        try:
-            self.meta = json.loads((folder / "meta.json").read_text())
-            n_tokens = self.meta["train_tokens"]
-            if (folder / "train.bin").stat().st_size != 2 * n_tokens:
-                raise ValueError("train.bin does not have the size that meta.json says")
-            self.tokens = np.memmap(folder / "train.bin", dtype="<u2", mode="r")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            sys.exit(f"error: no usable token files in {folder} ({error}): make them with"
-                     f" python data/prepare.py [--text FILE] --out {folder}")
-        if n_tokens < B * T + 1:
-            sys.exit(f"error: {n_tokens} tokens in {folder}, but one batch of B={B} T={T} needs {B * T + 1}")
-        self.batches_per_epoch = (n_tokens - 1) // (B * T)
-        self.position = 0
+        self.tokens, self.meta = open_tokens(folder, "train", B * T + 1)  # (n_tokens,)
+        self.n_batches = (len(self.tokens) - 1) // (B * T)
 
-    def next_batch(self):
-        """The next B * T tokens as inputs (B, T), and the token that follows each of them as targets (B, T)."""
-        B, T = self.B, self.T
-        if self.position + B * T + 1 > len(self.tokens):
-            self.position = 0
-        chunk = self.tokens[self.position : self.position + B * T + 1].astype(np.int64)
-        if chunk.max() >= self.meta["vocab_size"]:
-            sys.exit(f"error: train.bin is damaged: token {chunk.max()} is not in the vocabulary")
-        self.position += B * T
-        chunk = torch.from_numpy(chunk)
-        return chunk[:-1].view(B, T), chunk[1:].view(B, T)
+    def batch(self, i):
+        """The i-th B*T tokens of the file, wrapping around, and the token that follows each: inputs, targets (B, T)."""
+        start = i % self.n_batches * self.B * self.T
+        chunk = self.tokens[start : start + self.B * self.T + 1].astype(np.int64)
+        chunk = torch.from_numpy(chunk)  # (B*T + 1,)
+        return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
 
-def get_lr(step, max_steps, max_lr=6e-4, min_lr=6e-5, warmup_steps=10):
-    """The learning rate of `step` (1 ... max_steps): a line from 0 up to max_lr, then half a cosine down to min_lr."""
+def get_lr(step, max_steps, max_lr, warmup_steps):
+    """The learning rate of `step` (1 to max_steps): linear up to max_lr, then half a cosine down to a tenth of it."""
     if step <= warmup_steps:
         return max_lr * step / warmup_steps
     progress = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
+    min_lr = max_lr / 10
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (max_lr - min_lr)
 
 
-def device_name(device):
-    """The name of the chip, for the log."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    if device == "mps":
-        return "Apple GPU"
-    cpuinfo = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    names = [line.split(":")[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else 'CPU'} ({torch.get_num_threads()} threads)"
-
-
-def peak_memory(device):
-    """Peak memory in GB (1e9 bytes): of the allocator on a GPU, of the whole process on a CPU."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    if device == "mps":
-        return torch.mps.driver_allocated_memory() / 1e9
-    if sys.platform == "win32":
-        return float("nan")  # Windows does not tell without another package
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
 def autocast_dtype(device):
-    """bfloat16, or float16 on GPUs that have no bfloat16 arithmetic."""
-    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.float16
-    return torch.bfloat16
+    """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
+    onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    native = torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else device == "mps" or onednn
+    return torch.bfloat16 if native else torch.float16 if device == "cuda" else torch.float32
 
 
-def compile_problem(device):
-    """Why torch.compile does not work here, in one line, found out by compiling something tiny; None if it works."""
+def compile_model(model, mode, device):
+    """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
+    if mode == "none" or device == "mps":
+        return model, "none"
     try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
-    except Exception as error:  # no compiler, no Triton, no headers, an unsupported Python: each its own class
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        torch.compile(torch.sin)(torch.ones(8, device=device))
+    except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
+        return model, "not possible here, running eagerly; python -m ladder check says why"
+    return torch.compile(model, mode=mode), mode
 
 
-def parse_args(argv=None):
-    """The command line's flags, checked; exits with one line when one cannot be."""
-    parser = argparse.ArgumentParser(description="Train GPT-2 and log the loss and the speed of each step.")
-    parser.add_argument("--model", choices=MODELS, default="gpt2", help="default: %(default)s")
-    parser.add_argument("--pretrained", metavar="NAME_OR_FOLDER", help="start from these Hugging Face weights")
-    parser.add_argument("-B", "--batch-size", dest="B", type=int, help="sequences per step (default: 4; 2 on a CPU)")
-    parser.add_argument("-T", "--seq-len", dest="T", type=int, help="tokens per sequence (default: 1024; 256 on a CPU)")
-    parser.add_argument("--steps", type=int, default=50, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
-    parser.add_argument("--device", choices=["cuda", "mps", "cpu"], help="default: the GPU if there is one, else cpu")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="default: %(default)s, made if missing")
-    parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="default: %(default)s")
-    modes = ["default", "reduce-overhead", "max-autotune", "none"]
-    parser.add_argument("--compile-mode", choices=modes, default="default", help="none: run eagerly")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model here at the end")
-    args = parser.parse_args(argv)
-
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    args.device = args.device or next(device for device in available if available[device])
-    args.B = 2 if args.B is None and args.device == "cpu" else 4 if args.B is None else args.B
-    args.T = 256 if args.T is None and args.device == "cpu" else 1024 if args.T is None else args.T
-    if not 0 <= args.seed < 2**63:
-        sys.exit(f"error: --seed {args.seed}: must be at least 0 and below 2^63")
-    if not available[args.device]:
-        sys.exit(f"error: --device {args.device}: torch {torch.__version__} finds no such device here")
-    for flag, value in {"-B": args.B, "-T": args.T, "--steps": args.steps}.items():
-        if value < 1:
-            sys.exit(f"error: {flag} {value}: must be at least 1")
-    if args.save and (args.save.is_dir() or not args.save.absolute().parent.is_dir()):
-        sys.exit(f"error: --save {args.save}: give the name of a file in a folder that exists")
-    return args
-
-
-def main(argv=None):
-    """Train for --steps steps; print and log each one."""
-    args = parse_args(argv)
-    script, device = Path(__file__), args.device
-    torch.manual_seed(args.seed)
+def train(settings):
+    """Train for `settings.steps` steps; print and log each one."""
+    device = settings.device
+    torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
-    precision = f"{str(amp_dtype).removeprefix('torch.')} autocast"
-    onednn = torch.backends.mkldnn.is_available()  # runs the CPU's matrix products
-    if device == "cpu" and not (onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        precision += " (this CPU has no fast bfloat16: no gain)"
+    precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
-    if args.data == DEFAULT_DATA and not args.data.exists():
-        prepare = script.parent / "data" / "prepare.py"
-        if subprocess.run([sys.executable, prepare, "--out", args.data]).returncode:
-            sys.exit("error: the data could not be prepared")
-    loader = DataLoaderLite(args.data, args.B, args.T)
-    model = GPT.from_pretrained(args.pretrained) if args.pretrained else GPT(MODELS[args.model])
-    if model.config.vocab_size < loader.meta["vocab_size"]:
-        sys.exit(f"error: --pretrained {args.pretrained}: its {model.config.vocab_size} tokens are too few for --data")
-    if args.T > model.config.block_size:
-        sys.exit(f"error: -T {args.T} is longer than this model's longest sequence, {model.config.block_size}")
-    model.to(device)
-    step_model, compiled = model, "none"
-    if args.compile_mode != "none":
-        problem = compile_problem(device)
-        compiled = f"not possible here, running eagerly ({problem})" if problem else args.compile_mode
-        if not problem:
-            step_model = torch.compile(model, mode=args.compile_mode)
-    if compiled == "reduce-overhead" and device != "cuda":
-        compiled += " (CUDA graphs: no effect on this device)"
+    loader = DataLoaderLite(settings.data, settings.B, settings.T)
+    model = new_model(settings, loader).to(device)
     optimizer = model.configure_optimizers(weight_decay=0.1)
+    step_model, compiled = compile_model(model, settings.compile_mode, device)
+    tokens_per_step = settings.B * settings.T
+    log = Log(settings, model, loader, tokens_per_step, precision, compile=compiled)
 
-    args.log_dir.mkdir(parents=True, exist_ok=True)
-    log_file = open(args.log_dir / f"{script.stem}.log", "w", buffering=1)  # line by line: a killed run keeps its log
-
-    def log(line):
-        print(line, flush=True)
-        print(line, file=log_file)
-
-    log(f"# script: {script.name}")
-    name = f"{args.pretrained} (pretrained)" if args.pretrained else args.model
-    log(f"# model: {name} | parameters: {sum(p.numel() for p in model.parameters()):,}")
-    log(f"# device: {device_name(device)} | torch: {torch.__version__} | precision: {precision}")
-    log(f"# compile: {compiled}")
-    log(f"# batch: B={args.B} T={args.T} | steps: {args.steps} | seed: {args.seed}")
-    log(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
-        f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.batches_per_epoch} batches")
-
-    tokens_per_step = args.B * args.T
-    seconds = []
-    for step in range(1, args.steps + 1):
+    for step in range(1, settings.steps + 1):
         t0 = time.perf_counter()
-        x, y = loader.next_batch()
+        x, y = loader.batch(step - 1)  # (B, T) each
         x, y = x.to(device), y.to(device)
-        lr = get_lr(step, args.steps)
+        lr = get_lr(step, settings.steps, settings.max_lr, settings.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        with torch.autocast(device_type=device, dtype=amp_dtype):
-            loss = step_model(x, y)[1]  # [1]: let go of the logits, the largest tensor of the step
+        with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
+            loss = step_model(x, y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the length before clipping
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
         scaler.step(optimizer)
         scaler.update()
-        torch.get_device_module(device).synchronize()  # a GPU runs behind Python: wait for it, then read the clock
+        torch.get_device_module(device).synchronize()  # kernels launch asynchronously: wait, then read the clock
         dt = time.perf_counter() - t0
-        seconds.append(dt)
-        loss = loss.item()
-        log(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms | tokens/sec: {tokens_per_step / dt:.2f}"
-            f" | norm: {norm.item():.4f} | lr: {lr:.4e}")
-        if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}, so training cannot go on: see NaN in README.md")
+        log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
 
-    skipped = min(5 if args.steps > 10 else 2, args.steps - 1)  # the first steps warm up
-    dt = statistics.median(seconds[skipped:])
-    log(f"# first step, compilation included: {seconds[0]:.2f} s")
-    log(f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {tokens_per_step / dt:.2f}"
-        f" | peak memory: {peak_memory(device):.2f} GB | steps {skipped + 1}-{args.steps}")
+    new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
+    log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
+    log.finish()
+    if settings.save and (problem := save_checkpoint(settings.save, model, loader, step)):
+        sys.exit(f"error: --save: {problem}")
 
-    if args.save:
-        checkpoint = {
-            "script": script.name, "config": asdict(model.config), "model": model.state_dict(), "step": args.steps,
-            "tokenizer": loader.meta["tokenizer"],
-        }
-        partial = args.save.with_name(args.save.name + ".partial")
+
+# ---- the same in every rung ------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__)
+RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); rank 0 alone prints and logs
+MODELS = {  # what --model accepts
+    "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
+    "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),  # 30M parameters: what a CPU can train
+    "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),  # 124M
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+}
+
+
+def parse_settings(argv=None):
+    """The command line as Settings; exits with one line when a value cannot be used."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    flags = {"B": "-B", "T": "-T"}
+    for field in fields(Settings):
+        kind, text, *alias = get_args(field.type)
+        how = {"choices": get_args(kind)} if get_args(kind) else {"type": kind}
+        how = {"action": "store_true"} if kind is bool else how
+        how.update(default=field.default, help=f"{text} (default: {field.default})")
+        flag = flags.setdefault(field.name, "--" + field.name.replace("_", "-"))
+        parser.add_argument(flag, *alias, dest=field.name, **how)
+    settings = Settings(**vars(parser.parse_args(argv)))
+    found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
+    settings.device = settings.device or found[0]
+    if settings.B is None:
+        settings.B = 1 if settings.device == "cpu" else 4
+    for name, value in vars(settings).items():
+        lowest = 1 if name in ("B", "T", "steps") else 0
+        if type(value) in (int, float) and not lowest <= value < 2**63:
+            sys.exit(f"error: {flags[name]} {value}: out of range; give at least {lowest}")
+    if settings.device not in found:
+        sys.exit(f"error: --device {settings.device}: torch {torch.__version__} has only {found} here")
+    if settings.device == "cpu" and shutil.which("nvidia-smi"):
+        print("WARNING: the NVIDIA GPU is not used; python -m ladder check tells why", file=sys.stderr)
+    if settings.save and (settings.save.is_dir() or not os.access(settings.save.absolute().parent, os.W_OK)):
+        sys.exit(f"error: --save {settings.save}: cannot be written; name a file in a folder that exists")
+    return settings
+
+
+def open_tokens(folder, split, n_needed):
+    """The tokens of "train" or "val", memory-mapped, (n_tokens,) uint16, and meta.json; exits with one line without.
+
+    Missing default data is prepared first.
+    """
+    if folder == Settings.data and not folder.exists():
+        prepare = SCRIPT.resolve().parents[SCRIPT.parent.name == "beyond"] / "data" / "prepare.py"
+        if subprocess.run([sys.executable, prepare]).returncode:
+            sys.exit(f"error: --data {folder}: could not be prepared; see above")
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        tokens = np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r")
+        fits = len(tokens) == meta[f"{split}_tokens"] and tokens[:10**8].max() < meta["vocab_size"]
+        if not fits or not {"source", "tokenizer"} <= meta.keys():
+            raise ValueError(f"{split}.bin is not what meta.json describes")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"error: --data {folder}: no usable token files ({error}); make them with"
+                 f" python data/prepare.py [--text FILE] --out {folder}")
+    if len(tokens) < n_needed:
+        sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens, a batch needs {n_needed}; lower -B or -T")
+    return tokens, meta
+
+
+def new_model(settings, loader):
+    """The GPT that --model or --pretrained names; exits with one line when it does not fit the data or -T."""
+    model = from_pretrained(settings.pretrained) if settings.pretrained else GPT(MODELS[settings.model])
+    if model.config.vocab_size < loader.meta["vocab_size"]:
+        sys.exit(f"error: --pretrained {settings.pretrained}: its vocabulary is smaller than that of --data")
+    if settings.T > model.config.block_size:
+        sys.exit(f"error: -T {settings.T}: the model's longest sequence is {model.config.block_size}; lower -T")
+    return model
+
+
+def from_pretrained(name):
+    """A GPT with the weights of a Hugging Face GPT-2, a name or a folder; exits with one line when there is none."""
+    from transformers import GPT2LMHeadModel
+
+    try:
+        hf_model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+    except Exception as error:  # no network, no such name, a damaged file: any exception
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give a GPT-2's name or folder")
+    hf = hf_model.config
+    plain = hf.activation_function == "gelu_new" and hf.n_inner in (None, 4 * hf.n_embd) and hf.scale_attn_weights
+    if report["missing_keys"] or not plain or hf.scale_attn_by_inverse_layer_idx or hf.layer_norm_epsilon != 1e-5:
+        sys.exit(f"error: --pretrained {name}: not a GPT-2 checkpoint; give the name or the folder of one")
+    model = GPT(GPTConfig(hf.n_positions, hf.vocab_size, hf.n_layer, hf.n_head, hf.n_embd))
+    if model.lm_head.weight is model.transformer.wte.weight and not hf.tie_word_embeddings:
+        sys.exit(f"error: --pretrained {name}: its embeddings are untied; use baseline.py")
+    weights = model.state_dict()
+    for key, weight in hf_model.state_dict().items():
+        if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            weight = weight.t()  # GPT-2's Conv1D stores (in, out), nn.Linear (out, in)
+        weights[key][: len(weight)] = weight  # a padded vocabulary (rung 7) has more rows
+    return model
+
+
+def save_checkpoint(path, model, loader, step, **more):
+    """Write a checkpoint under a temporary name, then rename it: no kill leaves half a file. Returns why it failed."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            torch.save({"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
+                        "step": step, "tokenizer": loader.meta["tokenizer"], **more}, file)
+            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        partial.unlink(missing_ok=True)
+        return f"{path} could not be written ({getattr(error, 'strerror', 'is the disk full?')})"
+
+
+def device_name(device):
+    """The name of the chip."""
+    if device != "cpu":
+        return torch.cuda.get_device_name() if device == "cuda" else "Apple GPU"
+    cpuinfo = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    name = re.search(r"model name\s*: (.+)", cpuinfo)
+    return f"{name[1] if name else 'CPU'} ({torch.get_num_threads()} threads)"
+
+
+def peak_memory(device):
+    """Peak memory in GB (1e9 bytes): of torch's allocator on a GPU, of the whole process on a CPU."""
+    if device != "cpu":
+        return (torch.cuda.max_memory_allocated() if device == "cuda" else torch.mps.driver_allocated_memory()) / 1e9
+    if sys.platform == "win32":
+        return float("nan")  # Windows has no resource module
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class Log:
+    """The run's log, on the screen and line by line in <log-dir>/<script>.log: a killed run keeps its steps."""
+
+    def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
+        self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
+        settings.log_dir.mkdir(parents=True, exist_ok=True)
+        self.path = settings.log_dir / f"{SCRIPT.stem}.log"
+        if RANK == 0:
+            self.path.write_text("")
+        name = f"{settings.pretrained} (pretrained)" if settings.pretrained else settings.model
+        self.line(f"# script: {SCRIPT.name}")
+        self.line(f"# model: {name} | parameters: {sum(p.numel() for p in model.parameters()):,}")
+        precision = precision.removeprefix("torch.")
+        self.line(f"# device: {device_name(self.device)} | torch: {torch.__version__} | precision: {precision}")
+        for key, note in notes.items():
+            self.line(f"# {key.replace('_', ' ')}: {note}")
+        self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
+        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
+                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
+
+    def line(self, text):
+        if RANK > 0:
+            return
+        print(text, flush=True)
         try:
-            torch.save(checkpoint, partial)
-            partial.replace(args.save)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            partial.unlink(missing_ok=True)
-            sys.exit(f"error: --save {args.save}: {error}")
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except OSError as error:  # a full disk must not end the training
+            print(f"WARNING: {self.path}: this line is lost ({error.strerror})", file=sys.stderr, flush=True)
+
+    def step(self, step, loss, dt, **more):
+        """Log a step: the loss in nats, dt in seconds, what the rung adds. Exits when the loss is not finite."""
+        self.seconds.append(dt)
+        self.last = step
+        self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
+                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
+        if not math.isfinite(loss):
+            sys.exit(f"error: the loss is {loss} at step {step}, so training cannot go on; see NaN in README.md")
+
+    def finish(self):
+        """Log the median step; the first 5 (of 10 or fewer: 2) warm up, on an accelerator at least 3 seconds."""
+        n = len(self.seconds)
+        warm_up = min(5 if n > 10 else 2, n - 1)
+        if self.device != "cpu":  # but half of the steps count in any case
+            warm_up = max(warm_up, min((np.cumsum(self.seconds) < 3).sum(), n // 2))
+        if self.device == "cuda":
+            self.line(f"# memory reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e9:.2f} GB")
+        dt, first = np.median(self.seconds[warm_up:]), self.last - n + warm_up + 1
+        self.line(f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
+                  f" | peak memory: {peak_memory(self.device):.2f} GB | steps {first}-{self.last}")
+
+
+def main(argv=None):
+    train(parse_settings(argv))
 
 
 if __name__ == "__main__":
     try:
         main()
-    except OSError as error:  # a log folder that cannot be written, a full disk
+    except KeyboardInterrupt:
+        sys.exit("stopped: the log keeps the finished steps")
+    except OSError as error:  # a folder that cannot be written, a full disk
         sys.exit(f"error: {error}")
     except RuntimeError as error:
         if "out of memory" not in str(error) and "allocate memory" not in str(error):
             raise
-        sys.exit("error: out of memory: try half the -B, or a shorter -T")
-    except KeyboardInterrupt:
-        sys.exit("stopped: the log keeps the finished steps")
+        sys.exit("error: out of memory; try half the -B, or a shorter -T")

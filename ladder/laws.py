@@ -1,8 +1,9 @@
-"""The law of the ladder: a rung may change only the definitions that `stages.py` allows it to."""
+"""The laws of the ladder: a rung changes what `stages.py` allows it to, and below the banner nothing."""
 import ast
+import difflib
 import itertools
 
-from ladder.stages import STAGES
+from ladder.stages import BANNER, BY_LABEL, STAGES
 
 
 def first_line(node):
@@ -19,7 +20,7 @@ def definitions(source):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found["imports"] += text + "\n"
         elif isinstance(node, ast.ClassDef):
-            # What of the class is no method: its first line, docstring and fields, comments included.
+            # What of the class is not a method: its first line, docstring and fields, comments included.
             first_method = next((part for part in node.body if isinstance(part, ast.FunctionDef)), None)
             lines = source.splitlines()
             end = first_line(first_method) - 1 if first_method else node.end_lineno
@@ -49,8 +50,26 @@ def forbidden_changes(before, after, may_change):
     return {name for name in changed if name not in may_change and name.split(".")[0] not in may_change}
 
 
+def plumbing(source):
+    """What stands below the banner, the banner included; ValueError unless there is exactly one."""
+    head, found, rest = source.partition("\n" + BANNER)
+    if not found or "\n" + BANNER in rest:
+        raise ValueError("needs exactly one banner line")
+    return BANNER + rest
+
+
+def changed_lines(before, after):
+    """The lines of a lesson: all that differ outside the docstring, as "+..." and "-..."."""
+    old, new = (source.splitlines()[ast.parse(source).body[0].end_lineno :] for source in (before, after))
+    return [line for line in difflib.unified_diff(old, new, n=0, lineterm="") if line[0] in "+-"][2:]
+
+
 def violations(sources):
-    """The breaches of the law among the ladder's sources ({file: text}), one line each."""
-    for before, after in zip(STAGES, STAGES[1:], strict=False):
-        for name in sorted(forbidden_changes(sources[before.file], sources[after.file], after.may_change)):
-            yield f"{before.file} -> {after.file}: {name} differs, which this rung may not change"
+    """The breaches of the laws among the ladder's sources ({file: text}), one line each."""
+    shared = plumbing(sources[STAGES[0].file])
+    for stage in STAGES[1:]:
+        before = BY_LABEL[stage.before]
+        for name in sorted(forbidden_changes(sources[before.file], sources[stage.file], stage.may_change)):
+            yield f"{before.file} -> {stage.file}: {name} differs, which this rung may not change"
+        if plumbing(sources[stage.file]) != shared:
+            yield f"{stage.file}: below the banner it differs from {STAGES[0].file}"

@@ -1,20 +1,24 @@
-"""The one list of the rungs: file, title, and the definitions that each may change from the rung before.
+"""The one list of the rungs: file, title, the rung it starts from, and the definitions that it may change.
 
 The tests enforce it, and everything that shows the ladder reads it. A definition is a function, a class, or a method
-("GPT.forward"), by name; "imports" stands for the import statements. The module docstring may always change.
+("GPT.forward"), by name; "imports" stands for the import statements. The module docstring may always change. Below the
+banner every script is the same, byte for byte.
 """
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+BANNER = "# ---- the same in every rung "  # begins the line between a script's lesson and its plumbing
 
 
 @dataclass(frozen=True)
 class Stage:
     """One rung of the ladder."""
 
+    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up
     file: str  # relative to the repository's root
     title: str
+    before: str | None = None  # the label of the rung it starts from
     may_change: frozenset = frozenset()
 
     @property
@@ -23,68 +27,39 @@ class Stage:
 
     @property
     def name(self):
-        """The file's name without its ending: also the name of its log."""
+        """The file's name without its suffix: also the name of its log."""
         return self.path.stem
 
-    @property
-    def label(self):
-        """What the rung is called where numbers are asked for: "0" to "10", "ddp", "11" and on."""
-        if self.name == "baseline":
-            return "0"
-        return "ddp" if self.name == "ddp_run" else str(int(self.name.split("_")[1]))
+
+def rung(label, file, title, before, *may_change):
+    return Stage(label, file, title, before, frozenset(may_change))
 
 
 STAGES = [
-    Stage("baseline.py", "baseline"),
-    Stage("speedup_01_weight_tying.py", "weight tying", frozenset({"GPT.__init__", "GPT.from_pretrained"})),
-    Stage("speedup_02_tf32.py", "TF32", frozenset({"main"})),
-    Stage("speedup_03_bf16_autocast.py", "bfloat16 autocast", frozenset({"autocast_dtype", "main"})),
-    Stage(
-        "speedup_04_residual_scaling.py",
-        "residual scaling",
-        frozenset({"CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights"}),
-    ),
-    Stage("speedup_05_compile.py", "torch.compile", frozenset({"compile_problem", "parse_args", "main"})),
-    Stage(
-        "speedup_06_flash_attn.py",
-        "flash attention",
-        frozenset({"CausalSelfAttention.__init__", "CausalSelfAttention.forward"}),
-    ),
-    Stage(
-        "speedup_07_vocab_pad.py",
-        "vocabulary padding",
-        frozenset({"GPTConfig", "GPT.forward", "GPT.from_pretrained"}),
-    ),
-    Stage("speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", frozenset({"main"})),
-    Stage("speedup_09_cosine_lr.py", "cosine learning rate", frozenset({"get_lr", "main"})),
-    Stage("speedup_10_fused_adamw.py", "fused AdamW, selective decay", frozenset({"GPT.configure_optimizers", "main"})),
-    Stage("ddp_run.py", "DistributedDataParallel", frozenset({"imports", "DataLoaderLite", "main"})),
+    Stage("0", "baseline.py", "baseline"),
+    rung("1", "speedup_01_weight_tying.py", "weight tying", "0", "GPT.__init__"),
+    rung("2", "speedup_02_tf32.py", "TF32", "1", "train"),
+    rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2", "autocast_dtype", "train"),
+    rung("4", "speedup_04_residual_scaling.py", "residual scaling", "3",
+         "CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights"),
+    rung("5", "speedup_05_compile.py", "torch.compile", "4", "imports", "Settings", "compile_model", "train"),
+    rung("6", "speedup_06_flash_attn.py", "flash attention", "5",
+         "CausalSelfAttention.__init__", "CausalSelfAttention.forward"),
+    rung("7", "speedup_07_vocab_pad.py", "vocabulary padding", "6", "GPT.__init__", "GPT.forward"),
+    rung("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", "7", "train"),
+    rung("9", "speedup_09_cosine_lr.py", "cosine learning rate", "8", "Settings", "get_lr", "train"),
+    rung("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", "9", "GPT.configure_optimizers", "train"),
+    rung("ddp", "ddp_run.py", "DistributedDataParallel", "10", "imports", "init_ranks", "train"),
     # Beyond speed: what a long training run needs.
-    Stage(
-        "beyond/speedup_11_grad_accum.py",
-        "gradient accumulation",
-        frozenset({"imports", "parse_args", "main"}),
-    ),
-    Stage(
-        "beyond/speedup_12_device_data.py",
-        "data on the device",
-        frozenset({"DataLoaderLite", "free_memory", "main"}),
-    ),
-    Stage(
-        "beyond/speedup_13_validation.py",
-        "validation",
-        frozenset({"DataLoaderLite", "evaluate", "parse_args", "main"}),
-    ),
-    Stage(
-        "beyond/speedup_14_checkpoint_resume.py",
-        "checkpoints",
-        frozenset({"imports", "save_checkpoint", "newest_checkpoint", "parse_args", "main"}),
-    ),
-    Stage(
-        "beyond/speedup_15_activation_checkpointing.py",
-        "activation checkpointing",
-        frozenset({"imports", "GPT.__init__", "GPT.forward", "parse_args", "main"}),
-    ),
+    rung("11", "beyond/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
+         "imports", "Settings", "count_micro_steps", "train"),
+    rung("12", "beyond/rung_12_prefetch.py", "prefetch", "11", "DataLoaderLite", "free_memory", "train"),
+    rung("13", "beyond/rung_13_validation.py", "validation", "12", "Settings", "DataLoaderLite", "evaluate", "train"),
+    rung("14", "beyond/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
+         "Settings", "load_checkpoint", "train"),
+    rung("15", "beyond/rung_15_preemption.py", "preemption", "14", "imports", "read_newest", "load_checkpoint", "train"),
+    rung("16", "beyond/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
+         "imports", "Settings", "GPT.__init__", "GPT.forward", "train"),
 ]
 
-LABELS = {stage.label: number for number, stage in enumerate(STAGES)}  # {"0": 0, ..., "ddp": 11, "11": 12, ...}
+BY_LABEL = {stage.label: stage for stage in STAGES}
