@@ -1,4 +1,4 @@
-"""Train with rung 14, killed at random moments and resumed until it is done, over and over. Prints what happened.
+"""Train with rung 15, killed at random moments and resumed until it is done, over and over. Prints what happened.
 
     python tests/killed_runs.py KILLS FOLDER [flags of the rung]
 
@@ -16,9 +16,8 @@ import torch
 import torch._dynamo  # noqa: F401 - the optimizer would import it in every life: two seconds
 from conftest import rung
 
-CHECKPOINT = 15
 LONGEST_LIFE = 1.2  # seconds; a life needs about 0.3 until its first step
-module = rung(CHECKPOINT)
+module = rung("15")
 
 
 def live(flags, seconds):

@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -15,13 +14,20 @@ from test_ddp import RANK, TWO_RANKS
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-GRAD_ACCUM, DEVICE_DATA, VALIDATION, CHECKPOINT, RECOMPUTE = 12, 13, 14, 15, 16
+from ladder.stages import BY_LABEL
+
+ACCUMULATION, PREFETCH, VALIDATION, RESUME, PREEMPTION, RECOMPUTE = "11", "12", "13", "14", "15", "16"
 FLOAT32 = torch.float32
+SAVING = pytest.mark.parametrize("label", [RESUME, PREEMPTION])
 
 
-def first_gradients(folder, tokens, *flags, number=GRAD_ACCUM):
+def log_name(label):
+    return f"{BY_LABEL[label].name}.log"
+
+
+def first_gradients(folder, tokens, *flags, label=ACCUMULATION):
     """The gradients that the first optimizer step of a float32 run finds, before AdamW."""
-    module = rung(number)
+    module = rung(label)
     module.autocast_dtype = lambda device: FLOAT32
     found = []
 
@@ -53,13 +59,13 @@ def test_11_two_ranks_with_micro_batches_equal_one_process(tmp_path, tokens):
 
     for folder in ("two", "one"):
         (tmp_path / folder).mkdir()
-    two = run_command(*TWO_RANKS, RANK, tmp_path / "two", GRAD_ACCUM, *flags(tmp_path / "two", 2))
-    one = run_command(sys.executable, RANK, tmp_path / "one", GRAD_ACCUM, *flags(tmp_path / "one", 8))
+    two = run_command(*TWO_RANKS, RANK, tmp_path / "two", ACCUMULATION, *flags(tmp_path / "two", 2))
+    one = run_command(sys.executable, RANK, tmp_path / "one", ACCUMULATION, *flags(tmp_path / "one", 8))
     assert two.returncode == 0 and one.returncode == 0, two.stderr + one.stderr
-    assert "# total batch: 256 tokens in 2 micro-steps" in two.stdout
-    assert "# total batch: 256 tokens in 1 micro-steps" in one.stdout
-    name = "speedup_11_grad_accum.log"
+    name = log_name(ACCUMULATION)
     assert losses(tmp_path / "two" / name) == pytest.approx(losses(tmp_path / "one" / name), abs=1e-4)
+    for step in read_steps(tmp_path / "two" / name):
+        assert step["tokens_per_second"] == pytest.approx(256 / (step["ms"] / 1000), rel=1e-3)
     rank0, rank1 = (torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     alone = torch.load(tmp_path / "one" / "rankalone.pt", weights_only=True)
     for name in alone:
@@ -67,13 +73,17 @@ def test_11_two_ranks_with_micro_batches_equal_one_process(tmp_path, tokens):
         assert torch.allclose(rank0[name], alone[name], rtol=0, atol=6e-6), name
 
 
-def test_11_gradients_cross_the_ranks_once_a_step(tmp_path, tokens, monkeypatch):
+@pytest.fixture
+def group_of_one(monkeypatch):
+    """The environment that torchrun gives to a single process."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_11_gradients_cross_the_ranks_once_a_step(tmp_path, tokens, group_of_one):
     """DDP's averaging is off in every micro-step but the last (counted in a group of one process)."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
-    module = rung(GRAD_ACCUM)
+    module = rung(ACCUMULATION)
     synchronized = []
 
     class CountingDDP(module.DDP):
@@ -86,109 +96,92 @@ def test_11_gradients_cross_the_ranks_once_a_step(tmp_path, tokens, monkeypatch)
     assert synchronized == [False, False, False, True] * 2
 
 
-def test_11_compiled_on_two_ranks(tmp_path, tokens):
-    """no_sync and torch.compile together: bfloat16, so the losses agree to its 0.2 %."""
+@pytest.mark.slow
+@pytest.mark.parametrize("label", [ACCUMULATION, RECOMPUTE])
+def test_compiled_on_two_ranks(label, tmp_path, tokens):
+    """DDP, no_sync, gradient checkpointing and torch.compile together, in bfloat16 where the CPU has it (0.2 %)."""
     found = []
     for mode in ("default", "none"):
+        more = ["--checkpoint-dir", tmp_path / mode] if label == RECOMPUTE else []
         run = run_command(
-            *TWO_RANKS, "beyond/speedup_11_grad_accum.py", "--model", "tiny", "--device", "cpu", "--data", tokens,
-            "--log-dir", tmp_path / mode, "-B", 1, "-T", 32, "--total-batch", 192, "--steps", 4, "--compile-mode", mode,
+            *TWO_RANKS, BY_LABEL[label].file, "--model", "tiny", "--device", "cpu", "--data", tokens, "--log-dir",
+            tmp_path / mode, "-B", 1, "-T", 32, "--total-batch", 192, "--steps", 4, "--compile-mode", mode, *more,
         )
         assert run.returncode == 0, run.stderr
-        found.append(losses(tmp_path / mode / "speedup_11_grad_accum.log"))
+        found.append(losses(tmp_path / mode / log_name(label)))
     assert found[0] == pytest.approx(found[1], abs=0.02)
 
 
-@pytest.mark.parametrize("total", [0, -64, 100])
+@pytest.mark.parametrize("total", [0, 100])
 def test_11_total_batch_must_fit(total, tmp_path, tokens):
     flags = ["--data", str(tokens), "--log-dir", str(tmp_path), "--model", "tiny", "--device", "cpu"]
-    flags += ["-B", "2", "-T", "32"]
-    with pytest.raises(SystemExit, match="no multiple of B \\* T \\* ranks = 64"):
-        rung(GRAD_ACCUM).main([*flags, "--total-batch", str(total)])
+    with pytest.raises(SystemExit, match="not a multiple of B \\* T \\* ranks = 64"):
+        rung(ACCUMULATION).main([*flags, "-B", "2", "-T", "32", "--total-batch", str(total)])
 
 
-def batches(loader, n, prefetch=False):
-    """The next n batches as lists; with `prefetch` each is read while the one before is still in use."""
-    found = []
-    for _ in range(n):
-        x, y = loader.next_batch()
-        if prefetch:
-            loader.prefetch()
-        found.append((x.tolist(), y.tolist()))
-    return found
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused_where_they_break(mode, monkeypatch, group_of_one):
+    """CUDA graphs overwrite gradients that still accumulate, and do not take tied weights under DDP."""
+    module = rung(ACCUMULATION)
+    settings = module.Settings(B=1, T=32, total_batch=64, device="cuda", compile_mode=mode)
+    with pytest.raises(SystemExit, match="no CUDA graphs with micro-steps; use default"):
+        module.count_micro_steps(settings, 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="no CUDA graphs under DDP; use default"):
+        module.init_ranks(settings)
 
 
-@pytest.mark.parametrize("path", ["mapped", "on the device", "pinned"])
-@pytest.mark.parametrize("rank, world_size", [(0, 1), (1, 2)])
-def test_12_same_batches_in_the_same_order(path, rank, world_size, tokens, monkeypatch):
+@pytest.mark.parametrize("way", ["mapped", "on the device", "pinned"])
+def test_12_the_same_batches(way, tokens, monkeypatch):
     """More than two epochs of them, on each of the three ways to the device."""
-    device = "cpu"
-    module = rung(DEVICE_DATA)
-    if path == "on the device":
-        module.free_memory = lambda device: 1e12
-    if path == "pinned":  # what a GPU would do, as far as a CPU can
+    device, module = "cpu", rung(PREFETCH)
+    module.free_memory = lambda device: 1e12 if way == "on the device" else 0
+    if way == "pinned":  # what a GPU would do, as far as a CPU can
         pinned = []
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
         monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: self)
-        module.free_memory = lambda device: 0
         device = "cuda"
-    B, T = 8, 1024
-    before = rung(GRAD_ACCUM).DataLoaderLite(tokens, B, T, rank, world_size)
-    after = module.DataLoaderLite(tokens, B, T, rank, world_size, device)
-    assert (after.on_device is not None) == (path == "on the device")
-    n = 2 * before.batches_per_epoch + 1
-    expected = batches(before, n)
-    assert batches(after, n, prefetch=True) == expected
-    assert before.position == after.position
-    if path == "pinned":
-        assert len(pinned) == n + 1
+    before = rung(ACCUMULATION).DataLoaderLite(tokens, 8, 1024)
+    after = module.DataLoaderLite(tokens, 8, 1024, device)
+    assert after.on_device == (way == "on the device") and after.n_batches == before.n_batches
+    for i in range(2 * before.n_batches + 1):
+        for expected, actual in zip(before.batch(i), after.batch(i), strict=True):
+            assert torch.equal(actual, expected) and actual.dtype == torch.int64
+    assert way != "pinned" or len(pinned) == 2 * before.n_batches + 1
 
 
-def tokens_of(folder, ids):
-    """A data folder with these token ids as train and as val."""
+def tokens_of(folder, ids, val_ids=None):
+    """A data folder with these token ids as train and, unless `val_ids` are given, as val."""
     folder.mkdir()
-    for split in ("train", "val"):
-        np.array(ids, dtype="<u2").tofile(folder / f"{split}.bin")
     meta = {"source": "made up", "sha256": "", "tokenizer": "gpt2", "vocab_size": 50257}
-    (folder / "meta.json").write_text(json.dumps({**meta, "train_tokens": len(ids), "val_tokens": len(ids)}))
+    for split, own in {"train": ids, "val": ids if val_ids is None else val_ids}.items():
+        np.array(own, dtype="<u2").tofile(folder / f"{split}.bin")
+        meta[f"{split}_tokens"] = len(own)
+    (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
 
-def test_12_large_ids_survive_the_way_through_int16(tmp_path):
-    ids = [0, 1, 32767, 32768, 40000, 50256, 7, 8, 9]
-    module = rung(DEVICE_DATA)
-    module.free_memory = lambda device: 1e12
-    x, y = module.DataLoaderLite(tokens_of(tmp_path / "tokens", ids), 2, 4).next_batch()
-    assert x.flatten().tolist() == ids[:-1] and y.flatten().tolist() == ids[1:]
-    assert x.dtype == torch.int64
-    with pytest.raises(SystemExit, match="token 60000 is not in the vocabulary"):
-        module.DataLoaderLite(tokens_of(tmp_path / "damaged", [1, 2, 60000]), 1, 2)
+@pytest.mark.parametrize("free", [0, 1e12])
+def test_13_validation_data_is_val_data(free, tmp_path):
+    """Also where the file fits on the device."""
+    module = rung(VALIDATION)
+    module.free_memory = lambda device: free
+    folder = tokens_of(tmp_path / "tokens", range(100), range(50_000, 50_257))
+    assert module.DataLoaderLite(folder, 2, 4, "cpu").batch(0)[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    x, y = module.DataLoaderLite(folder, 1, 4, "cpu", "val").batch(1)
+    assert x.tolist() == [[50_004, 50_005, 50_006, 50_007]]  # ids above 32,767 survive the way
+    assert y.tolist() == [[50_005, 50_006, 50_007, 50_008]]
 
 
 def test_12_trains_as_before_and_fetches_before_it_waits_for_the_device(tmp_path, tokens, monkeypatch):
     flags = ("-B", 1, "-T", 32, "--steps", 3)
-    expected = losses(train(rung(GRAD_ACCUM), tmp_path / "before", tokens, *flags))
-    module = rung(DEVICE_DATA)
-    prefetch, events = module.DataLoaderLite.prefetch, []
-    module.DataLoaderLite.prefetch = lambda self: events.append("prefetch") or prefetch(self)
+    expected = losses(train(rung(ACCUMULATION), tmp_path / "before", tokens, *flags))
+    module = rung(PREFETCH)
+    batch, events = module.DataLoaderLite.batch, []
+    module.DataLoaderLite.batch = lambda self, i: events.append(i) or batch(self, i)
     monkeypatch.setattr(torch.cpu, "synchronize", lambda *_: events.append("synchronize"))
     assert losses(train(module, tmp_path / "after", tokens, *flags)) == expected
-    assert events == ["prefetch", "prefetch", "prefetch", "prefetch", "synchronize"] * 3
-
-
-def test_12_the_wait_for_data_is_measured(tokens):
-    """A loader that takes 20 ms for a batch: rung 11 waits for it, rung 12 has it already."""
-    from ladder.data_wait import median_wait
-
-    flags = ["--model", "tiny", "--device", "cpu", "--data", str(tokens), "-B", "1", "-T", "32", "--steps", "4"]
-    waits = []
-    for number in (GRAD_ACCUM, DEVICE_DATA):
-        module = rung(number)
-        name = "read_batch" if number == DEVICE_DATA else "next_batch"
-        read = getattr(module.DataLoaderLite, name)
-        setattr(module.DataLoaderLite, name, lambda self, read=read: time.sleep(0.02) or read(self))
-        waits.append(median_wait(module, flags))
-    assert waits[0] >= 20 > 10 > waits[1] > 0  # ms
+    assert events == [0, 1, 2, 3, 4, "synchronize", 5, 6, 7, 8, "synchronize", 9, 10, 11, 12, "synchronize"]
 
 
 def val_lines(log):
@@ -197,34 +190,35 @@ def val_lines(log):
     return [(int(line[1]), float(line[2])) for line in found]
 
 
-def test_13_the_loss_is_that_of_val_bin(tmp_path, tokens):
+@pytest.mark.parametrize("free", [0, 1e12])
+def test_13_the_loss_is_that_of_val_bin(free, tmp_path, tokens):
     """The mean over all whole sequences of val.bin, computed here from the file and the saved weights."""
     module = rung(VALIDATION)
-    module.autocast_dtype = lambda device: FLOAT32
-    B, T = 4, 128
-    tokens = tokens_of(tmp_path / "tokens", np.fromfile(tokens / "train.bin", dtype="<u2")[:4000])
-    log = train(module, tmp_path, tokens, "-B", B, "-T", T, "--steps", 3, "--val-every", 2, "--val-sequences", 0,
+    module.autocast_dtype, module.free_memory = lambda device: FLOAT32, lambda device: free
+    B, T = 2, 64
+    ids = np.fromfile(tokens / "train.bin", dtype="<u2")
+    folder = tokens_of(tmp_path / "tokens", ids[:1000], ids[1000:1500])
+    log = train(module, tmp_path, folder, "-B", B, "-T", T, "--steps", 3, "--val-every", 2, "--val-sequences", 0,
                 "--save", tmp_path / "model.pt")
     assert [step for step, _ in val_lines(log)] == [2, 3]  # and always after the last step
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     model = module.GPT(module.GPTConfig(**saved["config"]))
     model.load_state_dict(saved["model"])
-    ids = torch.from_numpy(np.fromfile(tokens / "val.bin", dtype="<u2").astype(np.int64))
+    ids = torch.from_numpy(np.fromfile(folder / "val.bin", dtype="<u2").astype(np.int64))
     n = (len(ids) - 1) // T
     total = 0.0
     for i in range(n):
-        logits = model(ids[None, i * T : (i + 1) * T])[0][0].detach()
+        logits = model(ids[None, i * T : (i + 1) * T])[0].detach()
         total += F.cross_entropy(logits.double(), ids[i * T + 1 : (i + 1) * T + 1]).item()
     assert val_lines(log)[-1][1] == pytest.approx(total / n, abs=1e-5)
-    assert f"# validation: every 2 steps, {n * T} of {len(ids)} tokens" in log.read_text()
+    assert f"# validation: every 2 steps on {n} of {n} sequences" in log.read_text()
 
 
 def test_13_watching_changes_nothing(tmp_path, tokens):
-    flags = ("-B", 1, "-T", 32, "--steps", 5)
+    flags = ("-B", 1, "-T", 32, "--steps", 3, "--val-sequences", 2)
     logs = [train(rung(VALIDATION), tmp_path / every, tokens, *flags, "--val-every", every) for every in ("0", "1")]
     assert losses(logs[0]) == losses(logs[1])
-    assert val_lines(logs[0]) == [] and len(val_lines(logs[1])) == 5
-    assert "# validation: never" in logs[0].read_text()
+    assert val_lines(logs[0]) == [] and len(val_lines(logs[1])) == 3
 
 
 def beyond_flags(tokens, folder, B, *more):
@@ -234,66 +228,164 @@ def beyond_flags(tokens, folder, B, *more):
 
 
 def test_13_two_ranks_see_what_one_process_sees(tmp_path, tokens):
-    more = ("--steps", 4, "--val-every", 2, "--val-sequences", 6)
+    """Also when the sequences are not a multiple of the ranks."""
+    more = ("--steps", 4, "--val-every", 2, "--val-sequences", 5)
     two = run_command(*TWO_RANKS, RANK, tmp_path, VALIDATION, *beyond_flags(tokens, tmp_path / "two", 2, *more))
     one = run_command(sys.executable, RANK, tmp_path, VALIDATION, *beyond_flags(tokens, tmp_path / "one", 4, *more))
     assert two.returncode == 0 and one.returncode == 0, two.stderr + one.stderr
-    ours, truth = (val_lines(tmp_path / name / "speedup_13_validation.log") for name in ("two", "one"))
+    ours, truth = (val_lines(tmp_path / name / log_name(VALIDATION)) for name in ("two", "one"))
     assert [step for step, _ in ours] == [2, 4]
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in truth], abs=1e-4)
 
 
 def test_13_too_little_text_to_validate(tmp_path):
-    folder = tokens_of(tmp_path / "tokens", range(100))
-    meta = json.loads((folder / "meta.json").read_text())
-    np.arange(10, dtype="<u2").tofile(folder / "val.bin")
-    (folder / "meta.json").write_text(json.dumps({**meta, "val_tokens": 10}))
-    with pytest.raises(SystemExit, match="10 val tokens in .* needs 33"):
+    folder = tokens_of(tmp_path / "tokens", range(100), range(10))
+    with pytest.raises(SystemExit, match="10 val tokens, a batch needs 33"):
         train(rung(VALIDATION), tmp_path, folder, "-B", 1, "-T", 32)
+    train(rung(VALIDATION), tmp_path, folder, "-B", 1, "-T", 16, "--steps", 1, "--val-every", 0)
 
 
-CHECKPOINTS = ("--steps", 6, "--checkpoint-every", 2, "--val-every", 3)
+CHECKPOINTS = ("--steps", 6, "--checkpoint-every", 2, "--val-every", 3, "--val-sequences", 4)
+
+
+def long_run(tokens, folder, label, *more, **options):
+    """Six steps of a rung with checkpoints, in a process of its own."""
+    flags = beyond_flags(tokens, folder, 2, *CHECKPOINTS, "--save", folder / "model.pt")
+    return run_command(sys.executable, BY_LABEL[label].path, *flags, "--checkpoint-dir", folder / "checkpoints", *more,
+                       **options)
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory, tokens):
-    """Six steps of rung 14 that nothing disturbed: (losses, weights)."""
-    folder = tmp_path_factory.mktemp("whole")
-    flags = beyond_flags(tokens, folder, 2, *CHECKPOINTS, "--save", folder / "model.pt")
-    run = run_command(sys.executable, ROOT / "beyond/speedup_14_checkpoint_resume.py", *flags,
-                      "--checkpoint-dir", folder / "checkpoints")
-    assert run.returncode == 0, run.stderr
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert names == ["step_00000004.pt", "step_00000006.pt"]  # the last two
-    return folder
+def whole_runs(tmp_path_factory, tokens):
+    """{label: folder of a run that nothing disturbed}, checkpoints of steps 4 and 6 among its files."""
+    folders = {}
+    for label in (RESUME, PREEMPTION):
+        folders[label] = tmp_path_factory.mktemp(f"whole_{label}")
+        run = long_run(tokens, folders[label], label)
+        assert run.returncode == 0, run.stderr
+    names = {path.name for path in (folders[RESUME] / "checkpoints").iterdir()}
+    assert names == {"newest.pt", "lock"}
+    assert {path.name for path in (folders[PREEMPTION] / "checkpoints").iterdir()} == names | {"previous.pt"}
+    return folders
 
 
-def assert_same_run(folder, whole_run):
+def assert_same_run(folder, whole, label):
     """Bit by bit: the losses of all steps, each once, the validation losses, and the weights."""
-    name = "speedup_14_checkpoint_resume.log"
-    key = [(step["step"], step["loss"], step["norm"], step["lr"]) for step in read_steps(whole_run / name)]
-    assert [(step["step"], step["loss"], step["norm"], step["lr"]) for step in read_steps(folder / name)] == key
-    assert val_lines(folder / name) == val_lines(whole_run / name)
-    ours, truth = (torch.load(path / "model.pt", weights_only=True)["model"] for path in (folder, whole_run))
+    def key(path):
+        steps = [(step["step"], step["loss"], step["norm"], step["lr"]) for step in read_steps(path / log_name(label))]
+        return steps, val_lines(path / log_name(label))
+
+    assert key(folder) == key(whole)
+    ours, truth = (torch.load(path / "model.pt", weights_only=True)["model"] for path in (folder, whole))
     assert all(torch.equal(ours[key], truth[key]) for key in truth)
 
 
-def resume(tokens, folder, *more):
-    flags = beyond_flags(tokens, folder, 2, *CHECKPOINTS, "--save", folder / "model.pt")
-    return run_command(sys.executable, ROOT / "beyond/speedup_14_checkpoint_resume.py", *flags,
-                       "--checkpoint-dir", folder / "checkpoints", "--resume", *more)
+def copy_run(whole, folder, label, *checkpoints):
+    """A folder with the log and these checkpoints of a whole run; returns the folder of the checkpoints."""
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in checkpoints:
+        (folder / "checkpoints" / name).write_bytes((whole / "checkpoints" / name).read_bytes())
+    (folder / log_name(label)).write_bytes((whole / log_name(label)).read_bytes())
+    return folder / "checkpoints"
 
 
-def copy_checkpoints(whole_run, folder):
-    (folder / "checkpoints").mkdir()
-    for path in (whole_run / "checkpoints").iterdir():
-        (folder / "checkpoints" / path.name).write_bytes(path.read_bytes())
-    name = "speedup_14_checkpoint_resume.log"
-    (folder / name).write_bytes((whole_run / name).read_bytes())
-    return folder / "checkpoints" / "step_00000006.pt"
+class Crash(Exception):
+    """What ends a run in the middle of a step."""
 
 
-def test_14_fifty_kills_at_random_moments(tmp_path, tokens):
+@SAVING
+def test_14_a_crashed_run_resumes_bit_by_bit(label, whole_runs, tokens, tmp_path):
+    """Another run's log in the way does not matter: the log continues from the checkpoint's."""
+    module = rung(label)
+    forward, calls = module.GPT.forward, []
+
+    def crashing_forward(self, *args):
+        calls.append(args)
+        if len(calls) > 12:  # four steps of 2 micro-steps and a validation of 4 sequences
+            raise Crash
+        return forward(self, *args)
+
+    module.GPT.forward = crashing_forward
+    flags = ["-B", 2, "--total-batch", 128, "--checkpoint-dir", tmp_path / "checkpoints", *CHECKPOINTS]
+    with pytest.raises(Crash):
+        train(module, tmp_path, tokens, "-T", 32, *flags)
+    (tmp_path / log_name(label)).write_text("step : 1 | loss: 1.0 | another run's log\nstep : ")
+    run = long_run(tokens, tmp_path, label, "--resume")
+    assert run.returncode == 0, run.stderr
+    assert "steps done before: 4" in run.stdout
+    assert_same_run(tmp_path, whole_runs[label], label)
+
+
+@SAVING
+def test_14_a_finished_run_says_so_and_repeats_nothing(label, whole_runs, tokens, tmp_path):
+    checkpoints = copy_run(whole_runs[label], tmp_path, label, "newest.pt")
+    log = (tmp_path / log_name(label)).read_text()
+    run = long_run(tokens, tmp_path, label, "--resume")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"{checkpoints}/newest.pt: this run is finished, all of its 6 steps are done\n"
+    assert (tmp_path / log_name(label)).read_text() == log
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (["--steps", "7"], "has steps 6, not 7"),
+    (["--seed", "1"], "has seed 1337, not 1"),
+    (["-T", "16"], "has T 32, not 16"),
+    (["--total-batch", "64"], "has total_batch 128, not 64"),
+    (["--max-lr", "1e-3"], "has max_lr 0.0006, not 0.001"),
+])
+def test_14_a_different_run_is_not_resumed(flags, reason, whole_runs, tokens, tmp_path):
+    """And its log is still there."""
+    checkpoints = copy_run(whole_runs[RESUME], tmp_path, RESUME, "newest.pt")
+    log = (tmp_path / log_name(RESUME)).read_text()
+    own = [str(flag) for flag in beyond_flags(tokens, tmp_path, 2, *CHECKPOINTS)]
+    with pytest.raises(SystemExit, match=reason):
+        rung(RESUME).main([*own, "--checkpoint-dir", str(checkpoints), "--resume", *flags])
+    with pytest.raises(SystemExit, match="checkpoint of an earlier run; add --resume"):
+        rung(RESUME).main([*own, "--checkpoint-dir", str(checkpoints), *flags])
+    assert (tmp_path / log_name(RESUME)).read_text() == log
+
+
+@pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
+def test_14_another_number_of_ranks_resumes(first, then, tokens, tmp_path):
+    """Float32, the same total batch: the losses of one process that did all six steps."""
+    def part(ranks, folder, **dying):
+        start = TWO_RANKS if ranks == 2 else [sys.executable]
+        flags = beyond_flags(tokens, folder, 2, "--steps", 6, "--checkpoint-every", 2, "--val-every", 0, "--resume")
+        return run_command(*start, RANK, folder, RESUME, *flags, "--checkpoint-dir", folder / "checkpoints", **dying)
+
+    # killed in the fifth step; batches are fetched one ahead
+    dying = {"DIE_RANK": "0", "DIE_BATCH": "6"} if first == 2 else {"DIE_RANK": "alone", "DIE_BATCH": "10"}
+    assert part(first, tmp_path, **dying).returncode != 0
+    run = part(then, tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert part(1, tmp_path / "whole").returncode == 0
+    assert "steps done before: 4" in run.stdout
+    ours, truth = (losses(folder / log_name(RESUME)) for folder in (tmp_path, tmp_path / "whole"))
+    assert ours == pytest.approx(truth, abs=1e-4)
+
+
+def test_14_a_checkpoint_is_plain_and_holds_the_scaler(tmp_path, tokens):
+    """float16, as on a T4: the scaler's state is there; and a checkpoint serves wherever a saved model does."""
+    module = rung(RESUME)
+    module.autocast_dtype = lambda device: torch.float16
+    train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 2, "--total-batch", 16, "--checkpoint-dir", tmp_path)
+    checkpoint = torch.load(tmp_path / "newest.pt", weights_only=True)
+    assert {"script", "config", "model", "step", "tokenizer"} <= set(checkpoint)
+    assert checkpoint["scaler"]["_growth_tracker"] == 2  # steps since the scale last changed
+    model = module.GPT(module.GPTConfig(**checkpoint["config"]))
+    model.load_state_dict(checkpoint["model"])
+
+
+@SAVING
+def test_14_a_folder_that_cannot_be_written_is_noticed_first(label, tmp_path, tokens):
+    (tmp_path / "file").write_text("not a folder")
+    run = long_run(tokens, tmp_path / "run", label, "--checkpoint-dir", tmp_path / "file" / "checkpoints")
+    assert run.returncode == 1 and "step : 1" not in run.stdout
+    assert run.stderr.startswith("error: ") and str(tmp_path / "file") in run.stderr and run.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_15_fifty_kills_at_random_moments(tmp_path, tokens):
     """SIGKILL, also while a checkpoint is written: every run ends with the losses and weights of the whole one."""
     text = tokens_of(tmp_path / "tokens", np.fromfile(tokens / "train.bin", dtype="<u2")[:400])  # 24 steps an epoch
     flags = ["--model", "tiny", "--device", "cpu", "--data", text, "-B", 1, "-T", 16, "--total-batch", 16,
@@ -303,7 +395,7 @@ def test_14_fifty_kills_at_random_moments(tmp_path, tokens):
     counts = json.loads(run.stdout.splitlines()[-1])
     assert counts["kills"] >= 50 and counts["during_save"] >= 5, counts
     for number in range(1, counts["rounds"] + 1):
-        assert_same_run(tmp_path / f"killed_{number}", tmp_path / "whole")
+        assert_same_run(tmp_path / f"killed_{number}", tmp_path / "whole", PREEMPTION)
 
 
 def flip_a_byte(path):
@@ -316,48 +408,56 @@ def cut_in_half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def empty(path):
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [flip_a_byte, cut_in_half, empty])
-def test_14_a_damaged_newest_checkpoint_falls_back(damage, whole_run, tokens, tmp_path):
-    newest = copy_checkpoints(whole_run, tmp_path)
-    damage(newest)
-    run = resume(tokens, tmp_path)
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_in_half, lambda path: path.write_bytes(b"")])
+def test_15_a_damaged_newest_checkpoint_falls_back(damage, whole_runs, tokens, tmp_path):
+    checkpoints = copy_run(whole_runs[PREEMPTION], tmp_path, PREEMPTION, "newest.pt", "previous.pt")
+    damage(checkpoints / "newest.pt")
+    run = long_run(tokens, tmp_path, PREEMPTION, "--resume")
     assert run.returncode == 0, run.stderr
-    assert f"WARNING: {newest} is damaged" in run.stderr and run.stderr.count("\n") == 1
+    assert f"WARNING: {checkpoints}/newest.pt is damaged" in run.stderr and run.stderr.count("\n") == 1
     assert "steps done before: 4" in run.stdout
-    assert_same_run(tmp_path, whole_run)
+    assert_same_run(tmp_path, whole_runs[PREEMPTION], PREEMPTION)
 
 
-def test_14_nothing_but_damaged_checkpoints(whole_run, tokens, tmp_path):
-    copy_checkpoints(whole_run, tmp_path)
-    for path in (tmp_path / "checkpoints").iterdir():
-        cut_in_half(path)
-    run = resume(tokens, tmp_path)
-    assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith("error: --resume: no checkpoint in")
-    assert "Traceback" not in run.stderr
+@pytest.mark.parametrize("names", [("next.pt",), ("previous.pt", "next.pt")])
+def test_15_killed_between_two_renames(names, whole_runs, tokens, tmp_path):
+    """The finished file has still its first name."""
+    checkpoints = copy_run(whole_runs[PREEMPTION], tmp_path, PREEMPTION, "newest.pt", *set(names) - {"next.pt"})
+    (checkpoints / "newest.pt").rename(checkpoints / "next.pt")
+    run = long_run(tokens, tmp_path, PREEMPTION, "--resume")
+    assert run.returncode == 0 and "all of its 6 steps are done" in run.stdout, run.stderr
 
 
-def test_14_a_full_disk_keeps_the_checkpoints_before(whole_run, tokens, tmp_path):
-    newest = copy_checkpoints(whole_run, tmp_path)
-    newest.unlink()
-    flags = beyond_flags(tokens, tmp_path, 2, *CHECKPOINTS, "--resume", "--checkpoint-dir", tmp_path / "checkpoints")
+def test_15_nothing_but_damaged_checkpoints(whole_runs, tokens, tmp_path):
+    checkpoints = copy_run(whole_runs[PREEMPTION], tmp_path, PREEMPTION, "newest.pt", "previous.pt")
+    for name in ("newest.pt", "previous.pt"):
+        cut_in_half(checkpoints / name)
+    run = long_run(tokens, tmp_path, PREEMPTION, "--resume")
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert re.match("error: --resume: .* no checkpoint here can be read", run.stderr.splitlines()[-1])
+
+
+@SAVING
+def test_14_a_full_disk_costs_the_checkpoint_and_not_the_run(label, whole_runs, tokens, tmp_path):
+    """A limit on the size of files stands for the full disk."""
+    last = {RESUME: "newest.pt", PREEMPTION: "previous.pt"}[label]
+    checkpoints = copy_run(whole_runs[label], tmp_path, label, last)
+    checkpoint = torch.load(checkpoints / last, weights_only=True)
+    torch.save({**checkpoint, "step": 4}, checkpoints / last)
+    flags = beyond_flags(tokens, tmp_path, 2, *CHECKPOINTS, "--resume", "--checkpoint-dir", checkpoints)
     run = subprocess.run(
-        [sys.executable, ROOT / "beyond/speedup_14_checkpoint_resume.py", *map(str, flags)],
-        capture_output=True, text=True, timeout=300,
+        [sys.executable, BY_LABEL[label].path, *map(str, flags)], capture_output=True, text=True, timeout=300,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)),
     )
     assert run.returncode == 0, run.stderr
-    assert "# WARNING: no checkpoint at step 6 (" in run.stdout and "step : 6 |" in run.stdout
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000004.pt"]
+    assert re.search(r"# WARNING: \S+\.pt could not be written \(", run.stdout) and "step : 6 |" in run.stdout
+    assert {path.name for path in checkpoints.iterdir()} == {last, "lock"}
 
 
-def test_14_sigterm_saves_and_ends_well(whole_run, tokens, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_15_a_signal_saves_and_ends_well(number, whole_runs, tokens, tmp_path):
     flags = beyond_flags(tokens, tmp_path, 2, *CHECKPOINTS, "--checkpoint-dir", tmp_path / "checkpoints")
-    slow = ("import sys, time; sys.path.insert(0, 'tests'); from conftest import rung; module = rung(15); "
+    slow = ("import sys, time; sys.path.insert(0, 'tests'); from conftest import rung; module = rung('15'); "
             "forward = module.GPT.forward; "
             "module.GPT.forward = lambda *args: time.sleep(0.2) or forward(*args); module.main(sys.argv[1:])")
     with subprocess.Popen([sys.executable, "-c", slow, *map(str, flags)], stdout=subprocess.PIPE, cwd=ROOT,
@@ -365,187 +465,98 @@ def test_14_sigterm_saves_and_ends_well(whole_run, tokens, tmp_path):
         for line in run.stdout:
             if line.startswith("step : 3"):
                 break
-        run.send_signal(signal.SIGTERM)
+        run.send_signal(number)
         rest = run.stdout.read()
     assert run.returncode == 0
-    stopped = int(re.search(r"# stopped by SIGTERM after step (\d): go on with --resume", rest)[1])
+    stopped = int(re.search(r"# stopped by a signal after step (\d); rerun the same command to resume", rest)[1])
     assert 3 <= stopped < 6
-    assert (tmp_path / "checkpoints" / f"step_0000000{stopped}.pt").exists()
-    assert resume(tokens, tmp_path).returncode == 0
-    assert_same_run(tmp_path, whole_run)
+    assert torch.load(tmp_path / "checkpoints" / "newest.pt", weights_only=True)["step"] == stopped
+    assert long_run(tokens, tmp_path, PREEMPTION, "--resume").returncode == 0
+    assert_same_run(tmp_path, whole_runs[PREEMPTION], PREEMPTION)
 
 
-def test_14_a_killed_rank_comes_back_by_itself(tokens, tmp_path):
-    """torchrun --max-restarts: rank 1 kills itself at its 8th batch, once; the job ends as an undisturbed one."""
-    more = ("--steps", 6, "--checkpoint-every", 2, "--resume")
+def test_15_a_second_run_in_one_folder_is_refused(tokens, tmp_path):
+    from filelock import FileLock
+
+    with FileLock(tmp_path / "checkpoints" / "lock"):
+        run = long_run(tokens, tmp_path, PREEMPTION)
+    assert run.returncode == 1 and "another run is using it; give another" in run.stderr
+    assert run.stderr.count("\n") == 1 and not list((tmp_path / "checkpoints").glob("*.pt"))
+
+
+@pytest.mark.slow
+def test_15_a_killed_rank_comes_back_by_itself(tokens, tmp_path):
+    """torchrun --max-restarts: rank 1 kills itself at a batch of step 4, once; the job ends as an undisturbed one."""
+    more = ("--steps", 6, "--checkpoint-every", 2, "--val-every", 0, "--resume")
     for name in ("killed", "whole"):
         folder = tmp_path / name
         flags = beyond_flags(tokens, folder, 1, *more, "--checkpoint-dir", folder / "checkpoints")
-        dying = {"DIE_RANK": "1", "DIE_STEP": "8", "DIE_ONCE": str(folder / "died")} if name == "killed" else {}
-        run = run_command(*TWO_RANKS, "--max-restarts=1", RANK, folder, CHECKPOINT, *flags, **dying,
+        dying = {"DIE_RANK": "1", "DIE_BATCH": "8", "DIE_ONCE": str(folder / "died")} if name == "killed" else {}
+        run = run_command(*TWO_RANKS, "--max-restarts=1", RANK, folder, PREEMPTION, *flags, **dying,
                           TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         assert run.returncode == 0, run.stderr
     assert (tmp_path / "killed" / "died").exists()
-    log = "speedup_14_checkpoint_resume.log"
+    log = log_name(PREEMPTION)
     assert "steps done before: 2" in (tmp_path / "killed" / log).read_text()
     assert losses(tmp_path / "killed" / log) == losses(tmp_path / "whole" / log)
     ours, truth = (torch.load(tmp_path / name / "rank1.pt", weights_only=True) for name in ("killed", "whole"))
     assert all(torch.equal(ours[key], truth[key]) for key in truth)
 
 
-def test_14_restarts_that_cannot_work_are_refused(tokens, tmp_path):
-    run = run_command(*TWO_RANKS, "--max-restarts=1", ROOT / "beyond/speedup_14_checkpoint_resume.py",
-                      *beyond_flags(tokens, tmp_path, 1), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+def test_15_restarts_that_cannot_work_are_refused(tokens, tmp_path):
+    run = run_command(*TWO_RANKS, "--max-restarts=1", BY_LABEL[PREEMPTION].path, *beyond_flags(tokens, tmp_path, 1),
+                      "--checkpoint-dir", tmp_path / "checkpoints", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
     assert run.returncode != 0
-    assert "error: --max-restarts works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run.stderr
+    assert "error: --max-restarts: put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in run.stderr
 
 
-@pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
-def test_14_another_number_of_ranks_goes_on(first, then, tokens, tmp_path):
-    """Float32, the same total batch: the losses of one process that did all six steps."""
-    log = "speedup_14_checkpoint_resume.log"
-
-    def part(ranks, steps, folder):
-        start = TWO_RANKS if ranks == 2 else [sys.executable]
-        flags = beyond_flags(tokens, folder, 2, "--steps", 6, "--checkpoint-every", 2, "--resume")
-        stop = {"DIE_RANK": "0" if ranks == 2 else "alone", "DIE_STEP": str(steps * (2 if ranks == 1 else 1) + 1)}
-        return run_command(*start, RANK, folder, CHECKPOINT, *flags, "--checkpoint-dir", folder / "checkpoints",
-                           **(stop if steps < 6 else {}))
-
-    assert part(first, 4, tmp_path).returncode != 0  # killed as it fetches the fifth step's first batch
-    run = part(then, 6, tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert part(1, 6, tmp_path / "whole").returncode == 0
-    assert "steps done before: 4" in run.stdout
-    assert losses(tmp_path / log) == pytest.approx(losses(tmp_path / "whole" / log), abs=1e-4)
-
-
-@pytest.mark.parametrize("flags, reason", [
-    (["--steps", 7], "has --steps 6, this one 7"),
-    (["--seed", 1], "has --seed 1337, this one 1"),
-    (["-T", 16], "has -T 32, this one 16"),
-    (["--total-batch", 64], "has --total-batch 128, this one 64"),
-])
-def test_14_a_different_run_is_not_resumed(flags, reason, whole_run, tokens, tmp_path):
-    copy_checkpoints(whole_run, tmp_path)
-    run = resume(tokens, tmp_path, *flags)
-    assert run.returncode == 1 and reason in run.stderr and run.stderr.count("\n") == 1
-
-
-def test_14_a_new_run_does_not_mix_with_an_older_one(whole_run, tokens, tmp_path):
-    copy_checkpoints(whole_run, tmp_path)
-    flags = ["--data", str(tokens), "--device", "cpu", "--checkpoint-dir", str(tmp_path / "checkpoints")]
-    with pytest.raises(SystemExit, match="holds the checkpoints of a run: add --resume"):
-        rung(CHECKPOINT).main(flags)
-
-
-def test_14_a_finished_run_stays_finished(whole_run, tokens, tmp_path):
-    copy_checkpoints(whole_run, tmp_path)
-    run = resume(tokens, tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert "steps done before: 6" in run.stdout and "step : " not in run.stdout
-    assert_same_run(tmp_path, whole_run)
-
-
-def test_14_a_checkpoint_is_plain_and_holds_the_scaler(tmp_path, tokens):
-    """float16, as on a T4: the scaler's state is there; and a checkpoint serves wherever a saved model does."""
-    module = rung(CHECKPOINT)
-    module.autocast_dtype = lambda device: torch.float16
-    train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 2, "--checkpoint-every", 2, "--total-batch", 16,
-          "--checkpoint-dir", tmp_path)
-    checkpoint = torch.load(tmp_path / "step_00000002.pt", weights_only=True)
-    assert {"script", "config", "model", "step", "tokenizer"} <= set(checkpoint)
-    assert checkpoint["scaler"]["_growth_tracker"] == 2  # steps since the scale last changed
-    model = module.GPT(module.GPTConfig(**checkpoint["config"]))
-    model.load_state_dict(checkpoint["model"])
-
-
-class Crash(Exception):
-    """What ends a run in the middle of a step."""
-
-
-def test_14_scaler_and_random_numbers_go_on(tmp_path, tokens, monkeypatch):
-    """float16, and a model that draws a random number in each step: after a crash both are as without it."""
-    scaler = torch.amp.GradScaler  # a scale so small that no step is skipped: the tracker counts the steps
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda *args, **more: scaler(*args, **more, init_scale=64.0))
-
-    def run(folder, crash_at=None, *more):
-        module = rung(CHECKPOINT)
-        module.autocast_dtype = lambda device: torch.float16
-        forward, steps = module.GPT.forward, []
-
-        def drawing_forward(self, *args):
-            torch.rand(1)
-            steps.append(None)
-            if len(steps) == crash_at:
-                raise Crash
-            return forward(self, *args)
-
-        module.GPT.forward = drawing_forward
-        train(module, folder, tokens, "-B", 1, "-T", 16, "--steps", 4, "--checkpoint-every", 2, "--total-batch", 16,
-              "--val-every", 0, "--checkpoint-dir", folder / "checkpoints", *more)
-
-    run(tmp_path / "whole")
-    with pytest.raises(Crash):
-        run(tmp_path / "crashed", 3)
-    run(tmp_path / "crashed", None, "--resume")
-    whole, crashed = (torch.load(tmp_path / name / "checkpoints/step_00000004.pt", weights_only=True)
-                      for name in ("whole", "crashed"))
-    assert crashed["scaler"] == whole["scaler"] and whole["scaler"]["_growth_tracker"] == 4
-    assert torch.equal(crashed["rng"], whole["rng"])
-
-
-def test_14_lost_weights_are_not_saved(tmp_path, tokens):
-    """A norm that is not a number: the loss of that step is still fine, the weights after it are not."""
-    module = rung(CHECKPOINT)
+@pytest.mark.parametrize("dtype, saved", [(torch.float32, False), (torch.float16, True)])
+def test_15_lost_weights_are_not_saved(dtype, saved, tmp_path, tokens):
+    """A norm that is not finite: the weights are lost, unless it was float16's scaler that skipped the step."""
+    module = rung(PREEMPTION)
+    module.autocast_dtype = lambda device: dtype
     clip = module.nn.utils.clip_grad_norm_
     try:
-        module.nn.utils.clip_grad_norm_ = lambda *args: clip(*args) * float("nan")
-        log = train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 2, "--checkpoint-every", 2,
-                    "--checkpoint-dir", tmp_path / "checkpoints")
+        module.nn.utils.clip_grad_norm_ = lambda *args: clip(*args) * float("inf")
+        train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--checkpoint-every", 2,
+              "--checkpoint-dir", tmp_path / "checkpoints")
     finally:
         module.nn.utils.clip_grad_norm_ = clip
-    assert "# WARNING: no checkpoint at step 2 (the gradients' norm is nan)" in log.read_text()
-    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "checkpoints" / "newest.pt").exists() == saved
 
 
-def test_14_another_runs_log_is_not_taken_over(whole_run, tokens, tmp_path):
-    copy_checkpoints(whole_run, tmp_path).unlink()
-    (tmp_path / "speedup_14_checkpoint_resume.log").write_text("step : 1 | loss: 1.0 | another run's log\nstep : ")
-    assert resume(tokens, tmp_path).returncode == 0
-    assert_same_run(tmp_path, whole_run)
-
-
-def test_15_the_same_gradients(tmp_path, tokens):
+def test_16_the_same_gradients(tmp_path, tokens):
     flags = ("-B", 2, "--total-batch", 128, "--checkpoint-every", 0, "--val-every", 0)
-    before, step_before = first_gradients(tmp_path / "before", tokens, *flags, number=CHECKPOINT)
-    after, step_after = first_gradients(tmp_path / "after", tokens, *flags, number=RECOMPUTE)
+    before, step_before = first_gradients(
+        tmp_path / "before", tokens, *flags, "--checkpoint-dir", tmp_path / "15", label=PREEMPTION)
+    after, step_after = first_gradients(
+        tmp_path / "after", tokens, *flags, "--checkpoint-dir", tmp_path / "16", label=RECOMPUTE)
     assert step_after["loss"] == step_before["loss"]
     for expected, actual in zip(before, after, strict=True):
         assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("flags, recomputed", [((), 2), (("--recompute-blocks", 1), 1), (("--recompute-blocks", 0), 0)])
-def test_15_blocks_run_twice(flags, recomputed, tmp_path, tokens):
+def test_16_blocks_run_twice(flags, recomputed, tmp_path, tokens):
     """Each block once in the forward pass, the checkpointed ones again in the backward pass, none in validation."""
     module = rung(RECOMPUTE)
     forward, calls = module.Block.forward, []
     module.Block.forward = lambda self, x: calls.append(self.training) or forward(self, x)
     log = train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--val-every", 1,
-                "--val-sequences", 1, "--checkpoint-every", 0, *flags)
+                "--val-sequences", 1, "--checkpoint-every", 0, "--checkpoint-dir", tmp_path / "checkpoints", *flags)
     assert calls == ([True] * (2 + recomputed) + [False] * 2) * 2  # also after the first validation
     assert f"# recomputed blocks: {recomputed} of 2" in log.read_text()
 
 
-def test_15_memory_falls(tmp_path, tokens):
+@pytest.mark.slow
+def test_16_memory_falls(tmp_path, tokens):
     """The peak of the whole process, measured from outside, with and without."""
     peaks = []
     for blocks in (0, 6):
         run = run_command(
-            sys.executable, ROOT / "beyond/speedup_15_activation_checkpointing.py", "--model", "small",
-            "--device", "cpu", "--data", tokens, "--log-dir", tmp_path, "-B", 16, "-T", 128, "--total-batch", 2048,
-            "--steps", 1, "--val-every", 0, "--checkpoint-every", 0, "--compile-mode", "none",
-            "--recompute-blocks", blocks,
+            sys.executable, BY_LABEL[RECOMPUTE].path, "--model", "small", "--device", "cpu", "--data", tokens,
+            "--log-dir", tmp_path, "-B", 16, "-T", 128, "--total-batch", 2048, "--steps", 1, "--val-every", 0,
+            "--checkpoint-every", 0, "--checkpoint-dir", tmp_path, "--compile-mode", "none", "--recompute-blocks", blocks,
         )
         assert run.returncode == 0, run.stderr
         peaks.append(float(re.search(r"peak memory: (\S+) GB", run.stdout)[1]))
@@ -553,26 +564,12 @@ def test_15_memory_falls(tmp_path, tokens):
     assert peaks[1] < peaks[0] - 5 * 8 * (16 * 128 * 384) * 2 / 1e9, peaks
 
 
-def test_15_compiled_on_two_ranks(tmp_path, tokens):
-    found = []
-    for mode in ("default", "none"):
-        run = run_command(
-            *TWO_RANKS, "beyond/speedup_15_activation_checkpointing.py", "--model", "tiny", "--device", "cpu", "--data",
-            tokens, "--log-dir", tmp_path / mode, "-B", 1, "-T", 32, "--total-batch", 128, "--steps", 3,
-            "--checkpoint-every", 0, "--compile-mode", mode,
-        )
-        assert run.returncode == 0, run.stderr
-        found.append(losses(tmp_path / mode / "speedup_15_activation_checkpointing.log"))
-    assert found[0] == pytest.approx(found[1], abs=0.02)
-
-
-@pytest.mark.parametrize("number, flags, reason", [
-    (VALIDATION, ["--val-every", -1], "--val-every -1: must be at least 0"),
-    (VALIDATION, ["--val-sequences", -1], "--val-sequences -1: must be at least 0"),
-    (CHECKPOINT, ["--checkpoint-every", -1], "--checkpoint-every -1: must be at least 0"),
-    (CHECKPOINT, ["--checkpoint-keep", 0], "--checkpoint-keep 0: must be at least 1"),
-    (RECOMPUTE, ["--recompute-blocks", 3], "--recompute-blocks 3: this model has 2 blocks"),
+@pytest.mark.parametrize("label, flags, reason", [
+    (VALIDATION, ["--val-every", -1], "--val-every -1: out of range; give at least 0"),
+    (VALIDATION, ["--val-sequences", -1], "--val-sequences -1: out of range; give at least 0"),
+    (RESUME, ["--checkpoint-every", -1], "--checkpoint-every -1: out of range; give at least 0"),
+    (RECOMPUTE, ["--recompute-blocks", -1], "--recompute-blocks -1: out of range; give at least 0"),
 ])
-def test_wrong_values(number, flags, reason, tmp_path, tokens):
+def test_wrong_values(label, flags, reason, tmp_path, tokens):
     with pytest.raises(SystemExit, match=f"error: {reason}"):
-        train(rung(number), tmp_path, tokens, *flags)
+        train(rung(label), tmp_path, tokens, *flags)

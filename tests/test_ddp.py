@@ -23,7 +23,7 @@ def flags(tokens, log_dir, B, steps=6, compile_mode="none"):
 def one_process(tmp_path_factory, tokens):
     """One process, batch 4, float32: the truth for every run of two ranks with batch 2."""
     folder = tmp_path_factory.mktemp("one")
-    run = run_command(sys.executable, RANK, folder, 11, *flags(tokens, folder, B=4))
+    run = run_command(sys.executable, RANK, folder, "ddp", *flags(tokens, folder, B=4))
     assert run.returncode == 0, run.stderr
     return folder
 
@@ -42,18 +42,19 @@ def assert_same_training(folder, one_process):
 
 
 def test_two_ranks_equal_one_process(one_process, tmp_path, tokens):
-    run = run_command(*TWO_RANKS, RANK, tmp_path, 11, *flags(tokens, tmp_path, B=2))
+    run = run_command(*TWO_RANKS, RANK, tmp_path, "ddp", *flags(tokens, tmp_path, B=2))
     assert run.returncode == 0, run.stderr
     assert_same_training(tmp_path, one_process)
     log = (tmp_path / "ddp_run.log").read_text()
-    assert "# ranks: 2 | gradients: gloo" in log
+    assert "# ranks: 2\n" in log
     assert run.stdout.count("step : 1 |") == 1  # rank 0 alone speaks
     for step in read_steps(tmp_path / "ddp_run.log"):
         assert step["tokens_per_second"] == pytest.approx(2 * 2 * 32 / (step["ms"] / 1000), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_command_of_the_readme(tmp_path, tokens):
-    """The script itself, compiled and in bfloat16: rounding differs, so the losses agree to bfloat16's 0.2 %."""
+    """The script itself, compiled and, where the CPU has it, in bfloat16: the losses agree to its 0.2 %."""
     script = ROOT / "ddp_run.py"
     run = run_command(
         *TWO_RANKS, script, *flags(tokens, tmp_path / "two", B=2, compile_mode="default"), "--save", tmp_path / "ddp.pt"
@@ -62,7 +63,7 @@ def test_the_command_of_the_readme(tmp_path, tokens):
     assert "# compile: default" in run.stdout
     alone = run_command(sys.executable, script, *flags(tokens, tmp_path / "one", B=4))
     assert alone.returncode == 0, alone.stderr
-    assert "no torchrun, so no DDP: no effect" in alone.stdout
+    assert "# ranks: 1\n" in alone.stdout
     expected = losses(tmp_path / "one" / "ddp_run.log")
     assert losses(tmp_path / "two" / "ddp_run.log") == pytest.approx(expected, abs=0.02)
     saved = torch.load(tmp_path / "ddp.pt", weights_only=True)
@@ -77,7 +78,7 @@ def test_two_machines(one_process, tmp_path, tokens):
     agents = []
     for _ in range(2):
         command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=test",
-                   f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", RANK, tmp_path, 11,
+                   f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", RANK, tmp_path, "ddp",
                    *flags(tokens, tmp_path, B=2)]
         agents.append(subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE,
                                        stderr=subprocess.PIPE, text=True))
@@ -90,8 +91,8 @@ def test_two_machines(one_process, tmp_path, tokens):
 @pytest.mark.parametrize("dying", ["0", "1"])
 def test_a_dying_rank_ends_the_job(dying, tmp_path, tokens):
     started = time.monotonic()
-    run = run_command(*TWO_RANKS, RANK, tmp_path, 11, *flags(tokens, tmp_path, B=2, steps=100_000),
-                      DIE_RANK=dying, DIE_STEP="3", timeout=120)
+    run = run_command(*TWO_RANKS, RANK, tmp_path, "ddp", *flags(tokens, tmp_path, B=2, steps=100_000),
+                      DIE_RANK=dying, DIE_BATCH="3", timeout=120)
     assert run.returncode != 0
     assert time.monotonic() - started < 90
     assert "SIGKILL" in run.stderr or "Signal 9" in run.stderr
