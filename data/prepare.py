@@ -116,7 +116,7 @@ def documents_of(source, field):
     for record in chain.from_iterable(batches):
         if not isinstance(record, dict) or field not in record or not isinstance(record[field], str | None):
             raise ValueError(f"no string in field {field!r} of {str(record)[:80]}; choose another --field")
-        yield io.StringIO((record[field] or "").encode(errors="replace").decode(), newline="")  # no half surrogates
+        yield io.StringIO((record[field] or "").encode(errors="replace").decode())  # JSON may hold half surrogate pairs
 
 
 def read(source, field):

@@ -166,16 +166,15 @@ def test_pieces_never_cut_a_token(prepare, merges, tmp_path, monkeypatch):
     random.seed(0)
     parts = ["word", " ", "  ", "\n", "\n\n", "\t", "it's", "we'll ", "123", "!?", "é", "日本", "\u00a0", "\u3000"]
     parts += ["\r\n"]
-    for size in (7, 64):
+    for size in (64, 200):
         monkeypatch.setattr(prepare, "PIECE_CHARACTERS", size)
         for _ in range(50):
-            text = "".join(random.choices(parts, k=100)) + " word" * size
+            text = "".join(random.choices(parts, k=300))
             (tmp_path / "text").write_bytes(text.encode())
             pieces = [piece for _, piece in prepare.read(tmp_path / "text", "text")]
             assert "".join(pieces) == text and len(pieces) > 2
             together = [token for piece in pieces for token in merges.encode_ordinary(piece)]
-            # A stretch without a cut that is longer than a piece may cost a token or two.
-            assert together == merges.encode_ordinary(text) or max(map(len, pieces)) >= size
+            assert together == merges.encode_ordinary(text)
 
 
 def test_many_chunks_give_the_tokens_of_one_call(prepare, merges, tmp_path, monkeypatch):
@@ -242,10 +241,10 @@ def test_memory_does_not_grow_with_the_corpus(suffix, tmp_path):
 
 
 def test_memory_holds_a_few_long_rows_of_a_parquet_file(tmp_path):
-    """Rows of 2 MB, of which 64 at once would be 128 MB several times over."""
-    rows = [os.urandom(1_000_000).hex() for _ in range(64)]
+    """Rows of 2 MB: all 32 at once would be 64 MB several times over."""
+    rows = [os.urandom(1_000_000).hex() for _ in range(32)]
     write_parquet(tmp_path / "long.parquet", rows, write_batch_size=1, compression="none", use_dictionary=False)
-    assert peak_of_preparing(tmp_path / "long.parquet") < 200
+    assert peak_of_preparing(tmp_path / "long.parquet") < 120
 
 
 @pytest.mark.slow
