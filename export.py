@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "data"))
-import prepare  # noqa: E402 (its folder is no package)
+from data import prepare
 
+GPT2_TOKENS = "gpt2"  # the name of tiktoken's encoding, in checkpoints
 SHAPE = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
 
 
@@ -37,7 +37,7 @@ def load_checkpoint(path):
 
 def tokenizer_of(checkpoint):
     """The name of the tokenizer of the text that the model was trained on."""
-    return checkpoint.get("tokenizer", prepare.MergeTokenizer.name)  # an older file does not say
+    return checkpoint.get("tokenizer", GPT2_TOKENS)  # an older file does not say
 
 
 def to_transformers(checkpoint):
@@ -74,7 +74,7 @@ def write_tokenizer(folder):
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     try:
-        encoding = prepare.fetch_merges().encoding
+        encoding = prepare.fetch_merges()
     except prepare.NoMerges as error:
         prepare.warn(f"{error}: the folder has no tokenizer, so pipeline() needs one from elsewhere")
         return
@@ -90,7 +90,7 @@ def write_folder(model, tokenizer_name, folder):
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.absolute().parent) as parent:
         partial = Path(parent) / folder.name
         model.save_pretrained(partial)
-        if tokenizer_name == prepare.MergeTokenizer.name and model.config.vocab_size == prepare.VOCAB_SIZE:
+        if tokenizer_name == GPT2_TOKENS and model.config.vocab_size == prepare.VOCAB_SIZE:
             write_tokenizer(partial)
         partial.rename(folder)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from export import load_checkpoint, prepare, to_transformers, tokenizer_of
+from data import prepare
+from export import GPT2_TOKENS, load_checkpoint, to_transformers, tokenizer_of
 
 END_OF_TEXT = prepare.END_OF_TEXT
 
@@ -33,7 +34,7 @@ class Tokenizer:
             sys.exit(f"error: {error}, without which no text can be given to this model: try again with a network")
 
     def encode(self, text):
-        return self.tokens.encode_to_numpy(text).astype("int64").tolist()
+        return self.tokens.encode_to_numpy(text, disallowed_special=()).astype("int64").tolist()
 
     def decode(self, ids, **_):
         return self.tokens.decode([i for i in ids if i != END_OF_TEXT])
@@ -62,7 +63,7 @@ def load_model(name):
         checkpoint = load_checkpoint(name)
         model, tokenizer = to_transformers(checkpoint), tokenizer_of(checkpoint)
     else:
-        model, tokenizer = from_hugging_face(name), prepare.MergeTokenizer.name
+        model, tokenizer = from_hugging_face(name), GPT2_TOKENS
     if model.config.vocab_size != prepare.VOCAB_SIZE:
         sys.exit(f"error: {name}: its {model.config.vocab_size:,} tokens are not GPT-2's {prepare.VOCAB_SIZE:,}")
     return model, tokenizer

@@ -1,6 +1,4 @@
 """compress.py and the measuring commands around it: what they change, and that their numbers are true."""
-import json
-import os
 import sys
 
 import pytest
@@ -8,7 +6,7 @@ import torch
 from conftest import ROOT, load_module, make_tokens, run_command, rung, train
 from torch import nn
 
-from ladder import eight_bit_adamw, prepare_speed, sampling_speed
+from ladder import eight_bit_adamw, sampling_speed
 
 
 @pytest.fixture(scope="module")
@@ -169,16 +167,3 @@ def test_a_library_that_is_not_there_gets_its_line(monkeypatch, tokens, capsys):
     monkeypatch.setattr(eight_bit_adamw, "OPTIMIZERS", {"imaginary": missing})
     eight_bit_adamw.main(["--model", "tiny", "--device", "cpu", "--data", str(tokens), "--compile-mode", "none"])
     assert "does not run: No module" in capsys.readouterr().out
-
-
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
-def test_prepare_speed(capsys, tmp_path):
-    prepare_speed.main([1_000_000])
-    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert [row[1].strip() for row in rows] == ["txt", "jsonl", "parquet"]
-    for row in rows:
-        assert float(row[2]) > 0 and float(row[6]) > 10
-    path = tmp_path / "a.jsonl"
-    prepare_speed.write_jsonl(path, prepare_speed.documents(100_000))
-    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    assert 100_000 <= sum(map(len, texts)) < 120_000

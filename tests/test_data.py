@@ -1,9 +1,10 @@
-"""data/prepare.py: a real download with every way it can fail, the fallbacks, and files that are whole or absent."""
+"""data/prepare.py: the download and its fallbacks, token files that are whole or absent, and the scripts' batches."""
 import hashlib
 import http.server
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -15,15 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, load_module, rung, run_command
-from tqdm import tqdm
+from filelock import FileLock
 
 PREPARE = ROOT / "data" / "prepare.py"
 CONTENT = "First Citizen:\nBefore we proceed any further, hear me speak.\n".encode() * 50
+NO_NETWORK = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
+NO_NETWORK |= {"no_proxy": "", "NO_PROXY": ""}
 
 
 @pytest.fixture
 def prepare():
-    """A fresh data/prepare.py that expects CONTENT as its default text."""
+    """A fresh data/prepare.py with single-byte tokens that expects CONTENT as its default text."""
     module = load_module(PREPARE)
     module.TINY_SHAKESPEARE_SHA256 = hashlib.sha256(CONTENT).hexdigest()
     module.load_tokenizer = module.ByteTokenizer
@@ -57,6 +60,7 @@ def server():
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        http_server.block_on_close = False
         threading.Thread(target=http_server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{http_server.server_port}"
         http_server.shutdown()
@@ -66,57 +70,55 @@ def read_tokens(folder):
     return np.concatenate([np.fromfile(folder / name, dtype="<u2") for name in ("train.bin", "val.bin")])
 
 
-def bytes_of(prepare, tokens):
-    return np.argsort(prepare.ByteTokenizer().id_of_byte)[tokens].astype(np.uint8).tobytes()
+def text_in(folder):
+    return load_module(PREPARE).ByteTokenizer().decode(read_tokens(folder).tolist())
 
 
-def test_good_download(prepare, server, tmp_path):
-    path, source = prepare.default_text(tmp_path, server + "/good")
-    assert source == "tiny_shakespeare" and path.read_bytes() == CONTENT
+def assert_refused(run, reason):
+    """One error line "error: <flag or file>: <what is wrong>; <what to do>", and no traceback."""
+    assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
+    line = run.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(r"error: .+: .+; .+", line) and reason in line
 
 
-@pytest.mark.parametrize("path, reason", [
-    ("/wrong", "SHA-256"), ("/truncated", ""), ("/missing", "404"), ("/hanging", "timed out"),
-    ("/dripping", "not complete after 1 s"),
-])
-def test_bad_download_falls_back_loudly(path, reason, prepare, server, tmp_path, capsys):
-    started = time.monotonic()
-    text, source = prepare.default_text(tmp_path, server + path, seconds=1)
-    assert time.monotonic() - started < 3
-    assert source == "python_topics"
-    assert text.read_text() == prepare.fallback_text() and len(prepare.fallback_text()) > 300_000
-    errors = capsys.readouterr().err
-    assert "WARNING: could not download" in errors and reason in errors and "NOT comparable" in errors
+# The default text
 
 
-def test_no_server_at_all_falls_back(prepare, tmp_path, capsys):
-    assert prepare.default_text(tmp_path, "http://127.0.0.1:9/", seconds=2)[1] == "python_topics"
-    assert "refused" in capsys.readouterr().err
-
-
-def test_the_whole_default_path(prepare, server, tmp_path):
-    """From the URL to the files that the scripts read."""
+def test_the_default_text_from_the_url_to_the_files(prepare, server, tmp_path):
     default_text = prepare.default_text
-    prepare.default_text = lambda folder: default_text(folder, server + "/good")
-    prepare.main(["--out", str(tmp_path / "tokens")])
-    assert {path.name for path in (tmp_path / "tokens").iterdir()} == prepare.TOKEN_FILES
-    meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
+    prepare.default_text = lambda: default_text(server + "/good")
+    prepare.main(["--out", str(tmp_path / "new" / "tokens")])
+    out = tmp_path / "new" / "tokens"
+    assert {path.name for path in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
     n_train = len(CONTENT) * 9 // 10
-    assert meta == {
+    assert json.loads((out / "meta.json").read_text()) == {
         "source": "tiny_shakespeare", "sha256": hashlib.sha256(CONTENT).hexdigest(), "tokenizer": "gpt2-bytes",
         "vocab_size": 50257, "documents": 1, "train_tokens": n_train, "val_tokens": len(CONTENT) - n_train,
     }
-    tokens = read_tokens(tmp_path / "tokens")
-    assert bytes_of(prepare, tokens) == CONTENT
-    assert tokens[0] == 37  # "F" is id 37 in GPT-2's vocabulary: "!" (33) is 0
+    assert text_in(out).encode() == CONTENT
+    assert len(np.fromfile(out / "train.bin", "<u2")) == n_train
+    assert read_tokens(out)[0] == 37  # "F" is id 37 in GPT-2's vocabulary: "!" (33) is 0
+
+
+@pytest.mark.parametrize("path, reason", [
+    ("/wrong", "SHA-256"), ("/truncated", "Incomplete"), ("/missing", "404"), ("/hanging", "Timeout"),
+    ("/dripping", "Timeout"), (None, "refused"),
+])
+def test_a_bad_download_falls_back_loudly(path, reason, prepare, server, capsys):
+    started = time.monotonic()
+    text, source = prepare.default_text(server + path if path else "http://127.0.0.1:9/", seconds=1)
+    assert time.monotonic() - started < 3
+    assert source == "python_topics" and text == prepare.fallback_text() and len(text) > 300_000
+    errors = capsys.readouterr().err
+    assert "WARNING: could not download Tiny Shakespeare" in errors and reason in errors
+    assert "NOT comparable" in errors and "run `python data/prepare.py` again with a network" in errors
 
 
 def test_offline_the_scripts_still_run(tmp_path):
     """No data, no network, no tokenizer: one command still trains, and the log names what it trained on."""
-    environment = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
     run = run_command(
         sys.executable, ROOT / "baseline.py", "--model", "tiny", "--device", "cpu", "-T", "32", "--steps", "2",
-        cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), no_proxy="", NO_PROXY="", **environment,
+        cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **NO_NETWORK,
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("NOT comparable") == 2
@@ -125,200 +127,236 @@ def test_offline_the_scripts_still_run(tmp_path):
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["tokens", "tokens.lock"]
 
 
-def test_tokenizer_that_never_answers(monkeypatch):
-    prepare = load_module(PREPARE)
-    monkeypatch.setattr(prepare.tiktoken, "get_encoding", lambda name: time.sleep(2))
-    with pytest.raises(prepare.NoMerges, match="no answer after 0.2 s"):
-        prepare.fetch_merges(seconds=0.2)
+@pytest.mark.parametrize("had, flags, tokenizer, refused", [
+    (("tiny_shakespeare", "gpt2"), [], "gpt2-bytes", True),
+    (("tiny_shakespeare", "gpt2"), [], "gpt2", True),  # the merges are at hand, the text is not
+    (("my.txt", "gpt2-bytes"), [], "gpt2-bytes", True),  # a real text
+    (("python_topics", "gpt2"), [], "gpt2-bytes", True),
+    (("my.txt", "gpt2"), ["--text", "new.txt"], "gpt2-bytes", True),
+    (("my.txt", "gpt2"), ["--text", "new.txt"], "gpt2", False),
+    (("my.txt", "gpt2-bytes"), ["--text", "new.txt"], "gpt2-bytes", False),
+    (("python_topics", "gpt2-bytes"), [], "gpt2-bytes", False),
+    (("python_topics", "gpt2-bytes"), ["--text", "new.txt"], "gpt2", False),
+    (None, [], "gpt2-bytes", False),  # a folder without a usable meta.json
+])
+def test_no_fallback_replaces_real_tokens(had, flags, tokenizer, refused, prepare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "default_text", lambda: (prepare.fallback_text(), "python_topics"))
+    monkeypatch.setattr(prepare.ByteTokenizer, "name", "gpt2-bytes")
+    encoder = prepare.ByteTokenizer()
+    encoder.name = tokenizer
+    prepare.load_tokenizer = lambda: encoder
+    (tmp_path / "new.txt").write_text("new text")
+    out = tmp_path / "data" / "tokens"
+    out.mkdir(parents=True)
+    (out / "train.bin").write_bytes(b"old")
+    (out / "meta.json").write_text(json.dumps(dict(zip(("source", "tokenizer"), had, strict=True)) if had else []))
+    if refused:
+        with pytest.raises(SystemExit, match=f"error: --out .*: holds {had[0]} .{had[1]} tokens.*; .*network"):
+            prepare.main(flags)
+        assert (out / "train.bin").read_bytes() == b"old" and not (tmp_path / "data" / "tokens.partial").exists()
+    else:
+        prepare.main(flags)
+        assert json.loads((out / "meta.json").read_text())["tokenizer"] == tokenizer
 
 
-def test_single_byte_tokens_are_gpt2s_own(monkeypatch):
+# The tokenizers
+
+
+def test_a_tokenizer_that_never_answers():
+    """No waiting for it, neither in fetch_merges nor when the program ends."""
+    code = ("import time; from data import prepare\n"
+            "prepare.tiktoken.get_encoding = lambda name: time.sleep(60)\n"
+            "try: prepare.fetch_merges(seconds=0.2)\n"
+            "except prepare.NoMerges as error: print(error)")
+    run = run_command(sys.executable, "-c", code, timeout=30)
+    assert run.stdout == "tiktoken could not fetch GPT-2's merges (TimeoutError)\n", run.stderr
+
+
+def test_single_byte_tokens_are_gpt2s_own():
     """GPT-2's table of bytes: OpenAI's bytes_to_unicode, as transformers ships it."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    prepare = load_module(PREPARE)
-    order = list(bytes_to_unicode())  # its keys are in the order of the ids
-    assert prepare.ByteTokenizer().id_of_byte[order].tolist() == list(range(256))
+    tokenizer = load_module(PREPARE).ByteTokenizer()
+    assert tokenizer.byte_of_id.tolist() == list(bytes_to_unicode())  # its keys are in the order of the ids
+    text = "".join(map(chr, range(1000)))
+    assert tokenizer.decode(tokenizer.encode_to_numpy(text)) == text
+    assert tokenizer.decode([37, 50256, 3]) == "F\ufffd$"
 
 
 @pytest.mark.skipif(not os.environ.get("TINY_SHAKESPEARE"), reason="set TINY_SHAKESPEARE to the text's path")
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
 def test_tiny_shakespeare_has_338025_tokens(tmp_path):
     text = Path(os.environ["TINY_SHAKESPEARE"])
     run = run_command(sys.executable, PREPARE, "--text", text.resolve(), "--out", tmp_path / "tokens")
     assert run.returncode == 0, run.stderr
     meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
-    if meta["tokenizer"] != "gpt2":
-        pytest.skip("tiktoken's gpt2 encoding is not at hand")
-    assert meta["source"] == "tiny_shakespeare"
+    assert (meta["source"], meta["tokenizer"]) == ("tiny_shakespeare", "gpt2")
     assert (meta["train_tokens"], meta["val_tokens"]) == (304_222, 338_025 - 304_222)
-    encoding = load_module(PREPARE).tiktoken.get_encoding("gpt2")
+    encoding = load_module(PREPARE).load_tokenizer()
     assert encoding.decode(read_tokens(tmp_path / "tokens").tolist()).encode() == text.read_bytes()
 
 
-def test_pieces_never_cut_a_token(tmp_path, monkeypatch):
-    """Encoding piece by piece gives exactly the tokens of the whole, however odd the whitespace."""
-    prepare = load_module(PREPARE)
-    tokenizer = prepare.load_tokenizer()
-    if tokenizer.name != "gpt2":
-        pytest.skip("tiktoken's gpt2 encoding is not at hand")
-    random.seed(0)
-    parts = ["word", " ", "  ", "\n", "\n\n", "\t", "it's", "we'll ", "123", "!?", "é", "日本"]
-    parts += ["\u00a0", "\u3000", "\r\n"]
-    for size in (1, 2, 7, 64):
-        monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", size)
-        for _ in range(50):
-            text = "".join(random.choices(parts, k=100))
-            (tmp_path / "text").write_bytes(text.encode())
-            with tqdm(disable=True) as bar:
-                [document] = prepare.read_txt(tmp_path / "text", "text", bar)
-                pieces = list(document)
-            assert "".join(pieces) == text
-            together = [token for piece in pieces for token in tokenizer.encode_to_numpy(piece).tolist()]
-            assert together == tokenizer.encoding.encode_ordinary(text)
+# A text
 
 
 @pytest.mark.parametrize("content, reason", [
-    (b"", "is empty"), (b"x", "is too short"), (b"\xff\xfe\x00caf\xe9", "is not UTF-8 text"),
+    (b"", "0 tokens are too few"), (b"\xff\xfe\x00caf\xe9", "UnicodeDecodeError"), (None, "No such file"),
 ])
 def test_texts_that_cannot_be_used(content, reason, tmp_path):
-    (tmp_path / "text").write_bytes(content)
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
     run = run_command(sys.executable, PREPARE, "--text", tmp_path / "text", "--out", tmp_path / "tokens")
-    assert run.returncode == 1
-    assert run.stderr.strip().splitlines()[-1].startswith("error:") and reason in run.stderr
-    assert "Traceback" not in run.stderr
+    assert_refused(run, reason)
     assert not (tmp_path / "tokens").exists() and not (tmp_path / "tokens.partial").exists()
 
 
 def test_a_byte_order_mark_is_no_text(prepare, tmp_path):
-    (tmp_path / "text").write_bytes("\ufefftwo \ufeffwords".encode())
-    prepare.main(["--text", str(tmp_path / "text"), "--out", str(tmp_path / "tokens")])
-    assert bytes_of(prepare, read_tokens(tmp_path / "tokens")) == "two \ufeffwords".encode()
+    (tmp_path / "text").write_bytes("\ufefftwo \ufeffwords\r\n".encode())
+    prepare.prepare(tmp_path / "text", tmp_path / "tokens")
+    assert text_in(tmp_path / "tokens") == "two \ufeffwords\r\n"
 
 
 def test_a_tiny_text_works(prepare, tmp_path):
-    (tmp_path / "text").write_bytes(b"abc")
-    prepare.main(["--text", str(tmp_path / "text"), "--out", str(tmp_path / "tokens")])
-    assert len(np.fromfile(tmp_path / "tokens" / "train.bin", "<u2")) == 2
-    assert len(np.fromfile(tmp_path / "tokens" / "val.bin", "<u2")) == 1
+    (tmp_path / "text").write_bytes(b"ab")
+    meta = prepare.prepare(tmp_path / "text", tmp_path / "tokens")
+    assert (meta["train_tokens"], meta["val_tokens"]) == (1, 1) and text_in(tmp_path / "tokens") == "ab"
 
 
-def test_a_huge_text_needs_no_huge_memory(tmp_path):
-    """300 MB of text in an address space that cannot hold it twice."""
-    with open(tmp_path / "text", "wb") as file:
-        for _ in range(300):
-            file.write((b"A line of text.\n" * 65536)[:1_000_000])
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import prepare\n"
-        "from conftest import peak_memory\n"
-        "prepare.load_tokenizer = prepare.ByteTokenizer\n"
-        "before = peak_memory()\n"
-        "prepare.main(['--text', sys.argv[2], '--out', sys.argv[3]])\n"
-        "print(peak_memory() - before)"
-    )
-    run = run_command(sys.executable, "-c", code, PREPARE.parent, tmp_path / "text", tmp_path / "tokens",
-                      PYTHONPATH=str(ROOT / "tests"))
-    assert run.returncode == 0, run.stderr
-    assert float(run.stdout.splitlines()[-1]) < 60  # MiB
-    assert (tmp_path / "tokens" / "train.bin").stat().st_size == 2 * 270_000_000
+# Files that are whole or absent
+
+STOPPED_RUN = """
+import os, sys; from data import prepare
+class Tokenizer(prepare.ByteTokenizer):
+    def encode_to_numpy(self, text, disallowed_special=()):
+        if "STOP" in text and sys.argv[3] != "0":
+            os.kill(os.getpid(), int(sys.argv[3]))
+        return super().encode_to_numpy(text)
+prepare.load_tokenizer = Tokenizer
+print("ready", flush=True)
+prepare.main(["--text", sys.argv[1], "--out", sys.argv[2]])
+"""
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_killed_preparation_leaves_the_old_files(signal_number, prepare, tmp_path, monkeypatch):
-    """Killed at random moments: the folder always holds one whole text, and the next run cleans up and works."""
-    monkeypatch.syspath_prepend(PREPARE.parent)  # where the encoding processes find the module
-    (tmp_path / "old").write_bytes(b"old text " * 100)
-    (tmp_path / "new").write_bytes(b"new text " * 2_000_000)
+def test_a_stopped_preparation_leaves_the_old_files(signal_number, prepare, tmp_path):
+    """Stopped in the middle of the text: the old folder is as it was, and the next run cleans up and works."""
+    old, new = b"old text " * 100, b"new text " * 200_000 + b"STOP" + b" and the rest" * 1000
+    (tmp_path / "old").write_bytes(old)
+    (tmp_path / "new").write_bytes(new)
     out = tmp_path / "tokens"
-    prepare.main(["--text", str(tmp_path / "old"), "--out", str(out)])
-    code = (
-        "import signal, sys; sys.path.insert(0, sys.argv[1]); import prepare\n"
-        "prepare.load_tokenizer = prepare.ByteTokenizer; prepare.CHUNK_CHARACTERS = 200\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('stopped'))\n"
-        "print('ready', flush=True); prepare.main(['--text', sys.argv[2], '--out', sys.argv[3]])"
-    )
-    random.seed(signal_number)
-    for _ in range(4):
-        command = [sys.executable, "-c", code, PREPARE.parent, tmp_path / "new", out]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
-            run.stdout.readline()
-            time.sleep(random.uniform(0.0, 0.3))
-            run.send_signal(signal_number)
-        assert run.returncode != 0
-        # old, or new if the signal came after the rename: whole in any case
-        assert bytes_of(prepare, read_tokens(out)) in (b"old text " * 100, b"new text " * 2_000_000)
-        if signal_number != signal.SIGKILL:
-            assert not (tmp_path / "tokens.partial").exists()
-    prepare.main(["--text", str(tmp_path / "new"), "--out", str(out)])
-    assert len(read_tokens(out)) == 18_000_000
+    prepare.prepare(tmp_path / "old", out)
+    run = run_command(sys.executable, "-c", STOPPED_RUN, tmp_path / "new", out, int(signal_number))
+    assert run.returncode == (1 if signal_number == signal.SIGINT else -signal_number)
+    assert text_in(out).encode() == old
+    if signal_number == signal.SIGINT:
+        assert_refused(run, "not written (stopped); run the same command again")
+        assert not (tmp_path / "tokens.partial").exists()
+    else:
+        assert (tmp_path / "tokens.partial").exists()
+    prepare.prepare(tmp_path / "new", out)
+    assert text_in(out).encode() == new
     assert {path.name for path in tmp_path.iterdir()} == {"old", "new", "tokens", "tokens.lock"}
 
 
-def test_a_full_disk_leaves_nothing(tmp_path):
-    """A limit on the size of files stands for the full disk: the write fails with an OSError."""
-    (tmp_path / "text").write_bytes(b"some text " * 100_000)
-    limit = 200_000
-    run = subprocess.run(
-        [sys.executable, PREPARE, "--text", tmp_path / "text", "--out", tmp_path / "tokens"], capture_output=True,
-        text=True, timeout=120, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    assert run.returncode == 1
-    assert run.stderr.strip().splitlines()[-1].startswith("error: nothing was written")
-    assert "Traceback" not in run.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"text", "tokens.lock"}
+@pytest.mark.slow
+def test_a_preparation_killed_at_random_moments(prepare, tmp_path):
+    random.seed(0)
+    texts = [b"old text " * 1000, b"new text " * 100_000]
+    out = tmp_path / "tokens"
+    for number, text in enumerate(texts):
+        (tmp_path / str(number)).write_bytes(text)
+    prepare.prepare(tmp_path / "0", out)
+    for number in range(20):
+        command = [sys.executable, "-c", STOPPED_RUN, tmp_path / str(number % 2), out, "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as run:
+            run.stdout.readline()
+            time.sleep(random.uniform(0, 0.1))
+            run.kill()
+        if out.exists():  # else killed between the two renames: the next run puts it back
+            assert text_in(out).encode() in texts
+    assert prepare.prepare(tmp_path / "1", out) and text_in(out).encode() == texts[1]
 
 
-def test_a_foreign_folder_is_never_replaced(tmp_path):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
-    (tmp_path / "text").write_bytes(b"some text")
-    for out, reason in (("photos", "also holds cat.jpg"), ("text", "is a file")):
-        run = run_command(sys.executable, PREPARE, "--text", tmp_path / "text", "--out", tmp_path / out)
-        assert run.returncode == 1 and reason in run.stderr and "Traceback" not in run.stderr
-    assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"cat"
-    (tmp_path / "novel").mkdir()
-    (tmp_path / "novel" / "text.txt").write_text("my novel")
-    run = run_command(sys.executable, PREPARE, "--text", tmp_path / "novel" / "text.txt", "--out", tmp_path / "novel")
-    assert run.returncode == 1 and "text.txt, which would be lost" in run.stderr
-    assert (tmp_path / "novel" / "text.txt").read_text() == "my novel"
-    for sibling in ("mine.old", "mine.partial"):
-        (tmp_path / sibling).mkdir()
-        (tmp_path / sibling / "thesis.txt").write_text("thesis")
-        run = run_command(sys.executable, PREPARE, "--text", tmp_path / "text", "--out", tmp_path / "mine")
-        assert run.returncode == 1 and "thesis.txt, which would be lost" in run.stderr
-        assert (tmp_path / sibling / "thesis.txt").read_text() == "thesis"
-        (tmp_path / sibling).rename(tmp_path / f"kept {sibling}")
+def test_killed_between_the_two_renames(prepare, tmp_path):
+    """The old tokens are then in tokens.partial: the next run puts them back, even one that fails."""
+    (tmp_path / "old").write_bytes(b"old text")
+    prepare.prepare(tmp_path / "old", tmp_path / "tokens")
+    (tmp_path / "tokens.partial").mkdir()
+    (tmp_path / "tokens").rename(tmp_path / "tokens.partial" / "old")
+    with pytest.raises(SystemExit):
+        prepare.prepare(tmp_path / "nowhere", tmp_path / "tokens")
+    assert text_in(tmp_path / "tokens") == "old text" and not (tmp_path / "tokens.partial").exists()
 
 
 def test_an_old_folder_is_back_when_the_new_one_cannot_take_its_place(prepare, tmp_path, monkeypatch):
     """As on Windows, where a folder in use is not renamed."""
     for name in ("old", "new"):
         (tmp_path / name).write_bytes(f"{name} text".encode())
-    prepare.main(["--text", str(tmp_path / "old"), "--out", str(tmp_path / "tokens")])
+    prepare.prepare(tmp_path / "old", tmp_path / "tokens")
     rename = Path.rename
 
     def refuse_the_new(path, target):
-        if path.name == "tokens.partial":
+        if path.name == "new":
             raise PermissionError("in use")
-        rename(path, target)
+        return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refuse_the_new)
-    with pytest.raises(SystemExit, match="nothing was written to .*in use"):
+    with pytest.raises(SystemExit, match="not written .in use.; run"):
         prepare.main(["--text", str(tmp_path / "new"), "--out", str(tmp_path / "tokens")])
-    assert bytes_of(prepare, read_tokens(tmp_path / "tokens")) == b"old text"
-    assert not (tmp_path / "tokens.old").exists()
+    assert text_in(tmp_path / "tokens") == "old text" and not (tmp_path / "tokens.partial").exists()
 
 
-def test_a_second_preparation_waits_and_says_so(prepare, tmp_path):
+def test_a_full_disk_leaves_the_old_files(prepare, tmp_path):
+    """A limit on the size of files stands for the full disk: the write fails with an OSError."""
+    (tmp_path / "old").write_bytes(b"old text")
+    (tmp_path / "text").write_bytes(b"some text " * 100_000)
+    prepare.prepare(tmp_path / "old", tmp_path / "tokens")
+    run = subprocess.run(
+        [sys.executable, "-c", STOPPED_RUN, tmp_path / "text", tmp_path / "tokens", "0"], capture_output=True,
+        text=True, timeout=120, cwd=ROOT, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2),
+    )
+    assert_refused(run, "File too large")
+    assert text_in(tmp_path / "tokens") == "old text" and not (tmp_path / "tokens.partial").exists()
+
+
+@pytest.mark.parametrize("place", ["mine", "mine.partial"])
+def test_a_foreign_folder_is_never_replaced(place, prepare, tmp_path):
+    (tmp_path / place).mkdir()
+    (tmp_path / place / "text.txt").write_text("my novel")
+    with pytest.raises(SystemExit, match=f"error: --out .*: {place} also holds text.txt, which would be lost; "):
+        prepare.main(["--text", str(tmp_path / place / "text.txt"), "--out", str(tmp_path / "mine")])
+    assert (tmp_path / place / "text.txt").read_text() == "my novel"
+    assert list(tmp_path.iterdir()) == [tmp_path / place]
+
+
+def test_a_second_preparation_waits_and_says_so(tmp_path):
     (tmp_path / "text").write_bytes(b"some text")
-    command = [sys.executable, PREPARE, "--text", tmp_path / "text", "--out", tmp_path / "tokens"]
-    with open(tmp_path / "said", "w") as said, prepare.become_only_writer(tmp_path / "tokens"):
-        run = subprocess.Popen(command, stderr=said)
+    command = [sys.executable, "-c", STOPPED_RUN, tmp_path / "text", tmp_path / "tokens", "0"]
+    with open(tmp_path / "said", "w") as said, FileLock(tmp_path / "tokens.lock"):
+        run = subprocess.Popen(command, stderr=said, cwd=ROOT)
         deadline = time.monotonic() + 30
         while not (tmp_path / "said").stat().st_size and time.monotonic() < deadline:
             time.sleep(0.1)
         assert "waiting for another preparation" in (tmp_path / "said").read_text()
         assert run.poll() is None and not (tmp_path / "tokens").exists()
-    assert run.wait(timeout=60) == 0 and (tmp_path / "tokens").exists()
+    assert run.wait(timeout=60) == 0 and text_in(tmp_path / "tokens") == "some text"
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (["--name", "x"], "--hf too"),
+    (["--split", "x"], "--hf too"),
+    (["--field", "x"], "--hf too"),
+    (["--text", __file__, "--out", "/"], "error: --out /: .*; run"),
+    (["--text", __file__, "--out", __file__], "Not a directory"),
+    (["--text", __file__, "--out", 200 * "long"], "File name too long"),
+])
+def test_wrong_flags(flags, reason, prepare):
+    with pytest.raises(SystemExit, match=reason):
+        prepare.main(flags)
+
+
+# The batches of the training scripts
 
 
 @pytest.mark.parametrize("number", [0, 11])

@@ -1,6 +1,6 @@
 """How fast data/prepare.py encodes, against tiktoken's own batch encoding, and how much memory it takes.
 
-    python -m ladder.prepare_speed [megabytes ...]              # default: 10 100 1000
+    python experiments/prepare_speed.py [megabytes ...]         # default: 10 100 1000
 
 Writes generated text (words drawn from the language reference that Python carries) of each size as .txt, .jsonl and
 .parquet, prepares it, and prints a table:
@@ -28,10 +28,8 @@ import tiktoken
 from rich.console import Console
 from rich.table import Table
 
-from ladder.stages import ROOT
-
 SAMPLE_BYTES = 20_000_000
-PREPARE = ROOT / "data" / "prepare.py"
+PREPARE = Path(__file__).resolve().parent.parent / "data" / "prepare.py"
 
 
 def documents(size):
