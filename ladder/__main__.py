@@ -11,15 +11,16 @@ import argparse
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from ladder.errors import UserError
-from ladder.stages import LABELS, ROOT, STAGES
+from ladder.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 
-DEFAULT_LOGS = Path("logs/ladder")
+RUNS = Path("logs/ladder")  # one folder per run
 REFERENCE = ROOT / "logs" / "reference"
 console = Console(highlight=False)
 messages = Console(highlight=False, stderr=True)  # what is not the answer itself: --json and --csv own the output
@@ -42,14 +43,14 @@ def parse_args(argv=None):
     run.add_argument("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
     run.add_argument("--repeat", type=positive, default=1, metavar="N", help="N interleaved rounds, to see the noise")
     run.add_argument("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
-    run.add_argument("--resume", action="store_true", help="skip what is finished with the same flags")
+    run.add_argument("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
     run.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
     run.add_argument("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each rung (default: 3600)")
     run.add_argument("--processes", type=positive, default=2, help="of ddp_run.py (default: %(default)s)")
-    run.add_argument("--logs", type=Path, default=DEFAULT_LOGS, help="default: %(default)s")
+    run.add_argument("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {RUNS}/DATE_TIME)")
 
     report = verbs.add_parser("report", help="the table, plots and the page")
-    report.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help=f"default: {DEFAULT_LOGS}")
+    report.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help=f"default: the newest in {RUNS}")
     report.add_argument("--png", type=Path, metavar="FOLDER", help="write the plots there")
     report.add_argument("--html", type=Path, metavar="FILE", help="write the tutorial page, of logs/reference/")
     report.add_argument("--readme", action="store_true", help="rewrite the README's table from logs/reference/")
@@ -68,10 +69,11 @@ def parse_args(argv=None):
     propagate = verbs.add_parser("propagate", help="carry the uncommitted fix in FILE through all later rungs")
     propagate.add_argument("file")
 
+    argv = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(argv)
     if rest and args.verb != "run":
         parser.error(f"unknown: {' '.join(rest)}")
-    args.flags = rest
+    args.flags, args.argv = rest, argv
     return args
 
 
@@ -87,30 +89,55 @@ def check(args):
     return 0
 
 
+def newest_run():
+    runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
+    return runs[-1].parent
+
+
+def as_started(args):
+    """The arguments of the run that --resume continues."""
+    from ladder.report import read_machine
+
+    if set(args.argv) - {"run", "--resume", "--logs", str(args.logs), f"--logs={args.logs}"}:
+        raise UserError("--resume: continues a run with the flags that it was started with; leave the others out")
+    folder = args.logs or newest_run()
+    arguments = read_machine(folder).get("arguments")
+    if arguments is None:
+        raise UserError(f"--resume: {folder} holds no run of python -m ladder; start one without --resume")
+    started = parse_args(arguments)
+    started.logs, started.resume = folder, True
+    return started
+
+
 def run(args):
     from ladder.report import build_report, print_table
-    from ladder.runner import check_flags, parse_rungs, plan, run_ladder
+    from ladder.runner import check_flags, locked, parse_rungs, plan, run_ladder
 
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    rungs = parse_rungs(args.rungs)
+    args = as_started(args) if args.resume else args
+    stages = parse_rungs(args.rungs)
     if args.time_limit <= 0:
         raise UserError(f"--time-limit {args.time_limit:g}: must be more than 0")
+    settings = check_flags(stages, args.flags)
     if args.max_batch:
-        return max_batch(args, rungs)
-    jobs = plan(rungs, args.flags, args.logs, args.repeat, args.peers, args.processes)
-    check_flags(rungs, args.flags)
-    settings = {"flags": args.flags, "repeat": args.repeat, "processes": args.processes}
+        return max_batch(args, stages)
+    logs = args.logs or RUNS / time.strftime("%Y-%m-%d_%H-%M-%S")
+    jobs = plan(stages, args.flags, logs, args.repeat, args.peers, args.processes)
     interrupted, outcomes = False, []
+    with locked(logs, args.resume):
+        try:
+            outcomes = run_ladder(jobs, settings, args.argv, logs, args.time_limit, args.resume, console)
+        except KeyboardInterrupt:
+            interrupted = True
+            console.print("stopped; python -m ladder run --resume continues", style="yellow")
     try:
-        outcomes = run_ladder(jobs, settings, args.logs, args.time_limit, args.resume, console)
-    except KeyboardInterrupt:
-        interrupted = True
-        console.print("stopped; --resume with the same flags goes on", style="yellow")
-    try:
-        print_table(build_report(args.logs), console)
+        print_table(build_report(logs), console)
     except UserError:
         if not interrupted and all(outcome.status == "ok" for outcome in outcomes):
             raise
+    console.print(f"logs: {logs}", markup=False)
     failed = [outcome for outcome in outcomes if outcome.status not in ("ok", "skipped")]
     if failed:
         console.print(f"{len(failed)} of {len(jobs)} runs did not finish:", style="red")
@@ -119,18 +146,18 @@ def run(args):
     return 130 if interrupted else 1 if failed else 0
 
 
-def max_batch(args, rungs):
+def max_batch(args, stages):
     from rich.table import Table
 
     from ladder.runner import largest_batch
 
     table = Table("rung", "largest B", "tokens/s", "what stopped the next one", title="The largest batch")
     nothing_ran = False
-    for number in rungs:
+    for stage in stages:
         with tempfile.TemporaryDirectory() as folder:
-            best, speed, why = largest_batch(number, args.flags, Path(folder), args.time_limit,
+            best, speed, why = largest_batch(stage, args.flags, Path(folder), args.time_limit, args.processes,
                                              lambda line: console.print(line, style="dim", markup=False))
-        table.add_row(STAGES[number].title, str(best), f"{speed:,.0f}" if speed else "–", escape(why))
+        table.add_row(stage.title, str(best), f"{speed:,.0f}" if speed else "–", escape(why))
         nothing_ran |= best == 0
     console.print(table)
     return 1 if nothing_ran else 0
@@ -147,7 +174,7 @@ def report(args):
     from ladder.report import as_csv, as_json, build_report, print_table, write_readme
 
     from_reference = args.readme or args.html
-    folders = args.folders or (reference_folders() if from_reference else [DEFAULT_LOGS])
+    folders = args.folders or (reference_folders() if from_reference else [newest_run()])
     reports = [build_report(folder, B=args.B, T=args.T, model=args.model) for folder in folders]
     if args.readme:
         write_readme(reports)
@@ -181,14 +208,11 @@ def compare(args):
 
 
 def find_rung(word):
-    """The place of a rung in STAGES from "7", "07", "ddp" or its file name."""
-    names = {name: i for i, stage in enumerate(STAGES) for name in (stage.file, stage.name)}
-    if word in names:
-        return names[word]
-    label = word.lstrip("0") or "0"
-    if label in LABELS:
-        return LABELS[label]
-    raise UserError(f"no rung {word}: there are 0 to {STAGES[-1].label} and ddp, or their file names")
+    """The stage called "7", "07" or "ddp", or by its file's name."""
+    stage = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
+    if stage is None:
+        raise UserError(f"no rung {word}: there are 0 to {STAGES[-1].label} and ddp, or their file names")
+    return stage
 
 
 def diff(args):
@@ -196,24 +220,23 @@ def diff(args):
 
     if len(args.rungs) > 2:
         raise UserError("diff takes one rung, or two")
-    last = find_rung(args.rungs[-1])
-    first = find_rung(args.rungs[0]) if len(args.rungs) == 2 else last - 1
-    before = STAGES[first].path.read_text() if first >= 0 else None
-    print_lesson(read_lesson(before, STAGES[last].path.read_text()), console)
-    print_effect(first, last)
+    stage = find_rung(args.rungs[-1])
+    before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else BY_LABEL.get(stage.before)
+    print_lesson(read_lesson(before and before.path.read_text(), stage.path.read_text()), console)
+    print_effect(before, stage)
     return 0
 
 
-def print_effect(first, last):
+def print_effect(before, stage):
     """Under the diff: what the change did on the reference machines."""
     from ladder.report import build_report, describe
 
-    for folder in reference_folders() if REFERENCE.is_dir() else []:
+    for folder in reference_folders() if before and REFERENCE.is_dir() else []:
         reference = build_report(folder)
         rows = {row.name: row for row in reference.rows}
-        if first < 0 or not {STAGES[first].name, STAGES[last].name} <= rows.keys():
+        if not {before.name, stage.name} <= rows.keys():
             continue
-        old, new = rows[STAGES[first].name], rows[STAGES[last].name]
+        old, new = rows[before.name], rows[stage.name]
         console.print(f"\nMeasured: {describe(reference)}", style="bold", markup=False)
         memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
         ratio = new.tokens_per_second / old.tokens_per_second

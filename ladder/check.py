@@ -1,4 +1,5 @@
 """What this machine has, and what each rung will gain from it: one line each, with what to do where it lacks."""
+import json
 import os
 import shutil
 import tempfile
@@ -7,8 +8,11 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.nn.attention import SDPBackend
 
-from ladder.memory import recommend
+import speedup_10_fused_adamw as rung_10
+from ladder.memory import free_memory, recommend
+from ladder.rates import nvidia_gpus
 from ladder.stages import ROOT
 
 GOOD, NEUTRAL, BAD = "✓", "–", "✗"
@@ -27,16 +31,47 @@ def pick_device():
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def check_device(device):
-    import speedup_10_fused_adamw as rung_10
+def runs_on(built_for, capability):
+    """Whether kernels built for "sm_86" (8.6 up to 8.9) or "compute_90" (9.0 and all later) run on a capability."""
+    kind, number = built_for.split("_")
+    version = divmod(int(number.rstrip("af")), 10)
+    return version <= capability and (kind == "compute" or version[0] == capability[0])
 
-    if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        memory = f"{total / 1e9:.0f} GB, {free / 1e9:.0f} GB free"
-    else:
-        memory = f"{psutil.virtual_memory().total / 1e9:.0f} GB, {psutil.virtual_memory().available / 1e9:.0f} GB free"
-    mark = GOOD if device != "cpu" else NEUTRAL
-    yield Finding(mark, "device", f"{device}: {rung_10.device_name(device)}, {memory}")
+
+def nvidia_problem():
+    """(what keeps torch from the NVIDIA GPU of this machine, what to do about it); None if nothing does."""
+    gpus = nvidia_gpus()
+    version = torch.__version__.split("+")[0]
+    wheel = f"pip install --force-reinstall torch=={version} --index-url https://download.pytorch.org/whl/"
+    if not torch.cuda.is_available():
+        if not gpus:
+            return None
+        if torch.version.cuda is None:
+            return "this torch is built without CUDA", wheel + "cu130"
+        if not (os.environ.get("CUDA_VISIBLE_DEVICES", "0") or "-1").startswith("-"):
+            needs = {"13": 580, "12": 525}.get(torch.version.cuda.split(".")[0], 0)  # NVIDIA's minimum by CUDA version
+            if int(gpus[0]["driver"].split(".")[0]) < needs:
+                return (f"driver {gpus[0]['driver']} is too old for CUDA {torch.version.cuda}",
+                        f"update it to {needs} or newer, or {wheel}cu126")
+            return f"CUDA {torch.version.cuda} does not start", "python -c 'import torch; torch.cuda.init()' says why"
+        return "CUDA_VISIBLE_DEVICES hides it", "unset it"
+    if torch.version.cuda:
+        major, minor = torch.cuda.get_device_capability()
+        if not any(runs_on(built_for, (major, minor)) for built_for in torch.cuda.get_arch_list()):
+            return (f"this torch has no kernels for compute capability {major}.{minor}, only for "
+                    f"{', '.join(torch.cuda.get_arch_list())}", wheel + "cu126")
+    return None
+
+
+def check_device(device):
+    total = torch.cuda.mem_get_info()[1] if device == "cuda" else psutil.virtual_memory().total
+    memory = f"{total / 1e9:.0f} GB, {free_memory(device) / 1e9:.0f} GB free"
+    name = f"{device}: {rung_10.device_name(device)}, {memory}"
+    for gpu in nvidia_gpus() if device == "cuda" else []:
+        name += f"; {gpu['name']}, driver {gpu['driver']}, power limit {gpu['power limit']}"
+    yield Finding(GOOD if device != "cpu" else NEUTRAL, "device", name)
+    if problem := nvidia_problem():
+        yield Finding(BAD, "NVIDIA GPU", f"torch cannot use it: {problem[0]}; {problem[1]}")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     old = "" if version >= (2, 11) else ": needs 2.11 or newer, pip install -r requirements.txt"
     yield Finding(BAD if old else GOOD, "torch", torch.__version__ + old)
@@ -46,32 +81,41 @@ def check_formats(device):
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     tf32 = capability >= (8, 0) and torch.version.cuda
     yield Finding(GOOD if tf32 else NEUTRAL, "TF32", "rung 2 gains" if tf32 else "rung 2 has no effect on this device")
-    if device == "cuda":
-        bf16, fp16 = torch.cuda.is_bf16_supported(including_emulation=False), True
-    elif device == "mps":
-        bf16 = fp16 = True
-    else:
-        onednn = torch.backends.mkldnn.is_available()
-        bf16 = onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        fp16 = onednn and torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    without = "rung 3 uses float16 with a GradScaler" if device == "cuda" else "rung 3 will not gain time"
-    yield Finding(GOOD if bf16 else NEUTRAL, "bfloat16", "rung 3 gains" if bf16 else f"none in hardware: {without}")
-    yield Finding(GOOD if fp16 else NEUTRAL, "float16", "there" if fp16 else "slow here; the ladder uses bfloat16")
+    dtype = rung_10.autocast_dtype(device)
+    without = {
+        torch.float16: "none in hardware: rung 3 and up use float16 with a GradScaler",
+        torch.float32: "none in this CPU: rungs 3 and up run in float32 here, and gain nothing from it",
+    }
+    yield Finding(NEUTRAL if dtype in without else GOOD, "bfloat16", without.get(dtype, "rung 3 gains"))
+
+
+def compile_problem(device):
+    """Why torch.compile does not work here, in one line, found out by compiling something tiny; None if it works."""
+    try:
+        torch.compile(torch.sin)(torch.ones(8, device=device))
+    except Exception as error:  # no compiler, no Triton, no headers, an unsupported Python: any exception
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def attention_kernel(device):
+    """The kernel that scaled_dot_product_attention chooses for rung 6's tensors, as torch calls it."""
+    q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))  # (B, nh, T, hs)
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
 
 
 def check_kernels(device):
-    import speedup_05_compile as rung_5
-
-    problem = rung_5.compile_problem(device)
-    need = "a C++ compiler (Linux: apt install g++)" if device == "cpu" else "Triton and a C compiler"
-    advice = f"does not work, rungs 5 and up run eagerly: {problem}; install {need}"
-    yield Finding(BAD if problem else GOOD, "torch.compile", advice if problem else "works, for rung 5 and up")
-    if device == "cuda":
-        flash = torch.cuda.get_device_capability() >= (8, 0) and torch.backends.cuda.is_flash_attention_available()
-        yield Finding(GOOD if flash else NEUTRAL, "flash attention",
-                      "rung 6 gains" if flash else "not on this GPU: rung 6 uses the memory-efficient kernel")
+    if device == "mps":
+        yield Finding(NEUTRAL, "torch.compile", "not used on Apple GPUs, where large models do not compile: rungs 5 "
+                                                "and up run eagerly")
+        yield Finding(GOOD, "attention", "Apple's own kernel: rung 6 saves memory")
     else:
-        yield Finding(GOOD, "flash attention", "torch's own kernel for this device: rung 6 saves memory")
+        problem = compile_problem(device)
+        need = "a C++ compiler (Linux: apt install g++)" if device == "cpu" else "Triton and a C compiler"
+        advice = f"does not work, rungs 5 and up run eagerly: {problem}; install {need}"
+        yield Finding(BAD if problem else GOOD, "torch.compile", advice if problem else "works, for rung 5 and up")
+        kernel = attention_kernel(device)
+        gain = "rung 6 computes all scores, and gains nothing" if kernel == "MATH" else "rung 6 gains"
+        yield Finding(NEUTRAL if kernel == "MATH" else GOOD, "attention", f"torch chooses {kernel} here: {gain}")
     fused = device in torch.utils._foreach_utils._get_fused_kernels_supported_devices()
     yield Finding(GOOD if fused else NEUTRAL, "fused AdamW", "rung 10 gains" if fused else "not on this device")
 
@@ -85,13 +129,26 @@ def check_ranks(device):
     yield Finding(GOOD if nccl else NEUTRAL, "NCCL", "there" if nccl else "not in this torch; DDP on CPUs uses gloo")
 
 
+def check_data(folder):
+    """What the token files in `folder` were made of, and how to come from the fallback text to the real one."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        source, tokenizer = meta["source"], meta["tokenizer"]
+    except FileNotFoundError:
+        return Finding(NEUTRAL, "data", "not yet: the first run makes it (python data/prepare.py)")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Finding(BAD, "data", f"{folder}/meta.json is damaged ({error}); run python data/prepare.py")
+    fallback = source == "python_topics" or tokenizer == "gpt2-bytes"
+    advice = "; made without a network: with one, python data/prepare.py makes Tiny Shakespeare in gpt2 tokens"
+    detail = f"{source} ({tokenizer} tokens) in {folder}"
+    return Finding(NEUTRAL, "data", detail + advice) if fallback else Finding(GOOD, "data", detail)
+
+
 def check_files():
     free = shutil.disk_usage(ROOT).free
     yield Finding(GOOD if free > 2e9 else BAD, "free disk",
                   f"{free / 1e9:.0f} GB" + ("" if free > 2e9 else ": a saved gpt2 takes 0.5 GB; make room"))
-    data = Path("data/tokens/meta.json")
-    yield Finding(GOOD if data.exists() else NEUTRAL, "data",
-                  str(data.parent) if data.exists() else "not yet: the first run makes it (python data/prepare.py)")
+    yield check_data(Path("data/tokens"))
     cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir()) / "data-gym-cache")
     there = cache.is_dir() and any(cache.iterdir())
     yield Finding(GOOD if there else NEUTRAL, "tokenizer",
@@ -103,6 +160,5 @@ def check_machine(device=None):
     device = device or pick_device()
     findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
                 *check_files()]
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
-    model, B, T = recommend(free, accelerator=device != "cpu")
-    return findings, f"python -m ladder run --model {model} -B {B} -T {T}"
+    model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
+    return findings, f"python -m ladder run --model {model} -B {B} -T {T}{' --steps 10' if device == 'cpu' else ''}"

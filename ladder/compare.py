@@ -3,16 +3,13 @@ import statistics
 from dataclasses import dataclass
 
 from ladder.report import spread
-from ladder.stages import STAGES
+from ladder.stages import BY_LABEL, BY_NAME
 
 # Rungs that change only how the arithmetic is done must keep the losses of the rung before. How close, in nats: TF32
 # and bfloat16 round each activation to 10 and 7 bits, compile and flash attention round in other places, and training
-# lets such differences grow. The other rungs are meant to change the losses.
-LOSS_TOLERANCE = {
-    "speedup_02_tf32": 0.05,
-    "speedup_03_bf16_autocast": 0.1,
-    "speedup_05_compile": 0.1,
-    "speedup_06_flash_attn": 0.1,
+# lets such differences grow. Rungs 12 to 16 compute what the rung before computes. The others change the losses.
+LOSS_TOLERANCE = {  # by label
+    "2": 0.05, "3": 0.1, "5": 0.1, "6": 0.1, "12": 0.01, "13": 0.01, "14": 0.01, "15": 0.01, "16": 0.1,
 }
 SAME_RUN_TOLERANCE = 1e-6
 
@@ -29,14 +26,16 @@ class Comparison:
 
 def loss_tolerance(one, other):
     """How far apart the losses of two runs may be where the change does not touch them; None where it may."""
-    names = [stage.name for stage in STAGES]
     if one.name == other.name:
         return SAME_RUN_TOLERANCE
-    if one.name not in names or other.name not in names:
-        return None
-    first, last = sorted((names.index(one.name), names.index(other.name)))
-    between = [LOSS_TOLERANCE.get(name) for name in names[first + 1 : last + 1]]
-    return None if None in between else sum(between)
+    for first, last in ((one.name, other.name), (other.name, one.name)):
+        stage, between = BY_NAME.get(last), []
+        while stage and stage.name != first:
+            between.append(LOSS_TOLERANCE.get(stage.label))
+            stage = BY_LABEL.get(stage.before)
+        if stage:
+            return None if None in between else sum(between)
+    return None
 
 
 def loss_verdict(one, other, rows):

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.stages import STAGES
+from ladder.stages import BY_NAME
 
 PEER = "peer_transformers"
-ORDER = [stage.name for stage in STAGES] + [PEER]
+ORDER = [*BY_NAME, PEER]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 STEP_LINE = re.compile(rf"\s*step\s*:?\s*(\d+)\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms")
 VAL_LINE = re.compile(rf"val : step (\d+) \| loss: {NUMBER}")
-MEDIAN_LINE = re.compile(r"median : dt: [\d.]+ ms .*peak memory: (\S+) GB")
-FIRST_STEP_LINE = re.compile(r"# first step, compilation included: ([\d.]+) s")
+MEDIAN_LINE = re.compile(r"median : dt: [\d.]+ ms .*peak memory: (\S+) GB \| steps (\d+)-")
+GRAPHS = re.compile(r"(\d+), from the cache: (\d+)")
 
 
 class NoStepError(UserError):
@@ -40,11 +40,22 @@ class Run:
     val_steps: list = field(default_factory=list)  # after which of the steps there was a validation
     val_losses: list = field(default_factory=list)
     peak_memory_gb: float | None = None
-    complete: bool = False  # it has its last line
+    first_counted_step: int | None = None  # by the log's own median line, which a killed run lacks
+
+    @property
+    def complete(self):
+        """It has its median line, and its last step is the one that the header promises.
+
+        A run that a signal stopped (rung 15) has a median line, too.
+        """
+        promised = re.match(r"\d+", self.headers.get("steps", ""))
+        return self.first_counted_step is not None and (not promised or int(promised[0]) == self.steps[-1])
 
     @property
     def warm_up(self):
-        """How many first steps the median leaves out: the rule of the scripts."""
+        """How many first steps the median leaves out: as the log says, else the scripts' rule for a CPU."""
+        if self.first_counted_step in self.steps:
+            return self.steps.index(self.first_counted_step)
         return min(5 if len(self.ms) > 10 else 2, len(self.ms) - 1)
 
     @property
@@ -66,6 +77,13 @@ class Run:
     def first_step_s(self):
         """Seconds of the first step, which compiles and warms up."""
         return self.ms[0] / 1000
+
+    @property
+    def start(self):
+        """"cold" if the first step compiled a graph, "warm" if all came from inductor's cache, None if it had none."""
+        graphs = GRAPHS.match(self.headers.get("graphs compiled", ""))
+        compiled, cached = map(int, graphs.groups()) if graphs else (0, 0)
+        return "cold" if compiled else "warm" if cached else None
 
     @property
     def model(self):
@@ -149,15 +167,14 @@ def read_log(path, B=None, T=None, model=None):
             run.val_steps.append(int(match[1]))
             run.val_losses.append(float(match[2]))
         elif match := MEDIAN_LINE.match(line):
-            run.complete = True
-            run.peak_memory_gb = float(match[1])
+            run.peak_memory_gb, run.first_counted_step = float(match[1]), int(match[2])
     if not run.ms:
         raise NoStepError(f"{path} has no step line: it is no log of a training run, or the run never got to a step")
     return run
 
 
 def read_folder(folder, **stand_ins):
-    """The runs of all logs under `folder`, as {script name: [Run, ...]} in the order of the ladder.
+    """The runs of the logs in `folder` and its rounds, as {script name: [Run, ...]} in the order of the ladder.
 
     Logs that never got to a step are passed over: they have nothing to show.
     """
@@ -165,7 +182,7 @@ def read_folder(folder, **stand_ins):
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of logs")
     runs = {}
-    for path in sorted(folder.rglob("*.log")):
+    for path in sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")]):
         try:
             run = read_log(path, **stand_ins)
         except NoStepError:

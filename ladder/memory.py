@@ -1,31 +1,71 @@
 """How much memory a training step takes, by a small model of it, to recommend a batch that fits.
 
-    bytes = 16 N  +  B T (34 n_layer n_embd  +  10 vocabulary)  +  what the process itself takes
+    bytes = 16 N  +  B T (a n_layer n_embd + v vocabulary)  +  s B n_layer n_head T T  +  what the process itself takes
 
-16 bytes a parameter are its float32 value, gradient and AdamW's two moments. Per token and layer the backward pass of
-rung 6 and later keeps about 17 vectors of n_embd numbers in 16 bits; per token the logits take 2 bytes in 16 bits and
-8 more for their float32 softmax and its gradient. Checked by a test against the measured peaks in logs/reference/, to
-within 30 %.
+16 bytes a parameter are its float32 value, gradient and AdamW's two moments. The rest is what the forward pass keeps
+for the backward pass and what the loss adds: `a` bytes for the vectors of n_embd numbers that a block keeps of a token,
+`v` for the logits, their log-softmax and gradients, `s` for the (T, T) attention scores of every head.
+
+    rungs                       a                             v    s
+    0-2, float32                64: 16 vectors                12   4: the softmax
+    3-5, 16-bit autocast        36: 2 in float32, 14 in 16    12   6: the softmax in float32 (CUDA), its 16-bit copy
+    6 on, 16 bits and flash     36                            10   0: the scores are never stored
+
+Tests hold it against what autograd keeps, against the peaks in logs/reference/, and against 131 GB measured for the
+baseline with gpt2, B=64, T=1024. Run as `python -m ladder.memory DEVICE`, it prints the device's free bytes.
 """
+import sys
+
+import psutil
+import torch
+
 from ladder.flops import SHAPES, VOCAB_SIZE
+from ladder.stages import BY_LABEL
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver's own share is of this size too
 BLOCK_SIZE = 1024
+RUN_BY_DEFAULT = [str(number) for number in range(11)]  # the labels of `python -m ladder run`
+BYTES = {label: (36, 10, 0) for label in BY_LABEL}  # label: (a, v, s)
+BYTES |= dict.fromkeys("012", (64, 12, 4)) | dict.fromkeys("345", (36, 12, 6))
 
 
-def step_bytes(model, B, T):
-    """Bytes that training takes at its peak, for rung 6 and later."""
-    n_layer, n_embd = SHAPES[model]
-    parameters = (VOCAB_SIZE + BLOCK_SIZE) * n_embd + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
-    per_token = 34 * n_layer * n_embd + 10 * VOCAB_SIZE
-    return PROCESS_BYTES + 16 * parameters + B * T * per_token
+def step_bytes(model, B, T, label):
+    """Bytes that training takes at its peak on the rung `label`."""
+    n_layer, n_head, n_embd = SHAPES[model]
+    n_embeddings = (VOCAB_SIZE * (2 if label == "0" else 1) + BLOCK_SIZE) * n_embd
+    parameters = n_embeddings + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
+    a, v, s = BYTES[label]
+    kept = B * T * (a * n_layer * n_embd + v * VOCAB_SIZE) + s * B * n_layer * n_head * T * T
+    return PROCESS_BYTES + 16 * parameters + kept
+
+
+def largest_fitting(model, T, labels, available_bytes):
+    """The largest B at which the hungriest of the rungs fits into the memory; 0 if none does."""
+    fixed = {label: step_bytes(model, 0, T, label) for label in labels}
+    return max(0, min(int((available_bytes - fixed[label]) / (step_bytes(model, 1, T, label) - fixed[label]))
+                      for label in labels))
 
 
 def recommend(available_bytes, accelerator):
-    """(model, B, T) that fit into 80 % of the memory: gpt2 at the longest T and the largest B up to 64, else tiny."""
-    T = 1024 if accelerator else 256
-    largest = 64 if accelerator else 2  # on a CPU a larger batch only makes a longer step
-    for B in (b for b in (64, 32, 16, 8, 4, 2, 1) if b <= largest):
-        if step_bytes("gpt2", B, T) < 0.8 * available_bytes:
-            return "gpt2", B, T
-    return "tiny", 2, 256
+    """(model, B, T) for the rungs 0 to 10 in 80 % of the memory: gpt2, T=1024 and a power of two up to 64, else less.
+
+    On a CPU B is 1: a larger batch only makes a longer step there.
+    """
+    for model, T in (("gpt2", 1024), ("gpt2", 256), ("tiny", 256)):
+        B = largest_fitting(model, T, RUN_BY_DEFAULT, 0.8 * available_bytes)
+        if B:
+            return model, min(2 ** (B.bit_length() - 1), 64 if accelerator else 1), T
+    return "tiny", 1, 256
+
+
+def free_memory(device):
+    """Free bytes of a device; on a CPU of the machine."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    if device == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return psutil.virtual_memory().available
+
+
+if __name__ == "__main__":
+    print(free_memory(sys.argv[1]))

@@ -20,8 +20,8 @@ from pygments.token import STANDARD_TYPES
 from ladder.errors import UserError
 from ladder.lessons import in_diff_order, read_lesson
 from ladder.logs import PEER
-from ladder.report import cells, columns, describe, has_validation, warnings
-from ladder.stages import ROOT, STAGES
+from ladder.report import describe, table_of, warnings
+from ladder.stages import BY_LABEL, ROOT, STAGES
 
 TEXT_COLOUR = "#7b8794"  # readable on white and on black
 
@@ -146,36 +146,36 @@ def machine_view(report):
     }
     if any(row.peak_memory_gb is not None for row in report.rows):
         charts["memory"] = bar_chart(report, lambda row: row.peak_memory_gb, "peak GB", [("GB", "@value{0.00}")])
+    table = table_of(report)
     return {
-        "name": report.name, "describe": describe(report), "charts": charts, "columns": columns(report),
-        "rows": [cells(row, has_validation(report)) for row in report.rows], "warnings": list(warnings(report)),
+        "name": report.name, "describe": describe(report), "charts": charts, "columns": list(table),
+        "rows": table.to_numpy(), "warnings": list(warnings(report)),
     }
 
 
-def effects(reports, number):
-    """What rung `number` did on each machine, against the rung before (or alone, for the first)."""
+def effects(reports, stage, start):
+    """What a rung did on each machine, against the rung `start` (None for the first) where that was measured, too."""
     for report in reports:
         rows = {row.name: row for row in report.rows}
-        row = rows.get(STAGES[number].name)
+        row = rows.get(stage.name)
         if row is None:
             continue
-        before = rows.get(STAGES[number - 1].name) if number else None
         yield {
             "machine": report.name, "ms": row.ms, "memory": row.peak_memory_gb, "loss": row.last_loss,
-            "step": row.last_step, "mfu": row.mfu, "times": row.times_before if before else None, "before": before,
+            "step": row.last_step, "mfu": row.mfu, "times": row.times_before, "before": start and rows.get(start.name),
         }
 
 
 def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     lessons = []
-    for number, stage in enumerate(STAGES):
-        before = STAGES[number - 1].path.read_text() if number else None
-        lesson = read_lesson(before, stage.path.read_text())
+    for stage in STAGES:
+        start = BY_LABEL.get(stage.before)
+        lesson = read_lesson(start and start.path.read_text(), stage.path.read_text())
         lessons.append({
-            "stage": stage, "before": STAGES[number - 1] if number else None, "lesson": lesson,
+            "stage": stage, "before": start, "lesson": lesson,
             "paragraphs": re.split(r"\n\n|\n(?=(?:Gain|Cost|Beware):)", lesson.body), "hunks": lesson_view(lesson),
-            "effects": list(effects(reports, number)),
+            "effects": list(effects(reports, stage, start)),
         })
     machines = [machine_view(report) for report in reports]
     flat = {f"{i}:{kind}": chart for i, machine in enumerate(machines) for kind, chart in machine["charts"].items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from ladder.errors import UserError
 from ladder.laws import violations
 from ladder.lessons import split_docstring
-from ladder.stages import ROOT, STAGES
+from ladder.stages import BY_LABEL, ROOT, STAGES
 
 
 def git(*words, root=ROOT):
@@ -60,7 +60,10 @@ def propagate(file, root=ROOT):
     file = path.relative_to(Path(root).resolve()).as_posix() if path.is_relative_to(Path(root).resolve()) else file
     if file not in files:
         raise UserError(f"{file} is no rung of the ladder; rungs are {files[0]} ... {files[-1]}")
-    later = files[files.index(file) + 1 :]
+    later = {}  # the rungs built on `file`: the rung that each starts from
+    for stage in STAGES[1:]:
+        if (before := BY_LABEL[stage.before].file) == file or before in later:
+            later[stage.file] = before
     if not later:
         raise UserError(f"{file} is the last rung: there is nothing to carry a fix to")
     old = {name: committed(name, root) for name in [file, *later]}
@@ -68,23 +71,21 @@ def propagate(file, root=ROOT):
     dirty = [name for name in later if new[name] != old[name]]
     if dirty:
         raise UserError(f"{dirty[0]} has uncommitted changes: commit or stash them first, so that nothing is lost")
-    fixed = new[file]
     try:
-        base = with_docstring_of(old[file], fixed)
+        unchanged = with_docstring_of(old[file], new[file]) == new[file]
     except SyntaxError as error:
         raise UserError(f"{file}: line {error.lineno}: {error.msg}") from None
-    if base == fixed:
+    if unchanged:
         raise UserError(f"{file} has no uncommitted change outside its docstring: make the fix there first")
 
-    for name in later:
-        own = old[name]
-        merged, n_conflicts = merge(with_docstring_of(own, fixed), base, fixed)
+    for name, before in later.items():
+        own, fixed = old[name], new[before]
+        merged, n_conflicts = merge(with_docstring_of(own, fixed), with_docstring_of(old[before], fixed), fixed)
         if n_conflicts:
             shift = split_docstring(own)[2] - split_docstring(fixed)[2]
             places = ", ".join(str(place + shift) for place in conflict_places(merged))
             raise UserError(f"nothing was changed; the fix conflicts with the lesson of {name}: line {places}")
         new[name] = with_docstring_of(merged, own)
-        base, fixed = own, new[name]
     broken = list(violations(new))
     if broken:
         raise UserError(f"nothing was changed; the result would break the ladder's law: {broken[0]}")

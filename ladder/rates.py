@@ -6,11 +6,15 @@ The products have the shapes of GPT-2's own layers, (4096, 768) @ (768, 3072) an
 several tries of each counts, since the question is what the chip can do.
 """
 import argparse
+import csv
 import json
 import platform
+import subprocess
 import time
 
 import torch
+
+import speedup_10_fused_adamw as rung_10
 
 SHAPES = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
 SECONDS = 1.0  # of measuring, for each shape and format
@@ -50,14 +54,31 @@ def measure(device):
     return rates
 
 
+def nvidia_gpus():
+    """The machine's NVIDIA GPUs by the driver's own tool: [{"name": ..., "driver": ..., "power limit": "700.00 W"}]."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = csv.reader(answer.splitlines(), skipinitialspace=True)
+    return [dict(zip(("name", "driver", "power limit"), row, strict=True)) for row in rows if len(row) == 3]
+
+
+def describe(device):
+    """What a reader of the rates must know of the machine."""
+    return {
+        "device": device, "name": rung_10.device_name(device), "cpu": rung_10.device_name("cpu"),
+        "gpus": nvidia_gpus(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "python": platform.python_version(), "system": platform.platform(), "threads": torch.get_num_threads(),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     device = parser.parse_args().device
-    print(json.dumps({
-        "rates": measure(device), "device": device, "torch": torch.__version__, "python": platform.python_version(),
-        "system": platform.platform(), "threads": torch.get_num_threads(),
-    }, indent=2))
+    print(json.dumps({"rates": measure(device), **describe(device)}, indent=2))
 
 
 if __name__ == "__main__":

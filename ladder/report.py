@@ -3,23 +3,24 @@
 Rows are rungs; a rung with several rounds (`run --repeat`) shows the median of the rounds' medians, and their spread.
 Runs that differ in data, model, B, T or device are never put in one comparison without a word: they are refused.
 """
-import csv
-import io
 import json
-import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import pandas
 
 from ladder.errors import UserError
 from ladder.flops import mfu
 from ladder.logs import PEER, read_folder
-from ladder.stages import ROOT, STAGES
+from ladder.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 
 WIDE = 130  # characters of a terminal that takes all columns
 LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
 BEYOND_MARKS = ("<!-- beyond:begin -->", "<!-- beyond:end -->")
 BEYOND = {stage.name for stage in STAGES if stage.file.startswith("beyond/")}
+NOTHING = "–"  # in a table, where a log does not say
+CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
 IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished, or in wrong units"
 
 
@@ -36,12 +37,15 @@ class Row:
     tokens_per_second: float | None
     times_baseline: float | None
     times_before: float | None
-    mfu: float | None
+    mfu: float | None  # by PaLM's FLOPs
+    mfu_causal: float | None
     peak_memory_gb: float | None
     last_loss: float
     last_step: int
     seconds_to_common_loss: float | None
     first_step_s: float
+    cold_first_step_s: float | None  # of the rounds that compiled; warm: all graphs came from the cache
+    warm_first_step_s: float | None
     complete: bool
     last_val_loss: float | None
     seconds_to_common_val_loss: float | None
@@ -58,11 +62,6 @@ class Report:
     common_val_loss: float | None  # None without a validation
     rows: list
     runs: dict  # {name: [Run, ...]}
-
-
-def title_of(name):
-    titles = {stage.name: stage.title for stage in STAGES} | {PEER: "transformers' GPT-2, everything on"}
-    return titles.get(name, name)
 
 
 def check_comparable(runs, folder):
@@ -122,39 +121,42 @@ def build_report(folder, **stand_ins):
     common_val_loss = max(lowest_val_losses, default=None)
 
     rows = []
+    titles = {name: stage.title for name, stage in BY_NAME.items()} | {PEER: "transformers' GPT-2, everything on"}
     medians = {name: statistics.median(run.median_ms for run in rounds) for name, rounds in runs.items()}
     tokens = {name: rounds[0].tokens_per_step for name, rounds in runs.items()}
     speeds = {name: tokens[name] / medians[name] * 1000 if tokens[name] else None for name in runs}
     baseline = speeds.get(STAGES[0].name)
-    before = None
     for name, rounds in runs.items():
         low, high = spread(rounds)
         speed = speeds[name]
-        share = mfu(rounds[0], machine.get("rates"))  # the first round's; the row's follows from the row's speed
-        is_rung = name != PEER
+        start = BY_LABEL.get(BY_NAME[name].before) if name in BY_NAME else None
+        before = speeds.get(start.name) if start else None
+        rates = machine.get("rates")
         rows.append(Row(
             name=name,
-            title=title_of(name) + (f", {rounds[0].ranks} ranks" if rounds[0].ranks > 1 else ""),
+            title=titles.get(name, name) + (f", {rounds[0].ranks} ranks" if rounds[0].ranks > 1 else ""),
             ms=medians[name],
             ms_low=low,
             ms_high=high,
             rounds=len(rounds),
             tokens_per_second=speed,
             times_baseline=speed / baseline if baseline and speed else None,
-            times_before=speed / before if is_rung and before and speed else None,
-            mfu=share * speed / rounds[0].tokens_per_second if share else None,
+            times_before=speed / before if before and speed else None,
+            mfu=mfu(rounds[0], rates, speed),
+            mfu_causal=mfu(rounds[0], rates, speed, causal=True),
             peak_memory_gb=median_or_none(run.peak_memory_gb for run in rounds),
             last_loss=statistics.median(run.losses[-1] for run in rounds),
             last_step=min(run.steps[-1] for run in rounds),
             seconds_to_common_loss=median_or_none(run.seconds_to(common_loss) for run in rounds),
             first_step_s=statistics.median(run.first_step_s for run in rounds),
+            cold_first_step_s=median_or_none(run.first_step_s for run in rounds if run.start == "cold"),
+            warm_first_step_s=median_or_none(run.first_step_s for run in rounds if run.start == "warm"),
             complete=all(run.complete for run in rounds),
             last_val_loss=median_or_none(run.val_losses[-1] for run in rounds if run.val_losses),
             seconds_to_common_val_loss=median_or_none(
                 run.seconds_to_val(common_val_loss) for run in rounds if run.val_losses
             ),
         ))
-        before = speed if is_rung else before
     first = next(iter(runs.values()))[0]
     return Report(
         Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs
@@ -170,41 +172,58 @@ def describe(report):
     if report.machine:
         best = max(report.machine["rates"], key=report.machine["rates"].get)
         line += f"; fastest matrix products measured: {report.machine['rates'][best] / 1e12:.2f} TFLOP/s in {best}"
+        line += f". {CONVENTION}"
     return line
 
 
-def cells(row, with_validation):
-    """The row's numbers as short texts, in the order of columns()."""
-    def show(value, pattern):
-        return "–" if value is None else pattern.format(value)
+def as_texts(report):
+    """The report as short texts: a DataFrame with fixed column names, one row per rung."""
+    def column(name, pattern="{}"):
+        values = [getattr(row, name) for row in report.rows]
+        return [NOTHING if value is None else pattern.format(value) for value in values]
 
-    return [
-        row.title,
-        f"{row.ms:,.1f}" if row.ms < 1000 else f"{row.ms:,.0f}",
-        f"{row.ms_low:,.0f}–{row.ms_high:,.0f}",
-        show(row.tokens_per_second, "{:,.0f}"),
-        show(row.times_baseline, "{:.2f}"),
-        show(row.times_before, "{:.2f}"),
-        show(row.mfu, "{:.0%}") + (" (!)" if row.mfu and row.mfu > 1 else ""),
-        show(row.peak_memory_gb, "{:.2f}"),
-        f"{row.last_loss:.3f}",
-        show(row.seconds_to_common_loss, "{:,.0f}"),
-        f"{row.first_step_s:,.1f}",
-        *([show(row.last_val_loss, "{:.3f}"), show(row.seconds_to_common_val_loss, "{:,.0f}")]
-          if with_validation else []),
-    ]
+    def first_step(row):
+        kinds = {"cold": row.cold_first_step_s, "warm": row.warm_first_step_s}
+        known = [f"{seconds:,.1f} {kind}" for kind, seconds in kinds.items() if seconds is not None]
+        return ", ".join(known) or f"{row.first_step_s:,.1f}"
+
+    files = {name: stage.file for name, stage in BY_NAME.items()} | {PEER: f"ladder/{PEER}.py"}
+    return pandas.DataFrame({
+        "label": [BY_NAME[row.name].label if row.name in BY_NAME else "" for row in report.rows],
+        "file": ["[`{0}`]({0})".format(files.get(row.name, row.name)) for row in report.rows],
+        "title": column("title"),
+        "ms": [f"{row.ms:,.1f}" if row.ms < 1000 else f"{row.ms:,.0f}" for row in report.rows],
+        "spread": [f"{row.ms_low:,.0f}–{row.ms_high:,.0f}" for row in report.rows],
+        "speed": column("tokens_per_second", "{:,.0f}"),
+        "times_baseline": column("times_baseline", "{:.2f}"),
+        "times_before": column("times_before", "{:.2f}"),
+        "mfu": [text + " (!)" * (text != NOTHING and row.mfu > 1)
+                for row, text in zip(report.rows, column("mfu", "{:.0%}"), strict=True)],
+        "causal": column("mfu_causal", "{:.0%}"),
+        "memory": column("peak_memory_gb", "{:.2f}"),
+        "loss": column("last_loss", "{:.3f}"),
+        "seconds": column("seconds_to_common_loss", "{:,.0f}"),
+        "first_step": [first_step(row) for row in report.rows],
+        "val_loss": column("last_val_loss", "{:.3f}"),
+        "val_seconds": column("seconds_to_common_val_loss", "{:,.0f}"),
+    })
 
 
-def has_validation(report):
-    return report.common_val_loss is not None
+def last_steps(report, between):
+    return between.join(map(str, sorted({row.last_step for row in report.rows})))
 
 
-def columns(report):
-    steps = sorted({row.last_step for row in report.rows})
-    step = str(steps[0]) if len(steps) == 1 else f"{steps[0]}–{steps[-1]}"
-    return ["rung", "ms/step", "spread", "tokens/s", "× base", "× before", "MFU", "GB", f"loss @{step}",
-            f"s to {report.common_loss:.2f}", "1st step s",
-            *(["val loss", f"s to val {report.common_val_loss:.2f}"] if has_validation(report) else [])]
+def table_of(report):
+    """What a terminal and the page show of as_texts: the columns that say something, under headings."""
+    headings = {
+        "title": "rung", "ms": "ms/step", "spread": "spread", "speed": "tokens/s", "times_baseline": "× base",
+        "times_before": "× before", "mfu": "MFU", "causal": "causal", "memory": "GB",
+        "loss": f"loss @{last_steps(report, '/')}", "seconds": f"s to {report.common_loss:.2f}",
+        "first_step": "1st step s", "val_loss": "val loss",
+        "val_seconds": f"s to val {report.common_val_loss or 0:.2f}",
+    }
+    texts = as_texts(report)[list(headings)].rename(columns=headings)
+    return texts.loc[:, (texts != NOTHING).any()]
 
 
 def warnings(report):
@@ -226,57 +245,44 @@ def print_table(report, console):
     from rich.markup import escape
     from rich.table import Table
 
-    headings = columns(report)
-    left_out = ("spread", "× before", "s to", "1st step", "val loss") if console.width < WIDE else ()
-    shown = [heading for heading in headings if not heading.startswith(left_out)]
+    texts = table_of(report)
+    left_out = ("spread", "× before", "causal", "s to", "1st step", "val loss") if console.width < WIDE else ()
+    texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
     table = Table(title=report.name, caption=describe(report), caption_justify="left", box=box.SIMPLE_HEAD)
-    for heading in shown:
+    for heading in texts:
         first = heading == "rung"
         table.add_column(
             heading, justify="left" if first else "right", no_wrap=not first, min_width=16 if first else None
         )
-    for row in report.rows:
-        texts = zip(headings, cells(row, has_validation(report)), strict=True)
-        table.add_row(*[escape(cell) for heading, cell in texts if heading in shown])
+    for row in texts.itertuples(index=False):
+        table.add_row(*map(escape, row))
     console.print(table)
     for warning in warnings(report):
         console.print(f"! {warning}", style="yellow", markup=False)
 
 
+def markdown(texts, headings, n_left):
+    """The columns {name: heading} of as_texts in Markdown, the first `n_left` of them words, the others numbers."""
+    rows = [headings.values(), ["---"] * n_left + ["--:"] * (len(headings) - n_left), *texts[list(headings)].to_numpy()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def markdown_table(report):
-    """The README's table: one row per rung, with links to the files."""
-    files = {stage.name: stage.file for stage in STAGES} | {PEER: f"ladder/{PEER}.py"}
-    labels = {stage.name: stage.label for stage in STAGES}
-    steps = {row.last_step for row in report.rows}
-    lines = [
-        "| | file | the one change | ms/step | tokens/sec | × baseline | MFU | peak GB | loss |",
-        "|--:|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in report.rows:
-        title, ms, _, speed, times, _, share, memory, loss, *_ = cells(row, with_validation=False)
-        file = files.get(row.name, row.name)
-        numbers = " | ".join([ms, speed, times, share, memory, loss])
-        lines.append(f"| {labels.get(row.name, '')} | [`{file}`]({file}) | {title} | {numbers} |")
+    """The README's table of the ladder: one row per rung, with links to the files."""
+    table = markdown(as_texts(report), {
+        "label": "", "file": "file", "title": "the one change", "ms": "ms/step", "speed": "tokens/sec",
+        "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB", "loss": "loss"}, 3)
     rounds = max(row.rounds for row in report.rows)
-    lines += ["", f"{describe(report)}. ms/step is the median{' of ' + str(rounds) + ' rounds' if rounds > 1 else ''}, "
-                  f"the loss that of step {'/'.join(map(str, sorted(steps)))}."]
-    return "\n".join(lines)
+    median = "the median" + (f" of {rounds} rounds" if rounds > 1 else "")
+    return f"{table}\n\n{describe(report)}. ms/step is {median}, the loss that of step {last_steps(report, '/')}."
 
 
 def beyond_table(report):
     """The README's table of the rungs beyond: what they cost, and the validation loss."""
-    files = {stage.name: stage.file for stage in STAGES}
-    lines = [
-        "| file | the one capability | ms/step | tokens/sec | × the rung before | peak GB | loss | val loss |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in report.rows:
-        title, ms, _, speed, _, before, _, memory, loss, _, _, val_loss, _ = cells(row, with_validation=True)
-        file = files.get(row.name, row.name)
-        lines.append(f"| [`{file}`]({file}) | {title} | {ms} | {speed} | {before} | {memory} | {loss} | {val_loss} |")
-    steps = "/".join(map(str, sorted({row.last_step for row in report.rows})))
-    lines += ["", f"{describe(report)}. ms/step is the median, the losses those of step {steps}."]
-    return "\n".join(lines)
+    table = markdown(as_texts(report), {
+        "label": "", "file": "file", "title": "the one capability", "ms": "ms/step", "speed": "tokens/sec",
+        "times_before": "× the rung before", "memory": "peak GB", "loss": "loss", "val_loss": "val loss"}, 3)
+    return f"{table}\n\n{describe(report)}. ms/step is the median, the losses those of step {last_steps(report, '/')}."
 
 
 def between_marks(text, marks, tables, readme):
@@ -301,20 +307,14 @@ def write_readme(reports, readme=ROOT / "README.md"):
 
 
 def as_json(reports):
-    def finite(value):
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
+    """All numbers of the reports; null where a log does not say."""
     return json.dumps([
         {"name": report.name, "setting": report.setting, "machine": report.machine, "common_loss": report.common_loss,
-         "rows": [{key: finite(value) for key, value in asdict(row).items()} for row in report.rows]}
+         "mfu": CONVENTION, "rows": json.loads(pandas.DataFrame(report.rows).to_json(orient="records"))}
         for report in reports
     ], indent=2)
 
 
 def as_csv(reports):
-    out = io.StringIO()
-    writer = csv.DictWriter(out, ["machine", *Row.__dataclass_fields__], lineterminator="\n")
-    writer.writeheader()
-    for report in reports:
-        writer.writerows({"machine": report.name, **asdict(row)} for row in report.rows)
-    return out.getvalue()
+    tables = [pandas.DataFrame(report.rows).assign(machine=report.name).set_index("machine") for report in reports]
+    return pandas.concat(tables).to_csv()

@@ -4,6 +4,7 @@ A rung that fails, runs out of memory or takes too long is shown as such, and th
 with everything that it started, and keeps what is finished.
 """
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -13,20 +14,19 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+import filelock
 import psutil
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ladder.errors import UserError
-from ladder.logs import ORDER, PEER, STEP_LINE, read_log
-from ladder.stages import LABELS, ROOT, STAGES
+from ladder.logs import PEER, STEP_LINE, read_log
+from ladder.memory import largest_fitting
+from ladder.stages import BY_LABEL, ROOT, STAGES
 
-COMPILE_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_05_compile")
-CHECKPOINT_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_14_checkpoint_resume")
-GRAD_ACCUM_RUNG = next(number for number, stage in enumerate(STAGES) if stage.name == "speedup_11_grad_accum")
-MEMORY_SHARE = 0.9  # of the free memory: a child that takes more is stopped before the machine starts to swap
+MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
 
 
 @dataclass
@@ -48,55 +48,69 @@ class Outcome:
 
 
 def parse_rungs(text):
-    """Places in STAGES, [0, 1, 2, 11] from "0-2,ddp"; raises UserError for anything that is no rung."""
-    numbers = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+|ddp)\s*(?:-\s*(\d+)\s*)?", part)
-        if not match:
-            raise UserError(f"--rungs {text}: write for example 0-10 or 0,5,ddp")
-        first, last = LABELS.get(match[1]), LABELS.get(match[2] or match[1])
-        if first is None or last is None or first > last:
-            raise UserError(f"--rungs {text}: there are rungs 0 to {STAGES[-1].label}, and ddp between 10 and 11")
-        numbers += range(first, last + 1)
-    return numbers
+    """The stages of "0-2,ddp", each once; raises UserError for anything that is not a rung."""
+    labels, stages = list(BY_LABEL), []
+    for part in text.replace(" ", "").split(","):
+        ends = part.split("-")
+        places = [labels.index(label) for label in ends if label in labels]
+        if len(places) != len(ends) or len(ends) > 2 or places[0] > places[-1]:
+            raise UserError(f"--rungs {text}: write for example 0-10 or 0,5,ddp; "
+                            f"there are rungs 0 to {labels[-1]}, and ddp between 10 and 11")
+        stages += STAGES[places[0] : places[-1] + 1]
+    return list(dict.fromkeys(stages))
 
 
-def without_flag(flags, name):
-    """`flags` without `name VALUE` and `name=VALUE`."""
-    kept, skip = [], False
-    for flag in flags:
-        if skip or flag == name or flag.startswith(name + "="):
-            skip = flag == name and not skip
-            continue
-        kept.append(flag)
-    return kept
+def load_script(stage):
+    """A rung's script as a module."""
+    spec = importlib.util.spec_from_file_location(stage.name, stage.path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
-def command_for(number, flags, log_dir, processes=2):
-    """The command line of rung `number`, or of the peer (None)."""
-    script = ROOT / f"ladder/{PEER}.py" if number is None else STAGES[number].path
-    if number is not None and number < COMPILE_RUNG:
-        flags = without_flag(flags, "--compile-mode")
-    if number is not None and number >= CHECKPOINT_RUNG:
-        flags = ["--checkpoint-every", "0", *flags]  # a measurement leaves none behind that the next would stumble on
+def split_flags(flags, *names):
+    """(the values of the flags called `names`, all other flags)."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name)
+    values, rest = parser.parse_known_args(flags)
+    return [value for value in vars(values).values() if value is not None], rest
+
+
+def own_flags(stage, flags, log_dir):
+    """`flags` as the script of a rung takes them; a measurement meets no checkpoint, and leaves none behind."""
+    names = {field.name for field in fields(load_script(stage).Settings)}
+    if "compile_mode" not in names:
+        _, flags = split_flags(flags, "--compile-mode")
+    if "checkpoint_every" in names:
+        flags = ["--checkpoint-every", "0", "--checkpoint-dir", str(log_dir / "checkpoints" / stage.name), *flags]
+    return flags
+
+
+def command_for(stage, flags, log_dir, processes=2):
+    """The command line of a rung, or of the peer (None)."""
+    script = stage.path if stage else ROOT / f"ladder/{PEER}.py"
     start = [sys.executable]
     if script.name == "ddp_run.py":
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [*start, str(script), *flags, "--log-dir", str(log_dir)]
+    return [*start, str(script), *own_flags(stage or BY_LABEL["10"], flags, log_dir), "--log-dir", str(log_dir)]
 
 
-def plan(rungs, flags, log_dir, repeat=1, peers=False, processes=2):
-    """The jobs, round by round, so that a machine's moods hit all rungs alike."""
-    for flag in ("--log-dir", "--save"):
-        if any(word == flag or word.startswith(flag + "=") for word in flags):
-            raise UserError(f"{flag} is not for the scripts here: logs go to --logs, and models are not kept")
-    jobs = []
-    for round_number in range(1, repeat + 1):
-        folder = log_dir / f"round_{round_number}" if repeat > 1 else log_dir
-        for number in [*rungs, *([None] if peers else [])]:
-            name = PEER if number is None else STAGES[number].name
-            jobs.append(Job(name, command_for(number, flags, folder, processes), folder))
-    return jobs
+def check_flags(stages, flags):
+    """Let each script itself refuse its flags now, before anything is written. The Settings of the first."""
+    if any(split_flags(flags, "--log-dir", "--save")[0]):
+        raise UserError("--log-dir, --save: not for the scripts here; logs go to --logs, and models are not kept")
+    return [load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages][0]
+
+
+def plan(stages, flags, log_dir, repeat=1, peers=False, processes=2):
+    """The jobs, round by round, so that drift in machine speed affects all rungs alike."""
+    return [
+        Job(stage.name if stage else PEER, command_for(stage, flags, folder, processes), folder)
+        for folder in ([log_dir / f"round_{number + 1}" for number in range(repeat)] if repeat > 1 else [log_dir])
+        for stage in [*stages, *([None] if peers else [])]
+    ]
 
 
 def process_tree(pid):
@@ -119,20 +133,23 @@ def stop(child):
     child.wait()
 
 
-def watch(child, seconds, verdict):
-    """Stop the child when its time is over or it takes too much memory; the reason goes to `verdict`."""
+def memory_of(pid):
+    """Bytes that a process and its children hold; pages that they share count once, where the system tells."""
+    total = 0
+    for process in process_tree(pid):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            info = process.memory_full_info()
+            total += getattr(info, "pss", info.rss)
+    return total
+
+
+def watch(child, seconds, limit, verdict):
+    """Stop the child when its time is over or it holds more than `limit` bytes; the reason goes to `verdict`."""
     deadline = time.monotonic() + seconds
-    limit = MEMORY_SHARE * psutil.virtual_memory().available
     while child.poll() is None:
-        used = 0
-        for process in process_tree(child.pid):
-            try:
-                used += process.memory_info().rss
-            except psutil.NoSuchProcess:
-                pass
         if time.monotonic() > deadline:
             verdict.append(("timed out", f"no end after {seconds:g} s"))
-        elif used > limit:
+        elif limit and memory_of(child.pid) > limit:
             verdict.append(("out of memory", f"took more than {limit / 1e9:.1f} GB"))
         if verdict:
             stop(child)
@@ -140,14 +157,15 @@ def watch(child, seconds, verdict):
         time.sleep(0.2)
 
 
-def run_job(job, seconds, on_line=lambda line: None):
+def run_job(job, seconds, device, on_line=lambda line: None):
     """Run one job to its end; `on_line` sees its output. KeyboardInterrupt stops the child first."""
+    limit = MEMORY_SHARE * psutil.virtual_memory().available if device == "cpu" else None  # a GPU refuses by itself
     child = subprocess.Popen(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=Path.cwd(),
         start_new_session=os.name == "posix",
     )
     verdict, last = [], ""
-    watcher = threading.Thread(target=watch, args=(child, seconds, verdict), daemon=True)
+    watcher = threading.Thread(target=watch, args=(child, seconds, limit, verdict), daemon=True)
     watcher.start()
     errors = []
     try:
@@ -178,92 +196,42 @@ def is_finished(job):
         return False
 
 
-def device_of(flags):
-    """The device that the scripts will use."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--device")
-    device = parser.parse_known_args(flags)[0].device
-    if device:
-        return device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def load_script(stage):
-    """A rung's script as a module."""
-    spec = importlib.util.spec_from_file_location(stage.name, stage.path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def check_flags(rungs, flags):
-    """Let each script's own parse_args refuse its flags now, before anything is measured or deleted."""
-    for number in rungs:
-        parse_args = load_script(STAGES[number]).parse_args
-        parse_args(without_flag(flags, "--compile-mode") if number < COMPILE_RUNG else flags)
-
-
-def measure_machine(log_dir, settings):
-    """Measure the matrix-product rates in a child and note them, with the flags, in machine.json."""
-    child = subprocess.run(
-        [sys.executable, "-m", "ladder.rates", "--device", device_of(settings["flags"])], cwd=ROOT, text=True,
-        capture_output=True, check=False,
-    )
+def run_module(name, *words):
+    """What `python -m ladder.NAME` prints. A child, because a process that has touched a GPU keeps memory there."""
+    command = [sys.executable, "-m", f"ladder.{name}", *words]
+    child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     if child.returncode:
-        raise UserError(f"the matrix-product rates could not be measured: {child.stderr.strip().splitlines()[-1]}")
-    machine = {**json.loads(child.stdout), **settings}
-    partial = log_dir / "machine.json.partial"
-    partial.write_text(json.dumps(machine, indent=2) + "\n")
-    partial.replace(log_dir / "machine.json")
+        raise UserError(f"python -m ladder.{name} failed: {child.stderr.strip().splitlines()[-1]}")
+    return child.stdout
 
 
-def start_folder(log_dir, settings, resume):
-    """Make the log folder ready: emptied of an older run's logs, or with --resume kept if its settings are the same."""
-    machine = log_dir / "machine.json"
-    logs = [*log_dir.glob("*.log"), *log_dir.glob("round_*/*.log")]
-    logs = [path for path in logs if path.stem in ORDER]
-    if not machine.exists():
-        if logs:
-            raise UserError(f"{log_dir} holds logs that this command did not write: give another folder with --logs")
-        log_dir.mkdir(parents=True, exist_ok=True)
-        return
-    if resume:
-        try:
-            older = json.loads(machine.read_text())
-            differing = [key for key, value in settings.items() if older.get(key) != value]
-        except (ValueError, AttributeError):
-            raise UserError(f"--resume: {machine} is damaged: run without --resume") from None
-        if differing:
-            key = differing[0]
-            raise UserError(f"--resume: {log_dir} was made with {key} {older.get(key)}, not {settings[key]}: give the "
-                            "same, or run without --resume")
-        return
-    for path in [*logs, machine]:
-        path.unlink()
+@contextlib.contextmanager
+def locked(folder, resume):
+    """Hold the folder of a run; raises UserError when it is in use, or not empty without `resume`."""
+    if not resume and folder.exists() and any(path.name != "lock" for path in folder.iterdir()):
+        raise UserError(f"--logs {folder}: is not empty; give a new folder, or --resume to continue the run in it")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with filelock.FileLock(folder / "lock", timeout=0):
+            yield
+    except filelock.Timeout:
+        raise UserError(f"{folder}: another run is using it; wait for its end, or give another --logs") from None
 
 
-def steps_of(flags):
-    match = re.search(r"--steps[ =](\d+)", " ".join(flags))
-    return int(match[1]) if match else 50
-
-
-def run_ladder(jobs, settings, log_dir, seconds, resume, console):
+def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console):
     """Run all jobs with a progress bar; returns their outcomes. Stops early at Ctrl-C, with what is finished.
 
-    `settings` (flags, repeat, processes) are noted with the machine, and must be the same for --resume.
+    `arguments` are the command line, noted with the machine for --resume.
     """
-    start_folder(log_dir, settings, resume)
     outcomes = []
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"), TimeElapsedColumn(),
                TextColumn("left"), TimeRemainingColumn()]
     with Progress(*columns, console=console) as progress:
-        steps = steps_of(settings["flags"])
+        steps = settings.steps
         bar = progress.add_task("machine", total=len(jobs) * steps, what="matrix-product rates")
-        if not (resume and (log_dir / "machine.json").exists()):
-            measure_machine(log_dir, settings)
+        if not resume:
+            machine = json.loads(run_module("rates", "--device", settings.device)) | {"arguments": arguments}
+            (log_dir / "machine.json").write_text(json.dumps(machine, indent=2) + "\n")
         for number, job in enumerate(jobs):
             progress.update(bar, description=f"{number + 1} of {len(jobs)} {job.name}", completed=number * steps,
                             what="starting")
@@ -276,7 +244,7 @@ def run_ladder(jobs, settings, log_dir, seconds, resume, console):
                     done = number * steps + int(match[1])
                     progress.update(bar, completed=done, what=f"step {match[1]}/{steps} loss {match[2]} {match[3]} ms")
 
-            outcome = run_job(job, seconds, show)
+            outcome = run_job(job, seconds, settings.device, show)
             outcomes.append(outcome)
             say = progress.console.print
             if outcome.status != "ok":
@@ -290,29 +258,36 @@ def run_ladder(jobs, settings, log_dir, seconds, resume, console):
     return outcomes
 
 
-def largest_batch(number, flags, log_dir, seconds, say):
-    """(B, tokens/sec at B, why the next one did not run) for the largest B that rung `number` can run."""
-    flags = without_flag(without_flag(without_flag(flags, "-B"), "--batch-size"), "--steps")
+def largest_batch(stage, flags, log_dir, seconds, processes, say):
+    """(B, tokens/sec at B, why the next one did not run) for the largest B of a rung, per process.
+
+    The search starts where the memory model says that the memory ends, since every B compiles anew.
+    """
+    settings = check_flags([stage], flags)
+    _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
+    shares = processes if stage.label == "ddp" and settings.device == "cpu" else 1
+    available = MEMORY_SHARE * int(run_module("memory", settings.device)) / shares
+    B = start = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 
     def attempt(B):
         more = ["-B", str(B), "--steps", "3"]
-        if number >= GRAD_ACCUM_RUNG:  # one micro-step: more of them take more time, not more memory
-            more += ["--total-batch", str(B * load_script(STAGES[number]).parse_args(flags).T)]
-        job = Job(STAGES[number].name, command_for(number, [*flags, *more], log_dir), log_dir)
-        outcome = run_job(job, seconds)
-        say(f"{STAGES[number].name}: B={B} {outcome.status}")
+        if hasattr(settings, "total_batch"):  # one micro-step: more of them take more time, not more memory
+            more += ["--total-batch", str(B * settings.T)]
+        job = Job(stage.name, command_for(stage, [*flags, *more], log_dir, processes), log_dir)
+        outcome = run_job(job, seconds, settings.device)
+        say(f"{stage.name}: B={B} {outcome.status}")
         speed = read_log(log_dir / f"{job.name}.log").tokens_per_second if outcome.status == "ok" else None
         return speed, outcome
 
     best, speed, failed, why = 0, None, None, ""
-    B = 1
     while failed is None or failed - best > max(1, best // 8):
         result, outcome = attempt(B)
         if result is None:
             failed, why = B, f"{outcome.status}: {outcome.reason}"
         else:
             best, speed = B, result
-        B = best * 2 if failed is None else (best + failed) // 2
-        if failed == 1:
-            break
+        if failed is None:
+            B += max(1, B // 4) if B == start else B
+        else:
+            B = (best + failed) // 2
     return best, speed, why

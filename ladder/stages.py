@@ -57,9 +57,11 @@ STAGES = [
     rung("13", "beyond/rung_13_validation.py", "validation", "12", "Settings", "DataLoaderLite", "evaluate", "train"),
     rung("14", "beyond/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
          "Settings", "load_checkpoint", "train"),
-    rung("15", "beyond/rung_15_preemption.py", "preemption", "14", "imports", "read_newest", "load_checkpoint", "train"),
+    rung("15", "beyond/rung_15_preemption.py", "preemption", "14",
+         "imports", "read_newest", "load_checkpoint", "train"),
     rung("16", "beyond/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
          "imports", "Settings", "GPT.__init__", "GPT.forward", "train"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}
+BY_NAME = {stage.name: stage for stage in STAGES}
