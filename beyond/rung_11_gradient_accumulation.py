@@ -476,8 +476,8 @@ class Log:
         """Log the median step; the first 5 (of 10 or fewer: 2) warm up, on an accelerator at least 3 seconds."""
         n = len(self.seconds)
         warm_up = min(5 if n > 10 else 2, n - 1)
-        if self.device != "cpu":  # but half of the steps count in any case
-            warm_up = max(warm_up, min((np.cumsum(self.seconds) < 3).sum(), n // 2))
+        if self.device != "cpu":  # the first step does not count, as it compiles; half of the steps count in any case
+            warm_up = max(warm_up, min(2 + (np.cumsum(self.seconds[1:]) < 3).sum(), n // 2))
         if self.device == "cuda":
             self.line(f"# memory reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e9:.2f} GB")
         dt, first = np.median(self.seconds[warm_up:]), self.last - n + warm_up + 1
