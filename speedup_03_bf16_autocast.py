@@ -235,6 +235,8 @@ def parse_settings(argv=None):
         parser.add_argument(flag, *alias, dest=field.name, **how)
     settings = Settings(**vars(parser.parse_args(argv)))
     found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
+    if not settings.device and found == ["cpu"] and shutil.which("nvidia-smi"):
+        print("WARNING: the NVIDIA GPU is not used; python -m ladder check tells why", file=sys.stderr)
     settings.device = settings.device or found[0]
     if settings.B is None:
         settings.B = 1 if settings.device == "cpu" else 4
@@ -244,8 +246,6 @@ def parse_settings(argv=None):
             sys.exit(f"error: {flags[name]} {value}: out of range; give at least {lowest}")
     if settings.device not in found:
         sys.exit(f"error: --device {settings.device}: torch {torch.__version__} has only {found} here")
-    if settings.device == "cpu" and shutil.which("nvidia-smi"):
-        print("WARNING: the NVIDIA GPU is not used; python -m ladder check tells why", file=sys.stderr)
     if settings.save and (settings.save.is_dir() or not os.access(settings.save.absolute().parent, os.W_OK)):
         sys.exit(f"error: --save {settings.save}: cannot be written; name a file in a folder that exists")
     return settings
