@@ -23,6 +23,14 @@ def from_rung(first):
     return pytest.mark.parametrize("label", LABELS[LABELS.index(first) :])
 
 
+def total_batch(module, tokens):
+    return ["--total-batch", tokens] if hasattr(module.Settings, "total_batch") else []
+
+
+def no_validation(module):
+    return ["--val-every", 0] if hasattr(module.Settings, "val_every") else []
+
+
 def losses_of(run):
     return [step["loss"] for step in run.steps]
 
@@ -137,8 +145,7 @@ def test_03_float16_gradients_are_unscaled_before_they_are_clipped(label, tmp_pa
     """The scale starts at 65536: a norm that forgets it is as much too large."""
     module = rung(label)
     module.autocast_dtype = lambda device: torch.float16
-    flags = [word for name in ("total_batch", "val_every") if hasattr(module.Settings, name)
-             for word in (f"--{name.replace('_', '-')}", {"total_batch": 64, "val_every": 0}[name])]
+    flags = (*total_batch(module, 64), *no_validation(module))
     run = record_run(module, tmp_path / "float16", tokens, *FEW[:-1], 1, *flags)
     exact = read_steps(train(rung(10), tmp_path / "float32", tokens, *FEW[:-1], 1))
     assert run.steps[0]["norm"] == pytest.approx(exact[0]["norm"], rel=BFLOAT16_LOSS_TOLERANCE)
@@ -222,11 +229,11 @@ def test_04_the_residual_stream_stops_growing_with_depth():
     assert residual_growth(4, 24) / residual_growth(4, 6) == pytest.approx(1, rel=0.25)
 
 
+@pytest.mark.slow
 def test_05_compiles_the_whole_model_and_tracks_rung_4(tmp_path, tokens):
     """Cold and from the cache. The compiled model is for the loop alone: what is saved has plain names."""
     before = read_steps(train(rung(4), tmp_path / "before", tokens, *FEW))
     module = rung(5)
-    module.autocast_dtype = rung(4).autocast_dtype
     logs = []
     with fresh_cache():
         for _ in ("cold", "cached"):
@@ -244,10 +251,34 @@ def test_05_compiles_the_whole_model_and_tracks_rung_4(tmp_path, tokens):
     # The probe's graph, and of the model forward and backward.
     assert "graphs compiled: 3, from the cache: 0" in logs[0]
     assert "graphs compiled: 0, from the cache: 3" in logs[1]
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    check_that_it_loads(tmp_path / "model.pt", module)
+
+
+def check_that_it_loads(path, module):
+    saved = torch.load(path, weights_only=True)
     model = module.GPT(module.GPTConfig(**saved["config"]))
     model.load_state_dict(saved["model"])
     assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 50257)
+
+
+def use_backend(monkeypatch, backend):
+    """Compile with a backend that writes no C++: seconds instead of half a minute."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode=None: compile_(model, backend=backend))
+
+
+@from_rung("5")
+def test_05_the_model_is_one_graph(label, tmp_path, tokens, monkeypatch):
+    """And what is saved has plain names."""
+    module = rung(label)
+    use_backend(monkeypatch, "eager")
+    counters.clear()
+    flags = ("-B", 1, "-T", 8, "--steps", 2, *total_batch(module, 8), *no_validation(module))
+    log = train(module, tmp_path, tokens, *flags, "--save", tmp_path / "model.pt", compile_mode="default")
+    assert counters["stats"]["unique_graphs"] == 2  # the probe and the model, in one piece
+    assert not counters["graph_break"]
+    assert "# compile: default" in log.read_text()
+    check_that_it_loads(tmp_path / "model.pt", module)
 
 
 def test_05_runs_eagerly_where_nothing_can_be_compiled(tmp_path, tokens, monkeypatch, short_run):
@@ -286,18 +317,12 @@ def logits_sized_tangents(module, folder, tokens, monkeypatch):
         found["graph"] = graph
         return graph
 
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=keep)
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode=None: compile_(model, backend=backend))
+    use_backend(monkeypatch, aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=keep))
     train(module, folder, tokens, "-B", 2, "-T", 16, "--steps", 1, *total_batch(module, 32), compile_mode="default")
     tangents = [node.meta["val"] for node in found["graph"].graph.find_nodes(op="placeholder")
                 if node.name.startswith("tangents")]
     assert tangents
     return [tuple(tangent.shape) for tangent in tangents if tangent.numel() >= 2 * 16 * 50257]
-
-
-def total_batch(module, tokens):
-    return ["--total-batch", tokens] if hasattr(module.Settings, "total_batch") else []
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
@@ -450,9 +475,8 @@ def test_09_the_optimizer_gets_the_scheduled_rate(label, short_run):
 @from_rung("9")
 def test_09_the_flags_arrive(label, tmp_path, tokens):
     module = rung(label)
-    flags = ("-B", 1, "-T", 8, "--steps", 4, "--max-lr", 0.001, "--warmup-steps", 2, *total_batch(module, 8))
-    flags += ("--val-every", 0) if hasattr(module.Settings, "val_every") else ()
-    run = record_run(module, tmp_path, tokens, *flags)
+    flags = ("-B", 1, "-T", 8, "--steps", 4, "--max-lr", 0.001, "--warmup-steps", 2)
+    run = record_run(module, tmp_path, tokens, *flags, *total_batch(module, 8), *no_validation(module))
     expected = [5e-4, 1e-3, 5.5e-4, 1e-4]  # up, and half a cosine down
     assert [groups[-1]["lr"] for groups in run.groups] == pytest.approx(expected, rel=1e-12)
 
