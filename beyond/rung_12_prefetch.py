@@ -352,7 +352,8 @@ def parse_settings(argv=None):
             sys.exit(f"error: {flags[name]} {value}: out of range; give at least {lowest}")
     if settings.device not in found:
         sys.exit(f"error: --device {settings.device}: torch {torch.__version__} has only {found} here")
-    if settings.save and (settings.save.is_dir() or not os.access(settings.save.absolute().parent, os.W_OK)):
+    folder = settings.save.parent if settings.save else Path()
+    if settings.save and (settings.save.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK))):
         sys.exit(f"error: --save {settings.save}: cannot be written; name a file in a folder that exists")
     return settings
 
