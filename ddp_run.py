@@ -306,6 +306,8 @@ def parse_settings(argv=None):
         parser.add_argument(flag, *alias, dest=field.name, **how)
     settings = Settings(**vars(parser.parse_args(argv)))
     found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
+    if not settings.device and found == ["cpu"] and shutil.which("nvidia-smi"):
+        print("WARNING: the NVIDIA GPU is not used; python -m ladder check tells why", file=sys.stderr)
     settings.device = settings.device or found[0]
     if settings.B is None:
         settings.B = 1 if settings.device == "cpu" else 4
@@ -315,9 +317,8 @@ def parse_settings(argv=None):
             sys.exit(f"error: {flags[name]} {value}: out of range; give at least {lowest}")
     if settings.device not in found:
         sys.exit(f"error: --device {settings.device}: torch {torch.__version__} has only {found} here")
-    if settings.device == "cpu" and shutil.which("nvidia-smi"):
-        print("WARNING: the NVIDIA GPU is not used; python -m ladder check tells why", file=sys.stderr)
-    if settings.save and (settings.save.is_dir() or not os.access(settings.save.absolute().parent, os.W_OK)):
+    folder = settings.save.parent if settings.save else Path()
+    if settings.save and (settings.save.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK))):
         sys.exit(f"error: --save {settings.save}: cannot be written; name a file in a folder that exists")
     return settings
 
@@ -349,7 +350,8 @@ def new_model(settings, loader):
     """The GPT that --model or --pretrained names; exits with one line when it does not fit the data or -T."""
     model = from_pretrained(settings.pretrained) if settings.pretrained else GPT(MODELS[settings.model])
     if model.config.vocab_size < loader.meta["vocab_size"]:
-        sys.exit(f"error: --pretrained {settings.pretrained}: its vocabulary is smaller than that of --data")
+        sys.exit(f"error: --data {settings.data}: its vocabulary, {loader.meta['vocab_size']} tokens, is larger than the"
+                 f" model's, {model.config.vocab_size}; prepare it again, or give another --pretrained")
     if settings.T > model.config.block_size:
         sys.exit(f"error: -T {settings.T}: the model's longest sequence is {model.config.block_size}; lower -T")
     return model
@@ -457,8 +459,8 @@ class Log:
         """Log the median step; the first 5 (of 10 or fewer: 2) warm up, on an accelerator at least 3 seconds."""
         n = len(self.seconds)
         warm_up = min(5 if n > 10 else 2, n - 1)
-        if self.device != "cpu":  # but half of the steps count in any case
-            warm_up = max(warm_up, min((np.cumsum(self.seconds) < 3).sum(), n // 2))
+        if self.device != "cpu":  # the first step does not count, as it compiles; half of the steps count in any case
+            warm_up = max(warm_up, min(2 + (np.cumsum(self.seconds[1:]) < 3).sum(), n // 2))
         if self.device == "cuda":
             self.line(f"# memory reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e9:.2f} GB")
         dt, first = np.median(self.seconds[warm_up:]), self.last - n + warm_up + 1

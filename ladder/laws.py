@@ -12,23 +12,28 @@ def first_line(node):
 
 
 def definitions(source):
-    """{name: source} of everything in a script but its docstring; methods one by one, imports as one."""
-    tree = ast.parse(source)
+    """{name: source} of everything in a script but its docstring; methods one by one, imports as one.
+
+    To each belong its decorators and the comments after it.
+    """
+    body = ast.parse(source).body[1:]
+    lines = source.splitlines()
+
+    def text_from(first, following, end):
+        return "\n".join(lines[first - 1 : first_line(following) - 1 if following else end]).rstrip()
+
     found = {"imports": ""}
-    for node in tree.body[1:]:
-        text = ast.get_source_segment(source, node)
+    for node, following in itertools.zip_longest(body, body[1:]):
+        text = text_from(first_line(node), following, len(lines))
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found["imports"] += text + "\n"
         elif isinstance(node, ast.ClassDef):
-            # What of the class is not a method: its first line, docstring and fields, comments included.
-            first_method = next((part for part in node.body if isinstance(part, ast.FunctionDef)), None)
-            lines = source.splitlines()
-            end = first_line(first_method) - 1 if first_method else node.end_lineno
-            found[node.name] = "\n".join(lines[node.lineno - 1 : end]).rstrip()
-            for method, following in itertools.zip_longest(node.body, node.body[1:]):
-                if isinstance(method, ast.FunctionDef):
-                    end = first_line(following) - 1 if following else node.end_lineno
-                    found[f"{node.name}.{method.name}"] = "\n".join(lines[first_line(method) - 1 : end]).rstrip()
+            # What of the class is not a method: its first lines, docstring and fields.
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            end = first_line(following) - 1 if following else len(lines)
+            found[node.name] = text_from(first_line(node), methods[0] if methods else following, len(lines))
+            for method, later in itertools.zip_longest(methods, methods[1:]):
+                found[f"{node.name}.{method.name}"] = text_from(first_line(method), later, end)
         elif isinstance(node, ast.FunctionDef):
             found[node.name] = text
         elif isinstance(node, ast.Assign):

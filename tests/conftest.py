@@ -1,13 +1,25 @@
 """What the tests share: token files of real text, the scripts as modules, and runs of the tiny model."""
+import contextlib
 import importlib.util
+import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
-import pytest
-import torch
+# One thread, here and in the programs that the tests start: a second one makes so small a model hardly faster, and on
+# a machine that also does something else it makes it many times slower. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, its import must not see what a test has patched
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,7 +42,7 @@ def load_module(path):
 
 
 def rung(label):
-    """A fresh module of a rung, by its label ("0" to "10", "ddp", "11" and up), safe to patch."""
+    """A fresh module of the rung that the command line calls `label` ("0" to "10", "ddp", "11" and up), safe to patch."""
     return load_module(BY_LABEL[str(label)].path)
 
 
@@ -45,18 +57,106 @@ def losses(log):
 
 
 def train(module, folder, data, *flags, compile_mode="none"):
-    """Run a rung's main() with the tiny model on a CPU, and return the path of its log."""
-    if "compile_model" in vars(module):
-        flags = (*flags, "--compile-mode", compile_mode)
-    folder.mkdir(exist_ok=True)
-    module.main(["--model", "tiny", "--device", "cpu", "--data", str(data), "--log-dir", str(folder), *map(str, flags)])
+    """Run a rung's main() with the tiny model on a CPU, and return the path of its log. `flags` may override all."""
+    own = ["--model", "tiny", "--device", "cpu", "--data", data, "--log-dir", folder]
+    own += ["--compile-mode", compile_mode] if hasattr(module, "compile_model") else []
+    own += ["--checkpoint-dir", folder / "checkpoints"] if hasattr(module.Settings, "checkpoint_dir") else []
+    module.main([str(word) for word in (*own, *flags)])
     return folder / f"{Path(module.__file__).stem}.log"
+
+
+class FakeClock:
+    """A module `time` whose clock stands still, but for what the parts of a training step add to it."""
+
+    def __init__(self, module):
+        self.now = 0.0
+        module.time = SimpleNamespace(perf_counter=lambda: self.now, sleep=lambda seconds: None)
+
+    def slow(self, function, seconds):
+        """`function`, taking so long on this clock."""
+
+        def slowed(*args, **kwargs):
+            self.now += seconds
+            return function(*args, **kwargs)
+
+        return slowed
+
+
+@dataclass
+class Run:
+    """What a short training run of a rung did."""
+
+    log: Path = None
+    lines: list = None  # of the log
+    printed: list = None
+    steps: list = None  # as read_steps gives them
+    norms: list = field(default_factory=list)  # of all gradients together, as each optimizer step finds them
+    groups: list = field(default_factory=list)  # the optimizer's groups at each step, without their parameters
+    matmul_precision: set = field(default_factory=set)
+    dtypes: set = field(default_factory=set)  # of (logits, loss, parameters)
+
+
+# What one step costs on the fake clock: (seconds, part). Reading the loss is not the step's work.
+STEP_SECONDS = {"batch": 1, "forward": 10, "synchronize": 100, "item": 1000}
+
+
+def record_run(module, folder, data, *flags):
+    """Train as `train` does, on a fake clock and with every CUDA call forbidden, and look at what happens."""
+    run = Run()
+    clock = FakeClock(module)
+    new_model = module.new_model
+
+    def hooked_model(*args):
+        model = new_model(*args)
+        logits = []
+        model.lm_head.register_forward_hook(lambda part, inputs, output: logits.append(output.dtype))
+
+        def see(part, inputs, loss):
+            run.dtypes.add((logits.pop(), loss.dtype, *{p.dtype for p in model.parameters()}))
+            run.matmul_precision.add(torch.get_float32_matmul_precision())
+
+        model.register_forward_hook(see)
+        return model
+
+    def see_step(optimizer, args, kwargs):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        run.norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm().item())
+        run.groups.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("a CUDA call on a CPU")
+
+    item = torch.Tensor.item
+
+    def item_of_train(tensor):
+        if inspect.currentframe().f_back.f_code.co_name == "train":
+            clock.now += STEP_SECONDS["item"]
+        return item(tensor)
+
+    module.new_model = hooked_model
+    module.GPT.forward = clock.slow(module.GPT.forward, STEP_SECONDS["forward"])
+    module.DataLoaderLite.batch = clock.slow(module.DataLoaderLite.batch, STEP_SECONDS["batch"])
+    hook = register_optimizer_step_pre_hook(see_step)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("synchronize", "get_device_name", "get_device_capability", "max_memory_allocated",
+                     "max_memory_reserved", "is_bf16_supported", "set_device", "current_device", "init", "_lazy_init"):
+            patch.setattr(torch.cuda, name, forbidden)
+        patch.setattr(torch.cpu, "synchronize", clock.slow(torch.cpu.synchronize, STEP_SECONDS["synchronize"]))
+        patch.setattr(torch.Tensor, "item", item_of_train)
+        patch.setattr("builtins.print", lambda *words, **kwargs: run.printed.append(words[0]))
+        run.printed = []
+        try:
+            run.log = train(module, folder, data, *flags)
+        finally:
+            hook.remove()
+    run.lines = run.log.read_text().splitlines()
+    run.steps = read_steps(run.log)
+    return run
 
 
 def run_command(*command, timeout=300, cwd=ROOT, **environment):
     """Run a program as a user would; returns the finished process with its text output."""
-    # Offline, so that no test waits for a network; and without what torchrun or a caller may have left behind.
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
     command = [str(word) for word in command]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment)
 
@@ -106,10 +206,39 @@ def hf_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def same_start():
-    """Every test starts with torch's own settings."""
+SHORT = ("-B", 2, "-T", 64, "--steps", 5)
+
+
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory, tokens):
+    """short_run(label): five steps of that rung, as record_run sees them; each rung runs once a session."""
+    runs = {}
+
+    def run(label):
+        if label not in runs:
+            module = rung(label)
+            one_micro_step = ["--total-batch", 128] if hasattr(module.Settings, "total_batch") else []
+            with own_settings():
+                runs[label] = record_run(module, tmp_path_factory.mktemp("run"), tokens, *SHORT, *one_micro_step)
+        return runs[label]
+
+    return run
+
+
+@contextlib.contextmanager
+def own_settings():
+    """Undo what a script sets for its whole process: the precision of products, signal handlers."""
     precision = torch.get_float32_matmul_precision()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     torch.set_float32_matmul_precision(precision)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Every test starts with torch's and Python's own settings."""
+    with own_settings():
+        yield
     torch.compiler.reset()

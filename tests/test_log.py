@@ -1,44 +1,67 @@
-"""The log: its format, honest clocks, and what a killed run leaves behind."""
+"""The log: its format, honest clocks, the steps that the median counts, and what a killed run leaves behind."""
 import re
 import signal
 import statistics
 import subprocess
 import sys
-import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import STEP_LINE, read_steps, rung, train
+from conftest import ROOT, SHORT, STEP_LINE, STEP_SECONDS, read_steps, rung, train
 
-from ladder.stages import ROOT, STAGES
+from ladder.stages import BY_LABEL, STAGES
 
-B, T, STEPS = 2, 32, 12
-GRAD_ACCUM, VALIDATION = 12, 14
-ALL_RUNGS = pytest.mark.parametrize("number", range(len(STAGES)), ids=[stage.name for stage in STAGES])
+ALL_RUNGS = pytest.mark.parametrize("label", BY_LABEL)
+POSITION = {stage.label: position for position, stage in enumerate(STAGES)}
+N_STEPS = SHORT[-1]
+
+
+def since(label, first):
+    """Whether the rung `label` is `first` or stands above it."""
+    return POSITION[label] >= POSITION[first]
 
 
 @ALL_RUNGS
-def test_header_and_arithmetic_of_each_line(number, tmp_path, tokens, capsys):
-    log = train(rung(number), tmp_path, tokens, "-B", B, "-T", T, "--steps", STEPS)
-    lines = log.read_text().splitlines()
-    assert capsys.readouterr().out.splitlines() == lines  # printed and written alike
-    assert lines[0] == f"# script: {STAGES[number].path.name}"
-    assert re.fullmatch(r"# model: tiny \| parameters: [\d,]+", lines[1])
-    assert re.fullmatch(r"# device: .+ \| torch: .+ \| precision: .+", lines[2])
-    assert f"# batch: B={B} T={T} | steps: {STEPS} | seed: 1337" in lines
+def test_header_and_steps(label, short_run, tokens):
+    run = short_run(label)
+    assert run.printed == run.lines  # printed and written alike
+    assert run.lines[0] == f"# script: {BY_LABEL[label].path.name}"
+    parameters = "3,385,088" if since(label, "7") else "3,382,080" if since(label, "1") else "6,598,528"
+    assert run.lines[1] == f"# model: tiny | parameters: {parameters}"
+    assert re.fullmatch(r"# device: .+ \(1 threads\) \| torch: [\w.+]+ \| precision: .+", run.lines[2])
+    assert f"# batch: B=2 T=64 | steps: {N_STEPS} | seed: 1337" in run.lines
     n_tokens = (tokens / "train.bin").stat().st_size // 2
-    epoch = (n_tokens - 1) // (B * T)
-    assert f"# data: tokens.txt (gpt2-bytes tokens) | loaded {n_tokens} tokens | 1 epoch = {epoch} batches" in lines
+    epoch = (n_tokens - 1) // 128
+    assert f"# data: tokens.txt (gpt2-bytes tokens) | loaded {n_tokens} tokens | 1 epoch = {epoch} batches" in run.lines
+    assert [step["step"] for step in run.steps] == list(range(1, N_STEPS + 1))
+    for step in run.steps:
+        assert ("norm" in step, "lr" in step) == (since(label, "8"), since(label, "9"))
 
-    tokens_per_step = B * T * (4 if number >= GRAD_ACCUM else 1)  # 4 micro-steps is a CPU's default
+
+@ALL_RUNGS
+def test_a_step_is_timed_from_its_batch_to_the_synchronized_device(label, short_run):
+    """On the fake clock: all of its parts once, and neither the loss that is read afterwards nor the validation."""
+    run = short_run(label)
+    expected = sum(STEP_SECONDS[part] for part in ("batch", "forward", "synchronize"))
+    for step in run.steps:
+        assert step["ms"] == expected * 1000
+        assert step["tokens_per_second"] == pytest.approx(2 * 64 / expected, abs=0.005)
+    assert run.lines[-1].startswith(f"median : dt: {expected * 1000}.00 ms | tokens/sec: {2 * 64 / expected:.2f} | ")
+
+
+@pytest.mark.parametrize("label", ["0", "16"])
+def test_the_arithmetic_of_each_line(label, tmp_path, tokens):
+    """On the real clock. Rung 16 makes 4 micro-steps, a CPU's default."""
+    log = train(rung(label), tmp_path, tokens, "-B", 2, "-T", 8, "--steps", 12)
+    tokens_per_step = 2 * 8 * (4 if label == "16" else 1)
     steps = read_steps(log)
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     for step in steps:
         assert step["tokens_per_second"] == pytest.approx(tokens_per_step / (step["ms"] / 1000), rel=1e-3)
-        assert ("norm" in step, "lr" in step) == (number >= 8, number >= 9)
-
     last = re.fullmatch(
-        r"median : dt: ([\d.]+) ms \| tokens/sec: ([\d.]+) \| peak memory: ([\d.]+) GB \| steps 6-12", lines[-1]
+        r"median : dt: ([\d.]+) ms \| tokens/sec: ([\d.]+) \| peak memory: ([\d.]+) GB \| steps 6-12",
+        log.read_text().splitlines()[-1],
     )
     median = statistics.median(step["ms"] for step in steps[5:])
     assert float(last[1]) == pytest.approx(median, abs=0.011)
@@ -46,75 +69,78 @@ def test_header_and_arithmetic_of_each_line(number, tmp_path, tokens, capsys):
     assert 0.1 < float(last[3]) < 100
 
 
+def counted_steps(seconds, device, folder, monkeypatch):
+    """The steps whose median a Log gives for steps that took so many seconds on `device`, and its lines."""
+    module = rung(0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_000_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3_000_000_000)
+    settings = module.Settings(device=device, B=1, log_dir=folder)
+    loader = SimpleNamespace(meta={"source": "text", "tokenizer": "gpt2"}, tokens=[1, 2], n_batches=1)
+    log = module.Log(settings, torch.nn.Linear(1, 1), loader, 1000, "float32")
+    for step, dt in enumerate(seconds, 1):
+        log.step(step, 1.0, dt)
+    log.finish()
+    lines = log.path.read_text().splitlines()
+    return lines[-1].rpartition(" | steps ")[2], lines
+
+
 @pytest.mark.parametrize("steps, counted", [(1, "1-1"), (2, "2-2"), (3, "3-3"), (10, "3-10"), (11, "6-11")])
-def test_which_steps_the_median_counts(steps, counted, tmp_path, tokens):
-    log = train(rung(0), tmp_path, tokens, "-B", 1, "-T", 8, "--steps", steps)
-    assert log.read_text().splitlines()[-1].endswith(f"| steps {counted}")
+def test_which_steps_the_median_counts_on_a_cpu(steps, counted, tmp_path, monkeypatch):
+    assert counted_steps([0.01] * steps, "cpu", tmp_path, monkeypatch)[0] == counted
 
 
-@ALL_RUNGS
-def test_a_slow_model_shows_in_dt(number, tmp_path, tokens):
-    """A sleep inside forward is counted in every step's time."""
-    module = rung(number)
-    forward = module.GPT.forward
-
-    def slow_forward(*args):
-        time.sleep(0.5)
-        return forward(*args)
-
-    module.GPT.forward = slow_forward
-    beyond = ["--total-batch", 16] if number >= GRAD_ACCUM else []  # one micro-step
-    beyond += ["--val-every", 0] if number >= VALIDATION else []
-    steps = read_steps(train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 3, *beyond))
-    assert all(step["ms"] >= 500 for step in steps)
-    assert all(step["tokens_per_second"] <= 16 / 0.5 for step in steps)
-
-
-def test_a_slow_loader_and_a_slow_device_show_in_dt(tmp_path, tokens, monkeypatch):
-    """The clock starts before the batch is fetched and stops after the device has finished."""
-    module = rung(10)
-    next_batch = module.DataLoaderLite.next_batch
-    module.DataLoaderLite.next_batch = lambda self: time.sleep(0.3) or next_batch(self)
-    monkeypatch.setattr(torch.cpu, "synchronize", lambda *_: time.sleep(0.3))
-    steps = read_steps(train(module, tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 2))
-    assert all(step["ms"] >= 600 for step in steps)
+@pytest.mark.parametrize("seconds, counted", [
+    ([0.75] + [0.25] * 49, "14-50"),  # 12 steps of 0.25 s after the first one make 3 s
+    ([40] + [0.25] * 49, "14-50"),  # a compilation keeps the GPU idle: it warms up nothing
+    ([2] * 20, "6-20"),  # long steps: 3 s are over before the 5 steps of a CPU
+    ([0.01] * 50, "26-50"),  # never 3 s: half of the steps count
+    ([0.01] * 3, "3-3"),
+    ([0.01], "1-1"),
+])
+def test_an_accelerator_warms_up_for_three_seconds(seconds, counted, tmp_path, monkeypatch):
+    found, lines = counted_steps(seconds, "cuda", tmp_path, monkeypatch)
+    assert found == counted
+    first = int(counted.split("-")[0])
+    median = statistics.median(seconds[first - 1 :])
+    assert lines[-1].startswith(f"median : dt: {median * 1000:.2f} ms | tokens/sec: {1000 / median:.2f} | ")
+    assert "peak memory: 2.00 GB" in lines[-1]
+    assert lines[-2] == "# memory reserved by the allocator: 3.00 GB"
 
 
-@ALL_RUNGS
-def test_no_cuda_call_on_a_cpu(number, tmp_path, tokens, monkeypatch):
-    def must_not_be_called(*args, **kwargs):
-        raise AssertionError("a CUDA call on a CPU")
-
-    for name in ("synchronize", "get_device_name", "get_device_capability", "max_memory_allocated",
-                 "is_bf16_supported", "set_device", "current_device", "init", "_lazy_init"):
-        monkeypatch.setattr(torch.cuda, name, must_not_be_called)
-    train(rung(number), tmp_path, tokens, "-B", 1, "-T", 16, "--steps", 2)
-
-
-def test_the_same_seed_gives_the_same_run(tmp_path, tokens):
-    flags = ("-B", 1, "-T", 32, "--steps", 4)
-    runs = [read_steps(train(rung(10), tmp_path / str(i), tokens, *flags, "--seed", [7, 7, 8][i])) for i in range(3)]
-    first, again, other = [[(step["loss"], step["norm"]) for step in run] for run in runs]
+def test_the_same_seed_gives_the_same_run(short_run, tmp_path, tokens):
+    flags = (*SHORT[:-1], 2)
+    again = read_steps(train(rung(10), tmp_path / "again", tokens, *flags, "--warmup-steps", 10))
+    other = read_steps(train(rung(10), tmp_path / "other", tokens, *flags, "--seed", 8))
+    first, again, other = [[(step["loss"], step["norm"]) for step in run[:2]]
+                           for run in (short_run("10").steps, again, other)]
     assert first == again and first != other
 
 
+@contextmanager
+def endless_run(folder, tokens, n_lines):
+    """A program that trains for ever, and the first lines that it printed."""
+    command = [sys.executable, "-W", "error", ROOT / "baseline.py", "--model", "tiny", "--device", "cpu", "--data",
+               tokens, "--log-dir", folder, "-B", "1", "-T", "16", "--steps", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            yield run, [run.stdout.readline().rstrip("\n") for _ in range(n_lines)]
+        finally:
+            run.kill()
+
+
 def test_a_killed_run_keeps_its_finished_steps(tmp_path, tokens):
-    command = [sys.executable, ROOT / "baseline.py", "--model", "tiny", "--device", "cpu", "--data", tokens,
-               "--log-dir", tmp_path, "-B", "1", "-T", "16", "--steps", "100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        printed = [line for line, _ in zip(run.stdout, range(15), strict=False)]
+    with endless_run(tmp_path, tokens, 10) as (run, printed):
         run.send_signal(signal.SIGKILL)
+        run.wait(timeout=60)
     lines = (tmp_path / "baseline.log").read_text().splitlines()
-    assert lines[:15] == [line.rstrip("\n") for line in printed]
+    assert lines[:9] == printed[:9]  # of the tenth it may not have written more than what is on the screen
     assert all(STEP_LINE.fullmatch(line) for line in lines[5:])
 
 
 def test_ctrl_c_ends_with_one_line(tmp_path, tokens):
-    command = [sys.executable, ROOT / "baseline.py", "--model", "tiny", "--device", "cpu", "--data", tokens,
-               "--log-dir", tmp_path, "-B", "1", "-T", "16", "--steps", "100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        for _ in range(8):
-            run.stdout.readline()
+    """Under -W error: until then nothing has warned either."""
+    with endless_run(tmp_path, tokens, 7) as (run, _):
         run.send_signal(signal.SIGINT)
         _, errors = run.communicate(timeout=60)
     assert run.returncode == 1
