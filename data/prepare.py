@@ -135,8 +135,7 @@ def read(source, field):
                 yield begins, rest
             number += 1
     except Exception as error:  # json, pyarrow, datasets and huggingface_hub raise many kinds
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        sys.exit(f"error: {place}: document {number} cannot be read ({reason}); check the file and the flags")
+        sys.exit(f"error: {place}: document {number} cannot be read ({error!r:.300}); check the file and the flags")
 
 
 def encode(pieces, tokenizer):
@@ -163,15 +162,14 @@ def write_tokens(pieces, source, tokenizer, folder):
             n_documents += begins
             train.write(tokens)
             sha256.update(text.encode("utf-8"))
-        n_tokens = train.tell() // 2
-        n_train = n_tokens * 9 // 10
+        n_train = (n_tokens := train.tell() // 2) * 9 // 10
         if n_train < 1:
             sys.exit(f"error: {source}: {n_tokens} tokens are too few; give more text (.txt, .jsonl or .parquet)")
         train.seek(2 * n_train)
         shutil.copyfileobj(train, val)
         train.truncate(2 * n_train)
-    source = "tiny_shakespeare" if sha256.hexdigest() == TINY_SHAKESPEARE_SHA256 else source
-    meta = {"source": source, "sha256": sha256.hexdigest(), "tokenizer": tokenizer.name, "vocab_size": VOCAB_SIZE,
+    meta = {"source": "tiny_shakespeare" if sha256.hexdigest() == TINY_SHAKESPEARE_SHA256 else source,
+            "sha256": sha256.hexdigest(), "tokenizer": tokenizer.name, "vocab_size": VOCAB_SIZE,
             "documents": n_documents, "train_tokens": n_train, "val_tokens": n_tokens - n_train}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     return meta
@@ -197,6 +195,8 @@ def prepare(text, out, hf=None, field="text"):
     except Timeout:
         print(f"waiting for another preparation of {out}", file=sys.stderr, flush=True)
         lock.acquire()
+        if not text and not hf and (out / "meta.json").exists():  # two scripts or two ranks found no data
+            return json.loads((out / "meta.json").read_text())
     try:
         clean_up(partial, out)  # what a killed run left
         (partial / "new").mkdir(parents=True)
@@ -237,8 +237,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not args.hf and (args.name or args.split or args.field and not args.text):
         sys.exit("error: --name, --split, --field: choose from a dataset; give --hf too (or --text, for --field)")
-    hf = (args.hf, args.name, args.split or "train") if args.hf else None
     try:
+        hf = (args.hf, args.name, args.split or "train") if args.hf else None
         meta = prepare(args.text, args.out.resolve(), hf, args.field or "text")
     except (OSError, ValueError, KeyboardInterrupt) as error:
         sys.exit(f"error: --out {args.out}: not written ({str(error) or 'stopped'}); run the same command again")

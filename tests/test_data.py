@@ -343,6 +343,22 @@ def test_a_second_preparation_waits_and_says_so(tmp_path):
     assert run.wait(timeout=60) == 0 and text_in(tmp_path / "tokens") == "some text"
 
 
+def test_the_second_of_two_that_found_no_data_uses_the_firsts(prepare, tmp_path):
+    """Two scripts, or two ranks, start together: the second must not replace what the first is reading."""
+    out = tmp_path / "tokens"
+    command = [sys.executable, PREPARE, "--out", out]
+    with FileLock(tmp_path / "tokens.lock"):
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert "waiting for another preparation" in run.stderr.readline()
+        (tmp_path / "text").write_bytes(b"some text")
+        prepare.prepare(tmp_path / "text", tmp_path / "first")
+        (tmp_path / "first").rename(out)
+        before = (out / "train.bin").stat().st_ino
+    printed, _ = run.communicate(timeout=60)
+    assert run.returncode == 0 and printed.startswith(f"{out}: text (gpt2-bytes tokens)")
+    assert (out / "train.bin").stat().st_ino == before
+
+
 @pytest.mark.parametrize("flags, reason", [
     (["--name", "x"], "--hf too"),
     (["--split", "x"], "--hf too"),
