@@ -18,7 +18,7 @@ from ladder.stages import BY_LABEL
 
 ACCUMULATION, PREFETCH, VALIDATION, RESUME, PREEMPTION, RECOMPUTE = "11", "12", "13", "14", "15", "16"
 FLOAT32 = torch.float32
-SAVING = pytest.mark.parametrize("label", [RESUME, PREEMPTION])
+SAVING = pytest.mark.parametrize("label", [PREEMPTION, pytest.param(RESUME, marks=pytest.mark.slow)])
 
 
 def log_name(label):
@@ -51,6 +51,7 @@ def test_11_micro_batches_give_the_gradient_of_the_one_batch(tmp_path, tokens):
     assert parts_step["norm"] == pytest.approx(one_step["norm"], abs=2e-4)
 
 
+@pytest.mark.slow
 def test_11_two_ranks_with_micro_batches_equal_one_process(tmp_path, tokens):
     """2 ranks x 2 micro-steps x B=2 against one process with B=8, float32: as for DDP itself."""
     def flags(folder, B):
@@ -227,6 +228,7 @@ def beyond_flags(tokens, folder, B, *more):
             "--compile-mode", "none", "--total-batch", 128, *more]
 
 
+@pytest.mark.slow
 def test_13_two_ranks_see_what_one_process_sees(tmp_path, tokens):
     """Also when the sequences are not a multiple of the ranks."""
     more = ("--steps", 4, "--val-every", 2, "--val-sequences", 5)
@@ -259,13 +261,11 @@ def long_run(tokens, folder, label, *more, **options):
 def whole_runs(tmp_path_factory, tokens):
     """{label: folder of a run that nothing disturbed}, checkpoints of steps 4 and 6 among its files."""
     folders = {}
-    for label in (RESUME, PREEMPTION):
+    for label, names in {RESUME: {"newest.pt", "lock"}, PREEMPTION: {"newest.pt", "previous.pt", "lock"}}.items():
         folders[label] = tmp_path_factory.mktemp(f"whole_{label}")
         run = long_run(tokens, folders[label], label)
         assert run.returncode == 0, run.stderr
-    names = {path.name for path in (folders[RESUME] / "checkpoints").iterdir()}
-    assert names == {"newest.pt", "lock"}
-    assert {path.name for path in (folders[PREEMPTION] / "checkpoints").iterdir()} == names | {"previous.pt"}
+        assert {path.name for path in (folders[label] / "checkpoints").iterdir()} == names
     return folders
 
 
@@ -345,6 +345,7 @@ def test_14_a_different_run_is_not_resumed(flags, reason, whole_runs, tokens, tm
     assert (tmp_path / log_name(RESUME)).read_text() == log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
 def test_14_another_number_of_ranks_resumes(first, then, tokens, tmp_path):
     """Float32, the same total batch: the losses of one process that did all six steps."""
@@ -454,7 +455,7 @@ def test_14_a_full_disk_costs_the_checkpoint_and_not_the_run(label, whole_runs, 
     assert {path.name for path in checkpoints.iterdir()} == {last, "lock"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_15_a_signal_saves_and_ends_well(number, whole_runs, tokens, tmp_path):
     flags = beyond_flags(tokens, tmp_path, 2, *CHECKPOINTS, "--checkpoint-dir", tmp_path / "checkpoints")
     slow = ("import sys, time; sys.path.insert(0, 'tests'); from conftest import rung; module = rung('15'); "
@@ -503,6 +504,7 @@ def test_15_a_killed_rank_comes_back_by_itself(tokens, tmp_path):
     assert all(torch.equal(ours[key], truth[key]) for key in truth)
 
 
+@pytest.mark.slow
 def test_15_restarts_that_cannot_work_are_refused(tokens, tmp_path):
     run = run_command(*TWO_RANKS, "--max-restarts=1", BY_LABEL[PREEMPTION].path, *beyond_flags(tokens, tmp_path, 1),
                       "--checkpoint-dir", tmp_path / "checkpoints", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
