@@ -12,7 +12,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ladder.stages import STAGES  # noqa: E402
+from ladder.stages import BY_LABEL  # noqa: E402
 
 STEP_LINE = re.compile(
     r"step : (?P<step>\d+) \| loss: (?P<loss>\S+) \| dt: (?P<ms>[\d.]+) ms \| tokens/sec: (?P<tokens_per_second>[\d.]+)"
@@ -29,9 +29,9 @@ def load_module(path):
     return module
 
 
-def rung(number):
-    """A fresh module of rung `number` (11 is ddp_run.py), safe to patch."""
-    return load_module(STAGES[number].path)
+def rung(label):
+    """A fresh module of the rung "0" to "10", "ddp", "11" and up, safe to patch."""
+    return load_module(BY_LABEL[str(label)].path)
 
 
 def read_steps(log):
@@ -46,7 +46,7 @@ def losses(log):
 
 def train(module, folder, data, *flags, compile_mode="none"):
     """Run a rung's main() with the tiny model on a CPU, and return the path of its log."""
-    if "compile_problem" in vars(module):
+    if "compile_model" in vars(module):
         flags = (*flags, "--compile-mode", compile_mode)
     folder.mkdir(exist_ok=True)
     module.main(["--model", "tiny", "--device", "cpu", "--data", str(data), "--log-dir", str(folder), *map(str, flags)])
