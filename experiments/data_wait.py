@@ -1,0 +1,51 @@
+"""How long the device sits idle at the start of a step until its batch is there: rung 11 against rung 12.
+
+    python -m experiments.data_wait [flags of the rungs]
+
+Trains both rungs with the same flags, without compilation and with one micro-step per step, and prints the median time
+from `optimizer.zero_grad()` to the first line of `GPT.forward`, the device synchronized at both ends. In between rung
+11 reads its batch and copies it to the device; rung 12 has it already. What rung 12 spends on the next batch comes
+later in the step, after the backward pass is launched: behind the GPU's work, but on a CPU in its way.
+"""
+import contextlib
+import importlib
+import io
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+
+def median_wait(module, flags):
+    """Median milliseconds from zero_grad() to the model's start over a run's steps, the first two left out."""
+    settings = module.parse_settings(flags)
+    settings.compile_mode, settings.total_batch = "none", settings.B * settings.T
+    synchronize = torch.get_device_module(settings.device).synchronize
+    zero_grad, forward = torch.optim.AdamW.zero_grad, module.GPT.forward
+    started, waits = [], []
+
+    def timed_zero_grad(self, *args):
+        zero_grad(self, *args)
+        synchronize()
+        started.append(time.perf_counter())
+
+    def timed_forward(self, *args):
+        synchronize()
+        waits.append((time.perf_counter() - started[-1]) * 1000)
+        return forward(self, *args)
+
+    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
+          mock.patch.object(torch.optim.AdamW, "zero_grad", timed_zero_grad),
+          mock.patch.object(module.GPT, "forward", timed_forward)):
+        settings.log_dir = Path(folder)
+        module.train(settings)
+    return statistics.median(waits[2:] or waits)
+
+
+if __name__ == "__main__":
+    for name in ("rung_11_gradient_accumulation", "rung_12_prefetch"):
+        print(f"{name}: {median_wait(importlib.import_module(f'beyond.{name}'), sys.argv[1:]):.3f} ms")
