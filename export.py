@@ -1,70 +1,63 @@
 """A trained checkpoint as a Hugging Face folder, which `from_pretrained` and `pipeline("text-generation")` load.
 
-    python export.py model.pt my-gpt2               # from --save of any rung, or a checkpoint of beyond/
-    python speedup_10_fused_adamw.py --pretrained my-gpt2       # and the way back: a rung goes on with it
+    python export.py model.pt my-gpt2               # a file of --save, or a checkpoint: checkpoints/<script>/newest.pt
+    python speedup_10_fused_adamw.py --pretrained my-gpt2       # and the way back: train it further
 
-The model in the folder gives the same logits: GPT-2's "Conv1D" layers store their matrices the other way round, the
-rows that pad the vocabulary go, and an output layer that is not tied to the embedding (baseline.py) stays its own: only
-baseline.py goes on with such a model.
+The model in the folder gives the same logits. GPT-2's "Conv1D" layers store their matrices transposed, the rows that
+pad the vocabulary (rung 7) are cut off, and the embeddings stay untied where they were (baseline.py, which alone can
+train such a model further).
 """
 import argparse
 import logging
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import torch
 
 from data import prepare
 
-GPT2_TOKENS = "gpt2"  # the name of tiktoken's encoding, in checkpoints
 SHAPE = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
 
 
 def load_checkpoint(path):
-    """{"config", "model", ...} from a file that a rung wrote; exits with one line when it is none."""
+    """(The model in a checkpoint file, as transformers' GPT-2; the name of its tokenizer); exits with one line."""
     try:
+        with zipfile.ZipFile(path) as file:  # torch.load does not check the sums that torch.save writes
+            if file.testzip():
+                raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        config, weights, tokenizer = (checkpoint[name] for name in ("config", "model", "tokenizer"))
     except OSError as error:
-        sys.exit(f"error: {path} cannot be read ({error.strerror})")
-    except Exception:  # no torch file, or a damaged one: each its own class, with advice that is none here
-        checkpoint = None
-    parts = [checkpoint.get(name) for name in ("config", "model")] if isinstance(checkpoint, dict) else [None]
-    if not all(isinstance(part, dict) for part in parts):
-        sys.exit(f"error: {path} is no checkpoint, or a damaged one: give a file that --save or beyond/ wrote")
-    return checkpoint
+        sys.exit(f"error: {path}: cannot be read ({error.strerror}); give a file that a rung wrote")
+    except Exception:  # any exception, some with the advice to load without weights_only: nothing to pass on
+        sys.exit(f"error: {path}: damaged, or not a checkpoint; give a file that a rung wrote")
+    try:
+        return to_transformers(config, weights), tokenizer
+    except (KeyError, RuntimeError):  # names that are missing; names or shapes that differ
+        sys.exit(f"error: {path}: its architecture is not GPT-2's; give a checkpoint of a rung that trains GPT-2")
 
 
-def tokenizer_of(checkpoint):
-    """The name of the tokenizer of the text that the model was trained on."""
-    return checkpoint.get("tokenizer", GPT2_TOKENS)  # an older file does not say
-
-
-def to_transformers(checkpoint):
-    """The checkpoint's model as a transformers GPT2LMHeadModel; exits with one line when it is not a GPT-2."""
+def to_transformers(config, weights):
+    """A transformers GPT2LMHeadModel with the weights of a rung's GPT; raises KeyError or RuntimeError for others."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config, weights = checkpoint["config"], dict(checkpoint["model"])
-    if not SHAPE <= config.keys() <= SHAPE | {"n_tokens"}:
-        sys.exit(f"error: this checkpoint's architecture ({sorted(config)}) is not GPT-2's")
-    n_tokens = config.get("n_tokens", config["vocab_size"])  # the rest of the rows is padding
-    end_of_text = n_tokens - 1 if n_tokens == prepare.VOCAB_SIZE else None
-    try:
-        for name in ("transformer.wte.weight", "lm_head.weight"):
-            weights[name] = weights[name][:n_tokens]
-        tied = torch.equal(weights["transformer.wte.weight"], weights["lm_head.weight"])
-        for name in weights:
-            if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-                weights[name] = weights[name].t().contiguous()
-        model = GPT2LMHeadModel(GPT2Config(
-            n_positions=config["block_size"], vocab_size=n_tokens, n_layer=config["n_layer"], n_head=config["n_head"],
-            n_embd=config["n_embd"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=tied,
-            bos_token_id=end_of_text, eos_token_id=end_of_text,
-        ))
-        model.load_state_dict(weights)
-    except Exception as error:  # missing names, other shapes, other types: each its own class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: this checkpoint's weights are not those of a GPT-2 ({reason})")
+    if config.keys() != SHAPE:
+        raise KeyError("not the shape of a GPT-2")
+    weights = dict(weights)
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        weights[name] = weights[name][: config["vocab_size"]]  # the rows after those are padding
+    for name in weights:
+        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            weights[name] = weights[name].t().contiguous()  # nn.Linear stores (out, in), Conv1D (in, out)
+    tied = torch.equal(weights["transformer.wte.weight"], weights["lm_head.weight"])
+    model = GPT2LMHeadModel(GPT2Config(
+        n_positions=config["block_size"], vocab_size=config["vocab_size"], n_layer=config["n_layer"],
+        n_head=config["n_head"], n_embd=config["n_embd"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        tie_word_embeddings=tied, bos_token_id=prepare.END_OF_TEXT, eos_token_id=prepare.END_OF_TEXT,
+    ))
+    model.load_state_dict(weights)
     return model.eval()
 
 
@@ -85,29 +78,28 @@ def write_tokenizer(folder):
     tokenizer.save_pretrained(folder)
 
 
-def write_folder(model, tokenizer_name, folder):
+def write_folder(model, tokenizer, folder):
     """Write model and tokenizer under a temporary name beside `folder`, then rename. Leaves nothing when it fails."""
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.absolute().parent) as parent:
         partial = Path(parent) / folder.name
         model.save_pretrained(partial)
-        if tokenizer_name == GPT2_TOKENS and model.config.vocab_size == prepare.VOCAB_SIZE:
+        if tokenizer != prepare.ByteTokenizer.name:
             write_tokenizer(partial)
         partial.rename(folder)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("checkpoint", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint")
     parser.add_argument("folder", type=Path, help="a new folder")
     args = parser.parse_args(argv)
     if args.folder.exists():
-        sys.exit(f"error: {args.folder} exists: name a new folder")
-    checkpoint = load_checkpoint(args.checkpoint)
-    model = to_transformers(checkpoint)
+        sys.exit(f"error: {args.folder}: exists already; name a new folder")
+    model, tokenizer = load_checkpoint(args.checkpoint)
     try:
-        write_folder(model, tokenizer_of(checkpoint), args.folder)
-    except Exception as error:  # safetensors, tokenizers and the file system: each its own class for a full disk
-        sys.exit(f"error: {args.folder} could not be written ({error})")
+        write_folder(model, tokenizer, args.folder)
+    except Exception as error:  # for a full disk, safetensors, tokenizers and the file system raise different ones
+        sys.exit(f"error: {args.folder}: cannot be written ({error}); name a folder elsewhere, or make room")
     print(f"{args.folder}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
 
@@ -116,4 +108,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped")
+        sys.exit("stopped: no folder was written")

@@ -4,8 +4,7 @@
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50      # a Hugging Face name or folder
 
 The weights become a transformers GPT2LMHeadModel (export.py), whose generate() has the key-value cache, the sampling
-and the streaming: nothing of that is written anew here. A prompt that leaves no room for the new tokens in the model's
-longest sequence is cut at its front.
+and the streaming. A prompt that leaves no room for the new tokens in the model's longest sequence is cut at its front.
 """
 import argparse
 import logging
@@ -16,25 +15,26 @@ from pathlib import Path
 import torch
 
 from data import prepare
-from export import GPT2_TOKENS, load_checkpoint, to_transformers, tokenizer_of
+from data.prepare import END_OF_TEXT
+from export import load_checkpoint
 
-END_OF_TEXT = prepare.END_OF_TEXT
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Tokenizer:
     """Text to GPT-2 token ids and back, with the decode() that transformers' TextStreamer asks for.
 
-    Exits with one line when it is tiktoken's and cannot be fetched.
+    Exits with one line when GPT-2's merges are needed and cannot be fetched.
     """
 
     def __init__(self, name):
         try:
             self.tokens = prepare.ByteTokenizer() if name == prepare.ByteTokenizer.name else prepare.fetch_merges()
         except prepare.NoMerges as error:
-            sys.exit(f"error: {error}, without which no text can be given to this model: try again with a network")
+            sys.exit(f"error: {error}; the model reads and writes in them: try again with a network")
 
     def encode(self, text):
-        return self.tokens.encode_to_numpy(text, disallowed_special=()).astype("int64").tolist()
+        return self.tokens.encode_to_numpy(text, disallowed_special=()).tolist()
 
     def decode(self, ids, **_):
         return self.tokens.decode([i for i in ids if i != END_OF_TEXT])
@@ -46,40 +46,34 @@ def from_hugging_face(name):
 
     try:
         model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
-    except Exception as error:  # no network, no such name, a damaged folder: each its own class
+    except Exception as error:  # no network, no such name, a damaged file: any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: {name}: neither a checkpoint file nor a GPT-2 of Hugging Face ({reason})")
+        sys.exit(f"error: {name}: cannot be loaded ({reason}); give a checkpoint file, or a GPT-2's name or folder")
     if report["missing_keys"]:  # transformers has drawn them at random
-        sys.exit(f"error: {name}: this is another model than GPT-2")
+        sys.exit(f"error: {name}: not a GPT-2 checkpoint; give the name or the folder of one")
     return model.eval()
 
 
-def load_model(name):
-    """(The GPT-2 in a checkpoint file, a Hugging Face folder or on the hub; the name of its tokenizer).
+def load_model(name, device):
+    """(The GPT-2 in a checkpoint file, a Hugging Face folder or on the hub, on the device; its tokenizer's name).
 
-    The model is one of transformers. Exits with one line when there is none, or one with other tokens than GPT-2's.
+    Exits with one line when there is none, or one with other tokens than GPT-2's.
     """
-    if Path(name).is_file() or Path(name).suffix == ".pt":
-        checkpoint = load_checkpoint(name)
-        model, tokenizer = to_transformers(checkpoint), tokenizer_of(checkpoint)
+    if Path(name).is_file() or name.endswith(".pt"):
+        model, tokenizer = load_checkpoint(name)
     else:
-        model, tokenizer = from_hugging_face(name), GPT2_TOKENS
+        model, tokenizer = from_hugging_face(name), "gpt2"
     if model.config.vocab_size != prepare.VOCAB_SIZE:
-        sys.exit(f"error: {name}: its {model.config.vocab_size:,} tokens are not GPT-2's {prepare.VOCAB_SIZE:,}")
-    return model, tokenizer
-
-
-def to_device(model, device):
-    """The model on the device; exits with one line when that is not there."""
+        sys.exit(f"error: {name}: its {model.config.vocab_size:,} tokens are not GPT-2's; give a model with GPT-2's")
     try:
-        return model.to(device)
+        return model.to(device), tokenizer
     except (RuntimeError, AssertionError) as error:
-        sys.exit(f"error: --device {device} is not there ({str(error).splitlines()[0]})")
+        sys.exit(f"error: --device {device}: not available here ({str(error).splitlines()[0]}); try --device cpu")
 
 
 def parse_args(argv=None):
-    """The command line's flags, checked; exits with one line when one cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """The command line's flags; exits with one line when a value is out of range."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint file, a Hugging Face folder or a name")
     parser.add_argument("--prompt", default="", help="default: <|endoftext|>, the start of a document")
     parser.add_argument("--num-samples", type=int, default=1, help="default: %(default)s")
@@ -88,40 +82,38 @@ def parse_args(argv=None):
     parser.add_argument("--top-k", type=int, default=0, help="of the k likeliest tokens; 0: all (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="the likeliest p of the mass (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--device", default=DEVICE, help="default: %(default)s")
     args = parser.parse_args(argv)
-    for flag, value in {"--num-samples": args.num_samples, "--max-new-tokens": args.max_new_tokens}.items():
-        if value < 1:
-            sys.exit(f"error: {flag} {value}: must be at least 1")
-    if not 0 < args.top_p <= 1:
-        sys.exit(f"error: --top-p {args.top_p:g}: must be above 0 and at most 1")
-    if args.top_k < 0:
-        sys.exit(f"error: --top-k {args.top_k}: must be at least 0")
-    if args.temperature != 0 and not 0.001 <= args.temperature < float("inf"):  # logits are divided by it
-        sys.exit(f"error: --temperature {args.temperature:g}: must be 0, or at least 0.001")
-    if not 0 <= args.seed < 2**63:
-        sys.exit(f"error: --seed {args.seed}: must be at least 0 and below 2^63")
-    args.prompt = args.prompt.encode("utf-8", "replace").decode()  # a shell passes on bytes that are no text
+    for flag, value, in_range, need in [
+        ("--num-samples", args.num_samples, args.num_samples >= 1, "at least 1"),
+        ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),
+        ("--temperature", args.temperature, args.temperature == 0 or 0.001 <= args.temperature < 1000, "0 or 0.001 up"),
+        ("--top-k", args.top_k, args.top_k >= 0, "at least 0"),
+        ("--top-p", args.top_p, 0 < args.top_p <= 1, "more than 0, at most 1"),
+        ("--seed", args.seed, 0 <= args.seed < 2**63, "at least 0"),
+    ]:
+        if not in_range:
+            sys.exit(f"error: {flag} {value:g}: out of range; give {need}")
     return args
 
 
 def fit(ids, new_tokens, longest):
     """The end of the prompt that leaves room for `new_tokens`; exits with one line when even one token does not."""
     if new_tokens >= longest:
-        sys.exit(f"error: --max-new-tokens {new_tokens}: with the prompt, this model's longest sequence is {longest}")
+        sys.exit(f"error: --max-new-tokens {new_tokens}: the model's longest sequence, with the prompt, is {longest};"
+                 " give fewer")
     if len(ids) + new_tokens > longest:
-        print(f"WARNING: the prompt's first {len(ids) + new_tokens - longest} tokens do not fit", file=sys.stderr)
+        prepare.warn(f"the prompt's first {len(ids) + new_tokens - longest} tokens do not fit and are left out")
     return ids[-(longest - new_tokens) :]
 
 
 def main(argv=None):
     args = parse_args(argv)
+    model, tokenizer_name = load_model(args.model, args.device)
     from transformers import TextStreamer
 
-    model, tokenizer_name = load_model(args.model)
-    model, tokenizer = to_device(model, args.device), Tokenizer(tokenizer_name)
-    ids = tokenizer.encode(args.prompt) or [END_OF_TEXT]
-    ids = fit(ids, args.max_new_tokens, model.config.n_positions)
+    tokenizer = Tokenizer(tokenizer_name)
+    ids = fit(tokenizer.encode(args.prompt) or [END_OF_TEXT], args.max_new_tokens, model.config.n_positions)
     x = torch.tensor([ids], device=args.device)  # (1, T)
     sampling = {"do_sample": False}
     if args.temperature > 0:

@@ -1,37 +1,35 @@
-"""How long a step waits for its batch: from the start of its work to the first line of the model.
+"""How long the device sits idle at the start of a step until its batch is there: rung 11 against rung 12.
 
-    python experiments/data_wait.py [flags of the scripts]
+    python -m experiments.data_wait [flags of the rungs]
 
-Runs rung 11 (the batch is fetched when it is needed) and rung 12 (it is there already) with the same flags, one
-micro-step a step, without compilation, and prints the median wait in milliseconds for each: what Python and the device
-spend between the end of `optimizer.zero_grad()` and the model, with the device waited for at both ends. The batch that
-rung 12 fetches ahead is not in it; on a GPU that hides behind the work of the model, on a CPU it takes its time
-elsewhere in the step.
+Trains both rungs with the same flags, without compilation and with one micro-step per step, and prints the median time
+from `optimizer.zero_grad()` to the first line of `GPT.forward`, the device synchronized at both ends. In between rung
+11 reads its batch and copies it to the device; rung 12 has it already. What rung 12 spends on the next batch comes
+later in the step, after the backward pass is launched: behind the GPU's work, but on a CPU in its way.
 """
 import contextlib
+import importlib
 import io
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from ladder.runner import load_script  # noqa: E402
-from ladder.stages import BY_LABEL  # noqa: E402
-
 
 def median_wait(module, flags):
-    """Median milliseconds that a rung's steps wait for their batch, the first two steps left out."""
+    """Median milliseconds from zero_grad() to the model's start over a run's steps, the first two left out."""
     settings = module.parse_settings(flags)
+    settings.compile_mode, settings.total_batch = "none", settings.B * settings.T
     synchronize = torch.get_device_module(settings.device).synchronize
     zero_grad, forward = torch.optim.AdamW.zero_grad, module.GPT.forward
     started, waits = [], []
 
-    def timed_zero_grad(self):
-        zero_grad(self)
+    def timed_zero_grad(self, *args):
+        zero_grad(self, *args)
         synchronize()
         started.append(time.perf_counter())
 
@@ -40,16 +38,14 @@ def median_wait(module, flags):
         waits.append((time.perf_counter() - started[-1]) * 1000)
         return forward(self, *args)
 
-    flags = [*flags, "--total-batch", str(settings.B * settings.T), "--compile-mode", "none"]
-    torch.optim.AdamW.zero_grad, module.GPT.forward = timed_zero_grad, timed_forward
-    try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            module.main([*flags, "--log-dir", folder])
-    finally:
-        torch.optim.AdamW.zero_grad = zero_grad
-    return statistics.median(waits[min(2, len(waits) - 1) :])
+    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
+          mock.patch.object(torch.optim.AdamW, "zero_grad", timed_zero_grad),
+          mock.patch.object(module.GPT, "forward", timed_forward)):
+        settings.log_dir = Path(folder)
+        module.train(settings)
+    return statistics.median(waits[2:] or waits)
 
 
 if __name__ == "__main__":
-    for label in ("11", "12"):
-        print(f"rung {label}: {median_wait(load_script(BY_LABEL[label]), sys.argv[1:]):.3f} ms a step")
+    for name in ("rung_11_gradient_accumulation", "rung_12_prefetch"):
+        print(f"{name}: {median_wait(importlib.import_module(f'beyond.{name}'), sys.argv[1:]):.3f} ms")

@@ -1,5 +1,7 @@
 """sample.py and export.py: the same model in transformers' hands, there and back."""
+import argparse
 import os
+import random
 import sys
 
 import pytest
@@ -13,60 +15,68 @@ PROMPT = "The value of an object"
 def saved(tmp_path_factory, tokens):
     """{rung: checkpoint file} of short runs: untied, tied, padded, and a checkpoint of beyond/."""
     folder = tmp_path_factory.mktemp("saved")
-    for number in (0, 1, 10):
-        train(rung(number), folder, tokens, "-B", 2, "-T", 64, "--steps", 8, "--save", folder / f"{number}.pt")
-    train(rung(15), folder, tokens, "-B", 2, "-T", 64, "--steps", 2, "--checkpoint-every", 2,
-          "--checkpoint-dir", folder / "checkpoints")
-    return {number: folder / f"{number}.pt" for number in (0, 1, 10)} | {
-        15: folder / "checkpoints" / "step_00000002.pt"}
+    for label, more in {"0": [], "1": [], "10": ["--max-lr", 0.01, "--warmup-steps", 1]}.items():
+        train(rung(label), folder, tokens, "-B", 1, "-T", 32, "--steps", 8, "--save", folder / f"{label}.pt", *more)
+    train(rung("16"), folder, tokens, "-B", 1, "-T", 32, "--steps", 1, "--val-every", 0, "--checkpoint-dir", folder)
+    return {label: folder / f"{label}.pt" for label in ("0", "1", "10")} | {"16": folder / "newest.pt"}
 
 
-def own_model(number, path):
-    module = rung(number)
+@pytest.fixture
+def sample():
+    return load_module(ROOT / "sample.py")
+
+
+@pytest.fixture
+def export():
+    return load_module(ROOT / "export.py")
+
+
+def own_model(label, path):
+    """The model of the rung's own GPT class."""
+    module = rung(label)
     checkpoint = torch.load(path, weights_only=True)
     model = module.GPT(module.GPTConfig(**checkpoint["config"]))
     model.load_state_dict(checkpoint["model"])
-    return module, model.eval()
+    return model.eval()
 
 
-@pytest.mark.parametrize("number", [0, 1, 10, 15])
-def test_the_folder_has_the_same_logits_and_so_has_the_way_back(number, saved, tmp_path):
+@pytest.mark.parametrize("label", ["0", "1", "10", "16"])
+@torch.no_grad()
+def test_the_folder_has_the_same_logits_and_so_has_the_way_back(label, saved, tmp_path, export):
     from transformers import GPT2LMHeadModel
 
-    load_module(ROOT / "export.py").main([str(saved[number]), str(tmp_path / "hf")])
+    export.main([str(saved[label]), str(tmp_path / "hf")])
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
-    module, ours = own_model(number, saved[number])
     x = torch.randint(0, 50257, (2, 48), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = ours(x)[0][..., :50257]
-        assert torch.allclose(theirs(x).logits, expected, atol=1e-4)
-        back = module.GPT.from_pretrained(tmp_path / "hf").eval()
-        assert torch.equal(back(x)[0][..., :50257], expected)
-    assert theirs.config.tie_word_embeddings == (number > 0)
+    expected = own_model(label, saved[label])(x)
+    assert expected.shape == (2, 48, 50257)
+    assert torch.allclose(theirs(x).logits, expected, atol=1e-4)
+    assert torch.equal(rung(label).from_pretrained(tmp_path / "hf").eval()(x), expected)
+    assert theirs.config.tie_word_embeddings == (label != "0")
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()  # it was trained on single bytes
+    if label == "0":
+        for later in ("1", "7", "16"):
+            with pytest.raises(SystemExit, match="its embeddings are untied; use baseline.py"):
+                rung(later).from_pretrained(tmp_path / "hf")
 
 
-@pytest.mark.parametrize("number", [0, 10])
-def test_greedy_text_is_the_own_models(number, saved):
-    """The script's own model, without a cache, against generate() with one."""
-    _, model = own_model(number, saved[number])
-    tokenizer = load_module(ROOT / "sample.py").Tokenizer("gpt2-bytes")  # what the run was trained on
+@pytest.mark.parametrize("label", ["0", "10"])
+@torch.no_grad()
+def test_greedy_text_is_that_of_the_rungs_own_model(label, saved, sample, capsys):
+    """The rung's own model, without a cache, against generate() with one."""
+    model, tokenizer = own_model(label, saved[label]), sample.Tokenizer("gpt2-bytes")  # what the run was trained on
     ids = tokenizer.encode(PROMPT)
     for _ in range(30):
-        with torch.no_grad():
-            logits = model(torch.tensor([ids]))[0]
-        ids.append(int(logits[0, -1, :50257].argmax()))
-    run = run_command(sys.executable, "sample.py", saved[number], "--prompt", PROMPT, "--temperature", 0,
-                      "--max-new-tokens", 30, "--device", "cpu")
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.rstrip("\n") == tokenizer.decode(ids).rstrip("\n")
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    sample.main([str(saved[label]), "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "30",
+                 "--device", "cpu"])
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(ids).rstrip("\n")
 
 
-def test_sampling_flags(saved, capsys):
-    sample = load_module(ROOT / "sample.py")
-
+def test_sampling_flags(saved, sample, capsys):
     def text(*flags):
         capsys.readouterr()
-        sample.main([str(saved[10]), "--max-new-tokens", "12", "--device", "cpu", *map(str, flags)])
+        sample.main([str(saved["10"]), "--max-new-tokens", "12", "--device", "cpu", *map(str, flags)])
         return capsys.readouterr().out
 
     assert text("--seed", 1, "--top-k", 50) == text("--seed", 1, "--top-k", 50) != text("--seed", 2, "--top-k", 50)
@@ -75,140 +85,140 @@ def test_sampling_flags(saved, capsys):
     assert text("--top-p", 0.5, "--prompt", "").strip()
 
 
-def test_the_end_of_a_document_is_not_printed():
-    tokenizer = load_module(ROOT / "sample.py").Tokenizer("gpt2-bytes")
+def test_a_prompt_is_cut_at_its_front(saved, sample, capsys):
+    assert sample.fit(list(range(10)), 5, 16) == sample.fit(list(range(10)), 6, 16) == list(range(10))
+    assert capsys.readouterr().err == ""
+    assert sample.fit(list(range(10)), 13, longest=16) == [7, 8, 9]
+    assert "first 7 tokens do not fit" in capsys.readouterr().err
+    sample.main([str(saved["10"]), "--prompt", "word " * 300, "--max-new-tokens", "5", "--device", "cpu"])
+    assert "first 481 tokens do not fit" in capsys.readouterr().err
+
+
+def test_the_end_of_a_document_is_not_printed(sample):
+    tokenizer = sample.Tokenizer("gpt2-bytes")
     assert tokenizer.decode([*tokenizer.encode("the end"), 50256]) == "the end"
 
 
-def test_a_prompt_is_cut_at_its_front(capsys):
-    fit = load_module(ROOT / "sample.py").fit
-    assert fit(list(range(10)), 5, longest=16) == fit(list(range(10)), 6, longest=16) == list(range(10))
-    assert capsys.readouterr().err == ""
-    assert fit(list(range(10)), 13, longest=16) == [7, 8, 9]
-    assert "first 7 tokens do not fit" in capsys.readouterr().err
-
-
-def test_a_long_prompt_works(saved):
-    run = run_command(sys.executable, "sample.py", saved[10], "--prompt", "word " * 2000, "--max-new-tokens", 5,
-                      "--device", "cpu")
-    assert run.returncode == 0, run.stderr
-    assert "tokens do not fit" in run.stderr
-
-
 @pytest.mark.parametrize("flags, reason", [
-    (["--top-p", 0], "--top-p 0: must be above 0 and at most 1"),
-    (["--top-p", 1.5], "--top-p 1.5: must be above 0 and at most 1"),
-    (["--top-k", -1], "--top-k -1: must be at least 0"),
-    (["--temperature", -1], "--temperature -1: must be 0, or at least 0.001"),
-    (["--temperature", "nan"], "--temperature nan: must be 0, or at least 0.001"),
-    (["--temperature", 1e-40], "--temperature 1e-40: must be 0, or at least 0.001"),
-    (["--seed", 2**64], "must be at least 0 and below 2"),
-    (["--device", "abacus"], "--device abacus is not there"),
-    (["--num-samples", 0], "--num-samples 0: must be at least 1"),
-    (["--max-new-tokens", 0], "--max-new-tokens 0: must be at least 1"),
-    (["--max-new-tokens", 1024], "longest sequence is 1024"),
+    (["--top-p", 0], "--top-p 0: out of range; give more than 0"),
+    (["--top-p", 1.5], "--top-p 1.5: out of range"),
+    (["--top-k", -1], "--top-k -1: out of range; give at least 0"),
+    (["--temperature", -1], "--temperature -1: out of range; give 0 or"),
+    (["--temperature", "nan"], "--temperature nan: out of range"),
+    (["--temperature", 1e-40], "--temperature 1e-40: out of range"),
+    (["--seed", -1], "--seed -1: out of range; give at least 0"),
+    (["--num-samples", 0], "--num-samples 0: out of range; give at least 1"),
+    (["--max-new-tokens", 0], "--max-new-tokens 0: out of range; give at least 1"),
+    (["--max-new-tokens", 1024], "longest sequence, with the prompt, is 1024; give fewer"),
+    (["--device", "abacus"], "--device abacus: not available here .*; try --device cpu"),
 ])
-def test_wrong_values(flags, reason, saved):
-    with pytest.raises(SystemExit, match=reason):
-        load_module(ROOT / "sample.py").main([str(saved[10]), *map(str, flags)])
+def test_values_out_of_range(flags, reason, saved, sample):
+    with pytest.raises(SystemExit, match=f"^error: .*{reason}"):
+        sample.main([str(saved["10"]), "--device", "cpu", *map(str, flags)])
 
 
-def test_wrong_files(saved, tmp_path):
-    export = load_module(ROOT / "export.py").main
-    (tmp_path / "text.pt").write_text("no checkpoint")
+def test_no_flipped_byte_changes_the_model(saved, sample, export, tmp_path):
+    """torch writes check sums, but does not look at them when it loads."""
+    path, original = tmp_path / "flipped.pt", saved["10"].read_bytes()
+    expected = export.load_checkpoint(saved["10"])[0].state_dict()
+    draw = random.Random(1337)
+    places = [*range(0, 1000, 100), *(draw.randrange(len(original)) for _ in range(10)), *range(-1000, 0, 100)]
+    refused = 0
+    for place in places:
+        flipped = bytearray(original)
+        flipped[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            weights = export.load_checkpoint(path)[0].state_dict()
+        except SystemExit as error:
+            assert error.code == f"error: {path}: damaged, or not a checkpoint; give a file that a rung wrote"
+            refused += 1
+        else:  # a byte that means nothing, as those that align the numbers
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert refused >= 15
+    path.write_bytes(original[: len(original) // 2] + bytes([original[len(original) // 2] ^ 1])
+                     + original[len(original) // 2 + 1 :])  # within the weights
+    for main, more in [(export.main, [str(tmp_path / "out")]), (sample.main, [])]:
+        with pytest.raises(SystemExit, match="damaged"):
+            main([str(path), *more])
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_files(saved, sample, export, tmp_path):
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    (tmp_path / "half.pt").write_bytes(saved["10"].read_bytes()[:1_000_000])
     torch.save({"weights": torch.ones(2)}, tmp_path / "other.pt")
-    checkpoint = torch.load(saved[10], weights_only=True)
-    torch.save({**checkpoint, "config": {**checkpoint["config"], "n_kv_head": 1}}, tmp_path / "later.pt")
+    torch.save(argparse.Namespace(), tmp_path / "code.pt")  # torch.load advises to load it without weights_only
+    checkpoint = torch.load(saved["10"], weights_only=True)
+    torch.save({**checkpoint, "config": {**checkpoint["config"], "n_kv_head": 1}}, tmp_path / "config.pt")
     torch.save({**checkpoint, "config": {**checkpoint["config"], "n_embd": 32}}, tmp_path / "shape.pt")
-    torch.save({"config": [], "model": {}}, tmp_path / "list.pt")
-    torch.save({**checkpoint, "config": {**checkpoint["config"], "n_layer": "two"}}, tmp_path / "word.pt")
-    torch.save({**checkpoint, "model": dict.fromkeys(checkpoint["model"], 1.0)}, tmp_path / "number.pt")
-    for name, reason in [("nowhere.pt", "cannot be read .No such file"), ("later.pt", "is not GPT-2's"),
-                         *((f"{name}.pt", "no checkpoint") for name in ("text", "other", "list")),
-                         *((f"{name}.pt", "not those of a GPT-2") for name in ("shape", "word", "number"))]:
-        with pytest.raises(SystemExit, match=reason):
-            export([str(tmp_path / name), str(tmp_path / "out")])
+    for name, reason in [("nowhere", "cannot be read .No such file"), ("config", "architecture is not GPT-2's"),
+                         ("shape", "architecture is not GPT-2's"), ("text", "damaged, or not a checkpoint"),
+                         ("half", "damaged, or not a checkpoint"), ("other", "damaged, or not a checkpoint"),
+                         ("code", "damaged, or not a checkpoint")]:
+        for main, more in [(export.main, [str(tmp_path / "out")]), (sample.main, [])]:
+            with pytest.raises(SystemExit, match=f"^error: .*{name}.pt: .*{reason}") as caught:
+                main([str(tmp_path / f"{name}.pt"), *more])
+            assert "weights_only" not in caught.value.code and "\n" not in caught.value.code
         assert not (tmp_path / "out").exists()
-    (tmp_path / "there").mkdir()
-    with pytest.raises(SystemExit, match="exists: name a new folder"):
-        export([str(saved[10]), str(tmp_path / "there")])
-    for name, reason in [("nowhere.pt", "cannot be read (No such file"), (".", "neither a checkpoint file nor")]:
-        run = run_command(sys.executable, "sample.py", tmp_path / name)
-        assert run.returncode == 1 and reason in run.stderr and run.stderr.count("\n") == 1, run.stderr
+    with pytest.raises(SystemExit, match="cannot be loaded"):
+        sample.main([str(tmp_path)])
+    with pytest.raises(SystemExit, match="exists already; name a new folder"):
+        export.main([str(saved["10"]), str(tmp_path)])
 
 
-def test_the_export_leaves_what_is_not_its_own(saved, tmp_path):
-    (tmp_path / "hf.partial").mkdir()
-    (tmp_path / "hf.partial" / "notes.txt").write_text("notes")
-    load_module(ROOT / "export.py").main([str(saved[10]), str(tmp_path / "hf")])
-    assert (tmp_path / "hf.partial" / "notes.txt").read_text() == "notes"
-    assert {path.name for path in tmp_path.iterdir()} == {"hf", "hf.partial"}
-    assert not (tmp_path / "hf" / "tokenizer.json").exists()  # it was trained on single bytes
+def test_other_models_are_not_sampled(sample, tmp_path):
+    """transformers loads them all, and draws what is missing at random."""
+    from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+
+    small = {"vocab_size": 50257, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    GPTNeoXForCausalLM(GPTNeoXConfig(**small, intermediate_size=8)).save_pretrained(tmp_path / "neox")
+    GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "small")
+    for name, reason in [("neox", "not a GPT-2 checkpoint"), ("small", "its 1,000 tokens are not GPT-2's")]:
+        with pytest.raises(SystemExit, match=reason):
+            sample.main([str(tmp_path / name)])
 
 
-def test_an_export_that_fails_leaves_nothing(saved, tmp_path, monkeypatch):
-    export = load_module(ROOT / "export.py")
+def test_an_export_that_fails_leaves_nothing(saved, export, tmp_path, monkeypatch):
+    (tmp_path / "hf.partial").mkdir()  # nor takes what is not its own
 
     def full_disk(folder):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(export, "write_tokenizer", full_disk)
-    monkeypatch.setattr(export, "tokenizer_of", lambda checkpoint: "gpt2")
-    with pytest.raises(SystemExit, match="could not be written .*No space left"):
-        export.main([str(saved[10]), str(tmp_path / "hf")])
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(export, "load_checkpoint", lambda path, load=export.load_checkpoint: (load(path)[0], "gpt2"))
+    with pytest.raises(SystemExit, match="cannot be written .*No space left"):
+        export.main([str(saved["10"]), str(tmp_path / "hf")])
+    assert [path.name for path in tmp_path.iterdir()] == ["hf.partial"]
 
 
-def test_only_the_baseline_goes_on_with_an_untied_model(saved, tmp_path):
-    load_module(ROOT / "export.py").main([str(saved[0]), str(tmp_path / "hf")])
-    for number in (1, 7, 15):
-        with pytest.raises(SystemExit, match="its output layer is not its embedding: use baseline.py"):
-            rung(number).GPT.from_pretrained(tmp_path / "hf")
-
-
-def test_other_models_are_not_sampled(tmp_path):
-    """transformers loads them all, and draws what is missing at random."""
-    from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
-
-    sample = load_module(ROOT / "sample.py")
-    small = {"vocab_size": 50257, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    GPTNeoXForCausalLM(GPTNeoXConfig(**small, intermediate_size=8)).save_pretrained(tmp_path / "neox")
-    GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "small")
-    for name, reason in [("neox", "this is another model than GPT-2"), ("small", "its 1,000 tokens are not GPT-2's")]:
-        with pytest.raises(SystemExit, match=reason):
-            sample.main([str(tmp_path / name)])
-
-
-def test_no_merges_for_a_model_that_needs_them(saved, tmp_path, monkeypatch):
-    sample = load_module(ROOT / "sample.py")
-
+def test_no_merges_for_a_model_that_needs_them(sample, monkeypatch):
     def no_network():
         raise sample.prepare.NoMerges("tiktoken could not fetch GPT-2's merges (ConnectionError)")
 
     monkeypatch.setattr(sample.prepare, "fetch_merges", no_network)
-    torch.save({**torch.load(saved[10], weights_only=True), "tokenizer": "gpt2"}, tmp_path / "merges.pt")
-    with pytest.raises(SystemExit, match="no text can be given to this model"):
-        sample.main([str(tmp_path / "merges.pt"), "--device", "cpu"])
+    with pytest.raises(SystemExit, match="could not fetch .*; .*try again with a network"):
+        sample.Tokenizer("gpt2")
 
 
-def test_odd_prompts_and_readers(saved):
-    """Bytes that are no text, a terminal without the characters, a reader that goes away."""
-    command = [sys.executable, "sample.py", saved[10], "--max-new-tokens", 20, "--device", "cpu"]
-    run = run_command(*command, "--prompt", "caf\udce9 日本", PYTHONIOENCODING="ascii")
-    assert run.returncode == 0 and run.stdout.startswith("caf? ??"), run.stderr
-    pipe = " ".join(map(str, [*command, "--num-samples", 20, "| head -c 3"]))
-    run = run_command("bash", "-c", f"set -o pipefail; {pipe}")
-    assert run.returncode == 0 and "Error" not in run.stderr, run.stderr
+def test_as_programs(saved, tmp_path):
+    """From another folder, on a terminal without the characters, for a reader that goes away; an error in one line."""
+    words = [sys.executable, ROOT / "sample.py", saved["10"], "--prompt 日本 --num-samples 20 --device cpu | head -c 50"]
+    run = run_command("bash", "-c", " ".join(map(str, ["set -o pipefail;", *words])), cwd=tmp_path,
+                      PYTHONIOENCODING="ascii")
+    assert run.returncode == 0 and run.stdout.startswith("--- sample 1 of 20\n??") and not run.stderr, run.stderr
+    run = run_command(sys.executable, "sample.py", "nowhere.pt")
+    assert run.returncode == 1 and run.stderr.startswith("error: nowhere.pt") and run.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
-def test_pipeline_and_tokenizer(saved, tmp_path, real_text):
+def test_pipeline_and_tokenizer(saved, export, tmp_path, real_text):
     import tiktoken
     from transformers import AutoTokenizer, pipeline
 
-    checkpoint = torch.load(saved[10], weights_only=True)
+    checkpoint = torch.load(saved["10"], weights_only=True)
     torch.save({**checkpoint, "tokenizer": "gpt2"}, tmp_path / "merges.pt")  # its run had single bytes
-    load_module(ROOT / "export.py").main([str(tmp_path / "merges.pt"), str(tmp_path / "hf")])
+    export.main([str(tmp_path / "merges.pt"), str(tmp_path / "hf")])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.encode(real_text[:50_000]) == tiktoken.get_encoding("gpt2").encode(real_text[:50_000])
     text = pipeline("text-generation", model=str(tmp_path / "hf"))(PROMPT, max_new_tokens=5)[0]["generated_text"]

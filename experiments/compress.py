@@ -1,15 +1,15 @@
 """What compression costs a trained model: its size, validation loss and speed before and after, in one table.
 
-    python compress.py model.pt -T 256                      # the file of --save from any rung, or a checkpoint
-    python compress.py my-gpt2 --data data/mine --png compressed.png     # a Hugging Face folder or a name
+    python -m experiments.compress model.pt -T 256          # any model that sample.py takes
+    python -m experiments.compress my-gpt2 --data data/mine --png compressed.png
 
 Needs torchao besides requirements.txt (`pip install torchao==0.18.0`).
 
 - bfloat16: every weight in 16 bits.
 - int8: weights in 8 bits with one scale for each row, through torchao; activations stay as they are. Twice the matrices
-  of the blocks alone, once the output layer too, which then no longer shares its numbers with the embedding.
+  of the blocks alone, once the output layer too, which is then no longer tied to the embedding.
 - pruned: the smallest weights of the blocks' matrices, compared over all of them, set to zero, through
-  torch.nn.utils.prune. Nothing is trained afterwards. Zeros take as much room and time as other numbers, unless a file
+  torch.nn.utils.prune, without training afterwards. Zeros take as much room and time as other numbers, unless a file
   format or a kernel knows of them: "zipped" shows what a compressor makes of the file.
 
 Size is that of the weights in a file, loss the mean over sequences of val.bin, tokens/sec the median of three times 100
@@ -20,7 +20,6 @@ Sources: torchao's quantize_; Han et al. 2015, "Learning both Weights and Connec
 import argparse
 import copy
 import io
-import json
 import logging
 import statistics
 import sys
@@ -28,7 +27,6 @@ import time
 import zlib
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -39,7 +37,8 @@ from torch.nn.utils import prune
 from tqdm import tqdm
 from transformers.pytorch_utils import Conv1D
 
-from sample import END_OF_TEXT, load_model, to_device
+from sample import DEVICE, END_OF_TEXT, load_model
+from speedup_10_fused_adamw import open_tokens
 
 NEW_TOKENS = 100
 
@@ -58,15 +57,6 @@ def with_linear_layers(model):
 
 def is_in_block(layer, name):
     return isinstance(layer, nn.Linear) and name.startswith("transformer.h.")
-
-
-def import_torchao():
-    """The torchao module; exits with one line without it."""
-    try:
-        import torchao.quantization
-    except ImportError:
-        sys.exit("error: the int8 rows take torchao: pip install torchao==0.18.0")
-    return torchao
 
 
 def to_int8(model, which):
@@ -126,22 +116,11 @@ def tokens_per_second(model, rounds=3):
     return NEW_TOKENS / statistics.median(seconds[1:])  # the first one warms up
 
 
-def read_sequences(folder, T, n, vocab_size):
-    """(What the text is, its first `n` validation sequences, (n, T + 1) int64); exits with one line without any."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        text = f"{meta['source']} ({meta['tokenizer']} tokens)"
-        n_tokens = (folder / "val.bin").stat().st_size // 2
-        n = min(n, (n_tokens - 1) // T)
-        tokens = np.fromfile(folder / "val.bin", dtype="<u2", count=n * T + 1).astype(np.int64)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"error: no usable token files in {folder} ({error}): make them with"
-                 f" python data/prepare.py [--text FILE] --out {folder}")
-    if n < 1:
-        sys.exit(f"error: {folder}/val.bin has {n_tokens} tokens, one sequence takes {T + 1}: lower -T")
-    if tokens.max() >= vocab_size:
-        sys.exit(f"error: {folder} has tokens that this model does not know (it has {vocab_size})")
-    return text, torch.from_numpy(np.stack([tokens[i * T : (i + 1) * T + 1] for i in range(n)]))
+def read_sequences(folder, T, n):
+    """The first `n` validation sequences, (n, T + 1) int64, and meta.json; exits with one line without any."""
+    tokens, meta = open_tokens(folder, "val", T + 1)
+    n = min(n, (len(tokens) - 1) // T)
+    return torch.from_numpy(tokens[: n * T + 1].astype("int64")).unfold(0, T + 1, T), meta
 
 
 def measure(base, change, sequences):
@@ -186,36 +165,39 @@ def plot(results, title, path):
 
 
 def parse_args(argv=None):
-    """The command line's flags, checked; exits with one line when one cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """The command line's flags; exits with one line when one cannot be used."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint file, a Hugging Face folder or a name")
     parser.add_argument("--data", type=Path, default=Path("data/tokens"), help="default: %(default)s")
     parser.add_argument("-T", "--seq-len", dest="T", type=int, default=1024,
                         help="tokens per validation sequence: as many as in training (default: %(default)s)")
     parser.add_argument("--val-sequences", type=int, default=32, help="default: %(default)s")
     parser.add_argument("--png", type=Path, help="also draw the table into this file")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--device", default=DEVICE, help="default: %(default)s")
     args = parser.parse_args(argv)
     for flag, value in {"-T": args.T, "--val-sequences": args.val_sequences}.items():
         if value < 1:
-            sys.exit(f"error: {flag} {value}: must be at least 1")
+            sys.exit(f"error: {flag} {value}: out of range; give at least 1")
     if args.png and (args.png.is_dir() or not args.png.absolute().parent.is_dir()):
-        sys.exit(f"error: --png {args.png}: give the name of a file in a folder that exists")
+        sys.exit(f"error: --png {args.png}: cannot be written; name a file in a folder that exists")
     return args
 
 
 def main(argv=None):
     args = parse_args(argv)
-    base = load_model(args.model)[0].float()  # a folder may hold 16 bits
+    try:
+        import torchao
+    except ImportError:
+        sys.exit("error: torchao: not installed, and the int8 rows need it; pip install torchao==0.18.0")
+    base = with_linear_layers(load_model(args.model, args.device)[0].float())  # a folder may hold 16 bits
     longest = base.config.n_positions
-    if max(args.T, NEW_TOKENS + 1) > longest:
-        sys.exit(f"error: -T {args.T}: this model's longest sequence is {longest}, and it must hold {NEW_TOKENS + 1}")
-    text, sequences = read_sequences(args.data, args.T, args.val_sequences, base.config.vocab_size)
-    torchao = import_torchao()
-    base, sequences = to_device(with_linear_layers(base), args.device), sequences.to(args.device)
+    if args.T > longest:
+        sys.exit(f"error: -T {args.T}: the model's longest sequence is {longest}; lower -T")
+    sequences, meta = read_sequences(args.data, args.T, args.val_sequences)
+    sequences = sequences.to(args.device)
 
     print(f"{args.model}, {sum(p.numel() for p in base.parameters()):,} parameters; {len(sequences)} sequences of "
-          f"{args.T} tokens of {text}\n"
+          f"{args.T} tokens of {meta['source']} ({meta['tokenizer']} tokens)\n"
           f"torch {torch.__version__}, torchao {torchao.__version__}, {args.device}\n", flush=True)
     bar = tqdm(VARIANTS.items(), desc="measuring", disable=None)
     results = {name: measure(base, change, sequences) for name, change in bar}
@@ -225,7 +207,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # torchao tells which GPU kernels it does not find, and of torch's deprecations
+    logging.disable(logging.WARNING)  # torchao tells which GPU kernels it lacks, and of deprecations in torch
     try:
         main()
     except KeyboardInterrupt:

@@ -1,29 +1,29 @@
-"""AdamW with its two moments in 8 bits, by maintained libraries: what runs on this device, saves, and costs.
+"""AdamW with its two moments in 8 bits, by maintained libraries: where it runs, what it saves, what it costs.
 
-    python -m ladder.eight_bit_adamw [flags of the scripts]
+    python -m experiments.eight_bit_adamw [flags of rung 10]
 
 Trains rung 10 three times with the same flags: with its own fused AdamW, with torchao's AdamW8bit and with
-bitsandbytes' (`pip install torchao bitsandbytes`), and prints the bytes of the optimizer's state, the median step and
-the last loss of each. A library that cannot run here gets a line that says why.
+bitsandbytes' (`pip install torchao==0.18.0 bitsandbytes==0.50.2`), and prints the size of the optimizer's state, the
+median step and the last loss of each. A library that cannot run here gets a line that says why.
 
 Sources: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; torchao.optim; bitsandbytes.optim.
 """
 import contextlib
 import io
+import logging
+import re
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ladder.logs import read_log
-from ladder.runner import load_script
-from ladder.stages import STAGES
+import speedup_10_fused_adamw as rung_10
 
-RUNG_10 = next(stage for stage in STAGES if stage.label == "10")
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}
 
 
@@ -63,37 +63,39 @@ def bytes_of(tensor):
 
 
 def train(make_optimizer, flags):
-    """Run rung 10 with another optimizer. Return (bytes of the optimizer's state, the log)."""
-    module = load_script(RUNG_10)
-    configure, made = module.GPT.configure_optimizers, []
+    """Run rung 10 with another optimizer. Returns (bytes of the optimizer's state, median ms/step, last loss)."""
+    configure, made = rung_10.GPT.configure_optimizers, []
 
     def configure_optimizers(self, weight_decay):
         groups = configure(self, weight_decay).param_groups
-        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
-        made.append(make_optimizer(groups))
+        made.append(make_optimizer([{name: group[name] for name in ("params", "weight_decay")} for group in groups]))
         return made[0]
 
-    module.GPT.configure_optimizers = configure_optimizers
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()):
-            module.main([*flags, "--log-dir", folder])
-        log = read_log(Path(folder) / f"{RUNG_10.name}.log")
-    states = [value for state in made[0].state.values() for value in state.values() if torch.is_tensor(value)]
-    return sum(map(bytes_of, states)), log
+    torch.compiler.reset()  # each run compiles its own step
+    settings = rung_10.parse_settings(flags)
+    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
+          mock.patch.object(rung_10.GPT, "configure_optimizers", configure_optimizers)):
+        settings.log_dir = Path(folder)
+        rung_10.train(settings)
+        log = (settings.log_dir / "speedup_10_fused_adamw.log").read_text(encoding="utf-8")
+    state = [value for state in made[0].state.values() for value in state.values() if torch.is_tensor(value)]
+    ms, loss = re.search(r"median : dt: (\S+) ms", log)[1], re.findall(r"loss: (\S+)", log)[-1]
+    return sum(map(bytes_of, state)), float(ms), float(loss)
 
 
 def main(flags):
     table = Table("AdamW", "state MB", "ms/step", "last loss")
     for name, make_optimizer in OPTIMIZERS.items():
         try:
-            size, log = train(make_optimizer, flags)
+            size, ms, loss = train(make_optimizer, flags)
         except Exception as error:  # whatever a library cannot do here is the finding
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             table.add_row(name, "-", "-", f"does not run: {reason}")
-            continue
-        table.add_row(name, f"{size / 1e6:,.1f}", f"{log.median_ms:,.1f}", f"{log.losses[-1]:.3f}")
+        else:
+            table.add_row(name, f"{size / 1e6:,.1f}", f"{ms:,.1f}", f"{loss:.3f}")
     Console().print(table)
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # torchao tells which GPU kernels it lacks, and of deprecations in torch
     main(sys.argv[1:])

@@ -1,0 +1,177 @@
+"""experiments/: what they change about a model or a run, and that their numbers are true."""
+import sys
+import time
+
+import pytest
+import torch
+from conftest import losses, run_command, rung, train
+
+from experiments import compress, data_wait, eight_bit_adamw, sampling_speed
+
+TINY = ["--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tokens):
+    """A checkpoint of a short run of rung 10."""
+    folder = tmp_path_factory.mktemp("saved")
+    train(rung("10"), folder, tokens, "-B", 1, "-T", 32, "--steps", 8, "--max-lr", 0.01, "--save", folder / "model.pt")
+    return str(folder / "model.pt")
+
+
+@pytest.fixture
+def model(saved):
+    return compress.with_linear_layers(compress.load_model(saved, "cpu")[0])
+
+
+def block_weights(model):
+    return {name: layer.weight for name, layer in model.named_modules() if compress.is_in_block(layer, name)}
+
+
+@torch.no_grad()
+def test_compress_linear_layers_compute_what_conv1d_did(model, saved):
+    ids = torch.randint(0, 50257, (2, 48), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(model(ids).logits, compress.load_model(saved, "cpu")[0](ids).logits, atol=1e-5)
+    assert sorted(block_weights(model)) == sorted(
+        f"transformer.h.{i}.{part}" for i in range(2)
+        for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
+
+
+@torch.no_grad()
+def test_compress_measures_the_loss_that_the_script_computes(model, saved, tokens):
+    module = rung("10")
+    checkpoint = torch.load(saved, weights_only=True)
+    own = module.GPT(module.GPTConfig(**checkpoint["config"]))
+    own.load_state_dict(checkpoint["model"])
+    sequences, _ = compress.read_sequences(tokens, 64, 5)
+    val, _ = module.open_tokens(tokens, "val", 5 * 64 + 1)
+    x = torch.from_numpy(val[: 5 * 64].astype("int64")).view(5, 64)
+    y = torch.from_numpy(val[1 : 5 * 64 + 1].astype("int64")).view(5, 64)
+    assert torch.equal(sequences, torch.cat([x, y[:, -1:]], dim=1))
+    assert compress.validation_loss(model, sequences) == pytest.approx(own(x, y).item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("amount", [0.3, 0.9])
+def test_compress_prunes_the_smallest_weights_of_all_blocks(amount, model):
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    compress.prune_blocks(model, amount)
+    pruned = torch.cat([weight.detach().flatten() for weight in block_weights(model).values()])
+    original = torch.cat([before[f"{name}.weight"].flatten() for name in block_weights(model)])
+    gone = pruned == 0
+    assert gone.float().mean() == pytest.approx(amount, abs=1e-4)
+    assert original[gone].abs().max() <= original[~gone].abs().min()
+    assert torch.equal(pruned[~gone], original[~gone])
+    for name, parameter in model.named_parameters():
+        assert name.removesuffix(".weight") in block_weights(model) or torch.equal(parameter, before[name])
+
+
+def test_compress_int8_keeps_the_model_and_a_quarter_of_its_blocks(model):
+    n_weights = sum(weight.numel() for weight in block_weights(model).values())
+    before = compress.file_sizes(model)[0]
+    original = {name: weight.detach().clone() for name, weight in block_weights(model).items()}
+    compress.to_int8(model, compress.is_in_block)
+    for name, weight in block_weights(model).items():
+        step = original[name].abs().amax(dim=1, keepdim=True) / 127  # each row has its own
+        error = (weight.dequantize() - original[name]).abs()
+        assert error.max() > 0 and (error <= 0.51 * step).all()
+    saved_bytes = before - compress.file_sizes(model)[0]
+    assert saved_bytes == pytest.approx(3 * n_weights, rel=0.1)  # less the scales
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_compress_prints_the_whole_table_and_draws_it(model, saved, tokens, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compress, "NEW_TOKENS", 3)
+    compress.main([saved, "--data", str(tokens), "-T", "64", "--val-sequences", "4", "--device", "cpu",
+                   "--png", str(tmp_path / "c.png")])
+    out = capsys.readouterr().out
+    rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")][2:]
+    assert [row[0].strip() for row in rows] == list(compress.VARIANTS)
+    n_parameters = sum(p.numel() for p in model.parameters())
+    assert float(rows[0][1]) == pytest.approx(4 * n_parameters / 1e6, abs=0.2)
+    assert float(rows[1][1]) == pytest.approx(2 * n_parameters / 1e6, abs=0.2)
+    assert all(float(row[4]) > 0 for row in rows)
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{n_parameters:,} parameters; 4 sequences of 64 tokens" in out
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (["-T", 0], "-T 0: out of range; give at least 1"),
+    (["--val-sequences", 0], "--val-sequences 0: out of range; give at least 1"),
+    (["-T", 1025], "-T 1025: the model's longest sequence is 1024; lower -T"),
+    (["--data", "nowhere"], "--data nowhere: no usable token files"),
+    (["--png", "nowhere/c.png"], "cannot be written; name a file in a folder that exists"),
+    (["--device", "abacus"], "--device abacus: not available here"),
+])
+def test_compress_refuses(flags, reason, saved, tokens):
+    with pytest.raises(SystemExit, match=f"^error: .*{reason}"):
+        compress.main([saved, "--data", str(tokens), "--device", "cpu", *map(str, flags)])
+
+
+@torch.no_grad()
+def test_sampling_speed_compares_the_same_text(saved, capsys):
+    sampling_speed.main([saved, "--new-tokens", "20", "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert out.startswith("20 tokens on cpu: ") and out.rstrip().endswith("the same text")
+    with pytest.raises(SystemExit, match="--new-tokens 1024: out of range; give 1 to 1023"):
+        sampling_speed.main([saved, "--new-tokens", "1024", "--device", "cpu"])
+    model, _ = sampling_speed.load_model(saved, "cpu")
+    read = []  # how many tokens each call of the model reads
+    model.register_forward_pre_hook(lambda *call: read.append(call[2]["input_ids"].shape[1]), with_kwargs=True)
+    for use_cache, expected in {True: [1] * 20, False: [*range(1, 21)]}.items():
+        read.clear()
+        speed, ids = sampling_speed.tokens_per_second(model, 20, use_cache)
+        assert read == expected
+    expected = [50256]
+    for _ in range(20):  # by hand: always the likeliest, <|endoftext|> left out
+        expected.append(int(model(torch.tensor([expected])).logits[0, -1, :50256].argmax()))
+    assert ids == expected and speed > 0
+
+
+def test_data_wait_is_the_loaders(tokens, monkeypatch):
+    """A loader that takes 20 ms for a batch: rung 11 waits for it, rung 12 has it already."""
+    waits = []
+    for label in ("11", "12"):
+        module = rung(label)
+        batch = module.DataLoaderLite.batch
+        monkeypatch.setattr(module.DataLoaderLite, "batch", lambda *args, batch=batch: time.sleep(0.02) or batch(*args))
+        waits.append(data_wait.median_wait(module, [*TINY, "--data", str(tokens), "--steps", "5"]))
+    assert waits[0] >= 20 > 10 > waits[1] > 0  # ms
+
+
+def own_and_n_parameters(flags):
+    rung_10 = eight_bit_adamw.rung_10
+    n_parameters = sum(p.numel() for p in rung_10.GPT(rung_10.MODELS["tiny"]).parameters())
+    return *eight_bit_adamw.train(eight_bit_adamw.own_adamw, flags), n_parameters
+
+
+def test_eight_bit_adamw_starts_from_rung_10s_own(tokens, tmp_path):
+    flags = [*TINY, "--data", str(tokens), "--steps", "3", "--compile-mode", "none"]
+    size, ms, loss, n_parameters = own_and_n_parameters(flags)
+    assert size == pytest.approx(8 * n_parameters, rel=1e-3) and ms > 0
+    assert loss == losses(train(rung("10"), tmp_path, tokens, *TINY[4:], "--steps", 3))[-1]
+
+
+@pytest.mark.slow  # torchao compiles its step
+def test_eight_bit_adamw_counts_the_bytes_of_the_state(tokens):
+    """Two 8-bit moments, and a scale for each 256 numbers."""
+    flags = [*TINY, "--data", str(tokens), "--steps", "3", "--compile-mode", "none"]
+    *_, loss, n_parameters = own_and_n_parameters(flags)
+    size, _, eight_bit_loss = eight_bit_adamw.train(eight_bit_adamw.torchao_adamw, flags)
+    assert 2 * n_parameters < size < 2.2 * n_parameters
+    assert eight_bit_loss == pytest.approx(loss, abs=0.01)
+
+
+def test_eight_bit_adamw_says_what_does_not_run(monkeypatch, tokens, capsys):
+    def missing(groups):
+        raise ModuleNotFoundError("No module named 'imaginary'")
+
+    monkeypatch.setattr(eight_bit_adamw, "OPTIMIZERS", {"imaginary": missing})
+    eight_bit_adamw.main([*TINY, "--data", str(tokens), "--compile-mode", "none"])
+    assert "does not run: No module" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compress", "data_wait", "eight_bit_adamw", "sampling_speed"])
+def test_as_a_program(name):
+    run = run_command(sys.executable, "-m", f"experiments.{name}", "--help")
+    assert run.returncode == 0 and run.stdout.startswith("usage: "), run.stderr
