@@ -37,7 +37,11 @@ class Peer(nn.Module):
         return self.model(idx, labels=targets, shift_labels=targets).loss
 
 
-if __name__ == "__main__":
+def main(argv=None):
     rung_10.new_model = Peer
     rung_10.SCRIPT = ROOT / Path(__file__).name  # names the log
-    rung_10.main()
+    rung_10.main(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -39,14 +39,12 @@ def best_rate(device, dtype, shape):
 
 
 def measure(device):
-    """{"float32": FLOP/s, "bfloat16": FLOP/s} and, on GPUs that have it, "tf32"."""
+    """{"float32": FLOP/s} and what the device has in hardware besides: "tf32", "bfloat16" or else "float16"."""
     shapes = SHAPES if device != "cpu" else SHAPES[:2]
-    formats = {"float32": (torch.float32, "highest"), "bfloat16": (torch.bfloat16, "highest")}
+    dtype = rung_10.autocast_dtype(device)
+    formats = {"float32": (torch.float32, "highest"), str(dtype).removeprefix("torch."): (dtype, "highest")}
     if device == "cuda" and torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0):
         formats["tf32"] = (torch.float32, "high")
-    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        formats["float16"] = (torch.float16, "highest")
-        del formats["bfloat16"]
     rates = {}
     for name, (dtype, precision) in formats.items():
         torch.set_float32_matmul_precision(precision)

@@ -1,12 +1,6 @@
 """The tutorial page, in a real browser where there is one: every lesson, its diff, its numbers, and the switches."""
-import base64
-import json
 import re
 import shutil
-import subprocess
-import time
-import urllib.request
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -17,6 +11,7 @@ from ladder.stages import STAGES
 PAGE = ROOT / "docs" / "index.html"
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRAWN = "[...document.querySelector('.machine').querySelectorAll('.chart')].map(chart => chart.offsetHeight > 100)"
 
 
 def test_the_page_is_one_file_with_every_lesson():
@@ -48,100 +43,53 @@ def test_the_committed_page_is_up_to_date(tmp_path):
     assert lessons(tmp_path / "index.html") == lessons(PAGE), "run python -m ladder report --html docs/index.html"
 
 
-class Browser:
-    """Chromium over its own debugging protocol."""
-
-    def __init__(self, folder, width):
-        from websocket import create_connection
-
-        self.process = subprocess.Popen(
-            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync",
-             "--remote-debugging-port=0", "--remote-allow-origins=*", f"--user-data-dir={folder}", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )
-        port_file = Path(folder) / "DevToolsActivePort"
-        deadline = time.monotonic() + 30
-        while not port_file.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        port = port_file.read_text().splitlines()[0]
-        targets = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=10))
-        url = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
-        self.socket = create_connection(url, timeout=60)
-        self.number, self.errors = 0, []
-        for domain in ("Runtime", "Log", "Page"):
-            self.send(f"{domain}.enable")
-        phone = width < 600
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=phone)
-
-    def send(self, method, **parameters):
-        self.number += 1
-        self.socket.send(json.dumps({"id": self.number, "method": method, "params": parameters}))
-        while True:
-            message = json.loads(self.socket.recv())
-            if message.get("method") == "Runtime.exceptionThrown":
-                self.errors.append(message["params"]["exceptionDetails"]["text"])
-            if message.get("method") == "Runtime.consoleAPICalled" and message["params"]["type"] in ("error", "assert"):
-                self.errors.append(str(message["params"]["args"]))
-            if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
-                self.errors.append(message["params"]["entry"]["text"])
-            if message.get("id") == self.number:
-                return message.get("result", {})
-
-    def run(self, expression):
-        result = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in result, result
-        return result["result"].get("value")
-
-    def screenshot(self, path):
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
+@pytest.fixture(scope="module")
+def chromium():
+    if CHROMIUM is None:
+        pytest.skip("no chromium here")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # a test may run as root
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(params=[1400, 390])
-def browser(request, tmp_path):
-    if CHROMIUM is None:
-        pytest.skip("no chromium here")
-    pytest.importorskip("websocket")
-    browser = Browser(tmp_path / "profile", request.param)
-    browser.width = request.param
-    browser.send("Page.navigate", url=PAGE.as_uri())
-    for _ in range(100):
-        if browser.run("document.readyState === 'complete' && typeof Bokeh !== 'undefined' && "
-                       "Bokeh.documents.length > 0 && Bokeh.documents[0].is_idle"):
-            break
-        time.sleep(0.1)
-    yield browser
-    browser.close()
+def page(request, chromium):
+    """The page in a window of a computer's and of a phone's width; `page.errors` is what its console complains of."""
+    page = chromium.new_page(viewport={"width": request.param, "height": 900}, is_mobile=request.param < 600)
+    page.errors = []
+    page.on("pageerror", lambda error: page.errors.append(str(error)))
+    page.on("console", lambda line: page.errors.append(line.text) if line.type in ("error", "assert") else None)
+    page.on("requestfailed", lambda request: page.errors.append(request.url))
+    page.goto(PAGE.as_uri())
+    page.wait_for_function("window.Bokeh && Bokeh.documents.length > 0 && Bokeh.documents[0].is_idle")
+    yield page
+    page.close()
 
 
-def test_in_a_browser(browser):
-    assert browser.run("document.querySelectorAll('section.lesson').length") == len(STAGES)
+def test_in_a_browser(page):
+    width = page.viewport_size["width"]
+    assert page.locator("section.lesson").count() == len(STAGES)
     # every lesson but the baseline's shows a diff, and exactly one of its two forms
-    shown = browser.run("""[...document.querySelectorAll('section.lesson')].map(s =>
+    shown = page.evaluate("""[...document.querySelectorAll('section.lesson')].map(s =>
         [...s.querySelectorAll('.wide, .narrow')].filter(d => d.offsetHeight > 0).map(d => d.className).join())""")
-    form = "scroll wide" if browser.width > 1000 else "scroll narrow"
-    assert shown == [""] + [form] * (len(STAGES) - 1)
-    numbers = browser.run(
-        "[...document.querySelectorAll('section.lesson')].map(s => s.querySelectorAll('.effect').length)"
-    )
+    assert shown == [""] + ["scroll wide" if width > 1000 else "scroll narrow"] * (len(STAGES) - 1)
     names = [{row.name for row in build_report(folder).rows} for folder in REFERENCE]
-    assert numbers == [sum(stage.name in name for name in names) for stage in STAGES]
+    for stage in STAGES:
+        effects = page.locator(f"#rung-{stage.label} .effect")
+        assert effects.count() == sum(stage.name in name for name in names)
     # nothing is wider than the window
-    assert browser.run("document.documentElement.scrollWidth") <= browser.width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     # the charts are drawn, one at a time, and the radio buttons switch them
-    drawn = "[...document.querySelector('.machine').querySelectorAll('.chart')].map(c => c.offsetHeight > 100)"
-    assert browser.run(drawn) == [True, False, False, False]
-    browser.run("document.querySelectorAll('.machine input')[1].click()")
-    time.sleep(0.5)
-    assert browser.run(drawn) == [False, True, False, False]
+    assert page.evaluate(DRAWN) == [True, False, False, False]
+    page.locator(".machine input").nth(1).click()
+    page.wait_for_function(f"{DRAWN}[1]")
+    assert page.evaluate(DRAWN) == [False, True, False, False]
     # a curve can be switched off and on
-    toggled = browser.run("""(() => {
+    toggled = page.evaluate("""(() => {
         const legend = [...Bokeh.documents[0].all_models].find(m => m.type === 'Legend');
         const line = legend.items[0].renderers[0]; const before = line.visible; line.visible = !before;
         return [before, line.visible, legend.click_policy]; })()""")
     assert toggled == [True, False, "hide"]
-    assert browser.errors == []
+    assert page.errors == []
