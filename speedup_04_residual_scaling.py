@@ -280,8 +280,8 @@ def new_model(settings, loader):
     """The GPT that --model or --pretrained names; exits with one line when it does not fit the data or -T."""
     model = from_pretrained(settings.pretrained) if settings.pretrained else GPT(MODELS[settings.model])
     if model.config.vocab_size < loader.meta["vocab_size"]:
-        sys.exit(f"error: --data {settings.data}: its vocabulary, {loader.meta['vocab_size']} tokens, is larger than the"
-                 f" model's, {model.config.vocab_size}; prepare it again, or give another --pretrained")
+        sys.exit(f"error: --data {settings.data}: its vocabulary, {loader.meta['vocab_size']} tokens, is larger than"
+                 f" the model's, {model.config.vocab_size}; prepare it again, or give another --pretrained")
     if settings.T > model.config.block_size:
         sys.exit(f"error: -T {settings.T}: the model's longest sequence is {model.config.block_size}; lower -T")
     return model

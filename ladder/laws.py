@@ -1,6 +1,7 @@
 """The laws of the ladder: a rung changes what `stages.py` allows it to, and below the banner nothing."""
 import ast
 import difflib
+import functools
 import itertools
 
 from ladder.stages import BANNER, BY_LABEL, STAGES
@@ -11,6 +12,7 @@ def first_line(node):
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
 
 
+@functools.cache
 def definitions(source):
     """{name: source} of everything in a script but its docstring; methods one by one, imports as one.
 

@@ -42,7 +42,7 @@ def load_module(path):
 
 
 def rung(label):
-    """A fresh module of the rung that the command line calls `label` ("0" to "10", "ddp", "11" and up), safe to patch."""
+    """A fresh module of the rung with this label ("0" to "10", "ddp", "11" and up), safe to patch."""
     return load_module(BY_LABEL[str(label)].path)
 
 

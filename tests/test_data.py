@@ -370,35 +370,3 @@ def test_the_second_of_two_that_found_no_data_uses_the_firsts(prepare, tmp_path)
 def test_wrong_flags(flags, reason, prepare):
     with pytest.raises(SystemExit, match=reason):
         prepare.main(flags)
-
-
-# The batches of the training scripts
-
-
-@pytest.mark.parametrize("number", [0, 11])
-def test_batches_are_the_text_in_order(number, tokens):
-    """Inputs and targets are neighbours in the file; after the last whole batch the first one comes again."""
-    B, T = 4, 1000
-    train = np.fromfile(tokens / "train.bin", dtype="<u2").astype(np.int64)
-    loader = rung(number).DataLoaderLite(tokens, B, T)
-    assert loader.batches_per_epoch == (len(train) - 1) // (B * T)
-    for batch in [*range(loader.batches_per_epoch), 0, 1]:
-        x, y = loader.next_batch()
-        start = batch * B * T
-        assert x.shape == y.shape == (B, T)
-        assert (x.flatten().numpy() == train[start : start + B * T]).all()
-        assert (y.flatten().numpy() == train[start + 1 : start + B * T + 1]).all()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_together_see_the_batches_of_one_process(world_size, tokens):
-    B, T = 2, 1000
-    module = rung(11)
-    one = module.DataLoaderLite(tokens, B * world_size, T)
-    ranks = [module.DataLoaderLite(tokens, B, T, rank, world_size) for rank in range(world_size)]
-    assert all(loader.batches_per_epoch == one.batches_per_epoch for loader in ranks)
-    for _ in range(one.batches_per_epoch + 3):
-        together = [loader.next_batch() for loader in ranks]
-        x, y = one.next_batch()
-        assert (np.concatenate([x for x, _ in together]) == x.numpy()).all()
-        assert (np.concatenate([y for _, y in together]) == y.numpy()).all()

@@ -3,13 +3,20 @@ import json
 
 import pytest
 import torch
-from conftest import load_module, rung
+from conftest import rung
 from torch.nn import functional as F
 
-from ladder.stages import STAGES
+from ladder.stages import BY_LABEL
 
-ALL_RUNGS = range(len(STAGES))
-ids = [stage.name for stage in STAGES]
+ALL_RUNGS = pytest.mark.parametrize("label", BY_LABEL)
+# The rungs whose model may differ from the one before; test_ladder_laws.py holds the others to it.
+MODEL = ("CausalSelfAttention", "MLP", "Block", "GPT", "GPTConfig")
+OTHER_MODELS = pytest.mark.parametrize("label", [
+    stage.label for stage in BY_LABEL.values()
+    if stage.before is None or any(name.split(".")[0] in MODEL for name in stage.may_change)
+])
+TIED = [label for label in BY_LABEL if label != "0"]
+PADDED = TIED[TIED.index("7") :]
 
 
 def gpt2_parameters(vocab_size, tied, n_layer=12, n_embd=768, block_size=1024):
@@ -21,33 +28,42 @@ def gpt2_parameters(vocab_size, tied, n_layer=12, n_embd=768, block_size=1024):
     return embeddings + n_layer * (2 * layer_norm + attention + mlp) + layer_norm
 
 
-@pytest.mark.parametrize("number", ALL_RUNGS, ids=ids)
-def test_logits_and_loss_equal_hugging_face(number, hf_folder):
+@pytest.fixture(scope="module")
+def truth(hf_folder):
+    """Token ids, targets, and the logits of transformers' own model for them."""
     from transformers import GPT2LMHeadModel
 
-    model = rung(number).GPT.from_pretrained(hf_folder)
-    truth = GPT2LMHeadModel.from_pretrained(hf_folder).eval()
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randint(0, 50257, (2, 2, 128), generator=generator)
+    x, y = torch.randint(0, 50257, (2, 2, 128), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        logits, loss = model(x, y)
-        expected = truth(x).logits
-    assert expected.std() > 0.1  # the weights are not trivial
-    assert torch.allclose(logits[..., :50257], expected, rtol=0, atol=1e-4)
+        logits = GPT2LMHeadModel.from_pretrained(hf_folder).eval()(x).logits
+    assert logits.std() > 0.1  # the weights are not trivial
+    return x, y, logits
+
+
+@OTHER_MODELS
+def test_logits_and_loss_equal_hugging_face(label, hf_folder, truth):
+    x, y, expected = truth
+    model = rung(label).from_pretrained(hf_folder)
+    with torch.no_grad():
+        logits, loss = model(x), model(x, y)
+    assert logits.shape == (2, 128, 50257) and loss.shape == ()
+    assert torch.allclose(logits, expected, rtol=0, atol=1e-4)
     assert torch.allclose(loss, F.cross_entropy(expected.flatten(0, 1), y.flatten()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("number", ALL_RUNGS, ids=ids)
-def test_parameter_count(number):
-    module = rung(number)
+@ALL_RUNGS
+def test_parameter_count(label):
+    module = rung(label)
     with torch.device("meta"):
         model = module.GPT(module.GPTConfig())
-    expected = gpt2_parameters(vocab_size=50304 if number >= 7 else 50257, tied=number >= 1)
+    expected = gpt2_parameters(vocab_size=50304 if label in PADDED else 50257, tied=label in TIED)
     assert sum(p.numel() for p in model.parameters()) == expected
-    assert {0: 163_037_184, 1: 124_439_808}.get(number, expected) == expected
+    assert {"0": 163_037_184, "1": 124_439_808}.get(label, expected) == expected
 
 
-@pytest.mark.parametrize("name, millions", [("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6)])
+@pytest.mark.parametrize("name, millions", [
+    ("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6), ("small", 30.3), ("tiny", 3.4),
+])
 def test_sizes_of_the_family(name, millions):
     module = rung(1)
     with torch.device("meta"):
@@ -55,27 +71,25 @@ def test_sizes_of_the_family(name, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
-@pytest.mark.parametrize("number", ALL_RUNGS, ids=ids)
-def test_the_future_is_hidden(number):
-    module = rung(number)
+@OTHER_MODELS
+def test_the_future_is_hidden(label):
+    module = rung(label)
     torch.manual_seed(0)
-    model = module.GPT(module.MODELS["tiny"])
-    x = torch.randint(0, 50257, (1, 16))
+    model = module.GPT(module.GPTConfig(vocab_size=128, n_layer=2, n_head=2, n_embd=64))
+    x = torch.randint(0, 128, (1, 16))
     changed = x.clone()
-    changed[0, 8:] = torch.randint(0, 50257, (8,))
+    changed[0, 8:] = (x[0, 8:] + 1) % 128
     with torch.no_grad():
-        before, after = model(x)[0], model(changed)[0]
+        before, after = model(x), model(changed)
     assert torch.allclose(before[:, :8], after[:, :8], atol=1e-6)
     assert not torch.allclose(before[:, 8:], after[:, 8:], atol=1e-3)
 
 
-@pytest.mark.parametrize("number", ALL_RUNGS, ids=ids)
-def test_neighbours_start_from_the_same_weights(number):
+@pytest.mark.parametrize("label", [label for label in BY_LABEL if label not in ("0", "1", "4", "7")])
+def test_neighbours_start_from_the_same_weights(label):
     """Except where the change is about the weights: tying (1), their scale (4), the table's shape (7)."""
-    if number in (0, 1, 4, 7):
-        pytest.skip("this rung changes the weights")
     states = []
-    for module in (rung(number - 1), rung(number)):
+    for module in (rung(BY_LABEL[label].before), rung(label)):
         torch.manual_seed(1337)
         states.append(module.GPT(module.MODELS["tiny"]).state_dict())
     before, after = states
@@ -83,24 +97,57 @@ def test_neighbours_start_from_the_same_weights(number):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_other_models_are_refused(tmp_path, hf_folder, capsys):
-    """A folder whose weights are not GPT-2's, whose activation differs, or whose file is damaged: one line each."""
-    from transformers import BertConfig, BertForMaskedLM
+def refusal(label, folder):
+    """The line with which from_pretrained refuses a folder."""
+    with pytest.raises(SystemExit) as stop:
+        rung(label).from_pretrained(folder)
+    assert stop.value.code.startswith(f"error: --pretrained {folder}: ") and "\n" not in stop.value.code
+    return stop.value.code
 
-    BertForMaskedLM(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
-        tmp_path / "bert"
-    )
-    for name in ("relu", "damaged"):
-        (tmp_path / name).mkdir()
-        for file in hf_folder.iterdir():
-            (tmp_path / name / file.name).write_bytes(file.read_bytes())
-    config = json.loads((hf_folder / "config.json").read_text())
-    (tmp_path / "relu" / "config.json").write_text(json.dumps({**config, "activation_function": "relu"}))
-    weights = (hf_folder / "model.safetensors").read_bytes()
-    (tmp_path / "damaged" / "model.safetensors").write_bytes(weights[:1000])
 
-    gpt = load_module(STAGES[0].path).GPT
-    for name in ("bert", "relu", "damaged"):
-        with pytest.raises(SystemExit) as stop:
-            gpt.from_pretrained(tmp_path / name)
-        assert str(stop.value).startswith("error: --pretrained") and "\n" not in str(stop.value)
+def copy_with(hf_folder, folder, **changes):
+    """A copy of a Hugging Face model with other settings."""
+    folder.mkdir()
+    for file in hf_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize("change", [
+    {"activation_function": "relu"}, {"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True},
+    {"layer_norm_epsilon": 1e-6},
+], ids=lambda change: next(iter(change)))
+def test_variants_of_gpt2_are_refused(change, hf_folder, tmp_path):
+    """Their weights would load, and compute something else."""
+    assert "not a GPT-2 checkpoint" in refusal("0", copy_with(hf_folder, tmp_path / "variant", **change))
+
+
+def test_other_shapes_are_refused(tmp_path):
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+    small = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}
+    BertForMaskedLM(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+                    ).save_pretrained(tmp_path / "bert")
+    GPT2LMHeadModel(GPT2Config(**small, n_inner=48)).save_pretrained(tmp_path / "narrow")
+    for name in ("bert", "narrow"):
+        assert "not a GPT-2 checkpoint" in refusal("0", tmp_path / name)
+
+
+def test_a_damaged_file_is_refused(hf_folder, tmp_path):
+    folder = copy_with(hf_folder, tmp_path / "damaged")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    assert "cannot be loaded (" in refusal("0", folder)
+
+
+def test_untied_weights_need_the_untied_model(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, tie_word_embeddings=False)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = rung(0).from_pretrained(tmp_path)
+    assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
+    for label in ("1", "10"):
+        assert refusal(label, tmp_path).endswith("its embeddings are untied; use baseline.py")

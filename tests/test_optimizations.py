@@ -390,7 +390,7 @@ def test_06_keeps_no_score_matrix():
     assert dict(one.named_buffers()) and not dict(other.named_buffers())  # the mask is gone too
 
 
-@from_rung("7")
+@pytest.mark.parametrize("label", ["7", "16"])
 def test_07_padding_is_inert(label, hf_folder):
     """More rows, and no other logits, loss or gradients: no row of padding is ever predicted or trained."""
     module = rung(label)
