@@ -558,7 +558,8 @@ def test_16_memory_falls(tmp_path, tokens):
         run = run_command(
             sys.executable, BY_LABEL[RECOMPUTE].path, "--model", "small", "--device", "cpu", "--data", tokens,
             "--log-dir", tmp_path, "-B", 16, "-T", 128, "--total-batch", 2048, "--steps", 1, "--val-every", 0,
-            "--checkpoint-every", 0, "--checkpoint-dir", tmp_path, "--compile-mode", "none", "--recompute-blocks", blocks,
+            "--checkpoint-every", 0, "--checkpoint-dir", tmp_path, "--compile-mode", "none",
+            "--recompute-blocks", blocks,
         )
         assert run.returncode == 0, run.stderr
         peaks.append(float(re.search(r"peak memory: (\S+) GB", run.stdout)[1]))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, load_module, rung, run_command
+from conftest import ROOT, load_module, run_command
 from filelock import FileLock
 
 PREPARE = ROOT / "data" / "prepare.py"

@@ -203,7 +203,8 @@ def test_no_merges_for_a_model_that_needs_them(sample, monkeypatch):
 
 def test_as_programs(saved, tmp_path):
     """From another folder, on a terminal without the characters, for a reader that goes away; an error in one line."""
-    words = [sys.executable, ROOT / "sample.py", saved["10"], "--prompt 日本 --num-samples 20 --device cpu | head -c 50"]
+    flags = "--prompt 日本 --num-samples 20 --device cpu"
+    words = [sys.executable, ROOT / "sample.py", saved["10"], flags, "| head -c 50"]
     run = run_command("bash", "-c", " ".join(map(str, ["set -o pipefail;", *words])), cwd=tmp_path,
                       PYTHONIOENCODING="ascii")
     assert run.returncode == 0 and run.stdout.startswith("--- sample 1 of 20\n??") and not run.stderr, run.stderr
