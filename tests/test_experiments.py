@@ -116,11 +116,13 @@ def test_sampling_speed_compares_the_same_text(saved, capsys):
         sampling_speed.main([saved, "--new-tokens", "1024", "--device", "cpu"])
     model, _ = sampling_speed.load_model(saved, "cpu")
     read = []  # how many tokens each call of the model reads
-    model.register_forward_pre_hook(lambda *call: read.append(call[2]["input_ids"].shape[1]), with_kwargs=True)
+    hook = model.register_forward_pre_hook(
+        lambda *call: read.append(call[2]["input_ids"].shape[1]), with_kwargs=True)
     for use_cache, expected in {True: [1] * 20, False: [*range(1, 21)]}.items():
         read.clear()
         speed, ids = sampling_speed.tokens_per_second(model, 20, use_cache)
         assert read == expected
+    hook.remove()
     expected = [50256]
     for _ in range(20):  # by hand: always the likeliest, <|endoftext|> left out
         expected.append(int(model(torch.tensor([expected])).logits[0, -1, :50256].argmax()))
