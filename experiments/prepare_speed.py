@@ -1,6 +1,6 @@
 """How fast data/prepare.py encodes, against tiktoken's own batch encoding, and how much memory it takes.
 
-    python experiments/prepare_speed.py [megabytes ...]         # default: 10 100 1000
+    python -m experiments.prepare_speed [megabytes ...]         # default: 10 100 1000
 
 Writes generated text (words drawn from the language reference that Python carries) of each size as .txt, .jsonl and
 .parquet, prepares it, and prints a table:
