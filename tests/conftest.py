@@ -21,6 +21,8 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, its import must not see what a test has patched
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # where a plugin has imported it before
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
