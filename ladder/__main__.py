@@ -131,7 +131,7 @@ def run(args):
             outcomes = run_ladder(jobs, settings, args.argv, logs, args.time_limit, args.resume, console)
         except KeyboardInterrupt:
             interrupted = True
-            console.print("stopped; python -m ladder run --resume continues", style="yellow")
+            console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", markup=False)
     try:
         print_table(build_report(logs), console)
     except UserError:

@@ -169,7 +169,7 @@ def read_log(path, B=None, T=None, model=None):
         elif match := MEDIAN_LINE.match(line):
             run.peak_memory_gb, run.first_counted_step = float(match[1]), int(match[2])
     if not run.ms:
-        raise NoStepError(f"{path} has no step line: it is no log of a training run, or the run never got to a step")
+        raise NoStepError(f"{path} has no step line: not the log of a training run, or of one without a step")
     return run
 
 

@@ -59,7 +59,7 @@ def propagate(file, root=ROOT):
     path = (Path(root) / file).resolve()
     file = path.relative_to(Path(root).resolve()).as_posix() if path.is_relative_to(Path(root).resolve()) else file
     if file not in files:
-        raise UserError(f"{file} is no rung of the ladder; rungs are {files[0]} ... {files[-1]}")
+        raise UserError(f"{file} is not a rung of the ladder; rungs are {files[0]} ... {files[-1]}")
     later = {}  # the rungs built on `file`: the rung that each starts from
     for stage in STAGES[1:]:
         if (before := BY_LABEL[stage.before].file) == file or before in later:

@@ -1,7 +1,7 @@
 """Run the rungs one after the other as a user would, in child processes, and measure the machine in the same run.
 
-A rung that fails, runs out of memory or takes too long is shown as such, and the others go on. Ctrl-C stops the child
-with everything that it started, and keeps what is finished.
+A rung that fails, runs out of memory or takes too long is shown as such, and the others still run. Ctrl-C stops the
+child with everything that it started, and keeps what is finished.
 """
 import argparse
 import contextlib
@@ -261,7 +261,7 @@ def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console):
 def largest_batch(stage, flags, log_dir, seconds, processes, say):
     """(B, tokens/sec at B, why the next one did not run) for the largest B of a rung, per process.
 
-    The search starts where the memory model says that the memory ends, since every B compiles anew.
+    The search starts where the memory model says that the memory ends, since every B costs a compilation.
     """
     settings = check_flags([stage], flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")

@@ -193,7 +193,7 @@ def test_max_batch_starts_where_the_model_says(label, limit, monkeypatch, tmp_pa
 def test_max_batch_finds_the_largest(tokens):
     n_tokens = json.loads((tokens / "meta.json").read_text())["train_tokens"]
     words = ["--model", "tiny", "--device", "cpu", "--data", tokens, "-T", 512, "--compile-mode", "none"]
-    run = ladder("run", "--rungs", "10", "--max-batch", "--time-limit", 20, *words)
+    run = ladder("run", "--rungs", "10", "--max-batch", "--time-limit", 8, *words)
     assert run.returncode == 0, run.stdout + run.stderr
     assert 1 <= int(re.search(r"fused AdamW.*?│\s*(\d+)", run.stdout)[1]) <= n_tokens // 512
 
@@ -425,7 +425,7 @@ def test_seconds_to_a_validation_loss(tmp_path, call):
     (tmp_path / "rung_13_validation.log").write_text("\n".join(lines) + "\n")
     run = read_log(tmp_path / "rung_13_validation.log")
     assert (run.val_steps, run.val_losses) == ([2, 3], [8.5, 7.5])
-    assert run.losses == [9.0, 8.0, 7.0]  # a validation is no step
+    assert run.losses == [9.0, 8.0, 7.0]  # a validation is not a step
     assert run.seconds_to_val(8.5) == pytest.approx(0.2) and run.seconds_to_val(7.4) is None
     row = build_report(tmp_path).rows[0]
     assert (row.last_val_loss, row.seconds_to_common_val_loss) == (7.5, pytest.approx(0.3))
@@ -593,7 +593,7 @@ def test_propagate_refuses_what_it_cannot_do_safely(repository, monkeypatch):
     with pytest.raises(UserError, match="no uncommitted change"):
         propagate("baseline.py", repository)
     for wrong in ("setup.py", "/etc/passwd"):
-        with pytest.raises(UserError, match="no rung of the ladder"):
+        with pytest.raises(UserError, match="not a rung of the ladder"):
             propagate(wrong, repository)
     with pytest.raises(UserError, match="last rung"):
         propagate(STAGES[-1].file, repository)
@@ -726,6 +726,8 @@ def test_check_says_why_torch_cannot_use_the_gpu(nvidia, monkeypatch):
     for capability in ((7, 5), (8, 9), (9, 0), (10, 3), (12, 0)):
         nvidia("580.65.06", "13.0", available=True, capability=capability, built_for=default_wheel)
         assert finding() is None
+    nvidia("580.65.06", "13.0", available=True, capability=(9, 0), built_for=["sm_80", "sm_86"])
+    assert "no kernels for compute capability 9.0" in finding()
     nvidia("580.65.06", "13.0", available=True, capability=(13, 0), built_for=[*default_wheel, "compute_120"])
     assert finding() is None
 
@@ -792,7 +794,7 @@ def test_check_names_the_data_and_the_way_out_of_the_fallback(tmp_path):
     (["run", "--rungs", "77"], "there are rungs 0 to"),
     (["run", "--time-limit", "0"], "must be more than 0"),
     (["compare", "/no/a.log", "/no/b.log"], "no such log"),
-    (["propagate", "nothing.py"], "is no rung"),
+    (["propagate", "nothing.py"], "is not a rung"),
 ])
 def test_wrong_words(words, reason, call):
     assert is_one_error(call(*words), reason)
