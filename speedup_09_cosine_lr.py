@@ -1,12 +1,12 @@
 """Rung 9, cosine learning rate: warm up, then decay.
 
 At the start AdamW's averages hold few gradients and the weights are random, so steps should be small. In the middle
-they can be larger than a constant rate would allow; towards the end smaller ones let the loss settle. So the rate
+they can be larger than would be safe as a constant rate; towards the end smaller ones let the loss settle. So the rate
 climbs linearly to --max-lr over --warmup-steps, then follows half a cosine down to a tenth of it at the last step.
 
 Gain: a lower loss after the same number of steps, in runs long enough for the schedule to play out. Speed and memory
 stay the same.
-Cost: the number of steps has to be known beforehand. A run of --warmup-steps or fewer is all warm-up.
+Cost: the number of steps has to be known beforehand. A run no longer than --warmup-steps never leaves the warm-up.
 The default of 10 warm-up steps suits a demonstration of 50 steps. GPT-3 warmed up over the first 375 million tokens:
 715 steps of 524,288 tokens.
 
@@ -35,16 +35,16 @@ from torch.nn import functional as F
 
 @dataclass
 class Settings:
-    """The command line's flags, one a line: type, help, default."""
+    """The command line's flags, one per line: type, help (and alias), default."""
 
     model: Annotated[Literal["tiny", "small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"], "size"] = "gpt2"
     pretrained: Annotated[str, "start from Hugging Face weights: a name or a folder"] = None
-    B: Annotated[int, "sequences per batch; None: 4, on a CPU 1", "--batch-size"] = None
+    B: Annotated[int, "sequences per batch and process; None: 4, on a CPU 1", "--batch-size"] = None
     T: Annotated[int, "tokens per sequence", "--seq-len"] = 1024
     steps: Annotated[int, "optimizer steps"] = 50
     max_lr: Annotated[float, "highest learning rate, after the warm-up"] = 6e-4
     warmup_steps: Annotated[int, "steps of linear warm-up"] = 10
-    seed: Annotated[int, "of the initial weights"] = 1337
+    seed: Annotated[int, "random seed of the initial weights"] = 1337
     device: Annotated[Literal["cuda", "mps", "cpu"], "None: the accelerator if there is one"] = None
     data: Annotated[Path, "folder of token files, made by data/prepare.py"] = Path("data/tokens")
     log_dir: Annotated[Path, "folder of the log"] = Path("logs")
@@ -141,7 +141,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), the mean cross-entropy in nats alone."""
+        """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), only the mean cross-entropy, in nats."""
         B, T = idx.shape
         pos = torch.arange(T, device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
@@ -254,7 +254,7 @@ MODELS = {  # what --model accepts
 
 
 def parse_settings(argv=None):
-    """The command line as Settings; exits with one line when a value cannot be used."""
+    """The command line as Settings; exits with a one-line error if a value cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     flags = {"B": "-B", "T": "-T"}
     for field in fields(Settings):
@@ -267,7 +267,7 @@ def parse_settings(argv=None):
     settings = Settings(**vars(parser.parse_args(argv)))
     found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
     if not settings.device and found == ["cpu"] and shutil.which("nvidia-smi"):
-        print("WARNING: the NVIDIA GPU is not used; python -m ladder check tells why", file=sys.stderr)
+        print("WARNING: the NVIDIA GPU is not being used; python -m ladder check says why", file=sys.stderr)
     settings.device = settings.device or found[0]
     if settings.B is None:
         settings.B = 1 if settings.device == "cpu" else 4
@@ -284,9 +284,9 @@ def parse_settings(argv=None):
 
 
 def open_tokens(folder, split, n_needed):
-    """The tokens of "train" or "val", memory-mapped, (n_tokens,) uint16, and meta.json; exits with one line without.
+    """(the tokens of "train" or "val", memory-mapped, (n_tokens,) uint16; meta.json); prepares missing default data.
 
-    Missing default data is prepared first.
+    Exits with a one-line error if the files are missing or unusable.
     """
     if folder == Settings.data and not folder.exists():
         prepare = SCRIPT.resolve().parents[SCRIPT.parent.name == "beyond"] / "data" / "prepare.py"
@@ -307,7 +307,7 @@ def open_tokens(folder, split, n_needed):
 
 
 def new_model(settings, loader):
-    """The GPT that --model or --pretrained names; exits with one line when it does not fit the data or -T."""
+    """The GPT that --model or --pretrained names; exits with a one-line error if it does not fit the data or -T."""
     model = from_pretrained(settings.pretrained) if settings.pretrained else GPT(MODELS[settings.model])
     if model.config.vocab_size < loader.meta["vocab_size"]:
         sys.exit(f"error: --data {settings.data}: its vocabulary, {loader.meta['vocab_size']} tokens, is larger than"
@@ -318,7 +318,7 @@ def new_model(settings, loader):
 
 
 def from_pretrained(name):
-    """A GPT with the weights of a Hugging Face GPT-2, a name or a folder; exits with one line when there is none."""
+    """A GPT with the weights of a Hugging Face GPT-2 (name or folder); exits with a one-line error if there is none."""
     from transformers import GPT2LMHeadModel
 
     try:
@@ -342,7 +342,10 @@ def from_pretrained(name):
 
 
 def save_checkpoint(path, model, loader, step, **more):
-    """Write a checkpoint under a temporary name, then rename it: no kill leaves half a file. Returns why it failed."""
+    """Write a checkpoint under a temporary name, then rename it, so a kill never leaves half a file.
+
+    Returns an error message, or None on success.
+    """
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
@@ -365,7 +368,7 @@ def device_name(device):
 
 
 def peak_memory(device):
-    """Peak memory in GB (1e9 bytes): of torch's allocator on a GPU, of the whole process on a CPU."""
+    """Peak memory in GB (1e9 bytes): of torch's allocator on CUDA, of the process on a CPU; on MPS what is held now."""
     if device != "cpu":
         return (torch.cuda.max_memory_allocated() if device == "cuda" else torch.mps.driver_allocated_memory()) / 1e9
     if sys.platform == "win32":
@@ -413,10 +416,10 @@ class Log:
         self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
                   f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}, so training cannot go on; see NaN in README.md")
+            sys.exit(f"error: the loss is {loss} at step {step}, so training stops; see NaN in docs/measuring.md")
 
     def finish(self):
-        """Log the median step; the first 5 (of 10 or fewer: 2) warm up, on an accelerator at least 3 seconds."""
+        """Log the median step time after warm-up: 5 steps (2 in runs of up to 10), on an accelerator 3 s if longer."""
         n = len(self.seconds)
         warm_up = min(5 if n > 10 else 2, n - 1)
         if self.device != "cpu":  # the first step does not count, as it compiles; half of the steps count in any case

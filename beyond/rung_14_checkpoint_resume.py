@@ -9,12 +9,13 @@ Give --resume from the start: without a checkpoint the run begins at step 1, and
 command. No data position is saved: the loader computes it from the step. No RNG state either: nothing here draws
 random numbers once the weights are initialized.
 
-Gain: a crash costs the steps since the last checkpoint, and they come out bit by bit as they would have on a CPU; on a
-GPU some sums are added up in varying order, resumed or not.
-Cost: 12 bytes per parameter on the disk for each of the two newest checkpoints (1.5 GB for GPT-2), and the time to
-write them, outside `dt`.
+Gain: a crash costs only the steps since the last checkpoint. On a CPU the repeated steps are bit-for-bit identical; on
+a GPU they may differ in the last digits, because the order of some sums varies from run to run.
+Cost: 12 bytes per parameter on disk (1.5 GB for GPT-2), twice that while a new checkpoint is being written, and the
+time to write it, which `dt` leaves out.
 A checkpoint is written under a temporary name and then renamed, so no kill can leave half of one. Rank 0 writes it and
-every rank reads it: several machines need a shared folder. -B and the number of ranks may change between runs.
+every rank reads it: several machines need a shared folder. -B and the number of ranks may change as long as
+--total-batch stays the same; after the first epoch another -B wraps around the file at another token.
 torch.distributed.checkpoint would spread the file over the ranks; under DDP each has everything, so one file will do.
 
 Source: "Saving and loading a general checkpoint" in PyTorch's tutorials.
@@ -44,22 +45,22 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 @dataclass
 class Settings:
-    """The command line's flags, one a line: type, help, default."""
+    """The command line's flags, one per line: type, help (and alias), default."""
 
     model: Annotated[Literal["tiny", "small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"], "size"] = "gpt2"
     pretrained: Annotated[str, "start from Hugging Face weights: a name or a folder"] = None
-    B: Annotated[int, "sequences per batch; None: 4, on a CPU 1", "--batch-size"] = None
+    B: Annotated[int, "sequences per batch and process; None: 4, on a CPU 1", "--batch-size"] = None
     T: Annotated[int, "tokens per sequence", "--seq-len"] = 1024
     steps: Annotated[int, "optimizer steps"] = 50
     checkpoint_every: Annotated[int, "steps from one checkpoint to the next; 0: never"] = 250
     checkpoint_dir: Annotated[Path, "folder of the checkpoints"] = Path("checkpoints") / Path(__file__).stem
     resume: Annotated[bool, "continue from the newest checkpoint, if there is one"] = False
     val_every: Annotated[int, "steps from one validation to the next; 0: never"] = 25
-    val_sequences: Annotated[int, "validate on so many sequences of T tokens; 0: on all"] = 32
+    val_sequences: Annotated[int, "number of T-token sequences to validate on; 0: all"] = 32
     total_batch: Annotated[int, "tokens per optimizer step; None: 524288, on a CPU 4 micro-batches"] = None
     max_lr: Annotated[float, "highest learning rate, after the warm-up"] = 6e-4
     warmup_steps: Annotated[int, "steps of linear warm-up"] = 10
-    seed: Annotated[int, "of the initial weights"] = 1337
+    seed: Annotated[int, "random seed of the initial weights"] = 1337
     device: Annotated[Literal["cuda", "mps", "cpu"], "None: the accelerator if there is one"] = None
     data: Annotated[Path, "folder of token files, made by data/prepare.py"] = Path("data/tokens")
     log_dir: Annotated[Path, "folder of the log"] = Path("logs")
@@ -156,7 +157,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), the mean cross-entropy in nats alone."""
+        """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), only the mean cross-entropy, in nats."""
         B, T = idx.shape
         pos = torch.arange(T, device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
@@ -207,7 +208,7 @@ def free_memory(device):
 
 @torch.no_grad()
 def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
-    """The mean loss (nats per token) over the first sequences of `loader`, a loader with B=1, shared by the ranks."""
+    """The mean loss (nats per token) over the first sequences of `loader`, a loader with B=1, split among the ranks."""
     total = torch.zeros((), device=loader.device)
     model.eval()
     for i in range(rank, n_sequences, world_size):
@@ -221,9 +222,9 @@ def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
 
 
 def load_checkpoint(path, settings, run):
-    """The checkpoint at `path`, None if there is none; exits with one line when it cannot continue the run `run`."""
+    """The checkpoint at `path`, or None; exits with a one-line error if it cannot continue the run `run`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name("lock").touch()  # a folder that cannot be written ends the run now, not later
+    path.with_name("lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
     if not path.exists():
         return None
     if not settings.resume:
@@ -265,7 +266,7 @@ def compile_model(model, mode, device):
 
 
 def init_ranks(settings):
-    """(rank, world size) of this process under torchrun, else (0, 1); exits with one line when it cannot take part."""
+    """(rank, world size) of this process under torchrun, else (0, 1); exits with a one-line error if it cannot."""
     if "RANK" not in os.environ:
         return 0, 1
     if settings.device == "mps":
@@ -274,17 +275,17 @@ def init_ranks(settings):
         local_rank, n_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local_rank >= n_gpus:
             sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {n_gpus}")
-        if settings.compile_mode in ("reduce-overhead", "max-autotune"):  # pytorch issue 169545
+        if settings.compile_mode in ("reduce-overhead", "max-autotune"):  # tied weights, pytorch #169545
             sys.exit(f"error: --compile-mode {settings.compile_mode}: no CUDA graphs under DDP; use default")
         torch.cuda.set_device(local_rank)
-    if os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        sys.exit("error: --max-restarts: put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun (pytorch #135712)")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
     dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
     return dist.get_rank(), dist.get_world_size()
 
 
 def count_micro_steps(settings, world_size):
-    """How many batches of B * T tokens on each rank make --total-batch; exits with one line when no number does."""
+    """How many batches of B * T tokens on each rank make --total-batch; exits with a one-line error if none do."""
     tokens = settings.B * settings.T * world_size
     if settings.total_batch is None:
         settings.total_batch = 4 * tokens if settings.device == "cpu" else 2**19
@@ -292,7 +293,7 @@ def count_micro_steps(settings, world_size):
     if rest or not micro_steps:
         sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")
     if micro_steps > 1 and settings.device == "cuda" and settings.compile_mode in ("reduce-overhead", "max-autotune"):
-        sys.exit(f"error: --compile-mode {settings.compile_mode}: no CUDA graphs with micro-steps; use default")
+        sys.exit(f"error: --compile-mode {settings.compile_mode}: no CUDA graphs with accumulation; use default")
     return micro_steps
 
 
@@ -313,7 +314,7 @@ def train(settings):
     ddp_model = DDP(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
     step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
-    notes["batches"] = "on the device" if loader.on_device else "prefetched" if device != "cpu" else "no effect"
+    notes["batches"] = "on the device" if loader.on_device else "prefetched" if device == "cuda" else "memory-mapped"
     if settings.val_every:
         val_loader = DataLoaderLite(settings.data, 1, settings.T, device, "val")
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
@@ -323,7 +324,7 @@ def train(settings):
     path, done, every = settings.checkpoint_dir / "newest.pt", 0, settings.checkpoint_every
     if checkpoint := load_checkpoint(path, settings, run):
         for name, part in {"model": model, "optimizer": optimizer, "scaler": scaler}.items():
-            part.load_state_dict(checkpoint[name] or part.state_dict())  # a disabled scaler has no state
+            part.load_state_dict(checkpoint[name] or part.state_dict())  # a scaler disabled then has no state
         done = checkpoint["step"]
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
@@ -341,8 +342,8 @@ def train(settings):
         for micro_step in range(micro_steps):
             i = (step - 1) * micro_steps + micro_step
             x, y = batch  # (B, T) each
-            waits = dist.is_initialized() and micro_step < micro_steps - 1  # the ranks average their sums at the end
-            with ddp_model.no_sync() if waits else contextlib.nullcontext():
+            accumulating = dist.is_initialized() and micro_step < micro_steps - 1  # no all-reduce until the last one
+            with ddp_model.no_sync() if accumulating else contextlib.nullcontext():
                 with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
                     micro_loss = step_model(x, y) / micro_steps
                 scaler.scale(micro_loss).backward()
@@ -374,7 +375,7 @@ def train(settings):
         sys.exit(f"error: --save: {problem}")
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.5)  # gloo's threads may still hold their last work, and would abort Python's shutdown
+        time.sleep(0.5)  # let gloo's threads finish; otherwise Python may abort on exit
 
 
 # ---- the same in every rung ------------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ MODELS = {  # what --model accepts
 
 
 def parse_settings(argv=None):
-    """The command line as Settings; exits with one line when a value cannot be used."""
+    """The command line as Settings; exits with a one-line error if a value cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     flags = {"B": "-B", "T": "-T"}
     for field in fields(Settings):
@@ -405,7 +406,7 @@ def parse_settings(argv=None):
     settings = Settings(**vars(parser.parse_args(argv)))
     found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
     if not settings.device and found == ["cpu"] and shutil.which("nvidia-smi"):
-        print("WARNING: the NVIDIA GPU is not used; python -m ladder check tells why", file=sys.stderr)
+        print("WARNING: the NVIDIA GPU is not being used; python -m ladder check says why", file=sys.stderr)
     settings.device = settings.device or found[0]
     if settings.B is None:
         settings.B = 1 if settings.device == "cpu" else 4
@@ -422,9 +423,9 @@ def parse_settings(argv=None):
 
 
 def open_tokens(folder, split, n_needed):
-    """The tokens of "train" or "val", memory-mapped, (n_tokens,) uint16, and meta.json; exits with one line without.
+    """(the tokens of "train" or "val", memory-mapped, (n_tokens,) uint16; meta.json); prepares missing default data.
 
-    Missing default data is prepared first.
+    Exits with a one-line error if the files are missing or unusable.
     """
     if folder == Settings.data and not folder.exists():
         prepare = SCRIPT.resolve().parents[SCRIPT.parent.name == "beyond"] / "data" / "prepare.py"
@@ -445,7 +446,7 @@ def open_tokens(folder, split, n_needed):
 
 
 def new_model(settings, loader):
-    """The GPT that --model or --pretrained names; exits with one line when it does not fit the data or -T."""
+    """The GPT that --model or --pretrained names; exits with a one-line error if it does not fit the data or -T."""
     model = from_pretrained(settings.pretrained) if settings.pretrained else GPT(MODELS[settings.model])
     if model.config.vocab_size < loader.meta["vocab_size"]:
         sys.exit(f"error: --data {settings.data}: its vocabulary, {loader.meta['vocab_size']} tokens, is larger than"
@@ -456,7 +457,7 @@ def new_model(settings, loader):
 
 
 def from_pretrained(name):
-    """A GPT with the weights of a Hugging Face GPT-2, a name or a folder; exits with one line when there is none."""
+    """A GPT with the weights of a Hugging Face GPT-2 (name or folder); exits with a one-line error if there is none."""
     from transformers import GPT2LMHeadModel
 
     try:
@@ -480,7 +481,10 @@ def from_pretrained(name):
 
 
 def save_checkpoint(path, model, loader, step, **more):
-    """Write a checkpoint under a temporary name, then rename it: no kill leaves half a file. Returns why it failed."""
+    """Write a checkpoint under a temporary name, then rename it, so a kill never leaves half a file.
+
+    Returns an error message, or None on success.
+    """
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
@@ -503,7 +507,7 @@ def device_name(device):
 
 
 def peak_memory(device):
-    """Peak memory in GB (1e9 bytes): of torch's allocator on a GPU, of the whole process on a CPU."""
+    """Peak memory in GB (1e9 bytes): of torch's allocator on CUDA, of the process on a CPU; on MPS what is held now."""
     if device != "cpu":
         return (torch.cuda.max_memory_allocated() if device == "cuda" else torch.mps.driver_allocated_memory()) / 1e9
     if sys.platform == "win32":
@@ -551,10 +555,10 @@ class Log:
         self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
                   f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}, so training cannot go on; see NaN in README.md")
+            sys.exit(f"error: the loss is {loss} at step {step}, so training stops; see NaN in docs/measuring.md")
 
     def finish(self):
-        """Log the median step; the first 5 (of 10 or fewer: 2) warm up, on an accelerator at least 3 seconds."""
+        """Log the median step time after warm-up: 5 steps (2 in runs of up to 10), on an accelerator 3 s if longer."""
         n = len(self.seconds)
         warm_up = min(5 if n > 10 else 2, n - 1)
         if self.device != "cpu":  # the first step does not count, as it compiles; half of the steps count in any case

@@ -106,7 +106,7 @@ def test_an_unused_nvidia_gpu_is_noticed(monkeypatch, capsys):
     monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert module.parse_settings([]).device == "cpu"
     error = capsys.readouterr().err
-    assert error == "WARNING: the NVIDIA GPU is not used; python -m ladder check tells why\n"
+    assert error == "WARNING: the NVIDIA GPU is not being used; python -m ladder check says why\n"
     module.parse_settings(["--device", "cpu"])
     assert capsys.readouterr().err == ""  # a CPU on purpose
     monkeypatch.setattr(module.shutil, "which", lambda name: None)

@@ -125,7 +125,7 @@ def test_cuda_graphs_are_refused_where_they_break(mode, monkeypatch, group_of_on
     """CUDA graphs overwrite gradients that still accumulate, and do not take tied weights under DDP."""
     module = rung(ACCUMULATION)
     settings = module.Settings(B=1, T=32, total_batch=64, device="cuda", compile_mode=mode)
-    with pytest.raises(SystemExit, match="no CUDA graphs with micro-steps; use default"):
+    with pytest.raises(SystemExit, match="no CUDA graphs with accumulation; use default"):
         module.count_micro_steps(settings, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit, match="no CUDA graphs under DDP; use default"):
@@ -469,7 +469,7 @@ def test_15_a_signal_saves_and_ends_well(number, whole_runs, tokens, tmp_path):
         run.send_signal(number)
         rest = run.stdout.read()
     assert run.returncode == 0
-    stopped = int(re.search(r"# stopped by a signal after step (\d); rerun the same command to resume", rest)[1])
+    stopped = int(re.search(r"# stopped by a signal after step (\d); rerun with --resume to continue", rest)[1])
     assert 3 <= stopped < 6
     assert torch.load(tmp_path / "checkpoints" / "newest.pt", weights_only=True)["step"] == stopped
     assert long_run(tokens, tmp_path, PREEMPTION, "--resume").returncode == 0
@@ -509,7 +509,7 @@ def test_15_restarts_that_cannot_work_are_refused(tokens, tmp_path):
     run = run_command(*TWO_RANKS, "--max-restarts=1", BY_LABEL[PREEMPTION].path, *beyond_flags(tokens, tmp_path, 1),
                       "--checkpoint-dir", tmp_path / "checkpoints", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
     assert run.returncode != 0
-    assert "error: --max-restarts: put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in run.stderr
+    assert "error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run.stderr
 
 
 @pytest.mark.parametrize("dtype, saved", [(torch.float32, False), (torch.float16, True)])
