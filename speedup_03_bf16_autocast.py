@@ -10,8 +10,8 @@ Cost: activations keep two to three decimal digits instead of seven; the loss fo
 GPUs without bfloat16 arithmetic (T4, V100 and older) use float16, whose range is small: a GradScaler multiplies the
 loss so that small gradients do not underflow, divides the gradients again before the optimizer step, and skips a step
 whose gradients overflowed. With bfloat16 the scaler is disabled and passes everything through.
-A CPU without bfloat16 instructions (no AVX-512, no AMX) would compute its products number by number, a hundred times
-slower than in float32: there autocast stays off.
+A CPU without bfloat16 instructions (no AVX-512, no AMX) would compute its products number by number, tens of times
+slower than in float32 (experiments/cpu_bfloat16.py): there autocast stays off.
 
 Sources: Micikevicius et al. 2018, "Mixed Precision Training"; PyTorch's "Automatic Mixed Precision" documentation.
 """
