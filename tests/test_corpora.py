@@ -224,7 +224,8 @@ def peak_of_preparing(path):
     return float(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet", "one_group.parquet"])
+@pytest.mark.parametrize("suffix", [
+    "one_group.parquet", *(pytest.param(suffix, marks=pytest.mark.slow) for suffix in ("txt", "jsonl", "parquet"))])
 def test_memory_does_not_grow_with_the_corpus(suffix, tmp_path):
     """100 MB of text that does not compress; of .parquet in many row groups and in one. Read whole, it takes more."""
     path = tmp_path / f"corpus.{suffix}"
@@ -240,6 +241,7 @@ def test_memory_does_not_grow_with_the_corpus(suffix, tmp_path):
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["train_tokens"] > 89_000_000
 
 
+@pytest.mark.slow
 def test_memory_holds_a_few_long_rows_of_a_parquet_file(tmp_path):
     """Rows of 2 MB: all 32 at once would be 64 MB several times over."""
     rows = [os.urandom(1_000_000).hex() for _ in range(32)]

@@ -89,7 +89,7 @@ def test_two_machines(one_process, tmp_path, tokens):
     assert_same_training(tmp_path, one_process)
 
 
-@pytest.mark.parametrize("dying", ["0", "1"])
+@pytest.mark.parametrize("dying", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_dying_rank_ends_the_job(dying, tmp_path, tokens):
     started = time.monotonic()
     run = run_command(*TWO_RANKS, RANK, tmp_path, "ddp", *flags(tokens, tmp_path, B=2, steps=100_000),
@@ -99,6 +99,7 @@ def test_a_dying_rank_ends_the_job(dying, tmp_path, tokens):
     assert "SIGKILL" in run.stderr or "Signal 9" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_bad_value_ends_all_ranks_with_its_line(tmp_path, tokens):
     run = run_command(*TWO_RANKS, ROOT / "ddp_run.py", *flags(tokens, tmp_path, B=1_000_000), timeout=120)
     assert run.returncode != 0

@@ -115,6 +115,7 @@ def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
     assert code == 1 and "failed: error: --data" in output and "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_finished_and_leaves_no_orphan(tmp_path, tokens):
     words = ["run", "--rungs", "0-1", "--logs", tmp_path / "logs", *flags(tokens)]
     words[words.index("--steps") + 1] = "15"
