@@ -52,7 +52,7 @@ STRAY_EDITS = [
     ("0", "    n_head: int = 12", "    n_head: int = 16", "speedup_01_weight_tying.py: GPTConfig differs"),
     ("5", "        return self.c_proj(self.gelu(self.c_fc(x)))", "        return self.c_fc(x)", "MLP.forward differs"),
     ("9", "import json", "import json, string", "speedup_09_cosine_lr.py: imports differs"),
-    ("10", '    seed: Annotated[int, "random seed of the', '    seed: Annotated[int, "random seed of our', "fused_adamw.py: Settings differs"),
+    ("10", '    seed: Annotated[int, "random', '    seed: Annotated[int, "some', "fused_adamw.py: Settings differs"),
     ("13", "@torch.no_grad()", "", "rung_14_checkpoint_resume.py: evaluate differs"),
     ("16", "@torch.no_grad()", "# without gradients", "rung_16_gradient_checkpointing.py: evaluate differs"),
     ("7", "class GPT(nn.Module):", "# a comment\nclass GPT(nn.Module):", "vocab_pad.py: Block.forward differs"),
