@@ -244,11 +244,8 @@ def load_checkpoint(path, settings, run):
     if not settings.resume:
         sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
     checkpoint = read_newest(paths)
-    for name, value in run.items():
-        if checkpoint["run"][name] != value:
-            sys.exit(f"error: --resume: {path} has {name} {checkpoint['run'][name]}, not {value}; make them equal")
-    if checkpoint["step"] == settings.steps:
-        sys.exit(print(f"{path}: this run is finished, all of its {settings.steps} steps are done"))  # exit code 0
+    if other := [f"{name} {old}, not {run[name]}" for name, old in checkpoint["run"].items() if old != run[name]]:
+        sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
     return checkpoint
 
 
@@ -347,6 +344,9 @@ def train(settings):
         for name, part in {"model": model, "optimizer": optimizer, "scaler": scaler}.items():
             part.load_state_dict(checkpoint[name] or part.state_dict())  # a scaler disabled then has no state
         done = checkpoint["step"]
+        if done == settings.steps:
+            print(f"{path}: this run is finished, all of its {done} steps are done")
+            sys.exit(settings.save and rank == 0 and save_checkpoint(settings.save, model, loader, done))
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
         log.path.write_text(checkpoint["log"], encoding="utf-8")

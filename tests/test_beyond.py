@@ -324,6 +324,7 @@ def test_14_a_finished_run_says_so_and_repeats_nothing(label, whole_runs, tokens
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"{checkpoints}/newest.pt: this run is finished, all of its 6 steps are done\n"
     assert (tmp_path / log_name(label)).read_text() == log
+    assert_same_run(tmp_path, whole_runs[label], label)  # killed after its last checkpoint, it still owes --save's file
 
 
 @pytest.mark.parametrize("flags, reason", [

@@ -246,7 +246,7 @@ def test_memory_holds_a_few_long_rows_of_a_parquet_file(tmp_path):
     """Rows of 2 MB: all 32 at once would be 64 MB several times over."""
     rows = [os.urandom(1_000_000).hex() for _ in range(32)]
     write_parquet(tmp_path / "long.parquet", rows, write_batch_size=1, compression="none", use_dictionary=False)
-    assert peak_of_preparing(tmp_path / "long.parquet") < 120
+    assert peak_of_preparing(tmp_path / "long.parquet") < 180
 
 
 @pytest.mark.slow
