@@ -115,7 +115,8 @@ def run(args):
     from ladder.report import build_report, print_table
     from ladder.runner import check_flags, locked, parse_rungs, plan, run_ladder
 
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     args = as_started(args) if args.resume else args
     stages = parse_rungs(args.rungs)
     if args.time_limit <= 0:
