@@ -2,6 +2,8 @@
 
     check       what this machine has, and what each rung will gain from it
     run         run the rungs one after the other, then show the table
+    profile     where the time of a step goes, rung by rung
+    survey      all of this in a given time, for machines that are not yours
     report      the table, plots and the tutorial page, from logs
     compare     two logs, step by step
     diff        one lesson: the text, the change, the measured effect
@@ -20,7 +22,7 @@ from rich.markup import escape
 from ladder.errors import UserError
 from ladder.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 
-RUNS = Path("logs/ladder")  # one folder per run
+RUNS, PROFILES, SURVEYS = Path("logs/ladder"), Path("logs/profile"), Path("logs/survey")  # one folder per run of each
 REFERENCE = ROOT / "logs" / "reference"
 console = Console(highlight=False)
 messages = Console(highlight=False, stderr=True)  # what is not the answer itself: --json and --csv own the output
@@ -49,6 +51,15 @@ def parse_args(argv=None):
     run.add_argument("--processes", type=positive, default=2, help="of ddp_run.py (default: %(default)s)")
     run.add_argument("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {RUNS}/DATE_TIME)")
 
+    profile = verbs.add_parser("profile", help="where the time of a step goes; unknown flags go to the scripts")
+    profile.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+    profile.add_argument("--logs", type=Path, metavar="FOLDER",
+                         help=f"of a run, to be shown with it (default: {PROFILES}/DATE_TIME)")
+
+    survey = verbs.add_parser("survey", help="all of this in a given time; unknown flags go to the scripts")
+    survey.add_argument("--minutes", type=float, default=10, help="(default: %(default)s)")
+    survey.add_argument("--out", type=Path, metavar="FOLDER", help=f"a new folder (default: {SURVEYS}/DATE_TIME)")
+
     report = verbs.add_parser("report", help="the table, plots and the page")
     report.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help=f"default: the newest in {RUNS}")
     report.add_argument("--png", type=Path, metavar="FOLDER", help="write the plots there")
@@ -71,7 +82,7 @@ def parse_args(argv=None):
 
     argv = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(argv)
-    if rest and args.verb != "run":
+    if rest and args.verb not in ("run", "profile", "survey"):
         parser.error(f"unknown: {' '.join(rest)}")
     args.flags, args.argv = rest, argv
     return args
@@ -111,12 +122,20 @@ def as_started(args):
     return started
 
 
+def stop_at_signals():
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
+
+
+def now():
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
 def run(args):
     from ladder.report import build_report, print_table
     from ladder.runner import check_flags, locked, parse_rungs, plan, run_ladder
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
+    stop_at_signals()
     args = as_started(args) if args.resume else args
     stages = parse_rungs(args.rungs)
     if args.time_limit <= 0:
@@ -124,7 +143,7 @@ def run(args):
     settings = check_flags(stages, args.flags)
     if args.max_batch:
         return max_batch(args, stages)
-    logs = args.logs or RUNS / time.strftime("%Y-%m-%d_%H-%M-%S")
+    logs = args.logs or RUNS / now()
     jobs = plan(stages, args.flags, logs, args.repeat, args.peers, args.processes)
     interrupted, outcomes = False, []
     with locked(logs, args.resume):
@@ -145,6 +164,38 @@ def run(args):
         for outcome in failed:
             console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}", markup=False)
     return 130 if interrupted else 1 if failed else 0
+
+
+def profile(args):
+    from ladder.plots import save, plot_profile
+    from ladder.runner import locked, parse_rungs
+    from ladder.step_profile import print_profile, profile_ladder, read_profile
+
+    stop_at_signals()
+    folder = args.logs or PROFILES / now()
+    stages = parse_rungs(args.rungs)
+    with locked(folder, resume=True):
+        failed = profile_ladder(stages, args.flags, folder, console)
+    if found := read_profile(folder):
+        print_profile(found, console)
+        save(plot_profile(found), folder / "profile.png")
+        console.print(f"{folder}/profile.json, profile.png", markup=False)
+    return 1 if failed else 0
+
+
+def survey(args):
+    from ladder.report import build_report, print_table
+    from ladder.survey import survey
+
+    stop_at_signals()
+    if not args.minutes > 0:
+        raise UserError(f"--minutes {args.minutes:g}: must be more than 0")
+    out = args.out or SURVEYS / now()
+    folders = survey(args.minutes, out, args.flags, console)
+    for folder in folders:
+        print_table(build_report(folder), console)
+    console.print(f"To add this machine: copy the folders of {out} to logs/reference", markup=False)
+    return 0 if folders else 1
 
 
 def max_batch(args, stages):
@@ -259,7 +310,8 @@ def propagate(args):
 
 def main(argv=None):
     args = parse_args(argv)
-    verbs = {"check": check, "run": run, "report": report, "compare": compare, "diff": diff, "propagate": propagate}
+    verbs = {"check": check, "run": run, "profile": profile, "survey": survey, "report": report, "compare": compare,
+             "diff": diff, "propagate": propagate}
     try:
         return verbs[args.verb](args)
     except UserError as error:

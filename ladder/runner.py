@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -215,6 +216,12 @@ def run_module(name, *words):
     return child.stdout
 
 
+def write_machine(folder, device, **more):
+    """Measure the machine's matrix-product rates and write them, its names and `more` to folder/machine.json."""
+    machine = json.loads(run_module("rates", "--device", device)) | more
+    (folder / "machine.json").write_text(json.dumps(machine, indent=2) + "\n")
+
+
 @contextlib.contextmanager
 def locked(folder, resume):
     """Hold the folder of a run; raises UserError when it is in use, or not empty without `resume`."""
@@ -228,10 +235,11 @@ def locked(folder, resume):
         raise UserError(f"{folder}: another run is using it; wait for its end, or give another --logs") from None
 
 
-def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console):
+def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console, deadline=math.inf):
     """Run all jobs with a progress bar; returns their outcomes. Stops early at Ctrl-C, with what is finished.
 
-    `arguments` are the command line, noted with the machine for --resume.
+    `arguments` are the command line, noted with the machine for --resume. A job may take `seconds`, and ends at the
+    `deadline` (of time.monotonic); what it cuts short leaves no log.
     """
     outcomes = []
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"), TimeElapsedColumn(),
@@ -240,8 +248,7 @@ def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console):
         steps = settings.steps
         bar = progress.add_task("machine", total=len(jobs) * steps, what="matrix-product rates")
         if not resume:
-            machine = json.loads(run_module("rates", "--device", settings.device)) | {"arguments": arguments}
-            (log_dir / "machine.json").write_text(json.dumps(machine, indent=2) + "\n")
+            write_machine(log_dir, settings.device, arguments=arguments)
         for number, job in enumerate(jobs):
             progress.update(bar, description=f"{number + 1} of {len(jobs)} {job.name}", completed=number * steps,
                             what="starting")
@@ -254,8 +261,13 @@ def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console):
                     done = number * steps + int(match[1])
                     progress.update(bar, completed=done, what=f"step {match[1]}/{steps} loss {match[2]} {match[3]} ms")
 
-            outcome = run_job(job, seconds, settings.device, show)
+            if (left := deadline - time.monotonic()) < 1:
+                break
+            outcome = run_job(job, min(seconds, left), settings.device, show)
             outcomes.append(outcome)
+            if outcome.status == "timed out" and left < seconds:
+                (job.log_dir / f"{job.name}.log").unlink(missing_ok=True)
+                break
             say = progress.console.print
             if outcome.status != "ok":
                 say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)

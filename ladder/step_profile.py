@@ -1,0 +1,235 @@
+"""Where the time of a step goes: some steady steps of a rung under torch.profiler, by kind of work.
+
+    python -m ladder.step_profile 10 FILE --model gpt2 -B 1 -T 1024
+
+The rung's own `train` runs, in a process of its own, and FILE gets the milliseconds as JSON. On a CPU each operator
+counts with the time that it spends outside the operators it calls, on a GPU with the time of the kernels it launches. A
+generated kernel (torch.compile) counts for the operations that its name lists. What no operator accounts for is
+"waiting", so the parts add up to the step.
+"""
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+from ladder.errors import UserError
+from ladder.flops import flops_per_token
+from ladder.logs import STEP_LINE, read_log
+from ladder.stages import BY_LABEL, BY_NAME
+
+KINDS = {  # kind of work: what belongs to it
+    "matrix products": "the linear layers of the blocks",
+    "head": "lm_head's product",
+    "attention": "scores, mask, softmax, weighted sum, copies between heads",
+    "normalization and pointwise": "LayerNorm, GELU, residuals, embeddings, biases, conversions",
+    "cross-entropy": "everything on the logits but the head's product",
+    "optimizer": "AdamW, clipping, zeroing the gradients",
+    "data": "the batch, and its copy to the device",
+    "waiting": "no operator at work: Python, autograd, freeing memory; on a GPU, no kernel running",
+}
+STEP, DATA, CLIP = "ladder: step", "ladder: data", "ladder: clip"  # ranges around parts of `train`
+PRODUCT = re.compile(r"(\b|_)(addmm|mm|matmul|linear)\b|triton_tem_")
+GENERATED = re.compile(r"cpp_fused_|triton_[a-z]+_fused_")
+STEPS_ON_A_CPU, STEPS_ON_A_GPU = (2, 3, 3), (20, 30, 10)  # warm-up, without the profiler, with it
+
+
+def kind_of(name, shapes, around, logit_widths):
+    """The kind of work of an operator or kernel, a key of KINDS.
+
+    `shapes` are its inputs', `around` the names of the ranges and operators that it is part of, `logit_widths` the
+    possible last dimensions of the logits. In GPT-2 only attention has batched products and four dimensions.
+    """
+    if DATA in around or name == DATA or name.startswith("Memcpy HtoD"):
+        return "data"
+    if any(one == CLIP or one.startswith("Optimizer.") for one in (name, *around)) or "_amp_" in name:
+        return "optimizer"
+    if re.search("log_softmax|nll_loss|cross_entropy", name):
+        return "cross-entropy"
+    if GENERATED.search(name) and not PRODUCT.search(name):  # never a fused attention kernel, though it may name one
+        return "attention" if "_softmax" in name else "normalization and pointwise"
+    if not name.startswith(("aten::", "mkldnn::", "triton_", "Mem")):
+        return "waiting"  # a range, autograd's engine, the wrapper of a compiled graph
+    if re.search("bmm|attention|bitwise_not", name) or any(len(shape) == 4 for shape in shapes):
+        return "attention"
+    if PRODUCT.search(name):
+        return "head" if any(logit_widths & set(shape) for shape in shapes) else "matrix products"
+    if any(len(shape) > 1 and shape[-1] in logit_widths for shape in shapes):
+        return "cross-entropy"
+    return "normalization and pointwise"
+
+
+def by_kind(events, logit_widths, device):
+    """({kind: ms}, ms) of one step: of the profiler's `events` inside the ranges called STEP, and of these ranges."""
+    steps = [event for event in events if event.name == STEP and event.device_type.name == "CPU"]
+    parts = dict.fromkeys(KINDS, 0.0)
+    for event in events:
+        start = event.time_range.start
+        if event.device_type.name != "CPU" or not any(
+                step.time_range.start <= start < step.time_range.end for step in steps):
+            continue
+        shapes, around, parent = event.input_shapes or [], [], event.cpu_parent
+        while parent is not None:
+            around.append(parent.name)
+            parent = parent.cpu_parent
+        if device == "cpu":
+            parts[kind_of(event.name, shapes, around, logit_widths)] += event.self_cpu_time_total / 1000
+        for kernel in event.kernels if event.name != STEP else []:
+            name = kernel.name if kernel.name.startswith("Mem") else event.name
+            kind = kind_of(name, shapes, around, logit_widths)
+            parts["normalization and pointwise" if kind == "waiting" else kind] += kernel.duration / 1000
+    total = sum(step.time_range.elapsed_us() for step in steps) / 1000
+    if device != "cpu":
+        parts["waiting"] = total - sum(parts.values())
+    return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps)
+
+
+def profile_rung(label, flags, folder):
+    """Train the rung `label` with `flags`, its log in `folder`; the measured times as a dict, see `measured`."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from ladder.runner import load_script
+
+    torch._inductor.config.cpp.enable_kernel_profile = True  # else a CPU's generated kernels have no names
+    script = load_script(BY_LABEL[label])
+    settings = script.parse_settings([*flags, "--log-dir", str(folder)])
+    on_cpu = settings.device == "cpu"
+    warm_up, plain, profiled = STEPS_ON_A_CPU if on_cpu else STEPS_ON_A_GPU
+    settings.steps = warm_up + plain + profiled
+    seen = SimpleNamespace(range=None, model=None)
+    profiler = profile(activities=[ProfilerActivity.CPU] + ([] if on_cpu else [ProfilerActivity.CUDA]),
+                       record_shapes=True)
+
+    def in_range(name, function):
+        def call(*args, **kwargs):
+            with record_function(name):
+                return function(*args, **kwargs)
+        return call
+
+    class Log(script.Log):
+        """The script's own log; between two of its steps lies exactly one step of training."""
+
+        def __init__(self, settings, model, *rest, **more):
+            super().__init__(settings, model, *rest, **more)
+            seen.model = model
+
+        def step(self, step, *values, **more):
+            if seen.range:
+                seen.range.__exit__(None, None, None)
+            super().step(step, *values, **more)
+            if step == warm_up + plain:
+                profiler.start()
+            if warm_up + plain <= step < settings.steps:
+                seen.range = record_function(STEP)
+                seen.range.__enter__()
+            elif step == settings.steps:
+                profiler.stop()
+
+    script.Log = Log
+    script.DataLoaderLite.batch = in_range(DATA, script.DataLoaderLite.batch)
+    torch.nn.utils.clip_grad_norm_ = in_range(CLIP, torch.nn.utils.clip_grad_norm_)
+    script.train(settings)
+
+    logit_widths = {seen.model.config.vocab_size, len(seen.model.lm_head.weight)}
+    parts, step_ms = by_kind(profiler.events(), logit_widths, settings.device)
+    run = read_log(folder / f"{script.SCRIPT.stem}.log")
+    return {"name": run.name, "step_ms": step_ms, "plain_ms": statistics.median(run.ms[warm_up:-profiled]),
+            "profiled_ms": statistics.mean(run.ms[-profiled:]), "parts_ms": parts}
+
+
+def floor_ms(run, rates):
+    """Milliseconds that the matrix products of a step take at the measured rate (FLOP/s) of the rung's format."""
+    precision = run.headers["precision"]
+    name = next((name for name in ("bfloat16", "float16") if precision.startswith(name)), "float32")
+    name = "tf32" if name == "float32" and "in TF32" in precision else name
+    causal = list(BY_NAME).index(run.name) >= list(BY_NAME).index(BY_LABEL["6"].name)
+    return 1000 * flops_per_token(run.model, run.T, causal) * run.tokens_per_step / rates[name]
+
+
+def read_profile(folder):
+    """The profile that `python -m ladder profile` put into a folder, or None."""
+    path = Path(folder) / "profile.json"
+    if not path.exists():
+        return None
+    try:
+        profile = json.loads(path.read_text())
+        if not all(list(rung["parts_ms"]) == list(KINDS) for rung in profile["rungs"]):
+            raise ValueError("other kinds of work than these: " + ", ".join(KINDS))
+        return profile
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): run python -m ladder profile again, or delete it") from None
+
+
+def profile_ladder(stages, flags, folder, console, deadline=math.inf):
+    """Profile the stages, one after the other, into folder/profile.json; returns the outcomes of those that failed.
+
+    The rates of folder/machine.json serve for the floor; where there is none they are measured first. It ends at the
+    `deadline` (of time.monotonic), with the rungs that are finished then.
+    """
+    from ladder.report import read_machine
+    from ladder.runner import Job, check_flags, own_flags, run_job, split_flags, write_machine
+
+    foreign = set(stages) - {BY_LABEL[str(number)] for number in range(11)}
+    if foreign:
+        raise UserError("--rungs: the profile is made of rungs 0 to 10")
+    if split_flags(flags, "--steps")[0]:
+        raise UserError("--steps: the profile has its own number of steps; leave it out")
+    settings = check_flags(stages, flags)
+    if not (folder / "machine.json").exists():
+        write_machine(folder, settings.device)
+    machine = read_machine(folder)
+    profile = {"model": settings.pretrained or settings.model, "B": settings.B, "T": settings.T,
+               "name": machine.get("name"), "device": settings.device, "torch": machine.get("torch"),
+               "rates": machine["rates"], "rungs": []}
+    failed = []
+    for number, stage in enumerate(stages, 1):
+        if time.monotonic() > deadline:
+            break
+        with console.status(f"{number} of {len(stages)} {stage.name}") as status, TemporaryDirectory() as scratch:
+            result = Path(scratch) / "result.json"
+            command = [sys.executable, "-m", "ladder.step_profile", stage.label, str(result)]
+
+            def show(line, stage=stage, number=number, status=status):
+                if match := STEP_LINE.match(line):
+                    status.update(f"{number} of {len(stages)} {stage.name}: step {match[1]}, {match[3]} ms")
+
+            job = Job(stage.name, [*command, *own_flags(stage, flags, Path(scratch))], Path(scratch))
+            outcome = run_job(job, max(1, deadline - time.monotonic()), settings.device, show)
+            if outcome.status != "ok":
+                failed.append(outcome)
+                console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
+                continue
+            rung = json.loads(result.read_text())
+            rung["floor_ms"] = floor_ms(read_log(Path(scratch) / f"{stage.name}.log"), machine["rates"])
+        profile["rungs"].append(rung)
+        times = f"{rung['step_ms']:,.1f} ms/step under the profiler, {rung['plain_ms']:,.1f} without"
+        console.print(f"{stage.name}: {times}", markup=False)
+        partial = folder / "profile.json.partial"
+        partial.write_text(json.dumps(profile, indent=1) + "\n")
+        partial.replace(folder / "profile.json")
+    return failed
+
+
+def print_profile(profile, console):
+    """The profile as a table: ms per step, by kind of work."""
+    from rich.table import Table
+
+    table = Table(title=f"ms per step, {profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}",
+                  caption="step under the profiler; plain without it; floor: the matrix products at the measured rate",
+                  caption_justify="left")
+    for heading in ("rung", *KINDS, "step", "plain", "floor"):
+        table.add_column(heading, justify="left" if heading == "rung" else "right")
+    for rung in profile["rungs"]:
+        values = [*rung["parts_ms"].values(), rung["step_ms"], rung["plain_ms"], rung["floor_ms"]]
+        table.add_row(BY_NAME[rung["name"]].title, *(f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for ms in values))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    rung, file, *rest = sys.argv[1:]
+    Path(file).write_text(json.dumps(profile_rung(rung, rest, Path(file).parent)))

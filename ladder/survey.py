@@ -1,0 +1,94 @@
+"""All that a machine can say about the ladder in a given time, the most important first.
+
+The folders that a survey leaves can be committed as they are, in logs/reference/.
+"""
+import json
+import re
+import subprocess
+import sys
+import time
+
+from ladder.memory import recommend
+from ladder.runner import (
+    check_flags, largest_batch, load_script, locked, parse_rungs, plan, run_ladder, run_module, split_flags,
+    write_machine,
+)
+from ladder.stages import BY_LABEL
+from ladder.step_profile import print_profile, profile_ladder, read_profile
+
+ROUNDS = 3
+JOB_SECONDS = 600
+SHORT = 60  # minutes; in a shorter survey a CPU gets T=256, since at T=1024 its steps take seconds
+ALIASES = {"-B": "--batch-size", "-T": "--seq-len"}
+
+
+def with_defaults(flags, minutes):
+    """`flags`, and what they leave open of the model, B, T and steps, chosen for the hungriest rung and the time."""
+    settings = check_flags([BY_LABEL["10"]], flags)
+    on_cpu = settings.device == "cpu"
+    model, B, T = recommend(int(run_module("memory", settings.device)), accelerator=not on_cpu)
+    chosen = {"--model": model, "-B": B, "-T": min(T, 256) if on_cpu and minutes < SHORT else T,
+              "--steps": 5 if on_cpu else 30}
+    given = {flag for flag in chosen if split_flags(flags, flag, *([ALIASES[flag]] if flag in ALIASES else []))[0]}
+    return [*flags, *(str(word) for flag in chosen.keys() - given for word in (flag, chosen[flag]))]
+
+
+def survey(minutes, out, flags, console):
+    """Survey this machine for `minutes`, into folders in the new folder `out`; returns those that hold logs."""
+    deadline = time.monotonic() + 60 * minutes
+    flags = with_defaults(flags, minutes)
+    ladder, beyond, rung_10 = parse_rungs("0-10"), parse_rungs("11-16"), BY_LABEL["10"]
+    settings = check_flags([*ladder, *beyond], flags)
+    machine = load_script(rung_10).device_name(settings.device)
+    name = re.sub(r"\W+", "_", machine.lower()).strip("_")
+    main = out / f"{name}_B{settings.B}_T{settings.T}"
+    unsized = split_flags(flags, "--steps")[1]
+
+    def left():
+        return deadline - time.monotonic()
+
+    def run(jobs, folder):
+        run_ladder(jobs, settings, None, folder, JOB_SECONDS, True, console, deadline)
+
+    def run_beside(stages, what, more):
+        folder = out / f"{name}_{what}"
+        folder.mkdir()
+        (folder / "machine.json").write_text((main / "machine.json").read_text())
+        run(plan(stages, [*unsized, *more], folder), folder)
+
+    def largest_batches():
+        found = []
+        for stage in parse_rungs("0,5,6,10"):
+            B, speed, why = largest_batch(stage, unsized, main, left(), 1, console.print)
+            if left() > 0:  # else it was the end of the survey that stopped the search
+                found.append({"rung": stage.name, "B": B, "tokens_per_second": speed, "stopped_by": why})
+        (main / "largest_batch.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    with locked(out, resume=False):
+        main.mkdir()
+        check = subprocess.run([sys.executable, "-m", "ladder", "check"], text=True, capture_output=True, check=False)
+        (out / "check.txt").write_text(check.stdout, encoding="utf-8")
+        console.print(check.stdout, markup=False)
+        write_machine(main, settings.device)
+        jobs = plan(ladder, flags, main, ROUNDS, peers=True)
+        first = len(jobs) // ROUNDS
+        parts = {
+            "the ladder and transformers' GPT-2, first round": lambda: run(jobs[:first], main),
+            "where the time of a step goes": lambda: profile_ladder(ladder, unsized, main, console, deadline),
+            "the ladder, two more rounds": lambda: run(jobs[first:], main),
+            "the largest batch": largest_batches,
+            "the rungs beyond": lambda: run_beside(
+                beyond, "beyond", ["--steps", "8", "--total-batch", str(4 * settings.B * settings.T)]),
+            "CUDA graphs": lambda: run_beside(
+                [rung_10], "cuda_graphs", ["--steps", "30", "--compile-mode", "reduce-overhead"]),
+        }
+        for title, work in parts.items():
+            if settings.device == "cpu" and title in ("the largest batch", "CUDA graphs"):
+                continue  # a larger batch only makes a longer step there
+            if left() < 1:
+                break
+            console.print(f"{title}: {left() / 60:.1f} minutes left", style="bold", markup=False)
+            work()
+    if profile := read_profile(main):
+        print_profile(profile, console)
+    return sorted({path.parent if path.parent.parent == out else path.parent.parent for path in out.rglob("*.log")})

@@ -1,0 +1,212 @@
+"""The profile: each operation counts for its kind of work, with its time, and the parts add up to the step."""
+import json
+import sys
+import time
+
+import pytest
+import torch
+from conftest import run_command
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ladder.errors import UserError
+from ladder.logs import read_log
+from ladder.report import build_report
+from ladder.step_profile import CLIP, DATA, KINDS, STEP, by_kind, floor_ms, kind_of, read_profile
+
+N_ROWS, N_EMBD, T, N_HEAD = 3000, 256, 256, 4
+
+
+@pytest.fixture(scope="module")
+def work():
+    """{kind: a function that does work of this kind alone}, forward and backward."""
+    def leaf(*shape):
+        return torch.randn(*shape, requires_grad=True)
+
+    x, scores, logits = leaf(T, N_EMBD), leaf(1, N_HEAD, T, T), leaf(T, N_ROWS)
+    weight, head, vectors = leaf(4 * N_EMBD, N_EMBD), leaf(N_ROWS, N_EMBD), leaf(1, N_HEAD, T, N_EMBD // N_HEAD)
+    parameters = [leaf(500, 500) for _ in range(8)]
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer = torch.optim.AdamW(parameters)
+    targets = torch.randint(N_ROWS, (T,))
+
+    def attention():
+        att = F.softmax((vectors @ vectors.transpose(-2, -1)).masked_fill(scores > 2, -1e9), dim=-1)
+        (att @ vectors).sum().backward()
+        F.scaled_dot_product_attention(vectors, vectors, vectors, is_causal=True).sum().backward()
+
+    def optimize():
+        with record_function(CLIP):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    def data():
+        with record_function(DATA):
+            sum(i for i in range(300_000))
+
+    return {
+        "matrix products": lambda: F.linear(x, weight).backward(torch.ones(T, 4 * N_EMBD)),
+        "head": lambda: F.linear(x, head).backward(logits.detach()),
+        "attention": attention,
+        "normalization and pointwise": lambda: F.gelu(F.layer_norm(x, (N_EMBD,)), approximate="tanh").sum().backward(),
+        "cross-entropy": lambda: F.cross_entropy(logits, targets).backward(),
+        "optimizer": optimize,
+        "data": data,
+        "waiting": lambda: time.sleep(0.02),
+    }
+
+
+def profiled(*functions, times=1):
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        for _ in range(times):
+            with record_function(STEP):
+                for function in functions:
+                    function()
+    return profiler.events()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_of_one_kind_is_all_of_that_kind(work, kind):
+    work[kind]()
+    parts, step = by_kind(profiled(*[work[kind]] * 5), {N_ROWS}, "cpu")
+    assert sum(parts.values()) == pytest.approx(step)
+    # Each call costs a few operators' worth of Python, and gradients are added up outside of the kind.
+    assert parts[kind] > 0.6 * step, parts
+    others = {other: ms for other, ms in parts.items() if other not in (kind, "waiting", "normalization and pointwise")}
+    assert max(others.values()) < 0.02 * step, others
+
+
+def test_parts_are_as_large_as_the_clock_says(work):
+    """All kinds in one step; the truth is a clock read around each, inside the same step."""
+    clock = dict.fromkeys(work, 0.0)
+
+    def timed(kind):
+        started = time.perf_counter()
+        for _ in range(5):
+            work[kind]()
+        clock[kind] += 1000 * (time.perf_counter() - started)
+
+    profiled(*(lambda kind=kind: timed(kind) for kind in work))  # warm-up
+    clock = dict.fromkeys(work, 0.0)
+    parts, step = by_kind(profiled(*(lambda kind=kind: timed(kind) for kind in work), times=3), {N_ROWS}, "cpu")
+    truth = {kind: ms / 3 for kind, ms in clock.items()}
+    assert sum(truth.values()) == pytest.approx(step, rel=0.05)
+    assert sum(parts.values()) == pytest.approx(step)
+    for kind in work:
+        assert parts[kind] == pytest.approx(truth[kind], rel=0.25, abs=0.05 * step), (kind, parts, truth)
+
+
+@pytest.mark.parametrize("name, shapes, around, kind", [
+    # names as torch 2.13 gives them: compiled kernels of a CPU and of a GPU, attention of both, autograd
+    ("graph_1_cpp_fused__log_softmax__unsafe_view_nll_loss_forward_slice_view_6", [], [], "cross-entropy"),
+    ("graph_0_cpp_fused__softmax__to_copy_bitwise_not_masked_fill_mul_3", [], [], "attention"),
+    ("graph_1_cpp_fused__scaled_dot_product_flash_attention_for_cpu_backward_sum_view_4", [], [],
+     "normalization and pointwise"),
+    ("triton_red_fused__log_softmax_nll_loss_forward_5", [], [], "cross-entropy"),
+    ("triton_per_fused_add_native_layer_norm_2", [], [], "normalization and pointwise"),
+    ("triton_poi_fused_addmm_gelu_view_3", [], [], "normalization and pointwise"),
+    ("triton_tem_fused_addmm_4", [[768], [1024, 768], [768, 768]], [], "matrix products"),
+    ("aten::_scaled_dot_product_flash_attention", [], [], "attention"),
+    ("aten::mm", [[1024, 768], [768, 50304]], [], "head"),
+    ("aten::mm", [[50257, 1024], [1024, 768]], [], "head"),
+    ("aten::addmm", [[3072], [1024, 768], [768, 3072]], [], "matrix products"),
+    ("aten::bmm", [[12, 1024, 64], [12, 64, 1024]], [], "attention"),
+    ("aten::copy_", [[50304, 768], [50304, 768]], [], "normalization and pointwise"),  # a weight, for autocast
+    ("aten::copy_", [[1024, 50257], [1024, 50257]], [], "cross-entropy"),
+    ("aten::mm", [[1024, 768], [768, 768]], ["Optimizer.step#Muon.step"], "optimizer"),
+    ("aten::_amp_foreach_non_finite_check_and_unscale_", [], [], "optimizer"),
+    ("Memcpy HtoD (Pageable -> Device)", [], [], "data"),
+    ("autograd::engine::evaluate_function: MmBackward0", [], [], "waiting"),
+])
+def test_kinds_of_real_names(name, shapes, around, kind):
+    assert kind_of(name, shapes, around, {50257, 50304}) == kind
+
+
+def profile_of(label, tokens, folder, *flags):
+    done = run_command(sys.executable, "-m", "ladder.step_profile", label, folder / "out.json", "--model", "tiny",
+                       "-B", 2, "-T", 128, "--device", "cpu", "--data", tokens, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "out.json").read_text())
+
+
+def check_parts(rung):
+    parts, step = rung["parts_ms"], rung["step_ms"]
+    assert list(parts) == list(KINDS) and all(ms >= 0 for ms in parts.values())
+    assert sum(parts.values()) == pytest.approx(step)
+    assert step == pytest.approx(rung["profiled_ms"], rel=0.05)  # by the script's own clock
+    assert min(parts[kind] for kind in ("matrix products", "head", "attention", "cross-entropy", "optimizer")) > 0
+    assert parts["waiting"] < 0.5 * step, parts
+
+
+def test_the_profile_of_the_baseline(tokens, tmp_path):
+    rung = profile_of("0", tokens, tmp_path)
+    check_parts(rung)
+    assert rung["name"] == "baseline"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["4", "5", "6", "10"])
+def test_the_profile_of_a_rung(tokens, tmp_path, label):
+    check_parts(profile_of(label, tokens, tmp_path))
+
+
+def test_the_floor_is_the_arithmetic_at_the_rate_of_the_rungs_format(tmp_path):
+    """In closed form, for gpt2 at B=2 T=1024: 6 FLOPs per weight and token, and attention's, halved from rung 6 on."""
+    weights = 50257 * 768 + 12 * 12 * 768**2
+    attention = 12 * 12 * 768 * 1024
+    rates = {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}
+    for name, precision, rate, share in [
+        ("baseline", "float32", 1e12, 1), ("speedup_02_tf32", "float32, products in TF32", 2e12, 1),
+        ("speedup_02_tf32", "float32 (no TF32 on this device: no effect)", 1e12, 1),
+        ("speedup_05_compile", "bfloat16 autocast", 4e12, 1),
+        ("speedup_10_fused_adamw", "bfloat16 autocast", 4e12, 0.5),
+        ("speedup_10_fused_adamw", "float32 (no bfloat16 on this CPU)", 1e12, 0.5),
+    ]:
+        log = tmp_path / f"{name}.log"
+        log.write_text(f"# model: gpt2\n# device: x | precision: {precision}\n# batch: B=2 T=1024\n"
+                       "step : 1 | loss: 1.0 | dt: 1.0 ms | tokens/sec: 1.0\n")
+        assert floor_ms(read_log(log), rates) == pytest.approx(1000 * (6 * weights + share * attention) * 2048 / rate)
+
+
+def test_profile_as_a_user_calls_it(tokens, tmp_path):
+    words = ["--model", "tiny", "--device", "cpu", "--data", tokens, "-B", 1, "-T", 32]
+    profile = [sys.executable, "-m", "ladder", "profile"]
+    done = run_command(*profile, "--rungs", "0", "--logs", tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read_profile(tmp_path)
+    assert [rung["name"] for rung in found["rungs"]] == ["baseline"] and found["rungs"][0]["floor_ms"] > 0
+    assert (tmp_path / "profile.png").stat().st_size > 10_000 and "cross-entropy" in done.stdout
+    for bad, reason in [(["--rungs", "ddp"], "rungs 0 to 10"), (["--steps", "3"], "leave it out"),
+                        (["-T", "0"], "out of range"), (["--data", "nowhere"], "no usable token files")]:
+        done = run_command(*profile, "--logs", tmp_path, *words, *bad)
+        assert done.returncode == 1 and reason in done.stdout + done.stderr, done.stdout + done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+    assert read_profile(tmp_path) == found  # the failures have not touched it
+
+
+def test_a_damaged_profile_is_named(tmp_path):
+    assert read_profile(tmp_path) is None
+    for text in ("{", "[]", '{"rungs": 3}', '{"rungs": [{"parts_ms": {"sums": 1}}]}'):
+        (tmp_path / "profile.json").write_text(text)
+        with pytest.raises(UserError, match=r"profile.json is damaged"):
+            read_profile(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_survey_ends_in_time_and_leaves_folders_to_commit(tokens, tmp_path):
+    words = ["--model", "tiny", "--device", "cpu", "--data", tokens, "-B", 1, "-T", 32, "--steps", 3]
+    survey = [sys.executable, "-m", "ladder", "survey"]
+    started = time.monotonic()
+    done = run_command(*survey, "--minutes", 1.5, "--out", tmp_path / "short", *words)
+    assert time.monotonic() - started < 90 + 30
+    assert done.returncode == 0, done.stdout + done.stderr
+    [main] = (tmp_path / "short").glob("*_B1_T32")
+    report = build_report(main)
+    assert report.rows[0].name == "baseline" and all(row.complete for row in report.rows)
+    assert {"name", "rates", "torch"} <= report.machine.keys()
+    assert "torch" in (tmp_path / "short" / "check.txt").read_text(encoding="utf-8")
+    done = run_command(*survey, "--out", tmp_path / "short", *words)
+    assert done.returncode == 1 and "is not empty" in done.stderr
+    done = run_command(*survey, "--minutes", 0, *words)
+    assert done.returncode == 1 and "must be more than 0" in done.stderr
