@@ -270,11 +270,11 @@ def markdown(texts, headings, n_left):
 def markdown_table(report):
     """The README's table of the ladder: one row per rung, with links to the files."""
     table = markdown(as_texts(report), {
-        "label": "", "file": "file", "title": "the one change", "ms": "ms/step", "speed": "tokens/sec",
+        "label": "", "file": "file", "title": "the one change", "ms": "ms/step", "spread": "spread", "speed": "tokens/sec",
         "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB", "loss": "loss"}, 3)
     rounds = max(row.rounds for row in report.rows)
-    median = "the median" + (f" of {rounds} rounds" if rounds > 1 else "")
-    return f"{table}\n\n{describe(report)}. ms/step is {median}, the loss that of step {last_steps(report, '/')}."
+    of = f"median of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else "median"
+    return f"{table}\n\n{describe(report)}. ms/step is the {of}, the loss that of step {last_steps(report, '/')}."
 
 
 def beyond_table(report):
@@ -299,6 +299,7 @@ def write_readme(reports, readme=ROOT / "README.md"):
     """Put the ladder's tables and those of the rungs beyond between their marks; raises UserError without marks."""
     beyond = [report for report in reports if BEYOND & report.runs.keys()]
     ladder = [report for report in reports if report not in beyond]
+    ladder.sort(key=lambda report: -len(report.rows))  # whole ladders first
     text = between_marks(readme.read_text(), LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
     text = between_marks(text, BEYOND_MARKS, [beyond_table(report) for report in beyond], readme)
     partial = readme.with_name(readme.name + ".partial")
