@@ -84,7 +84,7 @@ def read_lesson(before, after):
     rows = [row for hunk in hunks for row in hunk]
     added = sum(right is not None and right.changed for _, right in rows)
     removed = sum(left is not None and left.changed for left, _ in rows)
-    return Lesson(title, body.strip(), hunks, added, removed)
+    return Lesson(title, body.strip("\n"), hunks, added, removed)
 
 
 def in_diff_order(hunk):

@@ -1,200 +1,212 @@
-"""The tutorial page: one static file with every lesson, its diff, its measured effect, and charts to hover over.
+"""The tutorial page: one static file with the lessons, their diffs and what they measured, and charts to hover over.
 
-Jinja fills `page.html.j2`, Pygments colours the code, Bokeh draws the charts; everything is inside the file.
+Jinja fills `page.html.j2`, markdown-it sets the docstrings, Pygments colours the code. In the browser `page.js` draws
+the bars, of the machine that the reader chooses, and uPlot the losses. Everything is inside the file, and the same
+scripts and logs make the same file, one row to a line.
 """
-import html
+import ast
 import itertools
 import re
+import textwrap
 
 import jinja2
-from bokeh.embed import components
-from bokeh.models import ColumnDataSource, HoverTool, Legend, LegendItem, Range1d
-from bokeh.palettes import Turbo256
-from bokeh.plotting import figure
-from bokeh.resources import Resources
+from markdown_it import MarkdownIt
 from pygments import lex
-from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from pygments.token import STANDARD_TYPES
+from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 from ladder.errors import UserError
-from ladder.lessons import in_diff_order, read_lesson
-from ladder.logs import PEER
+from ladder.laws import first_line
+from ladder.lessons import Line, in_diff_order, read_lesson, split_docstring
+from ladder.plots import KIND_COLOURS
 from ladder.report import describe, table_of, warnings
-from ladder.stages import BY_LABEL, ROOT, STAGES
+from ladder.stages import BANNER, BY_LABEL, BY_NAME, ROOT, STAGES
 
-TEXT_COLOUR = "#7b8794"  # readable on white and on black
+CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
+           Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the colour of the text
+LABEL = r"(?:Gain|Cost|Beware|Sources?):"
+FULL_LINE = 120  # characters: a docstring's line that ends a sentence and has room for the next word ends a paragraph
+MAX_POINTS = 400  # of a loss curve; of a longer run every second, third, ... step is drawn
 
 
 def colour_line(line):
-    """A Line as HTML: Pygments' classes for the syntax, <mark> for the changed words."""
+    """A Line as HTML: spans for the syntax, <mark> for the changed words."""
     edges = sorted({0, len(line.text), *itertools.chain.from_iterable(line.marks)})
     parts, start = [], 0
     for token, value in lex(line.text, PythonLexer(stripnl=False, ensurenl=False)):
         value = value.rstrip("\n")
         end = start + len(value)
+        css = next((css for kind, css in CLASSES.items() if token in kind), None)
         cuts = [start, *(edge for edge in edges if start < edge < end), end]
         for one, other in itertools.pairwise(cuts):
-            text = html.escape(line.text[one:other])
-            css = STANDARD_TYPES.get(token, "")
-            text = f'<span class="{css}">{text}</span>' if css else text
+            text = line.text[one:other].replace("&", "&amp;").replace("<", "&lt;")
+            text = f"<span class={css}>{text}</span>" if css else text
             marked = any(first <= one and other <= last for first, last in line.marks)
-            parts.append(f"<mark>{text}</mark>" if marked else text)
+            parts.append(f"<mark>{text}</mark>" if marked and text else text)
         start = end
     return "".join(parts)
 
 
-def lesson_view(lesson):
-    """The hunks for the template: rows of the side-by-side table, and lines of the unified one, as HTML."""
-    def side(line):
-        return {"number": line.number, "html": colour_line(line), "changed": line.changed} if line else None
-
-    return [
-        {
-            "rows": [(side(left), side(right)) for left, right in hunk],
-            "lines": [(sign, line.number, colour_line(line)) for sign, line in in_diff_order(hunk)],
-        }
-        for hunk in lesson.hunks
-    ]
+def line_view(line):
+    """(number, depth of indentation, HTML) of a Line."""
+    return line.number, len(line.text) - len(line.text.lstrip()), colour_line(line)
 
 
-def colours_of(report):
-    rungs = [row.name for row in report.rows if row.name != PEER]
-    step = 230 / max(1, len(rungs) - 1)
-    return {name: Turbo256[15 + int(i * step)] for i, name in enumerate(rungs)} | {PEER: "#999999"}
+def definition_at(tree, number):
+    """The definition that holds a line of a script: "GPT.forward"; "" outside of all."""
+    names, body = [], tree.body
+    while True:
+        blocks = (node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+        block = next((node for node in blocks if first_line(node) <= number <= node.end_lineno), None)
+        if block is None:
+            return ".".join(names)
+        names.append(block.name)
+        body = block.body
 
 
-def plain(chart):
-    """Transparent, so that it stands on a light and on a dark page."""
-    chart.background_fill_color = chart.border_fill_color = None
-    chart.outline_line_color = None
-    chart.toolbar.logo = None
-    for axis in chart.axis:
-        axis.axis_label_text_color = axis.major_label_text_color = TEXT_COLOUR
-        axis.axis_line_color = axis.major_tick_line_color = TEXT_COLOUR
-        axis.minor_tick_line_color = None
-    chart.grid.grid_line_color = TEXT_COLOUR
-    chart.grid.grid_line_alpha = 0.2
-    return chart
+def hunk_view(hunk, before, after):
+    """A hunk for the template: the definitions that it changes, and its rows (class, *line_view)."""
+    trees = {"-": ast.parse(before), "+": ast.parse(after)}
+    lines = list(in_diff_order(hunk))
+    places = [definition_at(trees[sign], line.number) for sign, line in lines if sign in trees]
+    css = {"-": "del", "+": "ins", " ": ""}
+    return {"places": ", ".join(dict.fromkeys(filter(None, places))),
+            "rows": [(css[sign], *line_view(line)) for sign, line in lines]}
 
 
-def bar_chart(report, values, label, tooltips):
-    """One bar per rung, the first on top."""
-    rows = [row for row in report.rows if values(row) is not None]
-    colours = colours_of(report)
-    source = ColumnDataSource({
-        "title": [row.title for row in rows],
-        "value": [values(row) for row in rows],
-        "colour": [colours[row.name] for row in rows],
-        "ms": [row.ms for row in rows],
-        "times": [row.times_baseline or float("nan") for row in rows],
-        "mfu": [f"{row.mfu:.1%}" if row.mfu else "not measured" for row in rows],
-    })
-    titles = [row.title for row in reversed(rows)]
-    chart = figure(y_range=titles, height=60 + 30 * len(rows), x_axis_label=label, sizing_mode="stretch_width",
-                   tools="", toolbar_location=None)
-    chart.x_range = Range1d(0, 1.05 * max(map(values, rows)))
-    chart.hbar(y="title", right="value", height=0.7, color="colour", source=source)
-    chart.add_tools(HoverTool(tooltips=[("", "@title"), *tooltips]))
-    chart.ygrid.visible = False
-    return plain(chart)
+def prose(body):
+    """A docstring's text as HTML: paragraphs, lists, code, and "Gain:" and the like set apart."""
+    lines = []
+    for line, following in itertools.pairwise([*body.split("\n"), ""]):
+        lines.append(line)
+        word = following.split(" ")[0]  # "" in an indented line
+        ends = line.endswith((".", ":", ")")) and len(line) + 1 + len(word) <= FULL_LINE
+        if re.match(LABEL, following) or (ends and word and line[0] not in " *-"):
+            lines.append("")
+    text = "\n".join(lines)
+    # Fences around code, since after a list Markdown takes indented lines for more of the list; backticks around flags.
+    text = re.sub(r"(?m)(?:^    .*\n?)+", lambda code: f"```\n{textwrap.dedent(code[0]).rstrip()}\n```\n", text)
+    text = re.sub(r"(```(?s:.*?)```|`.*?`)|(?<!\w)(--[a-z-]+)", lambda found: found[1] or f"`{found[2]}`", text)
+    markdown = MarkdownIt("zero", {"typographer": True}).enable(["backticks", "fence", "list", "smartquotes"])
+    page = re.sub(f"<p>({LABEL})", r"<p><b>\1</b>", markdown.render(text))
+    return page.replace("<p><b>Source", '<p class="dim"><b>Source')
 
 
-def loss_chart(report, by_seconds):
-    """The loss of each rung; a click on the legend switches a curve on and off."""
-    label = "seconds of training, compilation included" if by_seconds else "step"
-    chart = figure(height=460, sizing_mode="stretch_width", x_axis_label=label, y_axis_label="loss (nats)",
-                   tools="pan,box_zoom,reset")
-    colours, items = colours_of(report), []
+def lesson_view(stage):
+    """All that the template says about a rung but its measurements."""
+    after, start = stage.path.read_text(), BY_LABEL.get(stage.before)
+    before = start and start.path.read_text()
+    lesson = read_lesson(before, after)
+    code = []
+    if start is None:  # there is nothing to compare with: show the whole of it, down to what all rungs share
+        _, lines, first = split_docstring(after.split("\n" + BANNER)[0])
+        code = [("", *line_view(Line(number, text))) for number, text in enumerate(lines, first)]
+    head, _, tail = lesson.title.partition(": ")
+    return {
+        "stage": stage, "before": start, "head": head, "tail": tail, "prose": prose(lesson.body), "lesson": lesson,
+        "hunks": [hunk_view(hunk, before, after) for hunk in lesson.hunks], "code": code,
+    }
+
+
+def rounded(value, digits):
+    """A number for the page's data: no more digits than matter there."""
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+def curve(title, steps, seconds, losses):
+    stride = -(-len(steps) // MAX_POINTS)
+    return {"title": title, "steps": steps[::stride], "seconds": [round(s, 1) for s in seconds[::stride]],
+            "loss": [round(loss, 3) for loss in losses[::stride]]}
+
+
+def curves(report):
+    """The losses of each rung's first round, of training and of validation."""
     for row in report.rows:
         run = report.runs[row.name][0]
-        seconds = list(itertools.accumulate(ms / 1000 for ms in run.ms))
-        source = ColumnDataSource({"step": run.steps, "seconds": seconds, "loss": run.losses, "ms": run.ms})
-        line = chart.line("seconds" if by_seconds else "step", "loss", source=source, color=colours[row.name],
-                          line_width=2)
-        chart.add_tools(HoverTool(renderers=[line], tooltips=[
-            ("", row.title), ("step", "@step"), ("loss", "@loss{0.0000}"), ("ms", "@ms{0.0}"),
-            ("seconds", "@seconds{0.0}"),
-        ], visible=False))
-        items.append(LegendItem(label=row.title, renderers=[line]))
+        yield curve(row.title, run.steps, list(itertools.accumulate(ms / 1000 for ms in run.ms)), run.losses)
         if run.val_steps:
-            marks = ColumnDataSource({
-                "step": run.val_steps, "seconds": [run.seconds_at(step) for step in run.val_steps],
-                "loss": run.val_losses,
-            })
-            dots = chart.scatter("seconds" if by_seconds else "step", "loss", source=marks, size=7,
-                                 color=colours[row.name], line_color=TEXT_COLOUR)
-            chart.add_tools(HoverTool(renderers=[dots], visible=False, tooltips=[
-                ("", f"{row.title}: validation"), ("step", "@step"), ("loss", "@loss{0.0000}"),
-            ]))
-            items.append(LegendItem(label=f"{row.title}: validation", renderers=[dots]))
-    legend = Legend(items=items, click_policy="hide", ncols=2, label_text_color=TEXT_COLOUR,
-                    label_text_font_size="11px",
-                    background_fill_alpha=0, border_line_alpha=0, spacing=0, padding=0)
-    chart.add_layout(legend, "below")
-    chart.height += 26 * ((len(items) + 1) // 2)
-    return plain(chart)
+            seconds = [run.seconds_at(step) for step in run.val_steps]
+            yield curve(f"{row.title}: validation", run.val_steps, seconds, run.val_losses) | {"val": True}
+
+
+def label_of(name):
+    return BY_NAME[name].label if name in BY_NAME else ""
+
+
+def rungs_of(report):
+    """The labels of the rungs that were measured, "0–10, ddp"."""
+    spans = []
+    for label in filter(None, (label_of(row.name) for row in report.rows)):
+        if spans and label.isdigit() and spans[-1][1].isdigit() and int(label) == int(spans[-1][1]) + 1:
+            spans[-1][1] = label
+        else:
+            spans.append([label, label])
+    return ", ".join(first if first == last else f"{first}–{last}" for first, last in spans)
+
+
+def machine_name(report):
+    """A short name for a reader: "AMD EPYC, 2 cores, B=1 T=1024"; the folder's where the logs do not say."""
+    setting = report.setting
+    if not setting["device"] or not setting["B"]:
+        return report.name
+    headers = [run.headers["device"] for rounds in report.runs.values() for run in rounds]
+    cores = max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
+    device = setting["device"] + (f", {cores} core{'s' * (cores > 1)}" if cores else "")
+    model = f", {setting['model']}" if setting["model"] != "gpt2" else ""
+    return f"{device}{model}, B={setting['B']} T={setting['T']}"
+
+
+def rows_data(report):
+    """{rung: its measurements} for `page.js`."""
+    return {
+        row.name: {
+            "title": row.title, "label": label_of(row.name), "tokens": report.runs[row.name][0].tokens_per_step,
+            "ms": rounded(row.ms, 4), "low": rounded(row.ms_low, 4), "high": rounded(row.ms_high, 4),
+            "speed": rounded(row.tokens_per_second, 6), "mfu": rounded(row.mfu, 3),
+            "memory": rounded(row.peak_memory_gb, 3), "loss": rounded(row.last_loss, 4), "step": row.last_step,
+        }
+        for row in report.rows
+    }
+
+
+def profile_data(report):
+    """The profile's rungs for `page.js`; the parts are in the order of the kinds."""
+    titles = {row.name: row.title for row in report.rows}
+    return [
+        {"name": rung["name"], "title": titles.get(rung["name"], rung["name"]), "label": label_of(rung["name"]),
+         "plain": rounded(rung["plain_ms"], 4), "floor": rounded(rung["floor_ms"], 4),
+         "parts": [rounded(rung["parts_ms"][kind], 4) for kind in KIND_COLOURS]}
+        for rung in report.profile["rungs"]
+    ] if report.profile else []
 
 
 def machine_view(report):
-    """The charts (as names into the page's scripts) and the table of one reference machine."""
-    charts = {
-        "speed": bar_chart(report, lambda row: row.tokens_per_second, "tokens/sec", [
-            ("tokens/sec", "@value{0,0}"), ("ms/step", "@ms{0,0.0}"), ("× baseline", "@times{0.00}"), ("MFU", "@mfu")]),
-        "loss by step": loss_chart(report, by_seconds=False),
-        "loss by seconds": loss_chart(report, by_seconds=True),
-    }
-    if any(row.peak_memory_gb is not None for row in report.rows):
-        charts["memory"] = bar_chart(report, lambda row: row.peak_memory_gb, "peak GB", [("GB", "@value{0.00}")])
+    """One machine: its table for the template, and the data of its charts for `page.js`."""
     table = table_of(report)
     return {
-        "name": report.name, "describe": describe(report), "charts": charts, "columns": list(table),
-        "rows": table.to_numpy(), "warnings": list(warnings(report)),
+        "id": report.name, "name": machine_name(report), "rungs": rungs_of(report), "describe": describe(report),
+        "columns": list(table), "table": table.to_numpy(), "warnings": list(warnings(report)),
+        "rows": rows_data(report), "profile": profile_data(report), "curves": list(curves(report)),
     }
-
-
-def effects(reports, stage, start):
-    """What a rung did on each machine, against the rung `start` (None for the first) where that was measured, too."""
-    for report in reports:
-        rows = {row.name: row for row in report.rows}
-        row = rows.get(stage.name)
-        if row is None:
-            continue
-        yield {
-            "machine": report.name, "ms": row.ms, "memory": row.peak_memory_gb, "loss": row.last_loss,
-            "step": row.last_step, "mfu": row.mfu, "times": row.times_before, "before": start and rows.get(start.name),
-        }
 
 
 def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
-    lessons = []
-    for stage in STAGES:
-        start = BY_LABEL.get(stage.before)
-        lesson = read_lesson(start and start.path.read_text(), stage.path.read_text())
-        lessons.append({
-            "stage": stage, "before": start, "lesson": lesson,
-            "paragraphs": re.split(r"\n\n|\n(?=(?:Gain|Cost|Beware):)", lesson.body), "hunks": lesson_view(lesson),
-            "effects": list(effects(reports, stage, start)),
-        })
+    if path.is_dir():
+        raise UserError(f"--html {path} is a folder: name a file")
     machines = [machine_view(report) for report in reports]
-    flat = {f"{i}:{kind}": chart for i, machine in enumerate(machines) for kind, chart in machine["charts"].items()}
-    script, divs = components(flat)
-    for i, machine in enumerate(machines):
-        machine["charts"] = {kind: divs[f"{i}:{kind}"] for kind in machine["charts"]}
-
+    # The reader starts with a machine that has a profile, and the most rungs.
+    default = max(machines, key=lambda machine: (bool(machine["profile"]), len(machine["rows"].keys() & BY_NAME)))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ROOT / "ladder"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    light = HtmlFormatter(style="default").get_style_defs(".code")
-    dark = HtmlFormatter(style="github-dark").get_style_defs(".code")
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     text = environment.get_template("page.html.j2").render(
-        lessons=lessons, machines=machines, script=script, light=light, dark=dark,
-        bokeh=Resources(mode="inline", components=["bokeh"]).render(),
+        lessons=[lesson_view(stage) for stage in STAGES], machines=machines, default=default, kinds=KIND_COLOURS,
+        style=(ROOT / "ladder" / "page.css").read_text(), script=(ROOT / "ladder" / "page.js").read_text(),
+        uplot=(ROOT / "ladder" / "uplot.js").read_text(),
     )
-    if path.is_dir():
-        raise UserError(f"--html {path} is a folder: name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")

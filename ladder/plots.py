@@ -1,4 +1,4 @@
-"""Still pictures of a report: the ladder of tokens/sec, the losses, the memory."""
+"""Still pictures of a report: where a step's time goes, the ladder of tokens/sec, the losses, the memory."""
 import matplotlib
 
 matplotlib.use("Agg")
@@ -7,6 +7,20 @@ import matplotlib.pyplot as plt
 from ladder.errors import UserError
 from ladder.logs import PEER
 from ladder.report import describe
+from ladder.stages import BY_NAME
+
+# One colour per kind of work, here and on the page. Blue is what the arithmetic needs; all eight stay apart for
+# colour-blind readers, on white and on black (a test holds that).
+KIND_COLOURS = {
+    "matrix products": "#2463c0",
+    "head": "#6fbdf0",
+    "attention": "#c95a2e",
+    "normalization and pointwise": "#e5bb3f",
+    "cross-entropy": "#9676b8",
+    "optimizer": "#35ab72",
+    "data": "#5f5a66",
+    "waiting": "#b6bfba",
+}
 
 
 def colours_of(report):
@@ -16,10 +30,10 @@ def colours_of(report):
     return {name: shades(0.92 * i / max(1, len(rungs) - 1)) for i, name in enumerate(rungs)} | {PEER: "grey"}
 
 
-def new_figure(report, title, height=4.2, columns=1):
+def new_figure(report, title, height=4.2, columns=1, caption=None):
     figure, axes = plt.subplots(1, columns, figsize=(9, height), layout="constrained", sharey=columns > 1)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    figure.text(0.01, -0.01, describe(report), fontsize=7, color="grey", va="top", wrap=True)
+    figure.text(0.01, -0.01, caption or describe(report), fontsize=7, color="grey", va="top", wrap=True)
     for one in axes if columns > 1 else [axes]:
         one.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -45,6 +59,44 @@ def plot_ladder(report):
     axes.margins(x=0.3)
     axes.set_xlabel("tokens/sec; the thin lines show the spread")
     return figure
+
+
+def plot_profile(report):
+    """One bar per rung: a step's milliseconds by kind of work, and the floor, what its matrix products alone need."""
+    profile = report.profile
+    rungs = profile["rungs"]
+    figure, axes = new_figure(report, "Where a step's time goes", height=1.4 + 0.36 * max(4, len(rungs)), caption=(
+        f"{profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}. "
+        "Floor: what this rung's matrix products take at the rate measured on this machine."))
+    starts = [0.0] * len(rungs)
+    handles = []
+    for kind, colour in KIND_COLOURS.items():
+        ms = [rung["parts_ms"][kind] for rung in rungs]
+        handles.append(axes.barh(range(len(rungs)), ms, left=starts, color=colour, label=kind, height=0.76))
+        starts = [start + more for start, more in zip(starts, ms, strict=True)]
+    for i, rung in enumerate(rungs):
+        axes.text(starts[i], i, f" {starts[i]:,.0f}", va="center", fontsize=9)
+        for colour, width in (("white", 3.5), ("black", 1.5)):
+            floor = axes.vlines(rung["floor_ms"], i - 0.46, i + 0.46, color=colour, linewidth=width, label="floor")
+    axes.set_yticks(range(len(rungs)), [rung_title(rung["name"]) for rung in rungs], fontsize=9)
+    axes.set(ylim=(len(rungs) - 0.5, -0.5), xlim=(0, 1.08 * max(starts)))
+    axes.tick_params(length=0)
+    axes.tick_params(axis="x", labelsize=8, labelcolor="grey")
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("ms per step", fontsize=8, color="grey")
+    handles.append(floor)
+    in_rows = [handle for column in range(5) for handle in handles[column::5]]  # matplotlib fills column by column
+    axes.legend(handles=in_rows, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=5, fontsize=8.5, frameon=False,
+                handlelength=1.1, handletextpad=0.5, columnspacing=1.3)
+    return figure
+
+
+def rung_title(name):
+    stage = BY_NAME.get(name)
+    return f"{stage.title}  {stage.label}" if stage else name
 
 
 def plot_losses(report):
@@ -87,7 +139,9 @@ def write_plots(reports, folder):
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for report in reports:
-        for kind, plot in (("ladder", plot_ladder), ("loss", plot_losses), ("memory", plot_memory)):
+        plots = {"profile": plot_profile} if report.profile else {}
+        plots |= {"ladder": plot_ladder, "loss": plot_losses, "memory": plot_memory}
+        for kind, plot in plots.items():
             figure = plot(report)
             path = folder / f"{report.name}_{kind}.png"
             if path in paths:

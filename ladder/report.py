@@ -62,6 +62,7 @@ class Report:
     common_val_loss: float | None  # None without a validation
     rows: list
     runs: dict  # {name: [Run, ...]}
+    profile: dict | None  # where each rung's step time goes, as profile.json has it
 
 
 def check_comparable(runs, folder):
@@ -108,6 +109,12 @@ def read_machine(folder):
         return machine
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}): run python -m ladder run again, or delete it") from None
+
+
+def read_profile(folder):
+    """What `profile` measured, None without it."""
+    path = Path(folder) / "profile.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def build_report(folder, **stand_ins):
@@ -159,7 +166,8 @@ def build_report(folder, **stand_ins):
         ))
     first = next(iter(runs.values()))[0]
     return Report(
-        Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs
+        Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs,
+        read_profile(folder),
     )
 
 

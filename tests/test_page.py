@@ -1,46 +1,162 @@
-"""The tutorial page, in a real browser where there is one: every lesson, its diff, its numbers, and the switches."""
+"""The tutorial page, in a real browser where there is one: lessons, what they measured, charts, dark and small."""
+import ast
+import html
+import itertools
+import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
+from ladder.page import prose, write_page
+from ladder.plots import KIND_COLOURS, plot_profile, write_plots
 from ladder.report import build_report
-from ladder.stages import STAGES
+from ladder.stages import BY_LABEL, STAGES
 
 PAGE = ROOT / "docs" / "index.html"
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRAWN = "[...document.querySelector('.machine').querySelectorAll('.chart')].map(chart => chart.offsetHeight > 100)"
+
+# Three invented machines. Milliseconds and GB of each rung:
+PROFILED = {"0": (9600, 4.41), "1": (8100, 3.6)}
+PLAIN = {"0": (3200, 3.85), "1": (3000, 3.08), "2": (3010, 3.08), "3": (1280, 2.98), "10": (1024, 2.93),
+         "ddp": (2560, 3.4)}
+LONG = {"15": (1600, 2.15)}
+# and of the first one a step by kind of work, and its floor.
+PARTS = {"0": (4000, 900, 2500, 1000, 300, 700, 1, 99), "1": (3900, 800, 2000, 900, 200, 100, 2, 98)}
+FLOORS = {"0": 4200, "1": 4100}
 
 
-def test_the_page_is_one_file_with_every_lesson():
+def write_logs(folder, rungs, batch, model="gpt2"):
+    """Logs of 12 steps, 5 of them warm-up, the others around the rung's milliseconds; the loss falls from 10 by 0.1."""
+    folder.mkdir()
+    for label, (ms, memory) in rungs.items():
+        name, ranks = BY_LABEL[label].name, 2 if label == "ddp" else 1
+        times = [3 * ms] * 5 + [ms * (1 + share) for share in (0, -0.02, 0.02, -0.01, 0.01, -0.02, 0.02)]
+        (folder / f"{name}.log").write_text("\n".join([
+            f"# script: {name}.py", f"# model: {model}", "# device: AMD EPYC (2 threads)", f"# batch: {batch}",
+            f"# ranks: {ranks}",
+            *(f"step : {i} | loss: {10 - i / 10:.6f} | dt: {dt:.2f} ms" for i, dt in enumerate(times, 1)),
+            f"median : dt: {ms} ms | tokens/sec: 1 | peak memory: {memory} GB | steps 6-12", ""]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    root = tmp_path_factory.mktemp("logs")
+    folders = [write_logs(root / "profiled", PROFILED, "B=1 T=1024"), write_logs(root / "plain", PLAIN, "B=2 T=256"),
+               write_logs(root / "long", LONG, "B=8 T=256", "small")]
+    (root / "profiled" / "profile.json").write_text(json.dumps({
+        "model": "gpt2", "B": 1, "T": 1024, "steps": 3, "name": "AMD EPYC", "device": "cpu", "torch": "2.13.0+cpu",
+        "rates": {"float32": 1.8e11}, "rungs": [
+            {"name": BY_LABEL[label].name, "step_ms": sum(parts), "plain_ms": sum(parts) - 50,
+             "floor_ms": FLOORS[label], "parts_ms": dict(zip(KIND_COLOURS, parts, strict=True))}
+            for label, parts in PARTS.items()]}))
+    return [build_report(folder) for folder in folders]
+
+
+def text_of(markup):
+    return html.unescape(re.sub(r"<[^>]+>", "", markup))
+
+
+def test_the_page_is_one_file_with_every_lesson_and_its_diff():
     text = PAGE.read_text(encoding="utf-8")
-    assert PAGE.stat().st_size < 3_000_000
+    assert PAGE.stat().st_size < 1_000_000
     markup = re.sub(r"<script.*?</script>", "", text, flags=re.S)
     assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(""", markup)  # nothing is fetched
-    for number, stage in enumerate(STAGES):
-        section = re.search(rf'<section class="lesson" id="rung-{stage.label}">(.*?)</section>', text, re.S)[1]
+    for stage in STAGES:
+        section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
         assert stage.file in section
-        if number:
-            assert 'class="t ins"' in section and 'class="code split"' in section
-        for folder in REFERENCE:
-            rows = {row.name: row for row in build_report(folder).rows}
-            if stage.name in rows:
-                assert f"{rows[stage.name].ms:,.0f} ms/step" in section
+        # without the lines that the diff takes away and adds, the two scripts are the same
+        after = stage.path.read_text()
+        before = BY_LABEL[stage.before].path.read_text() if stage.before else after
+        left = []
+        for source, css in ((before, "del"), (after, "ins")):
+            lines = dict(enumerate(source.splitlines(), 1))
+            for number, row in re.findall(rf"<tr class={css}><td>(\d+)<td[^>]*>(.*)", section):
+                assert lines.pop(int(number)) == text_of(row)
+            docstring_ends = ast.parse(source).body[0].end_lineno
+            left.append([line for number, line in lines.items() if number > docstring_ends])
+        assert left[0] == left[1]
 
 
 def test_the_committed_page_is_up_to_date(tmp_path):
-    """Made again from the scripts and logs, it is the same but for the charts' random identifiers."""
-    from ladder.page import write_page
-
+    """Made again from the scripts and logs, it is the same to the byte."""
     write_page([build_report(folder) for folder in REFERENCE], tmp_path / "index.html")
+    same = (tmp_path / "index.html").read_bytes() == PAGE.read_bytes()
+    assert same, "run python -m ladder report --html docs/index.html"
 
-    def lessons(path):
-        return re.findall(r'<section class="lesson".*?</section>', path.read_text(encoding="utf-8"), re.S)
 
-    assert len(lessons(PAGE)) == len(STAGES)
-    assert lessons(tmp_path / "index.html") == lessons(PAGE), "run python -m ladder report --html docs/index.html"
+def test_a_docstring_becomes_paragraphs_lists_and_code():
+    assert prose("""\
+A line that goes on in
+the next one & ends here. With `a < b`.
+
+* one, which
+  goes on;
+* two, with --flag.
+
+    python x.py --flag
+    python y.py
+
+Gain: speed.
+Cost: none.
+A line that ends early starts a paragraph.
+
+Sources: "A" by B * C * D.""").split("\n") == """\
+<p>A line that goes on in
+the next one &amp; ends here. With <code>a &lt; b</code>.</p>
+<ul>
+<li>one, which
+goes on;</li>
+<li>two, with <code>--flag</code>.</li>
+</ul>
+<pre><code>python x.py --flag
+python y.py
+</code></pre>
+<p><b>Gain:</b> speed.</p>
+<p><b>Cost:</b> none.</p>
+<p>A line that ends early starts a paragraph.</p>
+<p class="dim"><b>Sources:</b> “A” by B * C * D.</p>
+""".split("\n")
+
+
+def oklab(rgb):
+    """Linear RGB to a space in which distances are differences that people see (Ottosson 2020)."""
+    to_cones = [[.4122214708, .5363325363, .0514459929], [.2119034982, .6806995451, .1073969566],
+                [.0883024619, .2817188376, .6299787005]]
+    to_lab = [[.2104542553, .7936177850, -.0040720468], [1.9779984951, -2.4285922050, .4505937099],
+              [.0259040371, .7827717662, -.8086757660]]
+    return to_lab @ np.cbrt(to_cones @ np.clip(rgb, 0, 1))
+
+
+@pytest.mark.parametrize("sight", [
+    np.eye(3),
+    [[.152286, 1.052583, -.204868], [.114503, .786281, .099216], [-.003882, -.048116, 1.051998]],  # no red cones
+    [[.367322, .860646, -.227968], [.280085, .672501, .047413], [-.011820, .042940, .968881]],  # no green ones
+    [[1.255528, -.076749, -.178779], [-.078411, .930809, .147602], [.004733, .691367, .303900]],  # no blue ones
+], ids=["normal", "protan", "deutan", "tritan"])
+def test_the_kinds_of_work_differ_for_colour_blind_readers(sight):
+    """By the model of Machado, Oliveira and Fernandes 2009; 0.02 is about the least difference that people see."""
+    hexes = [[int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] for colour in KIND_COLOURS.values()]
+    linear = [np.where((c := np.array(h)) <= .04045, c / 12.92, ((c + .055) / 1.055) ** 2.4) for h in hexes]
+    seen = [oklab(sight @ rgb) for rgb in linear]
+    assert min(np.linalg.norm(one - other) for one, other in itertools.combinations(seen, 2)) > 0.08
+
+
+def test_the_picture_of_the_profile(machines, tmp_path):
+    axes = plot_profile(machines[0]).axes[0]
+    widths = np.array([bar.get_width() for bar in axes.patches]).reshape(len(KIND_COLOURS), 2)
+    assert widths.T.tolist() == [list(parts) for parts in PARTS.values()]
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches[-2:]]
+    assert ends == [sum(parts) for parts in PARTS.values()]
+    assert {line.get_segments()[0][0][0] for line in axes.collections} == set(FLOORS.values())
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["baseline  0", "weight tying  1"]
+    names = {path.name for path in write_plots(machines, tmp_path)}
+    usual = itertools.product(("profiled", "plain", "long"), ("ladder", "loss", "memory"))
+    assert names == {"profiled_profile.png", *(f"{name}_{kind}.png" for name, kind in usual)}
 
 
 @pytest.fixture(scope="module")
@@ -54,42 +170,202 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture(params=[1400, 390])
-def page(request, chromium):
-    """The page in a window of a computer's and of a phone's width; `page.errors` is what its console complains of."""
-    page = chromium.new_page(viewport={"width": request.param, "height": 900}, is_mobile=request.param < 600)
-    page.errors = []
-    page.on("pageerror", lambda error: page.errors.append(str(error)))
-    page.on("console", lambda line: page.errors.append(line.text) if line.type in ("error", "assert") else None)
-    page.on("requestfailed", lambda request: page.errors.append(request.url))
-    page.goto(PAGE.as_uri())
-    page.wait_for_function("window.Bokeh && Bokeh.documents.length > 0 && Bokeh.documents[0].is_idle")
-    yield page
-    page.close()
+@pytest.fixture(scope="module")
+def file(machines, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    write_page(machines[1:] + machines[:1], path)
+    return path
 
 
-def test_in_a_browser(page):
-    width = page.viewport_size["width"]
-    assert page.locator("section.lesson").count() == len(STAGES)
-    # every lesson but the baseline's shows a diff, and exactly one of its two forms
-    shown = page.evaluate("""[...document.querySelectorAll('section.lesson')].map(s =>
-        [...s.querySelectorAll('.wide, .narrow')].filter(d => d.offsetHeight > 0).map(d => d.className).join())""")
-    assert shown == [""] + ["scroll wide" if width > 1000 else "scroll narrow"] * (len(STAGES) - 1)
-    names = [{row.name for row in build_report(folder).rows} for folder in REFERENCE]
-    for stage in STAGES:
-        effects = page.locator(f"#rung-{stage.label} .effect")
-        assert effects.count() == sum(stage.name in name for name in names)
+@pytest.fixture
+def open_page(chromium, file):
+    """open_page(width, scheme) shows the page in a new window; at the end its console must have said nothing."""
+    contexts, complaints = [], []
+
+    def opened(width=1400, scheme="light", **options):
+        phone = width < 600
+        contexts.append(chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme,
+                                             is_mobile=phone, has_touch=phone, reduced_motion="reduce", **options))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "assert") else None)
+        page.on("request", lambda request: complaints.append(request.url) if request.url != file.as_uri() else None)
+        page.goto(file.as_uri())
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert [complaint for complaint in complaints if complaint != "data:,"] == []
+
+
+def in_sight(page, selector):
+    return page.evaluate("""selector => { const box = document.querySelector(selector).getBoundingClientRect();
+        return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight && box.right <= innerWidth; }""", selector)
+
+
+def effect(page, label):
+    """{row: [cells]} of what a lesson measured."""
+    rows = [row.locator("th, td").all_inner_texts() for row in page.locator(f"#rung-{label} .effect tr").all()]
+    return {row[0].strip(): row[1:] for row in rows}
+
+
+# [[kind, left, width], ...] of the bars inside of an element, in pixels.
+BARS = """selector => [...document.querySelectorAll(selector + " .bar")].map(bar =>
+    [...bar.querySelectorAll("i")].map(i => {
+        const [box, whole] = [i.getBoundingClientRect(), bar.getBoundingClientRect()];
+        return [i.dataset.kind || i.className, box.x - whole.x, box.width];
+    }))"""
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_picture_and_the_effects_are_the_profile(open_page, width):
+    page = open_page(width)
+    assert page.locator("#machine").input_value() == "profiled"  # it is the last in the list, but has a profile
+    for selector in ("#picture", "#rung-1 .effect"):
+        bars = page.evaluate(BARS, selector)
+        scale = bars[0][0][2] / PARTS["0"][0]  # pixels per millisecond
+        for bar, label in zip(bars, PARTS, strict=True):
+            assert [kind for kind, *_ in bar] == [*KIND_COLOURS, "floor"]
+            assert [size for *_, size in bar[:-1]] == pytest.approx([scale * ms for ms in PARTS[label]], abs=1)
+            assert bar[-1][1] == pytest.approx(scale * FLOORS[label], abs=2)
+    totals = page.locator("#picture .bar b")
+    assert totals.all_inner_texts() == ["9,500", "8,000"]
+    page.locator(".legend button", has_text="attention").click()  # this one alone
+    assert totals.all_inner_texts() == ["2,500", "2,000"]
+    page.locator(".legend button", has_text="attention").click()
+    assert totals.all_inner_texts() == ["9,500", "8,000"]
+    rows = effect(page, "1")
+    assert rows["ms/step"] == ["9,600", "8,100", "−1,500"]
+    assert rows["tokens/sec"] == ["107", "126", "×1.19"]
+    assert rows["memory, GB"] == ["4.41", "3.60", "−0.81"]
+    assert rows["loss at step 12"] == ["8.800", "8.800", ""]
+    assert rows["attention"] == ["2,500", "2,000", "−500"]
+    assert rows["matrix products"] == ["4,000", "3,900", ""]  # less than 2 % of a step
+    assert "data" not in rows
+
+
+def test_the_chosen_machine_is_the_whole_pages_and_remembered(open_page):
+    page = open_page()
+    assert page.locator("#machine option").all_inner_texts() == [
+        "AMD EPYC, 2 cores, B=2 T=256 (rungs 0–3, 10, ddp)", "AMD EPYC, 2 cores, small, B=8 T=256 (rungs 15)",
+        "AMD EPYC, 2 cores, B=1 T=1024 (rungs 0–1)"]
+    page.select_option("#machine", "plain")
+    assert "has no profile" in page.locator("#picture").inner_text()
+    assert page.locator("#picture .bar b").all_inner_texts() == ["160", "171", "170", "400", "500", "400"]
+    assert "3.1 times as many tokens" in page.locator("#picture").inner_text()
+    assert effect(page, "3")["tokens/sec"] == ["170", "400", "×2.35"]
+    assert effect(page, "10")["ms/step"] == ["1,024"]  # rung 9 was not measured
+    assert "attention" not in effect(page, "3") and page.locator("#rung-3 .bar").count() == 0
+    assert "spreads overlap" in page.locator("#rung-2 .effect").inner_text()
+    assert "spreads overlap" not in page.locator("#rung-3 .effect").inner_text()
+    assert "A step reads 1,024 tokens, in rung 10 512." in page.locator("#rung-ddp .effect").inner_text()
+    page.reload()
+    assert page.locator("#machine").input_value() == "plain"
+    # a lesson that was measured elsewhere says where, and the reader stays at it
+    lesson = page.locator("#rung-15")
+    lesson.get_by_role("button", name="small").scroll_into_view_if_needed()
+    top = lesson.bounding_box()["y"]
+    lesson.get_by_role("button", name="small").click()
+    assert page.locator("#machine").input_value() == "long"
+    assert lesson.bounding_box()["y"] == pytest.approx(top, abs=2)
+    assert effect(page, "15")["ms/step"] == ["1,600"]
+    assert "Not on this machine, but on" in page.locator("#rung-0 .effect").inner_text()
+    assert "nor on another" in page.locator("#rung-5 .effect").inner_text()
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_contents_and_machine_stay_in_sight(open_page, width):
+    page = open_page(width)
+    for rung in ("6", "16"):
+        if width < 600:
+            assert in_sight(page, ".menu") and not in_sight(page, "#contents")
+            page.locator(".menu").tap()
+            page.locator(f'#contents [href="#rung-{rung}"]').tap()
+            assert not in_sight(page, "#contents")
+        else:
+            page.locator(f'#contents [href="#rung-{rung}"]').click()
+            assert in_sight(page, "#contents")
+        page.wait_for_function(
+            f"document.querySelector('#contents [aria-current]')?.getAttribute('href') === '#rung-{rung}'")
+        assert in_sight(page, "#machine") and in_sight(page, f"#title-{rung}")
     # nothing is wider than the window
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    # the charts are drawn, one at a time, and the radio buttons switch them
-    assert page.evaluate(DRAWN) == [True, False, False, False]
-    page.locator(".machine input").nth(1).click()
-    page.wait_for_function(f"{DRAWN}[1]")
-    assert page.evaluate(DRAWN) == [False, True, False, False]
-    # a curve can be switched off and on
-    toggled = page.evaluate("""(() => {
-        const legend = [...Bokeh.documents[0].all_models].find(m => m.type === 'Legend');
-        const line = legend.items[0].renderers[0]; const before = line.visible; line.visible = !before;
-        return [before, line.visible, legend.click_policy]; })()""")
-    assert toggled == [True, False, "hide"]
-    assert page.errors == []
+
+
+def test_tips_on_hover_tap_and_focus(open_page):
+    page, phone = open_page(), open_page(390)
+    tip = page.locator("#tip")
+    assert tip.is_hidden()
+    page.locator("#picture .bar >> nth=1").locator("[data-kind=optimizer]").hover()
+    assert "weight tying" in tip.inner_text()
+    assert tip.locator(".strong td").all_inner_texts() == ["optimizer", "100 ms, 1 %"]
+    page.mouse.move(5, 5)
+    assert tip.is_hidden()
+    page.locator("#picture .name >> nth=0").focus()
+    page.keyboard.press("Tab")
+    assert "baseline" in tip.inner_text() and "4,000 ms, 42 %" in tip.inner_text()
+    phone.locator("#picture .bar >> nth=0").tap()
+    assert "2,500 ms, 26 %" in phone.locator("#tip").inner_text() and in_sight(phone, "#tip")
+    phone.locator("h1").tap()
+    assert phone.locator("#tip").is_hidden()
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_charts_of_the_machines(open_page, width):
+    page = open_page(width)
+    section = page.locator(".machine").first
+    ends = section.locator(".bar b")
+    assert ends.all_inner_texts() == ["160", "171", "170", "400", "500", "400"]
+    section.get_by_text("memory", exact=True).click()
+    assert ends.first.inner_text() == "3.85"
+    for by, last in (("step", "12"), ("seconds", "70.4")):  # 5 * 3 * 3.2 + 7 * 3.2
+        section.get_by_text(f"loss by {by}").click()
+        assert width / 2 < section.locator("canvas").bounding_box()["width"] <= width
+        lines = section.locator(".u-series")
+        area = section.locator(".u-over")
+        area.click(position={"x": area.bounding_box()["width"] - 1, "y": 100})  # the last point
+        assert [text.split() for text in lines.all_inner_texts()[:2]] == [[by, last], ["baseline", "8.800"]]
+        assert lines.count() == 1 + len(PLAIN)
+    lines.nth(1).locator("th").focus()
+    page.keyboard.press("Enter")  # switches the curve off, as a click does
+    assert "u-off" in lines.nth(1).get_attribute("class")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+# {"colour on colour": contrast} of all text on the page.
+CONTRASTS = """() => {
+    const rgb = colour => colour.match(/[\\d.]+/g).map(Number);
+    const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    const light = colour => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) =>
+        sum + weight * linear(rgb(colour)[i] / 255), 0);
+    const back = e => {
+        const colour = getComputedStyle(e).backgroundColor;
+        return rgb(colour)[3] === 0 ? back(e.parentElement) : colour;
+    };
+    const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = {};
+    while (walk.nextNode()) {
+        const e = walk.currentNode.parentElement;
+        if (!walk.currentNode.data.trim() || !e.offsetParent) continue;
+        const [a, b] = [light(getComputedStyle(e).color), light(back(e))];
+        found[getComputedStyle(e).color + " on " + back(e)] = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    }
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme, brightness", [("light", 255), ("dark", 20)])
+def test_readable_in_light_and_dark(open_page, scheme, brightness):
+    page = open_page(scheme=scheme)
+    page.locator("details summary").click()
+    assert int(re.search(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0]) == brightness
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) > 15
+    assert {colours for colours, contrast in contrasts.items() if contrast < 4.5} == set()  # WCAG 2, level AA
+
+
+def test_without_javascript(open_page):
+    page = open_page(java_script_enabled=False)
+    assert page.locator("section.lesson .code").count() == len(STAGES)
+    assert "need JavaScript" in page.locator("#picture").inner_text()
+    assert page.locator(".machine table").first.is_visible()

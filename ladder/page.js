@@ -1,0 +1,186 @@
+// Shows what the chosen machine measured, in the picture and in each lesson, and the charts of all machines.
+const find = query => document.querySelector(query), all = query => [...document.querySelectorAll(query)];
+const escape = text => text.replace(/[&<>"]/g, character => `&#${character.charCodeAt()};`);
+const safe = (key, value) => typeof value === "string" ? escape(value) : value; // all texts, before they become HTML
+const machines = all("script.data").map(script => JSON.parse(script.textContent, safe));
+const kinds = Object.entries(JSON.parse(find("#kinds").textContent)); // [kind of work, colour]
+const sum = values => values.reduce((total, value) => total + value, 0);
+const join = (values, html) => values.map(html).join("");
+
+function number(value, digits = Math.abs(value) < 10 ? 1 : 0) {
+  const options = {minimumFractionDigits: digits, maximumFractionDigits: digits};
+  return value == null ? "–" : value.toLocaleString("en", options).replace("-", "−");
+}
+
+// Bars, one below the other. A row has a title, the label of a rung to link to, parts [colour, value, kind], the lines
+// of its tip ("name: text"), and perhaps a floor to mark, or a spread from low to high.
+function bars(rows, digits) {
+  const length = row => sum(row.parts.map(part => part[1]));
+  const most = Math.max(...rows.map(row => Math.max(length(row), row.high ?? 0, row.floor ?? 0)));
+  const at = value => `${(100 * value / most).toFixed(2)}%`;
+  return `<div class="bars">${join(rows, row => `<div class="row">
+    <a class="name" ${row.label ? `href="#rung-${row.label}"><span>${row.label}</span>` : ">"}${row.title}</a>
+    <div class="bar" tabindex="0" role="img" aria-label="${[row.title, ...row.tip].join("; ")}">
+    ${join(row.parts, ([colour, value, kind]) => `<i data-kind="${kind}"
+      style="width:${at(value)};background:${colour}"></i>`)}
+    ${row.floor ? `<i class="floor" style="left:${at(row.floor)}"></i>` : ""}
+    ${row.high ? `<i class="spread" style="left:${at(row.low)};width:${at(row.high - row.low)}"></i>` : ""}
+    <b style="margin-left:${at(row.high ? row.high - length(row) : 0)}">${number(length(row), digits)}</b>
+    </div></div>`)}</div>`;
+}
+
+// A step's time by kind of work, or that of one kind alone.
+function profileBars(entries, name = entry => entry, only = null) {
+  return bars(entries.map(entry => ({
+    title: name(entry).title, label: name(entry).label, floor: only === null ? entry.floor : null,
+    parts: kinds.map(([kind, colour], i) => [colour, entry.parts[i], kind]).filter((part, i) => i === (only ?? i)),
+    tip: [...kinds.map(([kind], i) =>
+      `${kind}: ${number(entry.parts[i])} ms, ${number(100 * entry.parts[i] / sum(entry.parts), 0)} %`),
+    `the whole step: ${number(sum(entry.parts))} ms`, `without the profiler: ${number(entry.plain)} ms`,
+    `floor: ${number(entry.floor)} ms`],
+  })));
+}
+
+function plainBars(machine, key, digits) { // speed or memory of all rungs
+  return bars(Object.values(machine.rows).filter(row => row[key] != null).map(row => ({
+    title: row.title, label: row.label, parts: [["var(--bar)", row[key], ""]],
+    ...key === "speed" && {low: row.speed * row.ms / row.high, high: row.speed * row.ms / row.low},
+    tip: [`tokens/sec: ${number(row.speed)}`, `ms/step: ${number(row.ms)}`,
+      `spread: ${number(row.low)}–${number(row.high)}`, `peak memory: ${number(row.memory, 2)} GB`],
+  })), digits);
+}
+
+function drawPicture(machine, only = null) {
+  const ladder = Object.values(machine.rows).filter(row => /^([0-9]|10)$/.test(row.label)), last = ladder.at(-1);
+  const times = ladder[0]?.label === "0" && ladder.length > 1 ? `Rung ${last.label} trains
+    ${number(last.speed / ladder[0].speed, 1)} times as many tokens per second as the baseline. ` : "";
+  find("#picture").innerHTML = `<p>${times}Measured on ${machine.name}.</p>` + (machine.profile.length ? `
+    <div class="legend" role="group" aria-label="Kinds of work: show one alone">${join(kinds, ([kind, colour], i) =>
+      `<button aria-pressed="${i === only}"><i style="background:${colour}"></i>${kind}</button>`)}
+    <span><i class="floor"></i>floor</span></div>
+    ${profileBars(machine.profile, undefined, only)}
+    <p class="dim">Milliseconds of a step by kind of work, under a profiler. The head is the product with the matrix of
+    the vocabulary. The floor is what the rung’s matrix products take at the rate measured on this machine. Point at a
+    bar, or tap it, for the numbers; choose a kind of work to see it alone.</p>` : `${plainBars(machine, "speed")}
+    <p class="dim">Tokens per second; the thin lines are the spread. This machine has no profile, so no time by kind of
+    work.</p>`);
+  all(".legend button").forEach((button, i) => {
+    button.onclick = () => { drawPicture(machine, i === only ? null : i); all(".legend button")[i].focus(); };
+  });
+}
+
+function effect(machine, {name, label, before, beforeLabel}) { // what a lesson measured, as HTML
+  const now = machine.rows[name], old = machine.rows[before];
+  const others = machines.filter(other => other.rows[name]);
+  if (!now) return `<p>Not on this machine${others.length ? ", but on" : ", nor on another."} ${others.map(other =>
+    `<button data-machine="${other.id}">${other.name}</button>`).join(", ")}</p>`;
+  const [oldTime, time] = [before, name].map(each => machine.profile.find(entry => entry.name === each));
+  const change = (from, to, digits) => from == null || to == null || number(from, digits) === number(to, digits) ? "" :
+    (to > from ? "+" : "") + number(to - from, digits);
+  const line = (title, from, to, {digits, told = change(from, to, digits), css = ""} = {}) => to == null ? "" :
+    `<tr class="${css}"><th scope="row">${title}</th>${old ? `<td>${number(from, digits)}</td>` : ""}
+    <td>${number(to, digits)}</td>${old ? `<td>${told}</td>` : ""}</tr>`;
+  const percent = row => row?.mfu == null ? null : 100 * row.mfu;
+  const spreads = [old, now].filter(Boolean).map(row => `${number(row.low)}–${number(row.high)}`).join(" → ");
+  const steps = [oldTime, time].filter(Boolean);
+  return `${steps.length ? profileBars(steps, entry => ({title: `rung ${entry.label}`})) : ""}<table>
+    <thead><tr><td></td>${old ? `<th scope="col">rung ${beforeLabel}</th>` : ""}<th scope="col">rung ${label}</th>
+    ${old ? '<th scope="col">change</th>' : ""}</tr></thead>
+    <tbody>${line("ms/step", old?.ms, now.ms)}<tr class="same"><td colspan="4">spread ${spreads}</td></tr>
+    ${line("tokens/sec", old?.speed, now.speed, {digits: 0, told: `×${number(now.speed / old?.speed, 2)}`})}
+    ${line("memory, GB", old?.memory, now.memory, {digits: 2})}
+    ${line("MFU, %", percent(old), percent(now), {digits: 0})}
+    ${line(`loss at step ${now.step}`, old?.loss, now.loss, {digits: 3})}</tbody>
+    <tbody>${time ? join(kinds, ([kind, colour], i) => {
+      const [from, to, whole] = [oldTime?.parts[i], time.parts[i], sum(steps[0].parts)];
+      if (Math.max(from ?? 0, to) < 0.005 * whole) return "";
+      const same = Math.abs(to - from) < 0.02 * whole ? {told: "", css: "same"} : {}; // what changed stands out
+      return line(`<i style="background:${colour}"></i>${kind}`, from, to, same);
+    }) : ""}</tbody></table>${!old ? "" : old.tokens !== now.tokens ?
+      `<p>A step reads ${number(now.tokens)} tokens, in rung ${beforeLabel} ${number(old.tokens)}.</p>` :
+      now.low <= old.high && old.low <= now.high ?
+        "<p>The spreads overlap: these runs show no difference in speed.</p>" : ""}`;
+}
+
+function choose(id) {
+  const machine = machines.find(each => each.id === id) ?? machines.find(each => each.id === find("#machine").value);
+  const reading = all("section").find(section => section.getBoundingClientRect().bottom > innerHeight / 4);
+  const top = reading.getBoundingClientRect().top;
+  find("#machine").value = machine.id;
+  drawPicture(machine);
+  all(".effect").forEach(box => {
+    box.innerHTML = `<h4>Measured <span>on ${machine.name}</span></h4>${effect(machine, box.dataset)}`;
+    box.querySelectorAll("button").forEach(button => { button.onclick = () => choose(button.dataset.machine); });
+  });
+  scrollBy({top: reading.getBoundingClientRect().top - top, behavior: "instant"}); // the reader stays where they were
+  try { localStorage.setItem("machine", machine.id); } catch { /* this browser remembers nothing */ }
+}
+let remembered = null;
+try { remembered = localStorage.getItem("machine"); } catch { /* the same */ }
+choose(remembered);
+find("#machine").onchange = event => choose(event.target.value);
+
+// The tip: a bar's label as a table, beside the pointer, or below the bar that the keyboard is on.
+function showTip(event) {
+  const bar = event.target.closest?.(".bar"), tip = find("#tip");
+  tip.hidden = !bar || (event.type === "focusin" && !bar.matches(":focus-visible"));
+  if (tip.hidden) return;
+  const [title, ...lines] = bar.ariaLabel.split("; "), box = bar.getBoundingClientRect();
+  const css = name => name === event.target.dataset.kind ? "strong" : "";
+  tip.innerHTML = `<b>${escape(title)}</b><table>${join(lines.map(line => escape(line).split(": ")), ([name, text]) =>
+    `<tr class="${css(name)}"><td>${name}</td><td>${text}</td></tr>`)}</table>`;
+  const [x, y] = event.type === "focusin" ? [box.left, box.bottom] : [event.clientX, event.clientY];
+  tip.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${y + 18 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 12 : y + 18}px`;
+}
+for (const type of ["mousemove", "click", "focusin"]) addEventListener(type, showTip);
+addEventListener("scroll", () => { find("#tip").hidden = true; });
+
+function lossChart(host, machine, x) {
+  const css = name => () => getComputedStyle(document.documentElement).getPropertyValue(name);
+  const lines = {stroke: css("--line"), width: 1};
+  const axis = label => ({label, labelSize: 24, stroke: css("--dim"), grid: lines, ticks: lines});
+  const hue = i => 260 - 230 * i / Math.max(1, machine.curves.length - 1);
+  // By seconds each curve has points of its own: take the one that is nearest to the pointer.
+  const nearest = (chart, i, index) => chart.data[i].reduce((best, value, j) =>
+    value != null && Math.abs(j - index) < Math.abs(best - index) ? j : best, i ? -1e9 : index);
+  const chart = new uPlot({
+    width: host.clientWidth, height: 380, scales: {x: {time: false}}, focus: {alpha: 0.25},
+    cursor: {focus: {prox: 24}, dataIdx: nearest},
+    axes: [axis(x === "steps" ? "step" : "seconds of training, compilation included"), axis("loss (nats)")],
+    series: [{label: x === "steps" ? "step" : "seconds"}, ...machine.curves.map((curve, i) => ({
+      label: curve.title, stroke: `oklch(0.65 0.15 ${hue(i)})`, width: 1.6, spanGaps: true, dash: curve.val && [5, 4],
+      points: {show: false}, value: (plot, loss) => number(loss, 3),
+    }))],
+  }, uPlot.join(machine.curves.map(curve => [curve[x], curve.loss])), host);
+  host.querySelectorAll(".u-series th").forEach(name => {
+    name.tabIndex = 0;
+    name.onkeydown = event => { if (event.key === "Enter") name.click(); };
+  });
+  return chart;
+}
+
+all("section.machine").forEach((section, i) => {
+  const host = section.querySelector(".chart");
+  let chart = null;
+  const draw = kind => {
+    const losses = kind.startsWith("loss");
+    host.innerHTML = losses ? "" : plainBars(machines[i], kind, kind === "memory" ? 2 : 0);
+    chart = losses ? lossChart(host, machines[i], kind === "loss by step" ? "steps" : "seconds") : null;
+  };
+  section.querySelectorAll("input").forEach(radio => { radio.onchange = () => draw(radio.value); });
+  draw(section.querySelector(":checked").value);
+  new ResizeObserver(() => chart?.setSize({width: host.clientWidth, height: 380})).observe(host);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart?.redraw());
+});
+
+// The contents: on a phone they close when a link is followed; they mark where the reader is.
+const contents = find("#contents");
+contents.onclick = event => { if (event.target.closest("a") && contents.matches(":popover-open")) contents.hidePopover(); };
+const spy = new IntersectionObserver(entries => entries.filter(entry => entry.isIntersecting).forEach(({target}) => {
+  const link = contents.querySelector(`[href="#${target.id || "machines"}"]`);
+  contents.querySelector("[aria-current]")?.removeAttribute("aria-current");
+  link.setAttribute("aria-current", "true");
+  contents.scrollTop = link.offsetTop - contents.clientHeight / 2;
+}), {rootMargin: "-20% 0px -79% 0px"});
+all("main section").forEach(section => spy.observe(section));
