@@ -30,10 +30,10 @@ def colours_of(report):
     return {name: shades(0.92 * i / max(1, len(rungs) - 1)) for i, name in enumerate(rungs)} | {PEER: "grey"}
 
 
-def new_figure(report, title, height=4.2, columns=1, caption=None):
+def new_figure(title, caption, height=4.2, columns=1):
     figure, axes = plt.subplots(1, columns, figsize=(9, height), layout="constrained", sharey=columns > 1)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    figure.text(0.01, -0.01, caption or describe(report), fontsize=7, color="grey", va="top", wrap=True)
+    figure.text(0.01, -0.01, caption, fontsize=7, color="grey", va="top", wrap=True)
     for one in axes if columns > 1 else [axes]:
         one.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -42,7 +42,7 @@ def new_figure(report, title, height=4.2, columns=1, caption=None):
 def plot_ladder(report):
     """One bar per rung: tokens/sec, with the spread, how many times the baseline, and MFU where it is known."""
     rows = [row for row in report.rows if row.tokens_per_second]
-    figure, axes = new_figure(report, "Tokens per second", height=0.8 + 0.36 * max(4, len(rows)))
+    figure, axes = new_figure("Tokens per second", describe(report), height=0.8 + 0.36 * max(4, len(rows)))
     colours = colours_of(report)
     speeds = [row.tokens_per_second for row in rows]
     per_ms = [row.tokens_per_second * row.ms for row in rows]
@@ -61,11 +61,10 @@ def plot_ladder(report):
     return figure
 
 
-def plot_profile(report):
+def plot_profile(profile):
     """One bar per rung: a step's milliseconds by kind of work, and the floor, what its matrix products alone need."""
-    profile = report.profile
     rungs = profile["rungs"]
-    figure, axes = new_figure(report, "Where a step's time goes", height=1.4 + 0.36 * max(4, len(rungs)), caption=(
+    figure, axes = new_figure("Where a step's time goes", height=1.4 + 0.36 * max(4, len(rungs)), caption=(
         f"{profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}. "
         "Floor: what this rung's matrix products take at the rate measured on this machine."))
     starts = [0.0] * len(rungs)
@@ -101,7 +100,7 @@ def rung_title(name):
 
 def plot_losses(report):
     """The loss against steps and against seconds of training."""
-    figure, (by_step, by_time) = new_figure(report, "Loss", columns=2)
+    figure, (by_step, by_time) = new_figure("Loss", describe(report), columns=2)
     colours = colours_of(report)
     for row in report.rows:
         run = report.runs[row.name][0]
@@ -124,7 +123,7 @@ def plot_losses(report):
 def plot_memory(report):
     """Peak memory of each rung."""
     rows = [row for row in report.rows if row.peak_memory_gb]
-    figure, axes = new_figure(report, "Peak memory", height=0.8 + 0.36 * max(4, len(rows)))
+    figure, axes = new_figure("Peak memory", describe(report), height=0.8 + 0.36 * max(4, len(rows)))
     colours = colours_of(report)
     axes.barh([row.title for row in rows], [row.peak_memory_gb for row in rows], color=[colours[r.name] for r in rows])
     axes.invert_yaxis()
@@ -134,19 +133,22 @@ def plot_memory(report):
     return figure
 
 
+def save(figure, path):
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
 def write_plots(reports, folder):
     """Write PNG files to `folder`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for report in reports:
-        plots = {"profile": plot_profile} if report.profile else {}
-        plots |= {"ladder": plot_ladder, "loss": plot_losses, "memory": plot_memory}
-        for kind, plot in plots.items():
-            figure = plot(report)
+        plots = {"ladder": plot_ladder(report), "loss": plot_losses(report), "memory": plot_memory(report)}
+        plots |= {"profile": plot_profile(report.profile)} if report.profile else {}
+        for kind, figure in plots.items():
             path = folder / f"{report.name}_{kind}.png"
             if path in paths:
                 raise UserError(f"two of the log folders are called {report.name}: plot them into folders of their own")
             paths.append(path)
-            figure.savefig(paths[-1], dpi=150, bbox_inches="tight")
-            plt.close(figure)
+            save(figure, path)
     return paths

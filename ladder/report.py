@@ -14,6 +14,7 @@ from ladder.errors import UserError
 from ladder.flops import mfu
 from ladder.logs import PEER, read_folder
 from ladder.stages import BY_LABEL, BY_NAME, ROOT, STAGES
+from ladder.step_profile import read_profile
 
 WIDE = 130  # characters of a terminal that takes all columns
 LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
@@ -109,12 +110,6 @@ def read_machine(folder):
         return machine
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}): run python -m ladder run again, or delete it") from None
-
-
-def read_profile(folder):
-    """What `profile` measured, None without it."""
-    path = Path(folder) / "profile.json"
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def build_report(folder, **stand_ins):
@@ -278,8 +273,8 @@ def markdown(texts, headings, n_left):
 def markdown_table(report):
     """The README's table of the ladder: one row per rung, with links to the files."""
     table = markdown(as_texts(report), {
-        "label": "", "file": "file", "title": "the one change", "ms": "ms/step", "spread": "spread", "speed": "tokens/sec",
-        "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB", "loss": "loss"}, 3)
+        "label": "", "file": "file", "title": "the one change", "ms": "ms/step", "spread": "spread",
+        "speed": "tokens/sec", "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB", "loss": "loss"}, 3)
     rounds = max(row.rounds for row in report.rows)
     of = f"median of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else "median"
     return f"{table}\n\n{describe(report)}. ms/step is the {of}, the loss that of step {last_steps(report, '/')}."

@@ -147,7 +147,7 @@ def test_the_kinds_of_work_differ_for_colour_blind_readers(sight):
 
 
 def test_the_picture_of_the_profile(machines, tmp_path):
-    axes = plot_profile(machines[0]).axes[0]
+    axes = plot_profile(machines[0].profile).axes[0]
     widths = np.array([bar.get_width() for bar in axes.patches]).reshape(len(KIND_COLOURS), 2)
     assert widths.T.tolist() == [list(parts) for parts in PARTS.values()]
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches[-2:]]
