@@ -277,7 +277,8 @@ def markdown_table(report):
         "speed": "tokens/sec", "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB", "loss": "loss"}, 3)
     rounds = max(row.rounds for row in report.rows)
     of = f"median of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else "median"
-    return f"{table}\n\n{describe(report)}. ms/step is the {of}, the loss that of step {last_steps(report, '/')}."
+    return (f"{table}\n\n{describe(report)}. ms/step is the {of}, "
+            f"the loss that of step {last_steps(report, '/')}.")
 
 
 def beyond_table(report):
