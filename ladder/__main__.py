@@ -53,6 +53,7 @@ def parse_args(argv=None):
 
     profile = verbs.add_parser("profile", help="where the time of a step goes; unknown flags go to the scripts")
     profile.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+    profile.add_argument("--repeat", type=positive, default=1, metavar="N", help="N rounds: the median step counts")
     profile.add_argument("--logs", type=Path, metavar="FOLDER",
                          help=f"of a run, to be shown with it (default: {PROFILES}/DATE_TIME)")
 
@@ -175,7 +176,7 @@ def profile(args):
     folder = args.logs or PROFILES / now()
     stages = parse_rungs(args.rungs)
     with locked(folder, resume=True):
-        failed = profile_ladder(stages, args.flags, folder, console)
+        failed = profile_ladder(stages, args.flags, folder, console, args.repeat)
     if found := read_profile(folder):
         print_profile(found, console)
         save(plot_profile(found), folder / "profile.png")

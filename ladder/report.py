@@ -274,7 +274,8 @@ def markdown_table(report):
     """The README's table of the ladder: one row per rung, with links to the files."""
     table = markdown(as_texts(report), {
         "label": "", "file": "file", "title": "the one change", "ms": "ms/step", "spread": "spread",
-        "speed": "tokens/sec", "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB", "loss": "loss"}, 3)
+        "speed": "tokens/sec", "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB",
+        "loss": "loss"}, 3)
     rounds = max(row.rounds for row in report.rows)
     of = f"median of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else "median"
     return (f"{table}\n\n{describe(report)}. ms/step is the {of}, "

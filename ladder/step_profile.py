@@ -165,11 +165,11 @@ def read_profile(folder):
         raise UserError(f"{path} is damaged ({error}): run python -m ladder profile again, or delete it") from None
 
 
-def profile_ladder(stages, flags, folder, console, deadline=math.inf):
+def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
     """Profile the stages, one after the other, into folder/profile.json; returns the outcomes of those that failed.
 
-    The rates of folder/machine.json serve for the floor; where there is none they are measured first. It ends at the
-    `deadline` (of time.monotonic), with the rungs that are finished then.
+    Of `repeat` rounds a rung's median step counts. The rates of folder/machine.json serve for the floor; where there is
+    none they are measured first. It ends at the `deadline` (of time.monotonic), with the rungs that are finished then.
     """
     from ladder.report import read_machine
     from ladder.runner import Job, check_flags, own_flags, run_job, split_flags, write_machine
@@ -185,18 +185,19 @@ def profile_ladder(stages, flags, folder, console, deadline=math.inf):
     machine = read_machine(folder)
     profile = {"model": settings.pretrained or settings.model, "B": settings.B, "T": settings.T,
                "name": machine.get("name"), "device": settings.device, "torch": machine.get("torch"),
-               "rates": machine["rates"], "rungs": []}
-    failed = []
-    for number, stage in enumerate(stages, 1):
+               "rates": machine["rates"], "rounds": repeat, "rungs": []}
+    failed, found = [], {}
+    for number, stage in enumerate(stages * repeat, 1):
         if time.monotonic() > deadline:
             break
-        with console.status(f"{number} of {len(stages)} {stage.name}") as status, TemporaryDirectory() as scratch:
+        name = f"{number} of {repeat * len(stages)} {stage.name}"
+        with console.status(name) as status, TemporaryDirectory() as scratch:
             result = Path(scratch) / "result.json"
             command = [sys.executable, "-m", "ladder.step_profile", stage.label, str(result)]
 
-            def show(line, stage=stage, number=number, status=status):
+            def show(line, name=name, status=status):
                 if match := STEP_LINE.match(line):
-                    status.update(f"{number} of {len(stages)} {stage.name}: step {match[1]}, {match[3]} ms")
+                    status.update(f"{name}: step {match[1]}, {match[3]} ms")
 
             job = Job(stage.name, [*command, *own_flags(stage, flags, Path(scratch))], Path(scratch))
             outcome = run_job(job, max(1, deadline - time.monotonic()), settings.device, show)
@@ -206,7 +207,9 @@ def profile_ladder(stages, flags, folder, console, deadline=math.inf):
                 continue
             rung = json.loads(result.read_text())
             rung["floor_ms"] = floor_ms(read_log(Path(scratch) / f"{stage.name}.log"), machine["rates"])
-        profile["rungs"].append(rung)
+        found.setdefault(stage.name, []).append(rung)
+        profile["rungs"] = [sorted(rounds, key=lambda one: one["step_ms"])[len(rounds) // 2]
+                            for rounds in found.values()]
         times = f"{rung['step_ms']:,.1f} ms/step under the profiler, {rung['plain_ms']:,.1f} without"
         console.print(f"{stage.name}: {times}", markup=False)
         partial = folder / "profile.json.partial"
@@ -217,16 +220,22 @@ def profile_ladder(stages, flags, folder, console, deadline=math.inf):
 
 def print_profile(profile, console):
     """The profile as a table: ms per step, by kind of work."""
+    from rich import box
     from rich.table import Table
 
     table = Table(title=f"ms per step, {profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}",
-                  caption="step under the profiler; plain without it; floor: the matrix products at the measured rate",
-                  caption_justify="left")
-    for heading in ("rung", *KINDS, "step", "plain", "floor"):
+                  caption="step: under the profiler; plain: without; floor: matrix products at the measured rate",
+                  caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+                  pad_edge=False)
+    wide = console.width >= 130
+    words = KINDS if wide else ("matmul", "head", "attn", "other", "CE", "optim", "data", "wait")
+    for heading in ("rung", *words, "step", *(["plain"] if wide else []), "floor"):
         table.add_column(heading, justify="left" if heading == "rung" else "right")
     for rung in profile["rungs"]:
-        values = [*rung["parts_ms"].values(), rung["step_ms"], rung["plain_ms"], rung["floor_ms"]]
-        table.add_row(BY_NAME[rung["name"]].title, *(f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for ms in values))
+        stage = BY_NAME[rung["name"]]
+        values = [*rung["parts_ms"].values(), rung["step_ms"], *([rung["plain_ms"]] if wide else []), rung["floor_ms"]]
+        times = (f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for ms in values)
+        table.add_row(stage.title if wide else stage.label, *times)
     console.print(table)
 
 

@@ -74,7 +74,7 @@ def survey(minutes, out, flags, console):
         first = len(jobs) // ROUNDS
         parts = {
             "the ladder and transformers' GPT-2, first round": lambda: run(jobs[:first], main),
-            "where the time of a step goes": lambda: profile_ladder(ladder, unsized, main, console, deadline),
+            "where the time of a step goes": lambda: profile_ladder(ladder, unsized, main, console, deadline=deadline),
             "the ladder, two more rounds": lambda: run(jobs[first:], main),
             "the largest batch": largest_batches,
             "the rungs beyond": lambda: run_beside(
