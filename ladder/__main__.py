@@ -66,8 +66,9 @@ def parse_args(argv=None):
     diff = verbs.add_parser("diff", help="one lesson: N, or two rungs A B")
     diff.add_argument("rungs", nargs="+", metavar="N")
 
-    propagate = verbs.add_parser("propagate", help="carry the uncommitted fix in FILE through all later rungs")
-    propagate.add_argument("file")
+    propagate = verbs.add_parser("propagate", help="carry the uncommitted fix in a rung through all later rungs")
+    propagate.add_argument("rung", help="its file, or N")
+    propagate.add_argument("--until", metavar="RUNG", help="the last rung to carry it to (default: the ladder's last)")
 
     argv = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(argv)
@@ -249,10 +250,17 @@ def print_effect(before, stage):
 def propagate(args):
     from ladder.propagate import propagate
 
-    written = propagate(args.file)
-    console.print(f"the fix in {args.file} is now in {len(written)} later rungs:", markup=False)
-    for name in written:
+    stage, until = find_rung(args.rung), args.until and find_rung(args.until)
+    written = propagate(stage, until=until)
+    console.print(f"the fix in {stage.file} is now in {len(written)} later rungs:", markup=False)
+    for name, merged in written.items():
         console.print(f"  {name}", markup=False)
+        for line in merged:
+            console.print(f"    merged within this line, please check: {line}", markup=False, soft_wrap=True)
+    if until and until != STAGES[-1]:
+        following = STAGES[STAGES.index(until) + 1].file
+        console.print(f"next: python -m ladder propagate {until.file}, or make the fix in {following} by hand and "
+                      f"propagate that", markup=False, soft_wrap=True)
     return 0
 
 

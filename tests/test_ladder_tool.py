@@ -23,7 +23,6 @@ from ladder.flops import SHAPES, flops_per_token, mfu
 from ladder.lessons import read_lesson
 from ladder.logs import PEER, read_log
 from ladder.memory import PROCESS_BYTES, RUN_BY_DEFAULT, recommend, step_bytes
-from ladder.propagate import propagate
 from ladder.report import beyond_table, build_report, check_comparable, markdown_table, warnings, write_readme
 from ladder.runner import Job, command_for, parse_rungs, plan, run_job
 from ladder.stages import BY_LABEL, BY_NAME, STAGES
@@ -528,95 +527,8 @@ def test_diff_shows_text_change_and_effect(call):
         assert is_one_error(call("diff", *wrong))
 
 
-@pytest.fixture
-def repository(tmp_path):
-    """A copy of the scripts under git, to be fixed."""
-    (tmp_path / "beyond").mkdir()
-    for stage in STAGES:
-        shutil.copy(stage.path, tmp_path / stage.file)
-    commit = ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "start"]
-    for words in (["init", "-q"], ["add", "."], commit):
-        subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    return tmp_path
-
-
-def edit(path, old, new):
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-
-
-def test_propagate_carries_a_fix_to_all_later_rungs(repository):
-    old = "        self.gelu = nn.GELU"  # in the lesson; below the banner, the line after
-    new = "        self.act = nn.GELU"
-    old_plumbing, new_plumbing = "tokens[:10**8].max()", "tokens[:10**9].max()"
-    docstrings = {stage.file: (repository / stage.file).read_text().split('"""')[1] for stage in STAGES}
-    edit(repository / "baseline.py", old, new)
-    edit(repository / "baseline.py", old_plumbing, new_plumbing)
-    assert propagate("baseline.py", repository) == [stage.file for stage in STAGES[1:]]
-    for stage in STAGES:
-        text = (repository / stage.file).read_text()
-        assert text.count(new) == 1 and old not in text
-        assert text.split('"""')[1] == docstrings[stage.file]
-        expected = stage.path.read_text().replace(old, new).replace(old_plumbing, new_plumbing)
-        assert text == expected  # and nothing else changed
-    assert not list(repository.rglob("*.partial"))
-
-
-def test_propagate_starts_at_the_rung_that_was_fixed(repository):
-    edit(repository / "speedup_08_adamw_clip.py", "model.parameters(), 1.0)", "model.parameters(), 2.0)")
-    later = [stage.file for stage in STAGES[STAGES.index(BY_LABEL["9"]) :]]
-    assert propagate("speedup_08_adamw_clip.py", repository) == later
-    assert "2.0)" not in (repository / "speedup_07_vocab_pad.py").read_text()
-
-
-def test_a_fix_of_the_plumbing_belongs_into_the_baseline(repository):
-    edit(repository / "speedup_08_adamw_clip.py", "tokens[:10**8].max()", "tokens[:10**9].max()")
-    before = snapshot(repository)
-    with pytest.raises(UserError, match="nothing was changed.*open_tokens differs"):
-        propagate("speedup_08_adamw_clip.py", repository)
-    assert snapshot(repository) == before
-
-
 def snapshot(folder):
     return {path.name: path.read_text() for path in folder.rglob("*.py*")}
-
-
-def test_propagate_changes_nothing_on_a_conflict(repository):
-    edit(repository / "speedup_05_compile.py", "att = F.softmax(att, dim=-1)", "att = att.softmax(dim=-1)")
-    before = snapshot(repository)
-    with pytest.raises(UserError, match=r"nothing was changed.*speedup_06_flash_attn.py: line \d+"):
-        propagate("speedup_05_compile.py", repository)
-    assert snapshot(repository) == before
-
-
-def test_propagate_refuses_what_it_cannot_do_safely(repository, monkeypatch):
-    with pytest.raises(UserError, match="no uncommitted change"):
-        propagate("baseline.py", repository)
-    for wrong in ("setup.py", "/etc/passwd"):
-        with pytest.raises(UserError, match="not a rung of the ladder"):
-            propagate(wrong, repository)
-    with pytest.raises(UserError, match="last rung"):
-        propagate(STAGES[-1].file, repository)
-    edit(repository / "speedup_03_bf16_autocast.py", "import json\n", "import json\nimport re\n")
-    with pytest.raises(UserError, match="speedup_03_bf16_autocast.py has uncommitted changes"):
-        propagate("baseline.py", repository)
-    edit(repository / "baseline.py", "import json\n", "import json(\n")
-    subprocess.run(["git", "checkout", "-q", "speedup_03_bf16_autocast.py"], cwd=repository, check=True)
-    with pytest.raises(UserError, match="baseline.py: line"):
-        propagate("baseline.py", repository)
-    monkeypatch.setenv("PATH", os.fspath(repository))
-    with pytest.raises(UserError, match="git is not installed"):
-        propagate("baseline.py", repository)
-
-
-def test_propagate_needs_the_docstring(repository):
-    path = repository / "baseline.py"
-    path.write_text(path.read_text().split('"""', 2)[2])
-    before = snapshot(repository)
-    with pytest.raises(UserError, match="must start with its docstring"):
-        propagate("./baseline.py", repository)
-    assert snapshot(repository) == before
 
 
 def test_a_run_never_touches_the_logs_of_another(tmp_path, tokens, call):
@@ -667,12 +579,6 @@ def test_mfu_of_ranks_counts_their_gpus(tmp_path):
     cpu = read_log(write_log(tmp_path / "b.log", header=header.format("AMD EPYC (1 threads)")))
     rates = {"bfloat16": 1e15}
     assert mfu(cpu, rates, 1000) == pytest.approx(2 * mfu(gpu, rates, 1000))
-
-
-def test_propagate_outside_a_repository(repository):
-    shutil.rmtree(repository / ".git")
-    with pytest.raises(UserError, match="git has no committed baseline.py"):
-        propagate("baseline.py", repository)
 
 
 def test_check_says_what_is_here(monkeypatch, call):
@@ -795,7 +701,7 @@ def test_check_names_the_data_and_the_way_out_of_the_fallback(tmp_path):
     (["run", "--rungs", "77"], "there are rungs 0 to"),
     (["run", "--time-limit", "0"], "must be more than 0"),
     (["compare", "/no/a.log", "/no/b.log"], "no such log"),
-    (["propagate", "nothing.py"], "is not a rung"),
+    (["propagate", "nothing.py"], "no rung nothing.py"),
 ])
 def test_wrong_words(words, reason, call):
     assert is_one_error(call(*words), reason)
