@@ -6,8 +6,9 @@ import matplotlib.pyplot as plt
 
 from ladder.errors import UserError
 from ladder.logs import PEER
-from ladder.report import describe
+from ladder.report import conditions
 
+plt.rcParams["text.parse_math"] = False  # a $ in a name is no formula
 
 def colours_of(report):
     """{name: colour} along one colour map, so that neighbours look alike and the ends do not; the peer is grey."""
@@ -19,7 +20,7 @@ def colours_of(report):
 def new_figure(report, title, height=4.2, columns=1):
     figure, axes = plt.subplots(1, columns, figsize=(9, height), layout="constrained", sharey=columns > 1)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    figure.text(0.01, -0.01, describe(report), fontsize=7, color="grey", va="top", wrap=True)
+    figure.text(0.01, -0.01, conditions(report), fontsize=7, color="grey", va="top", wrap=True)
     for one in axes if columns > 1 else [axes]:
         one.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -64,7 +65,7 @@ def plot_losses(report):
             by_step.plot(run.val_steps, run.val_losses, label=f"{row.title}: validation", **style)
             by_time.plot([run.seconds_at(step) for step in run.val_steps], run.val_losses, **style)
     by_step.set(xlabel="step", ylabel="loss (nats)")
-    by_time.set(xlabel="seconds of training, compilation included")
+    by_time.set(xlabel="seconds of training, the first step included")
     figure.legend(loc="outside right upper", fontsize=7, frameon=False)
     return figure
 

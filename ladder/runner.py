@@ -98,10 +98,12 @@ def command_for(stage, flags, log_dir, processes=2):
 
 
 def check_flags(stages, flags):
-    """Let each script itself refuse its flags now, before anything is written. The Settings of the first."""
+    """Let each script itself refuse its flags, and the first the data, before anything is written; its Settings."""
     if any(split_flags(flags, "--log-dir", "--save")[0]):
         raise UserError("--log-dir, --save: not for the scripts here; logs go to --logs, and models are not kept")
-    return [load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages][0]
+    settings = [load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages][0]
+    load_script(stages[0]).open_tokens(settings.data, "train", settings.B * settings.T + 1)
+    return settings
 
 
 def plan(stages, flags, log_dir, repeat=1, peers=False, processes=2):
@@ -201,7 +203,8 @@ def run_module(name, *words):
     command = [sys.executable, "-m", f"ladder.{name}", *words]
     child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     if child.returncode:
-        raise UserError(f"python -m ladder.{name} failed: {child.stderr.strip().splitlines()[-1]}")
+        reason = child.stderr.strip() or f"exit code {child.returncode}"
+        raise UserError(f"python -m ladder.{name} failed: {reason.splitlines()[-1]}")
     return child.stdout
 
 
@@ -231,7 +234,7 @@ def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console):
         bar = progress.add_task("machine", total=len(jobs) * steps, what="matrix-product rates")
         if not resume:
             machine = json.loads(run_module("rates", "--device", settings.device)) | {"arguments": arguments}
-            (log_dir / "machine.json").write_text(json.dumps(machine, indent=2) + "\n")
+            (log_dir / "machine.json").write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
         for number, job in enumerate(jobs):
             progress.update(bar, description=f"{number + 1} of {len(jobs)} {job.name}", completed=number * steps,
                             what="starting")
