@@ -104,6 +104,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a folder's name
     logging.disable(logging.WARNING)  # transformers imports torchao, if it is there, which tells what it lacks
     try:
         main()

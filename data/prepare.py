@@ -247,4 +247,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a file's name
     main()

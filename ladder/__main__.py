@@ -10,6 +10,9 @@
     propagate   carry a fix through all later rungs
 """
 import argparse
+import codecs
+import math
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,10 +23,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from ladder.errors import UserError
+from ladder.logs import has_steps
 from ladder.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 
 RUNS, PROFILES, SURVEYS = Path("logs/ladder"), Path("logs/profile"), Path("logs/survey")  # one folder per run of each
 REFERENCE = ROOT / "logs" / "reference"
+PLAIN = {"✓": "+", "✗": "x", "–": "-", "×": "x"}  # where a terminal's encoding lacks them
 console = Console(highlight=False)
 messages = Console(highlight=False, stderr=True)  # what is not the answer itself: --json and --csv own the output
 
@@ -32,6 +37,13 @@ def positive(text):
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def positive_number(text):
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError("must be more than 0")
     return value
 
 
@@ -61,16 +73,20 @@ def parse_args(argv=None):
     survey.add_argument("--minutes", type=float, default=10, help="(default: %(default)s)")
     survey.add_argument("--out", type=Path, metavar="FOLDER", help=f"a new folder (default: {SURVEYS}/DATE_TIME)")
 
-    report = verbs.add_parser("report", help="the table, plots and the page")
-    report.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help=f"default: the newest in {RUNS}")
+    report = verbs.add_parser(
+        "report", help="the table, plots and the page", description="Without LOG_FOLDER, --html and --readme show "
+        "logs/reference/, and all else shows your newest run; with --readme, all of it shows logs/reference/.")
+    report.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine")
     report.add_argument("--png", type=Path, metavar="FOLDER", help="write the plots there")
-    report.add_argument("--html", type=Path, metavar="FILE", help="write the tutorial page, of logs/reference/")
-    report.add_argument("--readme", action="store_true", help="rewrite the README's table from logs/reference/")
+    report.add_argument("--html", type=Path, metavar="FILE", help="write the tutorial page")
+    report.add_argument("--readme", action="store_true", help="rewrite the README's tables")
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
     report.add_argument("--csv", action="store_true", help="print CSV instead of the table")
     for flag in ("-B", "-T"):
         report.add_argument(flag, type=positive, help="of logs that do not say it themselves")
     report.add_argument("--model", help="of logs that do not say it themselves")
+    report.add_argument("--peak-tflops", type=positive_number, metavar="N",
+                        help="the device's rate for MFU, in 1e12 FLOP/s, where none was measured (machine.json)")
 
     compare = verbs.add_parser("compare", help="two logs, step by step")
     compare.add_argument("logs", nargs=2, type=Path, metavar="LOG")
@@ -78,8 +94,9 @@ def parse_args(argv=None):
     diff = verbs.add_parser("diff", help="one lesson: N, or two rungs A B")
     diff.add_argument("rungs", nargs="+", metavar="N")
 
-    propagate = verbs.add_parser("propagate", help="carry the uncommitted fix in FILE through all later rungs")
-    propagate.add_argument("file")
+    propagate = verbs.add_parser("propagate", help="carry the uncommitted fix in a rung through all later rungs")
+    propagate.add_argument("rung", help="its file, or N")
+    propagate.add_argument("--until", metavar="RUNG", help="the last rung to carry it to (default: the ladder's last)")
 
     argv = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(argv)
@@ -101,11 +118,13 @@ def check(args):
     return 0
 
 
-def newest_run():
-    runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime)
-    if not runs:
-        raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
-    return runs[-1].parent
+def newest_run(wanted=has_steps):
+    """The folder of the newest run; one that was killed before its first step has nothing to show."""
+    runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in runs:
+        if wanted(path.parent):
+            return path.parent
+    raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
 
 
 def as_started(args):
@@ -114,7 +133,7 @@ def as_started(args):
 
     if set(args.argv) - {"run", "--resume", "--logs", str(args.logs), f"--logs={args.logs}"}:
         raise UserError("--resume: continues a run with the flags that it was started with; leave the others out")
-    folder = args.logs or newest_run()
+    folder = args.logs or newest_run(wanted=Path.exists)
     arguments = read_machine(folder).get("arguments")
     if arguments is None:
         raise UserError(f"--resume: {folder} holds no run of python -m ladder; start one without --resume")
@@ -152,13 +171,17 @@ def run(args):
             outcomes = run_ladder(jobs, settings, args.argv, logs, args.time_limit, args.resume, console)
         except KeyboardInterrupt:
             interrupted = True
-            console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", markup=False)
-    try:
+        finally:
+            measured = has_steps(logs)
+            if not measured and not args.resume:  # nothing to show or to resume: no run to be found as the newest
+                shutil.rmtree(logs, ignore_errors=True)  # (Windows keeps the lock)
+    if interrupted and (measured or args.resume):
+        console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", markup=False)
+    if measured:
         print_table(build_report(logs), console)
-    except UserError:
-        if not interrupted and all(outcome.status == "ok" for outcome in outcomes):
-            raise
-    console.print(f"logs: {logs}", markup=False)
+        console.print(f"logs: {logs}", markup=False)
+    else:
+        console.print("no rung came to a step, so there is no table")
     failed = [outcome for outcome in outcomes if outcome.status not in ("ok", "skipped")]
     if failed:
         console.print(f"{len(failed)} of {len(jobs)} runs did not finish:", style="red")
@@ -226,12 +249,18 @@ def reference_folders():
 def report(args):
     from ladder.report import as_csv, as_json, build_report, print_table, write_readme
 
-    from_reference = args.readme or args.html
-    folders = args.folders or (reference_folders() if from_reference else [newest_run()])
-    reports = [build_report(folder, B=args.B, T=args.T, model=args.model) for folder in folders]
+    def read(default):
+        return [build_report(folder, args.peak_tflops, B=args.B, T=args.T, model=args.model)
+                for folder in args.folders or default()]
+
+    published = read(reference_folders) if args.readme or args.html else []
+    if args.readme or args.html and not (args.png or args.json or args.csv):
+        reports = published
+    else:
+        reports = read(lambda: [newest_run()])
     if args.readme:
-        write_readme(reports)
-        messages.print("README.md: table rewritten")
+        write_readme(published)
+        messages.print("README.md: tables rewritten")
     if args.png:
         from ladder.plots import write_plots
 
@@ -240,7 +269,7 @@ def report(args):
     if args.html:
         from ladder.page import write_page
 
-        write_page(reports, args.html)
+        write_page(published, args.html)
         messages.print(f"{args.html}: {args.html.stat().st_size / 1e6:.2f} MB")
     if args.json:
         print(as_json(reports))
@@ -275,14 +304,15 @@ def diff(args):
         raise UserError("diff takes one rung, or two")
     stage = find_rung(args.rungs[-1])
     before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else BY_LABEL.get(stage.before)
-    print_lesson(read_lesson(before and before.path.read_text(), stage.path.read_text()), console)
+    old, new = (rung and rung.path.read_text(encoding="utf-8") for rung in (before, stage))
+    print_lesson(read_lesson(old, new), console)
     print_effect(before, stage)
     return 0
 
 
 def print_effect(before, stage):
     """Under the diff: what the change did on the reference machines."""
-    from ladder.report import build_report, describe
+    from ladder.report import build_report, conditions
 
     for folder in reference_folders() if before and REFERENCE.is_dir() else []:
         reference = build_report(folder)
@@ -290,7 +320,7 @@ def print_effect(before, stage):
         if not {before.name, stage.name} <= rows.keys():
             continue
         old, new = rows[before.name], rows[stage.name]
-        console.print(f"\nMeasured: {describe(reference)}", style="bold", markup=False)
+        console.print(f"\nMeasured: {conditions(reference)}", style="bold", markup=False)
         memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
         ratio = new.tokens_per_second / old.tokens_per_second
         console.print(
@@ -302,14 +332,29 @@ def print_effect(before, stage):
 def propagate(args):
     from ladder.propagate import propagate
 
-    written = propagate(args.file)
-    console.print(f"the fix in {args.file} is now in {len(written)} later rungs:", markup=False)
-    for name in written:
+    stage, until = find_rung(args.rung), args.until and find_rung(args.until)
+    written = propagate(stage, until=until)
+    console.print(f"the fix in {stage.file} is now in {len(written)} later rungs:", markup=False)
+    for name, merged in written.items():
         console.print(f"  {name}", markup=False)
+        for line in merged:
+            console.print(f"    merged within this line, please check: {line}", markup=False, soft_wrap=True)
+    if until and until != STAGES[-1]:
+        following = STAGES[STAGES.index(until) + 1].file
+        console.print(f"next: python -m ladder propagate {until.file}, or make the fix in {following} by hand and "
+                      f"propagate that", markup=False, soft_wrap=True)
     return 0
 
 
+def plain(error):
+    """What to write in place of characters that the terminal's encoding lacks; a handler for codecs."""
+    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
 def main(argv=None):
+    codecs.register_error("plain", plain)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="plain")
     args = parse_args(argv)
     verbs = {"check": check, "run": run, "profile": profile, "survey": survey, "report": report, "compare": compare,
              "diff": diff, "propagate": propagate}

@@ -38,12 +38,17 @@ def loss_tolerance(one, other):
     return None
 
 
+def gap(rows):
+    """How far apart the losses are at most."""
+    return max(abs(row[3]) for row in rows)
+
+
 def loss_verdict(one, other, rows):
     tolerance = loss_tolerance(one, other)
-    difference = max(abs(row[3]) for row in rows)
+    difference = gap(rows)
     if tolerance is None:
         return f"The losses differ by up to {difference:.4f}: what lies between these two is meant to change them."
-    if difference <= tolerance:
+    if all(abs(row[3]) <= tolerance for row in rows):  # which no NaN is
         return f"The same losses: at most {difference:.6f} apart; this change may cost {tolerance:g}."
     first = next(i for i, row in enumerate(rows) if not abs(row[3]) <= tolerance)
     verdict = f"NOT the same losses: up to {difference:.4f} apart, where this change may cost {tolerance:g}"
@@ -54,13 +59,21 @@ def loss_verdict(one, other, rows):
             "the training is unstable and small rounding differences grow; if it does not, look for a bug.")
 
 
-def setting_differences(one, other):
-    for key, value in one.setting().items():
-        if value is not None and other.setting()[key] is not None and value != other.setting()[key]:
-            yield f"Different {key}: {value} against {other.setting()[key]}: the logs do not compare in this."
-    for run in (one, other):
-        if not run.complete:
-            yield f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}."
+def differing(one, other):
+    """{what: (A's, B's)} of the settings in which two runs are known to differ."""
+    a, b = (run.setting() | {"tokens per step": run.tokens_per_step, "seed": run.headers.get("seed")}
+            for run in (one, other))
+    return {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
+
+
+def speed_verdict(one, other, faster, beyond_noise, different):
+    unit = "tokens/sec" if one.tokens_per_step and other.tokens_per_step else "steps/sec"
+    word = f"{faster:.2f} times the {unit}" if abs(faster - 1) >= 0.005 else f"the same {unit}"
+    verdict = f"The second makes {word} of the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms a step, medians)"
+    if work := [what for what in ("model", "B", "T") if what in different]:
+        return f"{verdict}, with a different {' and '.join(work)}: no measure of what a change in the code brings."
+    overlap = "within the noise (the middle halves of the steps' times overlap)"
+    return f"{verdict}: {'larger than the noise' if beyond_noise else overlap}."
 
 
 def compare(one, other):
@@ -71,19 +84,29 @@ def compare(one, other):
         for step, loss, ms in zip(one.steps, one.losses, one.ms, strict=True)
         if step in b_loss
     ]
-    known = one.tokens_per_second and other.tokens_per_second
-    faster = other.tokens_per_second / one.tokens_per_second if known else one.median_ms / other.median_ms
-    (one_low, one_high), (other_low, other_high) = spread([one]), spread([other])
+    known = one.tokens_per_step and other.tokens_per_step
+    work = (one.tokens_per_step, other.tokens_per_step) if known else (1, 1)
+    faster = one.median_ms / work[0] / (other.median_ms / work[1])
+    (one_low, one_high), (other_low, other_high) = (
+        [ms / done for ms in spread([run])] for run, done in zip((one, other), work, strict=True)
+    )
     beyond_noise = one_low > other_high or other_low > one_high
-    unit = "tokens/sec" if known else "steps/sec"
-    word = f"{faster:.2f} times the {unit}" if abs(faster - 1) >= 0.005 else f"the same {unit}"
-    overlap = "within the noise (the middle halves of the steps' times overlap)"
-    noise = "larger than the noise" if beyond_noise else overlap
+    different = differing(one, other)
+    apart = [what for what in different if what != "device"]
+    if not rows:
+        losses = "The logs have no step in common."
+    elif apart == ["B"]:  # ranks or micro-steps make up for it
+        losses = f"The losses of the same tokens, in batches of a different B, are {gap(rows):.6f} apart at most."
+    elif apart:
+        losses = f"The losses do not compare step by step: different {', '.join(apart)}."
+    else:
+        losses = loss_verdict(one, other, rows)
     sentences = [
-        *setting_differences(one, other),
-        loss_verdict(one, other, rows) if rows else "The logs have no step in common.",
-        f"The second makes {word} of the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms a step, medians): "
-        f"{noise}.",
+        *(f"Different {what}: {a} against {b}." for what, (a, b) in different.items()),
+        *(f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}."
+          for run in (one, other) if not run.complete),
+        losses,
+        speed_verdict(one, other, faster, beyond_noise, different),
     ]
     return Comparison(rows, faster, beyond_noise, sentences)
 

@@ -12,37 +12,39 @@ def first_line(node):
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
 
 
+def name_of(node, lines):
+    """What a statement at the top level is called: a definition's own name, "imports", or its first line."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return "imports"
+    if isinstance(node, ast.Assign):
+        return node.targets[0].id
+    return getattr(node, "name", lines[node.lineno - 1].rstrip())  # the __main__ guard has no name
+
+
 @functools.cache
-def definitions(source):
-    """{name: source} of everything in a script but its docstring; methods one by one, imports as one.
+def pieces(source):
+    """{name: source} of everything after the docstring, in order: joined, the pieces are the source again.
 
-    To each belong its decorators and the comments after it.
+    Methods are pieces of their own, the imports are one. To each belong its decorators, and what comes after it.
     """
-    body = ast.parse(source).body[1:]
-    lines = source.splitlines()
-
-    def text_from(first, following, end):
-        return "\n".join(lines[first - 1 : first_line(following) - 1 if following else end]).rstrip()
-
-    found = {"imports": ""}
-    for node, following in itertools.zip_longest(body, body[1:]):
-        text = text_from(first_line(node), following, len(lines))
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found["imports"] += text + "\n"
-        elif isinstance(node, ast.ClassDef):
-            # What of the class is not a method: its first lines, docstring and fields.
+    docstring, *body = ast.parse(source).body
+    lines = source.splitlines(keepends=True)
+    starts = []  # (first line, name)
+    for node in body:
+        starts.append((first_line(node), name_of(node, lines)))
+        if isinstance(node, ast.ClassDef):  # its docstring and fields are a piece of its own name
             methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-            end = first_line(following) - 1 if following else len(lines)
-            found[node.name] = text_from(first_line(node), methods[0] if methods else following, len(lines))
-            for method, later in itertools.zip_longest(methods, methods[1:]):
-                found[f"{node.name}.{method.name}"] = text_from(first_line(method), later, end)
-        elif isinstance(node, ast.FunctionDef):
-            found[node.name] = text
-        elif isinstance(node, ast.Assign):
-            found[node.targets[0].id] = text
-        else:
-            found[text.splitlines()[0]] = text  # the __main__ guard
+            starts += [(first_line(method), f"{node.name}.{method.name}") for method in methods]
+    firsts = [docstring.end_lineno + 1, *(first for first, _ in starts[1:]), len(lines) + 1]
+    found = {}
+    for (_, name), (first, after) in zip(starts, itertools.pairwise(firsts), strict=True):
+        found[name] = found.get(name, "") + "".join(lines[first - 1 : after - 1])
     return found
+
+
+def definitions(source):
+    """The pieces of a script without the blank lines between them."""
+    return {name: text.rstrip() for name, text in pieces(source).items()}
 
 
 def changed_definitions(before, after):
@@ -72,9 +74,11 @@ def changed_lines(before, after):
 
 
 def violations(sources):
-    """The breaches of the laws among the ladder's sources ({file: text}), one line each."""
+    """The breaches of the laws among the sources of the first rungs or all ({file: text}), one line each."""
     shared = plumbing(sources[STAGES[0].file])
     for stage in STAGES[1:]:
+        if stage.file not in sources:
+            continue
         before = BY_LABEL[stage.before]
         for name in sorted(forbidden_changes(sources[before.file], sources[stage.file], stage.may_change)):
             yield f"{before.file} -> {stage.file}: {name} differs, which this rung may not change"

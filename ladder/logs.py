@@ -3,6 +3,7 @@
 A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with or without further fields. Everything
 else is optional: without headers, B and T come from the caller, or stay unknown.
 """
+import math
 import re
 import statistics
 from dataclasses import dataclass, field
@@ -14,14 +15,12 @@ from ladder.stages import BY_NAME
 PEER = "peer_transformers"
 ORDER = [*BY_NAME, PEER]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
-STEP_LINE = re.compile(rf"\s*step\s*:?\s*(\d+)\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms")
-VAL_LINE = re.compile(rf"val : step (\d+) \| loss: {NUMBER}")
-MEDIAN_LINE = re.compile(r"median : dt: [\d.]+ ms .*peak memory: (\S+) GB \| steps (\d+)-")
-GRAPHS = re.compile(r"(\d+), from the cache: (\d+)")
-
-
-class NoStepError(UserError):
-    """A log without a step line, as a run leaves it that ran out of memory in its first step."""
+COUNT = r"(\d{1,12})"
+STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms"
+                       rf"(?:\s*\|\s*tok\w*/s\w*:?\s*{NUMBER})?")
+VAL_LINE = re.compile(rf"val : step {COUNT} \| loss: {NUMBER}")
+MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*peak memory: {NUMBER} GB \| steps {COUNT}-")
+GRAPHS = re.compile(rf"{COUNT}, from the cache: {COUNT}")
 
 
 @dataclass
@@ -37,6 +36,7 @@ class Run:
     steps: list = field(default_factory=list)  # the numbers in the step lines
     losses: list = field(default_factory=list)
     ms: list = field(default_factory=list)
+    own_tokens: list = field(default_factory=list)  # per step, by the step line's own tokens/sec, where it has them
     val_steps: list = field(default_factory=list)  # after which of the steps there was a validation
     val_losses: list = field(default_factory=list)
     peak_memory_gb: float | None = None
@@ -48,8 +48,8 @@ class Run:
 
         A run that a signal stopped (rung 15) has a median line, too.
         """
-        promised = re.match(r"\d+", self.headers.get("steps", ""))
-        return self.first_counted_step is not None and (not promised or int(promised[0]) == self.steps[-1])
+        promised = re.match(COUNT, self.headers.get("steps", ""))
+        return self.first_counted_step is not None and (not promised or int(promised[1]) == self.steps[-1])
 
     @property
     def warm_up(self):
@@ -65,7 +65,7 @@ class Run:
     @property
     def tokens_per_step(self):
         """Tokens over all ranks and micro-steps."""
-        if total := re.match(r"(\d+) tokens", self.headers.get("total batch", "")):
+        if total := re.match(rf"{COUNT} tokens", self.headers.get("total batch", "")):
             return int(total[1])
         return None if self.B is None or self.T is None else self.B * self.T * self.ranks
 
@@ -104,6 +104,8 @@ class Run:
 
     def seconds_to(self, loss):
         """Seconds of training until a step's loss is first at or below `loss`; None if it never is."""
+        if loss is None:
+            return None
         reached = (step for step, step_loss in zip(self.steps, self.losses, strict=True) if step_loss <= loss)
         return self.seconds_at(next(reached, None))
 
@@ -131,7 +133,10 @@ def read_headers(lines):
 
 
 def read_log(path, B=None, T=None, model=None):
-    """Read one log file. B, T and model stand in where it has no headers. Raises UserError if it has no step line."""
+    """Read one log file. B, T and model stand in where it has no headers.
+
+    Raises UserError if it has no step line, or a number that cannot be.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -147,47 +152,65 @@ def read_log(path, B=None, T=None, model=None):
     # A run that was killed while it wrote may end in the middle of a line: that line is not used.
     lines = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
     headers = read_headers(lines)
-    batch = re.search(r"B=(\d+) T=(\d+)", headers.get("batch", ""))
+    batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
+    ranks = re.fullmatch(COUNT, headers.get("ranks", "1"))
+    if not ranks or int(ranks[1]) < 1:
+        raise UserError(f"{path} is damaged: {headers['ranks']!r} is no number of ranks")
     if model:
         headers.setdefault("model", model)
     run = Run(
         path=path,
-        name=Path(headers.get("script", path.stem)).stem,
+        name=Path(headers.get("script", "")).stem or path.stem,
         headers=headers,
         B=int(batch[1]) if batch else B,
         T=int(batch[2]) if batch else T,
-        ranks=int(headers.get("ranks", 1)),
+        ranks=int(ranks[1]),
     )
     for line in lines:
         if match := STEP_LINE.match(line):
             run.steps.append(int(match[1]))
             run.losses.append(float(match[2]))
             run.ms.append(float(match[3]))
+            run.own_tokens += [float(match[4]) * run.ms[-1] / 1000] if match[4] else []
         elif match := VAL_LINE.match(line):
             run.val_steps.append(int(match[1]))
             run.val_losses.append(float(match[2]))
         elif match := MEDIAN_LINE.match(line):
-            run.peak_memory_gb, run.first_counted_step = float(match[1]), int(match[2])
+            run.peak_memory_gb = float(match[1]) if math.isfinite(float(match[1])) else None
+            run.first_counted_step = int(match[2])
     if not run.ms:
-        raise NoStepError(f"{path} has no step line: not the log of a training run, or of one without a step")
+        raise UserError(f"{path} has no step line: not the log of a training run, or of one without a step")
+    if not all(0 < ms < math.inf for ms in run.ms):
+        raise UserError(f"{path} is damaged: a step takes {next(ms for ms in run.ms if not 0 < ms < math.inf)} ms")
     return run
 
 
 def read_folder(folder, **stand_ins):
-    """The runs of the logs in `folder` and its rounds, as {script name: [Run, ...]} in the order of the ladder.
+    """({script name: [Run, ...]} in the order of the ladder, why others were passed over) of a folder and its rounds.
 
-    Logs that never got to a step are passed over: they have nothing to show.
+    Logs are passed over that cannot be read, or that never got to a step. Raises UserError when no others are left.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of logs")
-    runs = {}
+    runs, passed_over = {}, []
     for path in sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")]):
         try:
             run = read_log(path, **stand_ins)
-        except NoStepError:
+        except UserError as error:
+            passed_over.append(str(error))
             continue
         runs.setdefault(run.name, []).append(run)
     if not runs:
-        raise UserError(f"{folder} holds no logs with steps: run python -m ladder run first")
-    return dict(sorted(runs.items(), key=lambda item: ORDER.index(item[0]) if item[0] in ORDER else len(ORDER)))
+        raise UserError(f"{folder} holds no logs with steps: "
+                        + (passed_over[0] if passed_over else "run python -m ladder run first"))
+    order = sorted(runs, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    return {name: runs[name] for name in order}, passed_over
+
+
+def has_steps(folder):
+    """Whether a log in `folder` or its rounds has a step."""
+    try:
+        return bool(read_folder(folder))
+    except UserError:
+        return False

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 
 from ladder.errors import UserError
 from ladder.logs import PEER
-from ladder.report import describe
+from ladder.report import conditions
 from ladder.stages import BY_NAME
 
 # One colour per kind of work, here and on the page. Blue is what the arithmetic needs; all eight stay apart for
@@ -21,6 +21,8 @@ KIND_COLOURS = {
     "data": "#5f5a66",
     "waiting": "#b6bfba",
 }
+
+plt.rcParams["text.parse_math"] = False  # a $ in a name is no formula
 
 
 def colours_of(report):
@@ -42,7 +44,7 @@ def new_figure(title, caption, height=4.2, columns=1):
 def plot_ladder(report):
     """One bar per rung: tokens/sec, with the spread, how many times the baseline, and MFU where it is known."""
     rows = [row for row in report.rows if row.tokens_per_second]
-    figure, axes = new_figure("Tokens per second", describe(report), height=0.8 + 0.36 * max(4, len(rows)))
+    figure, axes = new_figure("Tokens per second", conditions(report), height=0.8 + 0.36 * max(4, len(rows)))
     colours = colours_of(report)
     speeds = [row.tokens_per_second for row in rows]
     per_ms = [row.tokens_per_second * row.ms for row in rows]
@@ -100,7 +102,7 @@ def rung_title(name):
 
 def plot_losses(report):
     """The loss against steps and against seconds of training."""
-    figure, (by_step, by_time) = new_figure("Loss", describe(report), columns=2)
+    figure, (by_step, by_time) = new_figure("Loss", conditions(report), columns=2)
     colours = colours_of(report)
     for row in report.rows:
         run = report.runs[row.name][0]
@@ -115,7 +117,7 @@ def plot_losses(report):
             by_step.plot(run.val_steps, run.val_losses, label=f"{row.title}: validation", **style)
             by_time.plot([run.seconds_at(step) for step in run.val_steps], run.val_losses, **style)
     by_step.set(xlabel="step", ylabel="loss (nats)")
-    by_time.set(xlabel="seconds of training, compilation included")
+    by_time.set(xlabel="seconds of training, the first step included")
     figure.legend(loc="outside right upper", fontsize=7, frameon=False)
     return figure
 
@@ -123,7 +125,7 @@ def plot_losses(report):
 def plot_memory(report):
     """Peak memory of each rung."""
     rows = [row for row in report.rows if row.peak_memory_gb]
-    figure, axes = new_figure("Peak memory", describe(report), height=0.8 + 0.36 * max(4, len(rows)))
+    figure, axes = new_figure("Peak memory", conditions(report), height=0.8 + 0.36 * max(4, len(rows)))
     colours = colours_of(report)
     axes.barh([row.title for row in rows], [row.peak_memory_gb for row in rows], color=[colours[r.name] for r in rows])
     axes.invert_yaxis()

@@ -1,100 +1,166 @@
-"""Carry a fix made in one rung through all later ones: git's three-way merge, all or nothing.
+"""Carry a fix made in one rung through the later ones, definition by definition.
 
-The fix is what the working tree's FILE has more than the last commit's, outside of the docstring. It goes from rung to
-rung: each is merged with the change of the one before it. Nothing is written before every merge has succeeded without
-a conflict and the ladder's law still holds.
+The fix is what the working tree's FILE has more than the last commit's, outside of its docstring. It goes from rung to
+rung: each is merged with the change of the one before it. Below the banner it is a block to copy. Above, a definition
+that a rung has left as it was is replaced; one that it has changed is merged line by line, and where both changed the
+same lines, word by word. Nothing is written before every merge has succeeded and the ladder's law still holds.
 """
+import difflib
+import itertools
+import re
 import subprocess
-import tempfile
-from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.laws import violations
+from ladder.laws import pieces, plumbing, violations
 from ladder.lessons import split_docstring
 from ladder.stages import BY_LABEL, ROOT, STAGES
 
+WORD = re.compile(r"\d[\w.]*(?:(?<=[eE])[-+]\d+)?|\w+|\s+|.")  # a number is one word, with its signed exponent
 
-def git(*words, root=ROOT):
-    try:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise UserError("git is not installed: propagate merges with it") from None
-    return done
+
+class Conflict(Exception):
+    """Both sides changed the same; `args` are the (first, end) of these lines in the base, in ours and in theirs."""
 
 
 def committed(file, root):
-    done = git("show", f"HEAD:./{file}", root=root)
+    try:
+        done = subprocess.run(["git", "show", f"HEAD:./{file}"], cwd=root, capture_output=True, encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError("git is not installed: propagate compares with its last commit") from None
     if done.returncode:
         raise UserError(f"git has no committed {file} to compare with: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout
 
 
-def with_docstring_of(source, docstring_source):
-    """`source` under the docstring of another script: so that docstrings take no part in the merge."""
-    *_, first = split_docstring(docstring_source)
-    *_, body_first = split_docstring(source)
-    head = docstring_source.splitlines(keepends=True)[: first - 1]
-    return "".join(head + source.splitlines(keepends=True)[body_first - 1 :])
-
-
-def merge(ours, base, theirs):
-    """(merged text, number of conflicts) of `ours` with the change from `base` to `theirs`."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in ("this", "before", "fixed")]
-        for path, text in zip(paths, (ours, base, theirs), strict=True):
-            path.write_text(text)
-        done = git("merge-file", "-p", "-L", "this rung", "-L", "before the fix", "-L", "the fix", *map(str, paths))
-    if done.returncode < 0 or done.returncode > 127:
-        raise UserError(f"git merge-file failed: {done.stderr.strip()}")
-    return done.stdout, done.returncode
-
-
-def conflict_places(text):
-    return [number for number, line in enumerate(text.splitlines(), 1) if line.startswith("<<<<<<< ")]
-
-
-def propagate(file, root=ROOT):
-    """Carry the uncommitted change of `file` through all later rungs. Returns the files written."""
-    files = [stage.file for stage in STAGES]
-    path = (Path(root) / file).resolve()
-    file = path.relative_to(Path(root).resolve()).as_posix() if path.is_relative_to(Path(root).resolve()) else file
-    if file not in files:
-        raise UserError(f"{file} is not a rung of the ladder; rungs are {files[0]} ... {files[-1]}")
-    later = {}  # the rungs built on `file`: the rung that each starts from
-    for stage in STAGES[1:]:
-        if (before := BY_LABEL[stage.before].file) == file or before in later:
-            later[stage.file] = before
-    if not later:
-        raise UserError(f"{file} is the last rung: there is nothing to carry a fix to")
-    old = {name: committed(name, root) for name in [file, *later]}
-    new = {name: (Path(root) / name).read_text() for name in files}
-    dirty = [name for name in later if new[name] != old[name]]
-    if dirty:
-        raise UserError(f"{dirty[0]} has uncommitted changes: commit or stash them first, so that nothing is lost")
+def split(file, source):
+    """(The docstring's lines, {name: text} of the lesson, the plumbing) of a script."""
     try:
-        unchanged = with_docstring_of(old[file], new[file]) == new[file]
+        n_docstring, below = split_docstring(source)[2] - 1, plumbing(source)
     except SyntaxError as error:
         raise UserError(f"{file}: line {error.lineno}: {error.msg}") from None
-    if unchanged:
-        raise UserError(f"{file} has no uncommitted change outside its docstring: make the fix there first")
+    except ValueError as error:
+        raise UserError(f"{file}: {error}, the one between lesson and plumbing") from None
+    return source.splitlines(keepends=True)[:n_docstring], pieces(source.removesuffix(below)), below
 
-    for name, before in later.items():
-        own, fixed = old[name], new[before]
-        merged, n_conflicts = merge(with_docstring_of(own, fixed), with_docstring_of(old[before], fixed), fixed)
-        if n_conflicts:
-            shift = split_docstring(own)[2] - split_docstring(fixed)[2]
-            places = ", ".join(str(place + shift) for place in conflict_places(merged))
-            raise UserError(f"nothing was changed; the fix conflicts with the lesson of {name}: line {places}")
-        new[name] = with_docstring_of(merged, own)
-    broken = list(violations(new))
+
+def merge(base, ours, theirs, gap=0):
+    """`ours` with the changes from `base` to `theirs`, all lists of lines; raises Conflict.
+
+    Changes of the two sides may touch, but not overlap. In lists of words (gap=1) one between them must be unchanged.
+    """
+    sides = ours, theirs
+    edits = sorted(
+        (i1, i2, side, j1, j2) for side, text in enumerate(sides)
+        for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, base, text, autojunk=False).get_opcodes()
+        if tag != "equal"
+    )
+    groups = []  # [first, end] in the base, [edits that overlap]
+    for first, end, *edit in edits:
+        if groups and (first < groups[-1][1] + gap or [first, end] == groups[-1][:2]):
+            groups[-1][1] = max(groups[-1][1], end)
+        else:
+            groups.append([first, end, []])
+        groups[-1][2].append((first, end, *edit))
+    merged, done = [], 0
+    for first, end, group in groups:
+        spans = {}  # by side: where it has what it makes of base[first:end]
+        for i1, i2, side, j1, j2 in group:
+            spans[side] = spans.get(side, (j1 - i1 + first,))[0], j2 - i2 + end
+        made = [sides[side][slice(*span)] for side, span in sorted(spans.items())]
+        if made[0] != made[-1]:  # there are two, and they differ
+            conflict = Conflict((first, end), spans[0], spans[1])
+            if gap:
+                raise conflict
+            try:
+                words = [WORD.findall("".join(lines)) for lines in (base[first:end], *made)]
+                made[0] = "".join(merge(*words, gap=1)).splitlines(keepends=True)
+            except Conflict:
+                raise conflict from None
+        merged += base[done:first] + made[0]
+        done = end
+    return merged + base[done:]
+
+
+def carry(old, new, own):
+    """(the lesson `own` with the change from `old` to `new`, [(name, Conflict), ...]); lessons are {name: text}."""
+    names, merged, conflicts = list(own), {}, []
+    for before, name in itertools.pairwise(["", *new]):
+        if name not in names:
+            place = names.index(before) + 1 if before else 0
+            while "." not in name and "." in "".join(names[place : place + 1]):  # not into the middle of a class
+                place += 1
+            names.insert(place, name)
+    for name in names:
+        texts = (f"{lesson.get(name, '').rstrip()}\n".splitlines(keepends=True) for lesson in (old, own, new))
+        try:
+            merged[name] = "".join(merge(*texts)).rstrip()
+        except Conflict as conflict:
+            conflicts.append((name, conflict))
+    follows, following = dict(itertools.pairwise([*own, ""])), ""
+    for name in reversed([name for name in names if merged.get(name)]):
+        blank = "\n\n" if "." in following else "\n\n\n"  # where a definition came or went; else as it was
+        merged[name] += own[name][len(own[name].rstrip()) :] if follows.get(name) == following else blank
+        following = name
+    return {name: merged.get(name, "") for name in names}, conflicts
+
+
+def explain(file, before, name, spans, lessons, n_above):
+    """A conflict for the reader: the lines of the rung `file`, and what the fix does to those of the rung before."""
+    old, own, new = (
+        "\n".join(f"    | {line}" for line in lesson.get(name, "").splitlines()[slice(*span)]) or "    | (nothing)"
+        for lesson, span in zip(lessons, spans, strict=True)
+    )
+    above = itertools.takewhile(lambda other: other != name, lessons[1])
+    line = n_above + sum(lessons[1][other].count("\n") for other in above) + spans[1][0] + 1
+    return f"{file}, line {line}, in {name}:\n{own}\n  {before} had, before the fix:\n{old}\n  and with it:\n{new}"
+
+
+def propagate(stage, root=ROOT, until=None):
+    """Carry the uncommitted change of a rung through all later ones, or up to and including `until`.
+
+    Returns {file: [lines that were merged word by word]} of the files written.
+    """
+    last = STAGES.index(until or STAGES[-1])
+    later = STAGES[STAGES.index(stage) + 1 : last + 1]
+    if not later:
+        raise UserError(f"{stage.file}: no rung comes after it" + (f" up to --until {until.label}" if until else ""))
+    old = {rung.file: committed(rung.file, root) for rung in (stage, *later)}
+    new = {rung.file: (root / rung.file).read_text(encoding="utf-8") for rung in STAGES[: last + 1]}
+    if dirty := [rung.file for rung in later if new[rung.file] != old[rung.file]]:
+        raise UserError(f"{dirty[-1]} has uncommitted changes: commit or stash them first, so that nothing is lost; "
+                        f"if they are this fix, go on from there: python -m ladder propagate {dirty[-1]}")
+    if split(stage.file, old[stage.file])[1:] == split(stage.file, new[stage.file])[1:]:
+        raise UserError(f"{stage.file} has no uncommitted change outside its docstring: make the fix there first")
+
+    written = {}
+    for rung in later:
+        file, before = rung.file, BY_LABEL[rung.before].file
+        _, base, base_below = split(before, old[before])
+        _, fixed, below = split(before, new[before])
+        docstring, own, own_below = split(file, old[file])
+        lesson, conflicts = carry(base, fixed, own)
+        if conflicts:
+            way = f"carry it up to there with --until {rung.before}, " if before != stage.file else ""
+            raise UserError("\n".join([
+                f"{file}: the fix conflicts with what this rung changes, and nothing was written; "
+                f"{way}make it in {file} by hand, then python -m ladder propagate {file}",
+                *(explain(file, before, name, conflict.args, (base, own, fixed), len(docstring))
+                  for name, conflict in conflicts)]))
+        new[file] = "".join([*docstring, *lesson.values(), below if own_below == base_below else own_below])
+        if new[file] != old[file]:
+            known = {line.strip() for line in (old[file] + new[before]).splitlines()}
+            written[file] = [line.strip() for line in new[file].splitlines() if line.strip() not in known]
+    try:
+        broken = list(violations(new))
+    except SyntaxError as error:
+        broken = [f"line {error.lineno}: {error.msg}"]
     if broken:
-        raise UserError(f"nothing was changed; the result would break the ladder's law: {broken[0]}")
+        raise UserError(f"nothing was written; the result would break the ladder's law: {broken[0]}")
 
-    written = [name for name in later if new[name] != old[name]]
     for name in written:
-        partial = Path(root) / f"{name}.partial"
-        partial.write_text(new[name])
-        partial.chmod((Path(root) / name).stat().st_mode)
+        partial = root / f"{name}.partial"
+        partial.write_text(new[name], encoding="utf-8")
+        partial.chmod((root / name).stat().st_mode)
     for name in written:
-        (Path(root) / f"{name}.partial").replace(Path(root) / name)
+        (root / f"{name}.partial").replace(root / name)
     return written

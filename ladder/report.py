@@ -4,8 +4,9 @@ Rows are rungs; a rung with several rounds (`run --repeat`) shows the median of 
 Runs that differ in data, model, B, T or device are never put in one comparison without a word: they are refused.
 """
 import json
+import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas
@@ -21,6 +22,7 @@ LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
 BEYOND_MARKS = ("<!-- beyond:begin -->", "<!-- beyond:end -->")
 BEYOND = {stage.name for stage in STAGES if stage.file.startswith("beyond/")}
 NOTHING = "–"  # in a table, where a log does not say
+GIVEN = "given"  # the name of a rate that was not measured
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
 IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished, or in wrong units"
 
@@ -59,11 +61,12 @@ class Report:
     name: str  # the folder's
     setting: dict  # data, model, B, T, device
     machine: dict  # rates and versions measured in the same run; {} when unknown
-    common_loss: float
+    common_loss: float | None  # None if every loss of a run is infinite or not a number
     common_val_loss: float | None  # None without a validation
     rows: list
     runs: dict  # {name: [Run, ...]}
     profile: dict | None  # where each rung's step time goes, as profile.json has it
+    passed_over: list = field(default_factory=list)  # why files of the folder were not used
 
 
 def check_comparable(runs, folder):
@@ -99,28 +102,49 @@ def median_or_none(values):
     return statistics.median(values) if values else None
 
 
+def common_lowest(losses_of_runs):
+    """A loss that all runs reach: the highest of their lowest. Smoothing would need a choice; the lowest does not."""
+    finite = [list(filter(math.isfinite, losses)) for losses in losses_of_runs]
+    return max((min(losses) for losses in finite if losses), default=None)
+
+
 def read_machine(folder):
     """What `run` noted about the machine, {} when it did not."""
     path = Path(folder) / "machine.json"
     if not path.exists():
         return {}
     try:
-        machine = json.loads(path.read_text())
+        machine = json.loads(path.read_text(encoding="utf-8"))
         machine["rates"] = {name: float(rate) for name, rate in machine["rates"].items()}
+        if not machine["rates"] or not all(0 < rate < math.inf for rate in machine["rates"].values()):
+            raise ValueError(f"rates: {machine['rates']}")
         return machine
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}): run python -m ladder run again, or delete it") from None
 
 
-def build_report(folder, **stand_ins):
-    """Read all logs of a folder into a Report. Raises UserError when they cannot be compared."""
-    runs = read_folder(folder, **stand_ins)
+def build_report(folder, peak_tflops=None, **stand_ins):
+    """Read all logs of a folder into a Report. Raises UserError when they cannot be compared.
+
+    `peak_tflops` (1e12 FLOP/s of the device) stands in where no rate was measured.
+    """
+    runs, passed_over = read_folder(folder, **stand_ins)
     check_comparable(runs, folder)
-    machine = read_machine(folder)
-    # A loss that every rung reaches: the highest of their lowest. Smoothing would need a choice; the lowest does not.
-    common_loss = max(min(run.losses) for rounds in runs.values() for run in rounds)
-    lowest_val_losses = [min(run.val_losses) for rounds in runs.values() for run in rounds if run.val_losses]
-    common_val_loss = max(lowest_val_losses, default=None)
+    try:
+        machine = read_machine(folder)
+    except UserError as error:
+        machine = {}
+        passed_over.append(str(error))
+    try:
+        profile = read_profile(folder)
+    except UserError as error:
+        profile = None
+        passed_over.append(str(error))
+    if peak_tflops and not machine:
+        machine = {"rates": {GIVEN: 1e12 * peak_tflops}}
+    every_run = [run for rounds in runs.values() for run in rounds]
+    common_loss = common_lowest(run.losses for run in every_run)
+    common_val_loss = common_lowest(run.val_losses for run in every_run)
 
     rows = []
     titles = {name: stage.title for name, stage in BY_NAME.items()} | {PEER: "transformers' GPT-2, everything on"}
@@ -162,11 +186,11 @@ def build_report(folder, **stand_ins):
     first = next(iter(runs.values()))[0]
     return Report(
         Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs,
-        read_profile(folder),
+        profile, passed_over,
     )
 
 
-def describe(report):
+def conditions(report):
     """One line: where and on what the numbers were measured."""
     setting = report.setting
     data = (setting["data"] or "unknown data").split(" | ")[0]
@@ -174,9 +198,24 @@ def describe(report):
     line = f"{setting['device'] or 'unknown device'}, {setting['model'] or 'unknown model'}, {batch}, {data}"
     if report.machine:
         best = max(report.machine["rates"], key=report.machine["rates"].get)
-        line += f"; fastest matrix products measured: {report.machine['rates'][best] / 1e12:.2f} TFLOP/s in {best}"
+        rate = f"{report.machine['rates'][best] / 1e12:.2f} TFLOP/s"
+        given = f"; MFU is of {rate}, given by --peak-tflops, not measured"
+        line += given if best == GIVEN else f"; fastest matrix products measured: {rate} in {best}"
         line += f". {CONVENTION}"
     return line
+
+
+def describe(report, texts=None):
+    """The caption of table_of, or of those of its columns in `texts`: the conditions, and what the headings mean."""
+    texts = table_of(report) if texts is None else texts
+    sentences = [conditions(report)]
+    for heading in texts:
+        if heading.startswith("s to"):
+            kind = "validation" if "val" in heading else "step"
+            sentences.append(f"{heading}: seconds to the first {kind} with this loss, the lowest that all reach")
+        elif heading.startswith("1st step") and texts[heading].str.contains("cold|warm").any():
+            sentences.append(f"{heading}: cold compiled its graphs, warm found them in the cache")
+    return ". ".join(sentences)
 
 
 def as_texts(report):
@@ -221,7 +260,7 @@ def table_of(report):
     headings = {
         "title": "rung", "ms": "ms/step", "spread": "spread", "speed": "tokens/s", "times_baseline": "× base",
         "times_before": "× before", "mfu": "MFU", "causal": "causal", "memory": "GB",
-        "loss": f"loss @{last_steps(report, '/')}", "seconds": f"s to {report.common_loss:.2f}",
+        "loss": f"loss @{last_steps(report, '/')}", "seconds": f"s to {report.common_loss or 0:.2f}",
         "first_step": "1st step s", "val_loss": "val loss",
         "val_seconds": f"s to val {report.common_val_loss or 0:.2f}",
     }
@@ -231,7 +270,10 @@ def table_of(report):
 
 def warnings(report):
     """What a reader of the table must know: impossible values, runs that did not finish, different lengths."""
+    for reason in report.passed_over:
+        yield f"passed over: {reason}"
     for row in report.rows:
+        yield from wrong_unit(row, report.runs[row.name][0])
         if row.mfu and row.mfu > 1:
             yield f"{row.title}: MFU {row.mfu:.0%} is {IMPOSSIBLE}"
         if not row.complete:
@@ -239,7 +281,17 @@ def warnings(report):
     if len({row.last_step for row in report.rows}) > 1:
         yield "the runs have different numbers of steps: their last losses do not compare"
     if not report.machine:
-        yield "no measured matrix-product rates (machine.json) here, so no MFU"
+        yield "no measured matrix-product rates (machine.json) here, so no MFU; --peak-tflops can stand in for them"
+
+
+def wrong_unit(row, run):
+    """A warning if the tokens/sec that a log prints do not follow from its B, T and dt."""
+    own = median_or_none(run.own_tokens)
+    if own and run.tokens_per_step and not 0.8 < own / run.tokens_per_step < 1.25:
+        off = run.tokens_per_step / own
+        word = "it counts tokens per millisecond" if 800 < off < 1250 else f"it is off by a factor of {off:.3g}"
+        yield (f"{row.title}: its log has {run.tokens_per_second / off:,.1f} tokens/sec where B * T * ranks / dt is "
+               f"{run.tokens_per_second:,.1f}: {word}")
 
 
 def print_table(report, console):
@@ -251,7 +303,7 @@ def print_table(report, console):
     texts = table_of(report)
     left_out = ("spread", "× before", "causal", "s to", "1st step", "val loss") if console.width < WIDE else ()
     texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
-    table = Table(title=report.name, caption=describe(report), caption_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=report.name, caption=describe(report, texts), caption_justify="left", box=box.SIMPLE_HEAD)
     for heading in texts:
         first = heading == "rung"
         table.add_column(
@@ -278,7 +330,7 @@ def markdown_table(report):
         "loss": "loss"}, 3)
     rounds = max(row.rounds for row in report.rows)
     of = f"median of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else "median"
-    return (f"{table}\n\n{describe(report)}. ms/step is the {of}, "
+    return (f"{table}\n\n{conditions(report)}. ms/step is the {of}, "
             f"the loss that of step {last_steps(report, '/')}.")
 
 
@@ -287,7 +339,8 @@ def beyond_table(report):
     table = markdown(as_texts(report), {
         "label": "", "file": "file", "title": "the one capability", "ms": "ms/step", "speed": "tokens/sec",
         "times_before": "× the rung before", "memory": "peak GB", "loss": "loss", "val_loss": "val loss"}, 3)
-    return f"{table}\n\n{describe(report)}. ms/step is the median, the losses those of step {last_steps(report, '/')}."
+    return f"{table}\n\n{conditions(report)}. ms/step is the median, the losses those of step " \
+        f"{last_steps(report, '/')}."
 
 
 def between_marks(text, marks, tables, readme):
@@ -305,10 +358,11 @@ def write_readme(reports, readme=ROOT / "README.md"):
     beyond = [report for report in reports if BEYOND & report.runs.keys()]
     ladder = [report for report in reports if report not in beyond]
     ladder.sort(key=lambda report: -len(report.rows))  # whole ladders first
-    text = between_marks(readme.read_text(), LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
+    text = readme.read_text(encoding="utf-8")
+    text = between_marks(text, LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
     text = between_marks(text, BEYOND_MARKS, [beyond_table(report) for report in beyond], readme)
     partial = readme.with_name(readme.name + ".partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(readme)
 
 

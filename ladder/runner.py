@@ -99,10 +99,12 @@ def command_for(stage, flags, log_dir, processes=2):
 
 
 def check_flags(stages, flags):
-    """Let each script itself refuse its flags now, before anything is written. The Settings of the first."""
+    """Let each script itself refuse its flags, and the first the data, before anything is written; its Settings."""
     if any(split_flags(flags, "--log-dir", "--save")[0]):
         raise UserError("--log-dir, --save: not for the scripts here; logs go to --logs, and models are not kept")
-    return [load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages][0]
+    settings = [load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages][0]
+    load_script(stages[0]).open_tokens(settings.data, "train", settings.B * settings.T + 1)
+    return settings
 
 
 def plan(stages, flags, log_dir, repeat=1, peers=False, processes=2):
@@ -212,7 +214,8 @@ def run_module(name, *words):
     command = [sys.executable, "-m", f"ladder.{name}", *words]
     child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     if child.returncode:
-        raise UserError(f"python -m ladder.{name} failed: {child.stderr.strip().splitlines()[-1]}")
+        reason = child.stderr.strip() or f"exit code {child.returncode}"
+        raise UserError(f"python -m ladder.{name} failed: {reason.splitlines()[-1]}")
     return child.stdout
 
 
@@ -223,10 +226,10 @@ def write_machine(folder, device, **more):
     """
     path, partial = folder / "machine.json", folder / "machine.json.partial"
     measured = json.loads(run_module("rates", "--device", device)) | more
-    machine = json.loads(path.read_text()) if path.exists() else measured
+    machine = json.loads(path.read_text(encoding="utf-8")) if path.exists() else measured
     for name, rate in measured["rates"].items():
         machine["rates"][name] = max(rate, machine["rates"].get(name, 0))
-    partial.write_text(json.dumps(machine, indent=2) + "\n")
+    partial.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
 
 

@@ -200,6 +200,14 @@ def test_tiny_shakespeare_has_338025_tokens(tmp_path):
 # A text
 
 
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
+def test_a_name_that_the_terminal_cannot_show(tmp_path):
+    (tmp_path / "naïve.txt").write_text("To be, or not to be. " * 20)
+    words = ["--text", tmp_path / "naïve.txt", "--out", tmp_path / "tokens"]
+    run = run_command(sys.executable, PREPARE, *words, PYTHONIOENCODING="ascii")
+    assert run.returncode == 0 and ": na?ve.txt (gpt2 tokens)" in run.stdout, run.stderr
+
+
 @pytest.mark.parametrize("content, reason", [
     (b"", "0 tokens are too few"), (b"\xff\xfe\x00caf\xe9", "UnicodeDecodeError"), (None, "No such file"),
 ])

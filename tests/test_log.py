@@ -1,5 +1,8 @@
 """The log: its format, honest clocks, the steps that the median counts, and what a killed run leaves behind."""
+import io
+import json
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -38,6 +41,18 @@ def test_header_and_steps(label, short_run, tokens):
     assert [step["step"] for step in run.steps] == list(range(1, N_STEPS + 1))
     for step in run.steps:
         assert ("norm" in step, "lr" in step) == (since(label, "8"), since(label, "9"))
+
+
+def test_a_terminal_without_the_characters(tmp_path, tokens, monkeypatch):
+    """The name of a text file comes from its user; the log has it as it is."""
+    shutil.copytree(tokens, tmp_path / "tokens")
+    meta = json.loads((tokens / "meta.json").read_text())
+    (tmp_path / "tokens" / "meta.json").write_text(json.dumps(meta | {"source": "naïve.txt"}))
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    log = train(rung(0), tmp_path, tmp_path / "tokens", "-B", 1, "-T", 8, "--steps", 1)
+    assert b"# data: na?ve.txt (gpt2-bytes tokens)" in terminal.buffer.getvalue()
+    assert "# data: naïve.txt (gpt2-bytes tokens)" in log.read_text(encoding="utf-8")
 
 
 @ALL_RUNGS

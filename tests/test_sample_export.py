@@ -216,6 +216,8 @@ def test_as_programs(saved, tmp_path):
     run = run_command("bash", "-c", " ".join(map(str, ["set -o pipefail;", *words])), cwd=tmp_path,
                       PYTHONIOENCODING="ascii")
     assert run.returncode == 0 and run.stdout.startswith("--- sample 1 of 9\n??") and not run.stderr, run.stderr
+    run = run_command(sys.executable, "export.py", saved["10"], tmp_path / "日本", PYTHONIOENCODING="ascii")
+    assert run.returncode == 0 and "/??: 3,382,080 parameters" in run.stdout, run.stderr
     run = run_command(sys.executable, "sample.py", "nowhere.pt")
     assert run.returncode == 1 and run.stderr.startswith("error: nowhere.pt") and run.stderr.count("\n") == 1
 
