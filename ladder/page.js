@@ -6,8 +6,9 @@ const machines = all("script.data").map(script => JSON.parse(script.textContent,
 const kinds = Object.entries(JSON.parse(find("#kinds").textContent)); // [kind of work, colour]
 const sum = values => values.reduce((total, value) => total + value, 0);
 const join = (values, html) => values.map(html).join("");
+const digitsOf = ms => ms < 200 ? 1 : 0; // of the milliseconds of a step and of its parts
 
-function number(value, digits = Math.abs(value) < 10 ? 1 : 0) {
+function number(value, digits = 0) {
   const options = {minimumFractionDigits: digits, maximumFractionDigits: digits};
   return value == null ? "–" : value.toLocaleString("en", options).replace("-", "−");
 }
@@ -31,28 +32,31 @@ function bars(rows, digits) {
 
 // A step's time by kind of work, or that of one kind alone.
 function profileBars(entries, name = entry => entry, only = null) {
+  const digits = digitsOf(sum(entries[0].parts));
   return bars(entries.map(entry => ({
     title: name(entry).title, label: name(entry).label, floor: only === null ? entry.floor : null,
     parts: kinds.map(([kind, colour], i) => [colour, entry.parts[i], kind]).filter((part, i) => i === (only ?? i)),
     tip: [...kinds.map(([kind], i) =>
-      `${kind}: ${number(entry.parts[i])} ms, ${number(100 * entry.parts[i] / sum(entry.parts), 0)} %`),
-    `the whole step: ${number(sum(entry.parts))} ms`, `without the profiler: ${number(entry.plain)} ms`,
-    `floor: ${number(entry.floor)} ms`],
-  })));
+      `${kind}: ${number(entry.parts[i], digits)} ms, ${number(100 * entry.parts[i] / sum(entry.parts))} %`),
+    `the whole step: ${number(sum(entry.parts), digits)} ms`, `floor: ${number(entry.floor, digits)} ms`,
+    `without the profiler: ${number(entry.plain, digits)} ms`],
+  })), digits);
 }
+
+const spread = row => [row.low, row.high].map(ms => number(ms, digitsOf(row.ms))).join("–");
 
 function plainBars(machine, key, digits) { // speed or memory of all rungs
   return bars(Object.values(machine.rows).filter(row => row[key] != null).map(row => ({
     title: row.title, label: row.label, parts: [["var(--bar)", row[key], ""]],
     ...key === "speed" && {low: row.speed * row.ms / row.high, high: row.speed * row.ms / row.low},
-    tip: [`tokens/sec: ${number(row.speed)}`, `ms/step: ${number(row.ms)}`,
-      `spread: ${number(row.low)}–${number(row.high)}`, `peak memory: ${number(row.memory, 2)} GB`],
+    tip: [`tokens/sec: ${number(row.speed)}`, `ms/step: ${number(row.ms, digitsOf(row.ms))}`,
+      `spread: ${spread(row)}`, `peak memory: ${number(row.memory, 2)} GB`],
   })), digits);
 }
 
 function drawPicture(machine, only = null) {
   const ladder = Object.values(machine.rows).filter(row => /^([0-9]|10)$/.test(row.label)), last = ladder.at(-1);
-  const times = ladder[0]?.label === "0" && ladder.length > 1 ? `Rung ${last.label} trains
+  const times = ladder[0]?.label === "0" && last !== ladder[0] && last.speed ? `Rung ${last.label} trains
     ${number(last.speed / ladder[0].speed, 1)} times as many tokens per second as the baseline. ` : "";
   find("#picture").innerHTML = `<p>${times}Measured on ${machine.name}.</p>` + (machine.profile.length ? `
     <div class="legend" role="group" aria-label="Kinds of work: show one alone">${join(kinds, ([kind, colour], i) =>
@@ -81,21 +85,21 @@ function effect(machine, {name, label, before, beforeLabel}) { // what a lesson 
     `<tr class="${css}"><th scope="row">${title}</th>${old ? `<td>${number(from, digits)}</td>` : ""}
     <td>${number(to, digits)}</td>${old ? `<td>${told}</td>` : ""}</tr>`;
   const percent = row => row?.mfu == null ? null : 100 * row.mfu;
-  const spreads = [old, now].filter(Boolean).map(row => `${number(row.low)}–${number(row.high)}`).join(" → ");
+  const spreads = [old, now].filter(Boolean).map(spread).join(" → "), digits = digitsOf(now.ms);
   const steps = [oldTime, time].filter(Boolean);
   return `${steps.length ? profileBars(steps, entry => ({title: `rung ${entry.label}`})) : ""}<table>
     <thead><tr><td></td>${old ? `<th scope="col">rung ${beforeLabel}</th>` : ""}<th scope="col">rung ${label}</th>
     ${old ? '<th scope="col">change</th>' : ""}</tr></thead>
-    <tbody>${line("ms/step", old?.ms, now.ms)}<tr class="same"><td colspan="4">spread ${spreads}</td></tr>
-    ${line("tokens/sec", old?.speed, now.speed, {digits: 0, told: `×${number(now.speed / old?.speed, 2)}`})}
+    <tbody>${line("ms/step", old?.ms, now.ms, {digits})}<tr class="same"><td colspan="4">spread ${spreads}</td></tr>
+    ${line("tokens/sec", old?.speed, now.speed, {told: `×${number(now.speed / old?.speed, 2)}`})}
     ${line("memory, GB", old?.memory, now.memory, {digits: 2})}
-    ${line("MFU, %", percent(old), percent(now), {digits: 0})}
+    ${line("MFU, %", percent(old), percent(now))}
     ${line(`loss at step ${now.step}`, old?.loss, now.loss, {digits: 3})}</tbody>
     <tbody>${time ? join(kinds, ([kind, colour], i) => {
       const [from, to, whole] = [oldTime?.parts[i], time.parts[i], sum(steps[0].parts)];
       if (Math.max(from ?? 0, to) < 0.005 * whole) return "";
       const same = Math.abs(to - from) < 0.02 * whole ? {told: "", css: "same"} : {}; // what changed stands out
-      return line(`<i style="background:${colour}"></i>${kind}`, from, to, same);
+      return line(`<i style="background:${colour}"></i>${kind}`, from, to, {digits, ...same});
     }) : ""}</tbody></table>${!old ? "" : old.tokens !== now.tokens ?
       `<p>A step reads ${number(now.tokens)} tokens, in rung ${beforeLabel} ${number(old.tokens)}.</p>` :
       now.low <= old.high && old.low <= now.high ?
@@ -125,7 +129,7 @@ function showTip(event) {
   const bar = event.target.closest?.(".bar"), tip = find("#tip");
   tip.hidden = !bar || (event.type === "focusin" && !bar.matches(":focus-visible"));
   if (tip.hidden) return;
-  const [title, ...lines] = bar.ariaLabel.split("; "), box = bar.getBoundingClientRect();
+  const [title, ...lines] = bar.getAttribute("aria-label").split("; "), box = bar.getBoundingClientRect();
   const css = name => name === event.target.dataset.kind ? "strong" : "";
   tip.innerHTML = `<b>${escape(title)}</b><table>${join(lines.map(line => escape(line).split(": ")), ([name, text]) =>
     `<tr class="${css(name)}"><td>${name}</td><td>${text}</td></tr>`)}</table>`;
@@ -134,7 +138,7 @@ function showTip(event) {
   tip.style.top = `${y + 18 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 12 : y + 18}px`;
 }
 for (const type of ["mousemove", "click", "focusin"]) addEventListener(type, showTip);
-addEventListener("scroll", () => { find("#tip").hidden = true; });
+addEventListener("scroll", () => showTip({type: "focusin", target: document.activeElement}));
 
 function lossChart(host, machine, x) {
   const css = name => () => getComputedStyle(document.documentElement).getPropertyValue(name);
@@ -176,7 +180,9 @@ all("section.machine").forEach((section, i) => {
 
 // The contents: on a phone they close when a link is followed; they mark where the reader is.
 const contents = find("#contents");
-contents.onclick = event => { if (event.target.closest("a") && contents.matches(":popover-open")) contents.hidePopover(); };
+contents.onclick = event => {
+  if (event.target.closest("a") && contents.matches(":popover-open")) contents.hidePopover();
+};
 const spy = new IntersectionObserver(entries => entries.filter(entry => entry.isIntersecting).forEach(({target}) => {
   const link = contents.querySelector(`[href="#${target.id || "machines"}"]`);
   contents.querySelector("[aria-current]")?.removeAttribute("aria-current");

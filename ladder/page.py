@@ -6,6 +6,7 @@ scripts and logs make the same file, one row to a line.
 """
 import ast
 import itertools
+import math
 import re
 import textwrap
 
@@ -89,13 +90,13 @@ def prose(body):
     text = re.sub(r"(```(?s:.*?)```|`.*?`)|(?<!\w)(--[a-z-]+)", lambda found: found[1] or f"`{found[2]}`", text)
     markdown = MarkdownIt("zero", {"typographer": True}).enable(["backticks", "fence", "list", "smartquotes"])
     page = re.sub(f"<p>({LABEL})", r"<p><b>\1</b>", markdown.render(text))
-    return page.replace("<p><b>Source", '<p class="dim"><b>Source')
+    return page.replace("<p><b>Source", '<p class="dim"><b>Source').replace("<pre>", '<pre tabindex="0">')
 
 
 def lesson_view(stage):
     """All that the template says about a rung but its measurements."""
-    after, start = stage.path.read_text(), BY_LABEL.get(stage.before)
-    before = start and start.path.read_text()
+    after, start = stage.path.read_text(encoding="utf-8"), BY_LABEL.get(stage.before)
+    before = start and start.path.read_text(encoding="utf-8")
     lesson = read_lesson(before, after)
     code = []
     if start is None:  # there is nothing to compare with: show the whole of it, down to what all rungs share
@@ -109,14 +110,14 @@ def lesson_view(stage):
 
 
 def rounded(value, digits):
-    """A number for the page's data: no more digits than matter there."""
-    return None if value is None else float(f"{value:.{digits}g}")
+    """A number for the page's data, with no more digits than matter there; None for NaN, which JSON does not have."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
 def curve(title, steps, seconds, losses):
     stride = -(-len(steps) // MAX_POINTS)
-    return {"title": title, "steps": steps[::stride], "seconds": [round(s, 1) for s in seconds[::stride]],
-            "loss": [round(loss, 3) for loss in losses[::stride]]}
+    return {"title": title, "steps": steps[::stride], "seconds": [rounded(s, 5) for s in seconds[::stride]],
+            "loss": [rounded(loss, 5) for loss in losses[::stride]]}
 
 
 def curves(report):
@@ -190,6 +191,10 @@ def machine_view(report):
     }
 
 
+def ours(name):
+    return (ROOT / "ladder" / name).read_text(encoding="utf-8")
+
+
 def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     if path.is_dir():
@@ -204,10 +209,9 @@ def write_page(reports, path):
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     text = environment.get_template("page.html.j2").render(
         lessons=[lesson_view(stage) for stage in STAGES], machines=machines, default=default, kinds=KIND_COLOURS,
-        style=(ROOT / "ladder" / "page.css").read_text(), script=(ROOT / "ladder" / "page.js").read_text(),
-        uplot=(ROOT / "ladder" / "uplot.js").read_text(),
+        style=ours("page.css"), script=ours("page.js"), uplot=ours("uplot.js"),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", newline="\n")
     partial.replace(path)

@@ -75,8 +75,9 @@ def plot_profile(profile):
         ms = [rung["parts_ms"][kind] for rung in rungs]
         handles.append(axes.barh(range(len(rungs)), ms, left=starts, color=colour, label=kind, height=0.76))
         starts = [start + more for start, more in zip(starts, ms, strict=True)]
+    digits = 0 if max(starts) >= 200 else 1
     for i, rung in enumerate(rungs):
-        axes.text(starts[i], i, f" {starts[i]:,.0f}", va="center", fontsize=9)
+        axes.text(starts[i], i, f" {starts[i]:,.{digits}f}", va="center", fontsize=9)
         for colour, width in (("white", 3.5), ("black", 1.5)):
             floor = axes.vlines(rung["floor_ms"], i - 0.46, i + 0.46, color=colour, linewidth=width, label="floor")
     axes.set_yticks(range(len(rungs)), [rung_title(rung["name"]) for rung in rungs], fontsize=9)
