@@ -32,6 +32,7 @@ from ladder.stages import BY_LABEL, BY_NAME, STAGES
 
 LADDER = [sys.executable, "-m", "ladder"]
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
+WHOLE = max(REFERENCE, key=lambda folder: len(list(folder.rglob("*.log"))))  # a whole ladder, in rounds
 
 
 def flags(tokens):
@@ -398,7 +399,13 @@ def mutated(data, rng):
 
 def test_no_damage_ends_in_a_traceback(tmp_path, call):
     """A report says in one line that it cannot compare, or shows what is left; the numbers are valid JSON."""
-    source = ROOT / "logs" / "reference" / "amd_epyc_2_cores_B1_T1024"
+    source = tmp_path / "source"
+    shutil.copytree(WHOLE / "round_1", source / "round_1")
+    shutil.copytree(WHOLE / "round_2", source / "round_2")
+    for name in ("machine.json", "profile.json"):
+        shutil.copy(WHOLE / name, source)
+    for path in source.glob("round_*/speedup_0[1-9]*.log"):
+        path.unlink()
     for seed in range(100):
         rng = random.Random(seed)
         folder = tmp_path / str(seed)
@@ -546,7 +553,7 @@ def test_the_readme_table_is_the_reference_logs(tmp_path, measured):
     table = markdown_table(build_report(measured[0]))
     assert "| 1 | [`speedup_01_weight_tying.py`](speedup_01_weight_tying.py) | weight tying |" in table
     rows = [line for line in table.splitlines() if line.startswith("|")]
-    assert len(rows) == 4 and {row.count("|") for row in rows} == {11} and "PaLM" in table
+    assert len(rows) == 4 and {row.count("|") for row in rows} == {12} and "PaLM" in table
     copy.write_text("no markers")
     with pytest.raises(UserError, match="must hold"):
         write_readme([], copy)
@@ -912,7 +919,7 @@ def test_check_names_the_data_and_the_way_out_of_the_fallback(tmp_path):
 def test_terminals_without_the_characters(encoding, times, good, monkeypatch, fake_run):
     """Every verb ends well there, and reads well."""
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    logs = [REFERENCE[0] / f"{name}.log" for name in ("speedup_05_compile", "speedup_10_fused_adamw")]
+    logs = [WHOLE / "round_1" / f"{name}.log" for name in ("speedup_05_compile", "speedup_10_fused_adamw")]
 
     def shown(verb):
         """What a verb, called without arguments, writes to such a terminal."""
@@ -923,7 +930,7 @@ def test_terminals_without_the_characters(encoding, times, good, monkeypatch, fa
         return terminal.buffer.getvalue().decode(encoding)
 
     assert f"{good} torch: " in shown(lambda: tool.main(["check"]))
-    assert f"{times} base" in shown(lambda: tool.main(["report", str(REFERENCE[0])]))
+    assert f"{times} base" in shown(lambda: tool.main(["report", str(WHOLE)]))
     assert "B - A" in shown(lambda: tool.main(["compare", *map(str, logs)]))
     assert "Rung 7" in shown(lambda: tool.main(["diff", "7"]))
     job = lambda job: write_log(job.log_dir / "baseline.log", header="# device: π\n", tail=MEDIAN) and None  # noqa: E731
