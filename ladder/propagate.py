@@ -46,7 +46,7 @@ def split(file, source):
 def merge(base, ours, theirs, gap=0):
     """`ours` with the changes from `base` to `theirs`, all lists of lines; raises Conflict.
 
-    Changes of the two sides may touch, but not overlap. In lists of words (gap=1) one between them must be unchanged.
+    Changes of the two sides may touch, but not overlap. With gap=1, as for words, one between them must be unchanged.
     """
     sides = ours, theirs
     edits = sorted(
@@ -91,9 +91,9 @@ def carry(old, new, own):
                 place += 1
             names.insert(place, name)
     for name in names:
-        texts = (f"{lesson.get(name, '').rstrip()}\n".splitlines(keepends=True) for lesson in (old, own, new))
-        try:
-            merged[name] = "".join(merge(*texts)).rstrip()
+        texts = [f"{lesson.get(name, '').rstrip()}\n".splitlines(keepends=True) for lesson in (old, own, new)]
+        try:  # one that came or went on one side may not have changed at all on the other
+            merged[name] = "".join(merge(*texts, gap=["\n"] in texts)).rstrip()
         except Conflict as conflict:
             conflicts.append((name, conflict))
     follows, following = dict(itertools.pairwise([*own, ""])), ""

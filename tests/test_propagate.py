@@ -168,6 +168,16 @@ def test_a_conflict_is_shown_and_nothing_is_written(repository):
         assert (repository / stage.file).read_text() == replaced(stage, *changes)
 
 
+def test_a_definition_that_goes_conflicts_with_a_change_of_it(repository):
+    """To rename a class is to remove its methods: what rung 4 adds to one of them must not be left behind."""
+    edit(repository / "baseline.py", ("class MLP(", "class Feed("), ("self.mlp = MLP(", "self.mlp = Feed("))
+    before = snapshot(repository)
+    with pytest.raises(UserError, match=r"(?s)speedup_04_residual_scaling.py: .* in MLP.__init__:\n") as error:
+        propagate(BASELINE, repository)
+    assert str(error.value).endswith("  and with it:\n    | (nothing)")
+    assert snapshot(repository) == before
+
+
 def test_until_needs_a_later_rung(repository):
     edit(repository / "speedup_05_compile.py", ("import json\n", "import json\nimport platform\n"))
     for until in ("5", "3"):
