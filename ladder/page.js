@@ -151,7 +151,7 @@ function lossChart(host, machine, x) {
   const chart = new uPlot({
     width: host.clientWidth, height: 380, scales: {x: {time: false}}, focus: {alpha: 0.25},
     cursor: {focus: {prox: 24}, dataIdx: nearest},
-    axes: [axis(x === "steps" ? "step" : "seconds of training, compilation included"), axis("loss (nats)")],
+    axes: [axis(x === "steps" ? "step" : "seconds of training, the first step included"), axis("loss (nats)")],
     series: [{label: x === "steps" ? "step" : "seconds"}, ...machine.curves.map((curve, i) => ({
       label: curve.title, stroke: `oklch(0.65 0.15 ${hue(i)})`, width: 1.6, spanGaps: true, dash: curve.val && [5, 4],
       points: {show: false}, value: (plot, loss) => number(loss, 3),
