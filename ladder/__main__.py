@@ -65,12 +65,13 @@ def parse_args(argv=None):
 
     profile = verbs.add_parser("profile", help="where the time of a step goes; unknown flags go to the scripts")
     profile.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
-    profile.add_argument("--repeat", type=positive, default=1, metavar="N", help="N rounds: the median step counts")
+    profile.add_argument("--repeat", type=positive, default=1, metavar="N",
+                         help="N rounds, best an odd number: the median step counts")
     profile.add_argument("--logs", type=Path, metavar="FOLDER",
                          help=f"of a run, to be shown with it (default: {PROFILES}/DATE_TIME)")
 
     survey = verbs.add_parser("survey", help="all of this in a given time; unknown flags go to the scripts")
-    survey.add_argument("--minutes", type=float, default=10, help="(default: %(default)s)")
+    survey.add_argument("--minutes", type=positive_number, default=10, help="(default: %(default)s)")
     survey.add_argument("--out", type=Path, metavar="FOLDER", help=f"a new folder (default: {SURVEYS}/DATE_TIME)")
 
     report = verbs.add_parser(
@@ -191,13 +192,14 @@ def run(args):
 
 
 def profile(args):
-    from ladder.plots import save, plot_profile
+    from ladder.plots import plot_profile, save
     from ladder.runner import locked, parse_rungs
-    from ladder.step_profile import print_profile, profile_ladder, read_profile
+    from ladder.step_profile import check_profile, print_profile, profile_ladder, read_profile
 
     stop_at_signals()
     folder = args.logs or PROFILES / now()
     stages = parse_rungs(args.rungs)
+    check_profile(stages, args.flags, folder)  # before the folder is made
     with locked(folder, resume=True):
         failed = profile_ladder(stages, args.flags, folder, console, args.repeat)
     if found := read_profile(folder):
@@ -209,15 +211,17 @@ def profile(args):
 
 def survey(args):
     from ladder.report import build_report, print_table
+    from ladder.step_profile import print_profile
     from ladder.survey import survey
 
     stop_at_signals()
-    if not args.minutes > 0:
-        raise UserError(f"--minutes {args.minutes:g}: must be more than 0")
     out = args.out or SURVEYS / now()
     folders = survey(args.minutes, out, args.flags, console)
     for folder in folders:
-        print_table(build_report(folder), console)
+        report = build_report(folder)
+        print_table(report, console)
+        if report.profile:
+            print_profile(report.profile, console)
     console.print(f"To add this machine: copy the folders of {out} to logs/reference", markup=False)
     return 0 if folders else 1
 
@@ -248,6 +252,7 @@ def reference_folders():
 
 def report(args):
     from ladder.report import as_csv, as_json, build_report, print_table, write_readme
+    from ladder.step_profile import print_profile
 
     def read(default):
         return [build_report(folder, args.peak_tflops, B=args.B, T=args.T, model=args.model)
@@ -278,6 +283,8 @@ def report(args):
     elif not (args.readme or args.png or args.html):
         for one in reports:
             print_table(one, console)
+            if one.profile:
+                print_profile(one.profile, console)
     return 0
 
 

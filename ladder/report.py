@@ -140,6 +140,11 @@ def build_report(folder, peak_tflops=None, **stand_ins):
     except UserError as error:
         profile = None
         passed_over.append(str(error))
+    first = next(iter(runs.values()))[0]
+    if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
+        passed_over.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
+                           "and the logs are not")
+        profile = None
     if peak_tflops and not machine:
         machine = {"rates": {GIVEN: 1e12 * peak_tflops}}
     every_run = [run for rounds in runs.values() for run in rounds]
@@ -183,7 +188,6 @@ def build_report(folder, peak_tflops=None, **stand_ins):
                 run.seconds_to_val(common_val_loss) for run in rounds if run.val_losses
             ),
         ))
-    first = next(iter(runs.values()))[0]
     return Report(
         Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs,
         profile, passed_over,
@@ -357,7 +361,7 @@ def write_readme(reports, readme=ROOT / "README.md"):
     """Put the ladder's tables and those of the rungs beyond between their marks; raises UserError without marks."""
     beyond = [report for report in reports if BEYOND & report.runs.keys()]
     ladder = [report for report in reports if report not in beyond]
-    ladder.sort(key=lambda report: -len(report.rows))  # whole ladders first
+    ladder = sorted((report for report in ladder if len(report.rows) > 1), key=lambda report: -len(report.rows))
     text = readme.read_text(encoding="utf-8")
     text = between_marks(text, LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
     text = between_marks(text, BEYOND_MARKS, [beyond_table(report) for report in beyond], readme)

@@ -234,10 +234,11 @@ def write_machine(folder, device, **more):
 
 
 @contextlib.contextmanager
-def locked(folder, resume):
+def locked(folder, resume, flag="--logs"):
     """Hold the folder of a run; raises UserError when it is in use, or not empty without `resume`."""
     if not resume and folder.exists() and any(path.name != "lock" for path in folder.iterdir()):
-        raise UserError(f"--logs {folder}: is not empty; give a new folder, or --resume to continue the run in it")
+        way = ", or --resume to continue the run in it" if flag == "--logs" else ""
+        raise UserError(f"{flag} {folder}: is not empty; give a new folder{way}")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(folder / "lock", timeout=0):
@@ -283,7 +284,12 @@ def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console, dea
             if outcome.status != "ok":
                 say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
                 continue
-            run = read_log(job.log_dir / f"{job.name}.log")
+            try:
+                run = read_log(job.log_dir / f"{job.name}.log")
+            except UserError as error:  # a full disk, say, of which the script has warned
+                outcomes[-1] = Outcome(job.name, "failed", outcome.reason or str(error))
+                say(f"{job.name}: failed: {outcomes[-1].reason}", style="red", markup=False)
+                continue
             say(f"{job.name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step")
             if outcome.reason:
                 say(f"  {outcome.reason}", style="yellow", markup=False)

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 from ladder.errors import UserError
 from ladder.flops import flops_per_token
-from ladder.logs import STEP_LINE, read_log
+from ladder.logs import STEP_LINE, has_steps, read_folder, read_log
 from ladder.stages import BY_LABEL, BY_NAME
 
 KINDS = {  # kind of work: what belongs to it
@@ -78,13 +78,15 @@ def by_kind(events, logit_widths, device):
             parent = parent.cpu_parent
         if device == "cpu":
             parts[kind_of(event.name, shapes, around, logit_widths)] += event.self_cpu_time_total / 1000
-        for kernel in event.kernels if event.name != STEP else []:
+        for kernel in event.kernels if not event.is_user_annotation else []:  # a range is no work of its own
             name = kernel.name if kernel.name.startswith("Mem") else event.name
             kind = kind_of(name, shapes, around, logit_widths)
             parts["normalization and pointwise" if kind == "waiting" else kind] += kernel.duration / 1000
     total = sum(step.time_range.elapsed_us() for step in steps) / 1000
     if device != "cpu":
-        parts["waiting"] = total - sum(parts.values())
+        if not any(parts.values()):
+            raise UserError("the profiler has seen no kernel: is it allowed to here? (CUPTI, in a container)")
+        parts["waiting"] = max(0.0, total - sum(parts.values()))
     return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps)
 
 
@@ -100,7 +102,7 @@ def profile_rung(label, flags, folder):
     settings = script.parse_settings([*flags, "--log-dir", str(folder)])
     on_cpu = settings.device == "cpu"
     warm_up, plain, profiled = STEPS_ON_A_CPU if on_cpu else STEPS_ON_A_GPU
-    settings.steps = warm_up + plain + profiled
+    settings.steps = warm_up + plain + 1 + profiled  # the profiler's own first step does not count
     seen = SimpleNamespace(range=None, model=None)
     profiler = profile(activities=[ProfilerActivity.CPU] + ([] if on_cpu else [ProfilerActivity.CUDA]),
                        record_shapes=True)
@@ -124,7 +126,7 @@ def profile_rung(label, flags, folder):
             super().step(step, *values, **more)
             if step == warm_up + plain:
                 profiler.start()
-            if warm_up + plain <= step < settings.steps:
+            if warm_up + plain < step < settings.steps:
                 seen.range = record_function(STEP)
                 seen.range.__enter__()
             elif step == settings.steps:
@@ -138,7 +140,7 @@ def profile_rung(label, flags, folder):
     logit_widths = {seen.model.config.vocab_size, len(seen.model.lm_head.weight)}
     parts, step_ms = by_kind(profiler.events(), logit_widths, settings.device)
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
-    return {"name": run.name, "step_ms": step_ms, "plain_ms": statistics.median(run.ms[warm_up:-profiled]),
+    return {"name": run.name, "step_ms": step_ms, "plain_ms": statistics.median(run.ms[warm_up : warm_up + plain]),
             "profiled_ms": statistics.mean(run.ms[-profiled:]), "parts_ms": parts}
 
 
@@ -157,35 +159,63 @@ def read_profile(folder):
     if not path.exists():
         return None
     try:
-        profile = json.loads(path.read_text())
-        if not all(list(rung["parts_ms"]) == list(KINDS) for rung in profile["rungs"]):
-            raise ValueError("other kinds of work than these: " + ", ".join(KINDS))
+        profile = json.loads(path.read_text(encoding="utf-8"))
+        for rung in profile["rungs"]:
+            numbers = [*rung["parts_ms"].values(), rung["step_ms"], rung["plain_ms"], rung["floor_ms"]]
+            known = rung["name"] in BY_NAME and list(rung["parts_ms"]) == list(KINDS)
+            if not known or not all(0 <= ms < math.inf for ms in numbers):
+                raise ValueError(f"{rung['name']}: not a rung's times by kind of work")
+        if not profile["rungs"] or not {"model", "B", "T", "name"} <= profile.keys():
+            raise ValueError("it lacks the rungs, or of what they are")
         return profile
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): run python -m ladder profile again, or delete it") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it, and run python -m ladder profile again") from None
+
+
+def check_profile(stages, flags, folder):
+    """The Settings of a profile in `folder`; raises UserError if it cannot be made or belongs elsewhere."""
+    from ladder.report import read_machine
+    from ladder.runner import check_flags, split_flags
+
+    if set(stages) - {BY_LABEL[str(number)] for number in range(11)}:
+        raise UserError("--rungs: a profile is made of rungs 0 to 10")
+    for flag in ("--steps", "--compile-mode", "--pretrained"):
+        if split_flags(flags, flag)[0]:
+            raise UserError(f"{flag}: not for a profile; leave it out")
+    settings = check_flags(stages, flags)
+    if settings.device == "mps":
+        raise UserError("--device mps: torch.profiler does not see Apple GPUs; give --device cpu")
+    wanted = settings.model, settings.B, settings.T
+    there = [(run.model, run.B, run.T) for rounds in read_folder(folder)[0].values() for run in rounds] \
+        if has_steps(folder) else []
+    if profile := read_profile(folder):
+        there.append((profile["model"], profile["B"], profile["T"]))
+    for model, B, T in there:
+        if (model, B, T) != wanted:
+            raise UserError(f"--logs {folder}: holds results of {model}, B={B} T={T}, and this would be {wanted[0]}, "
+                            f"B={wanted[1]} T={wanted[2]}; give the same flags, or another folder")
+    if read_machine(folder).get("device", settings.device) != settings.device:
+        raise UserError(f"--logs {folder}: its machine.json is of another device; give another folder")
+    return settings
 
 
 def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
     """Profile the stages, one after the other, into folder/profile.json; returns the outcomes of those that failed.
 
-    Of `repeat` rounds a rung's median step counts. The rates of folder/machine.json serve for the floor; where there is
-    none they are measured first. It ends at the `deadline` (of time.monotonic), with the rungs that are finished then.
+    Of `repeat` rounds a rung's median step counts; rungs that folder/profile.json has besides stay. The rates of
+    folder/machine.json serve for the floor; where there is none they are measured first. It ends at the `deadline` (of
+    time.monotonic), with the rungs that are finished then.
     """
     from ladder.report import read_machine
-    from ladder.runner import Job, check_flags, own_flags, run_job, split_flags, write_machine
+    from ladder.runner import Job, own_flags, run_job, write_machine
 
-    foreign = set(stages) - {BY_LABEL[str(number)] for number in range(11)}
-    if foreign:
-        raise UserError("--rungs: the profile is made of rungs 0 to 10")
-    if split_flags(flags, "--steps")[0]:
-        raise UserError("--steps: the profile has its own number of steps; leave it out")
-    settings = check_flags(stages, flags)
+    settings = check_profile(stages, flags, folder)
     if not (folder / "machine.json").exists():
         write_machine(folder, settings.device)
     machine = read_machine(folder)
-    profile = {"model": settings.pretrained or settings.model, "B": settings.B, "T": settings.T,
-               "name": machine.get("name"), "device": settings.device, "torch": machine.get("torch"),
-               "rates": machine["rates"], "rounds": repeat, "rungs": []}
+    profile = {"model": settings.model, "B": settings.B, "T": settings.T, "name": machine.get("name"),
+               "device": settings.device, "rounds": repeat}
+    before = {rung["name"]: [rung] for rung in (read_profile(folder) or {"rungs": []})["rungs"]}
     failed, found = [], {}
     for number, stage in enumerate(stages * repeat, 1):
         if time.monotonic() > deadline:
@@ -208,12 +238,13 @@ def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
             rung = json.loads(result.read_text())
             rung["floor_ms"] = floor_ms(read_log(Path(scratch) / f"{stage.name}.log"), machine["rates"])
         found.setdefault(stage.name, []).append(rung)
-        profile["rungs"] = [sorted(rounds, key=lambda one: one["step_ms"])[len(rounds) // 2]
-                            for rounds in found.values()]
+        rounds_of = before | found
+        profile["rungs"] = [sorted(rounds_of[name], key=lambda one: one["step_ms"])[len(rounds_of[name]) // 2]
+                            for name in BY_NAME if name in rounds_of]
         times = f"{rung['step_ms']:,.1f} ms/step under the profiler, {rung['plain_ms']:,.1f} without"
         console.print(f"{stage.name}: {times}", markup=False)
         partial = folder / "profile.json.partial"
-        partial.write_text(json.dumps(profile, indent=1) + "\n")
+        partial.write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
         partial.replace(folder / "profile.json")
     return failed
 
@@ -224,7 +255,7 @@ def print_profile(profile, console):
     from rich.table import Table
 
     table = Table(title=f"ms per step, {profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}",
-                  caption="step: under the profiler; plain: without; floor: matrix products at the measured rate",
+                  caption="step: under the profiler; floor: its matrix products at the measured rate",
                   caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
                   pad_edge=False)
     wide = console.width >= 130
@@ -241,4 +272,7 @@ def print_profile(profile, console):
 
 if __name__ == "__main__":
     rung, file, *rest = sys.argv[1:]
-    Path(file).write_text(json.dumps(profile_rung(rung, rest, Path(file).parent)))
+    try:
+        Path(file).write_text(json.dumps(profile_rung(rung, rest, Path(file).parent)))
+    except UserError as error:
+        sys.exit(f"error: {error}")

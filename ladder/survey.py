@@ -4,17 +4,22 @@ The folders that a survey leaves can be committed as they are, in logs/reference
 """
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from ladder.memory import recommend
+from ladder.errors import UserError
+from ladder.logs import has_steps
+from ladder.memory import RUN_BY_DEFAULT, largest_fitting, recommend
 from ladder.runner import (
-    check_flags, largest_batch, load_script, locked, parse_rungs, plan, run_ladder, run_module, split_flags,
+    check_flags, largest_batch, locked, parse_rungs, plan, run_ladder, run_module, split_flags,
     write_machine,
 )
 from ladder.stages import BY_LABEL
-from ladder.step_profile import print_profile, profile_ladder, read_profile
+from ladder.step_profile import profile_ladder
 
 ROUNDS = 3
 JOB_SECONDS = 600
@@ -24,11 +29,15 @@ ALIASES = {"-B": "--batch-size", "-T": "--seq-len"}
 
 def with_defaults(flags, minutes):
     """`flags`, and what they leave open of the model, B, T and steps, chosen for the hungriest rung and the time."""
+    if split_flags(flags, "--compile-mode", "--pretrained")[0]:
+        raise UserError("--compile-mode, --pretrained: not for a survey; leave them out")
     settings = check_flags([BY_LABEL["10"]], flags)
-    on_cpu = settings.device == "cpu"
-    model, B, T = recommend(int(run_module("memory", settings.device)), accelerator=not on_cpu)
-    chosen = {"--model": model, "-B": B, "-T": min(T, 256) if on_cpu and minutes < SHORT else T,
-              "--steps": 5 if on_cpu else 30}
+    on_cpu, free = settings.device == "cpu", int(run_module("memory", settings.device))
+    model, _, T = recommend(free, accelerator=not on_cpu)
+    model = settings.model if "--model" in flags else model
+    T = settings.T if {"-T", "--seq-len"} & set(flags) else min(T, 256) if on_cpu and minutes < SHORT else T
+    B = 1 if on_cpu else max(1, min(64, largest_fitting(model, T, RUN_BY_DEFAULT, 0.8 * free)))
+    chosen = {"--model": model, "-B": 2 ** (B.bit_length() - 1), "-T": T, "--steps": 5 if on_cpu else 30}
     given = {flag for flag in chosen if split_flags(flags, flag, *([ALIASES[flag]] if flag in ALIASES else []))[0]}
     return [*flags, *(str(word) for flag in chosen.keys() - given for word in (flag, chosen[flag]))]
 
@@ -39,9 +48,6 @@ def survey(minutes, out, flags, console):
     flags = with_defaults(flags, minutes)
     ladder, beyond, rung_10 = parse_rungs("0-10"), parse_rungs("11-16"), BY_LABEL["10"]
     settings = check_flags([*ladder, *beyond], flags)
-    machine = load_script(rung_10).device_name(settings.device)
-    name = re.sub(r"\W+", "_", machine.lower()).strip("_")
-    main = out / f"{name}_B{settings.B}_T{settings.T}"
     unsized = split_flags(flags, "--steps")[1]
 
     def left():
@@ -59,17 +65,23 @@ def survey(minutes, out, flags, console):
     def largest_batches():
         found = []
         for stage in parse_rungs("0,5,6,10"):
-            B, speed, why = largest_batch(stage, unsized, main, left(), 1, console.print)
-            if left() > 0:  # else it was the end of the survey that stopped the search
-                found.append({"rung": stage.name, "B": B, "tokens_per_second": speed, "stopped_by": why})
+            with TemporaryDirectory() as scratch:  # its logs have other batches
+                B, speed, why = largest_batch(stage, unsized, Path(scratch), left(), 1, console.print)
+            if left() < 1:
+                break  # it was the end of the survey that stopped the search
+            found.append({"rung": stage.name, "B": B, "tokens_per_second": speed, "stopped_by": why})
         (main / "largest_batch.json").write_text(json.dumps(found, indent=1) + "\n")
 
-    with locked(out, resume=False):
-        main.mkdir()
+    with locked(out, resume=False, flag="--out"):
+        scratch = out / "machine"
+        scratch.mkdir()
+        write_machine(scratch, settings.device)
+        device = json.loads((scratch / "machine.json").read_text())["name"]
+        name = re.sub(r"\W+", "_", device.lower()).strip("_")
+        main = scratch.rename(out / f"{name}_B{settings.B}_T{settings.T}")
         check = subprocess.run([sys.executable, "-m", "ladder", "check"], text=True, capture_output=True, check=False)
         (out / "check.txt").write_text(check.stdout, encoding="utf-8")
         console.print(check.stdout, markup=False)
-        write_machine(main, settings.device)
         jobs = plan(ladder, flags, main, ROUNDS, peers=True)
         first = len(jobs) // ROUNDS
         parts = {
@@ -88,7 +100,11 @@ def survey(minutes, out, flags, console):
             if left() < 1:
                 break
             console.print(f"{title}: {left() / 60:.1f} minutes left", style="bold", markup=False)
-            work()
-    if profile := read_profile(main):
-        print_profile(profile, console)
-    return sorted({path.parent if path.parent.parent == out else path.parent.parent for path in out.rglob("*.log")})
+            try:
+                work()
+            except KeyboardInterrupt:
+                console.print("stopped; what is finished stays")
+                break
+    for folder in [path for path in out.iterdir() if path.is_dir() and not has_steps(path)]:
+        shutil.rmtree(folder)  # nothing came of it
+    return sorted(path for path in out.iterdir() if path.is_dir())

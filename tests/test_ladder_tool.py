@@ -544,6 +544,12 @@ def test_plots_are_pictures(measured, tmp_path, call):
     assert all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 10_000 for p in pictures)
 
 
+def test_links_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("logs/reference/*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+            assert link.startswith("http") or (page.parent / link).exists(), (page, link)
+
+
 def test_the_readme_table_is_the_reference_logs(tmp_path, measured):
     """The committed README says what the committed logs say."""
     copy = tmp_path / "README.md"

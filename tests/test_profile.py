@@ -1,19 +1,24 @@
 """The profile: each operation counts for its kind of work, with its time, and the parts add up to the step."""
 import json
+import shutil
 import sys
 import time
 
 import pytest
 import torch
-from conftest import run_command
+from conftest import ROOT, run_command
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ladder.errors import UserError
 from ladder.logs import read_log
 from ladder.report import build_report
-from ladder.step_profile import CLIP, DATA, KINDS, STEP, by_kind, floor_ms, kind_of, read_profile
+from ladder.stages import BY_LABEL
+from ladder.step_profile import (
+    CLIP, DATA, KINDS, STEP, by_kind, check_profile, floor_ms, kind_of, read_profile,
+)
 
+WHOLE = ROOT / "logs" / "reference" / "amd_epyc_avx2_2_cores_B1_T1024"
 N_ROWS, N_EMBD, T, N_HEAD = 3000, 256, 256, 4
 
 
@@ -189,10 +194,34 @@ def test_profile_as_a_user_calls_it(tokens, tmp_path):
 
 def test_a_damaged_profile_is_named(tmp_path):
     assert read_profile(tmp_path) is None
-    for text in ("{", "[]", '{"rungs": 3}', '{"rungs": [{"parts_ms": {"sums": 1}}]}'):
+    good = read_profile(WHOLE)
+    rung = good["rungs"][0]
+    bad = [{"rungs": []}, {"rungs": [rung | {"name": "rung_99"}]}, {"rungs": [rung | {"floor_ms": None}]},
+           {"rungs": [rung | {"step_ms": float("nan")}]}, {"rungs": [rung | {"parts_ms": {"sums": 1}}]}]
+    texts = [json.dumps(good | change) for change in bad] + ["{", "[]", '{"rungs": 3}', json.dumps({"rungs": [rung]})]
+    for text in texts:
         (tmp_path / "profile.json").write_text(text)
         with pytest.raises(UserError, match=r"profile.json is damaged"):
             read_profile(tmp_path)
+
+
+def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
+    """Before it is made, and when it is shown."""
+    flags = ["--model", "tiny", "--device", "cpu", "--data", str(tokens), "-B", "1", "-T", "32"]
+    stages = [BY_LABEL["0"], BY_LABEL["10"]]
+    assert check_profile(stages, flags, tmp_path / "new").T == 32
+    shutil.copytree(WHOLE / "round_1", tmp_path / "round_1")
+    with pytest.raises(UserError, match="holds results of gpt2, B=1 T=1024, and this would be tiny, B=1 T=32"):
+        check_profile(stages, flags, tmp_path)
+    assert build_report(tmp_path).profile is None
+    (tmp_path / "profile.json").write_text(json.dumps(read_profile(WHOLE) | {"T": 64}))
+    report = build_report(tmp_path)
+    assert report.profile is None and "B=1 T=64, and the logs are not" in report.passed_over[0]
+    assert build_report(WHOLE).profile and not build_report(WHOLE).passed_over
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 1e12}, "device": "cuda"}))
+    with pytest.raises(UserError, match="of another device"):
+        check_profile(stages, flags, tmp_path / "new")
 
 
 @pytest.mark.slow
@@ -211,4 +240,4 @@ def test_a_survey_ends_in_time_and_leaves_folders_to_commit(tokens, tmp_path):
     done = run_command(*survey, "--out", tmp_path / "short", *words)
     assert done.returncode == 1 and "is not empty" in done.stderr
     done = run_command(*survey, "--minutes", 0, *words)
-    assert done.returncode == 1 and "must be more than 0" in done.stderr
+    assert done.returncode == 2 and "must be more than 0" in done.stderr
