@@ -64,8 +64,8 @@ function drawPicture(machine, only = null) {
     <span><i class="floor"></i>floor</span></div>
     ${profileBars(machine.profile, undefined, only)}
     <p class="dim">Milliseconds of a step by kind of work, under a profiler. The head is the product with the matrix of
-    the vocabulary. The floor is what the rung’s matrix products take at the rate measured on this machine. Point at a
-    bar, or tap it, for the numbers; choose a kind of work to see it alone.</p>` : `${plainBars(machine, "speed")}
+    the vocabulary. The floor is what all products of matrices, attention’s included, take at the rate measured on this
+    machine; where it is shared, its speed drifts, and equal work differs from bar to bar. Point at a bar, or tap it, for the numbers; choose a kind of work to see it alone.</p>` : `${plainBars(machine, "speed")}
     <p class="dim">Tokens per second; the thin lines are the spread. This machine has no profile, so no time by kind of
     work.</p>`);
   all(".legend button").forEach((button, i) => {

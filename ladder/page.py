@@ -146,13 +146,18 @@ def rungs_of(report):
 
 
 def machine_name(report):
-    """A short name for a reader: "AMD EPYC, 2 cores, B=1 T=1024"; the folder's where the logs do not say."""
+    """A short name for a reader: "AMD EPYC, 2 cores, bfloat16, B=1 T=1024"; the folder's where the logs do not say.
+
+    The format is the one of the fastest matrix products: it tells CPUs of one name apart.
+    """
     setting = report.setting
     if not setting["device"] or not setting["B"]:
         return report.name
     headers = [run.headers["device"] for rounds in report.runs.values() for run in rounds]
     cores = max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
     device = setting["device"] + (f", {cores} core{'s' * (cores > 1)}" if cores else "")
+    rates = report.machine.get("rates", {})
+    device += f", {max(rates, key=rates.get)}" if rates and cores else ""
     model = f", {setting['model']}" if setting["model"] != "gpt2" else ""
     return f"{device}{model}, B={setting['B']} T={setting['T']}"
 
@@ -201,7 +206,8 @@ def write_page(reports, path):
         raise UserError(f"--html {path} is a folder: name a file")
     machines = [machine_view(report) for report in reports]
     # The reader starts with a machine that has a profile, and the most rungs.
-    default = max(machines, key=lambda machine: (bool(machine["profile"]), len(machine["rows"].keys() & BY_NAME)))
+    machines.sort(key=lambda machine: (not machine["profile"], -len(machine["rows"].keys() & BY_NAME)))
+    default = machines[0]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ROOT / "ladder"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

@@ -68,7 +68,7 @@ def plot_profile(profile):
     rungs = profile["rungs"]
     figure, axes = new_figure("Where a step's time goes", height=1.4 + 0.36 * max(4, len(rungs)), caption=(
         f"{profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}. "
-        "Floor: what this rung's matrix products take at the rate measured on this machine."))
+        "Floor: what all matrix products, attention's included, take at the rate measured on this machine."))
     starts = [0.0] * len(rungs)
     handles = []
     for kind, colour in KIND_COLOURS.items():

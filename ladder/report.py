@@ -359,9 +359,9 @@ def between_marks(text, marks, tables, readme):
 
 def write_readme(reports, readme=ROOT / "README.md"):
     """Put the ladder's tables and those of the rungs beyond between their marks; raises UserError without marks."""
+    reports = sorted((one for one in reports if len(one.rows) > 1), key=lambda report: -len(report.rows))
     beyond = [report for report in reports if BEYOND & report.runs.keys()]
     ladder = [report for report in reports if report not in beyond]
-    ladder = sorted((report for report in ladder if len(report.rows) > 1), key=lambda report: -len(report.rows))
     text = readme.read_text(encoding="utf-8")
     text = between_marks(text, LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
     text = between_marks(text, BEYOND_MARKS, [beyond_table(report) for report in beyond], readme)
