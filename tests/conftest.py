@@ -33,6 +33,8 @@ STEP_LINE = re.compile(
     r"( \| norm: (?P<norm>\S+))?( \| lr: (?P<lr>\S+))?"
 )
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
+
 
 def load_module(path):
     """Import a file of the project under its own name, fresh."""
