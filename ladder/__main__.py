@@ -182,7 +182,7 @@ def run(args):
         print_table(build_report(logs), console)
         console.print(f"logs: {logs}", markup=False)
     else:
-        console.print("no rung came to a step, so there is no table")
+        console.print("no rung finished a step, so there is no table")
     failed = [outcome for outcome in outcomes if outcome.status not in ("ok", "skipped")]
     if failed:
         console.print(f"{len(failed)} of {len(jobs)} runs did not finish:", style="red")

@@ -155,7 +155,7 @@ def read_log(path, B=None, T=None, model=None):
     batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
     ranks = re.fullmatch(COUNT, headers.get("ranks", "1"))
     if not ranks or int(ranks[1]) < 1:
-        raise UserError(f"{path} is damaged: {headers['ranks']!r} is no number of ranks")
+        raise UserError(f"{path} is damaged: {headers['ranks']!r} is not a number of ranks")
     if model:
         headers.setdefault("model", model)
     run = Run(

@@ -22,7 +22,7 @@ KIND_COLOURS = {
     "waiting": "#b6bfba",
 }
 
-plt.rcParams["text.parse_math"] = False  # a $ in a name is no formula
+plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formula
 
 
 def colours_of(report):

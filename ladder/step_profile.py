@@ -78,7 +78,7 @@ def by_kind(events, logit_widths, device):
             parent = parent.cpu_parent
         if device == "cpu":
             parts[kind_of(event.name, shapes, around, logit_widths)] += event.self_cpu_time_total / 1000
-        for kernel in event.kernels if not event.is_user_annotation else []:  # a range is no work of its own
+        for kernel in event.kernels if not event.is_user_annotation else []:  # a range does no work itself
             name = kernel.name if kernel.name.startswith("Mem") else event.name
             kind = kind_of(name, shapes, around, logit_widths)
             parts["normalization and pointwise" if kind == "waiting" else kind] += kernel.duration / 1000
@@ -141,7 +141,7 @@ def profile_rung(label, flags, folder):
     parts, step_ms = by_kind(profiler.events(), logit_widths, settings.device)
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
     return {"name": run.name, "step_ms": step_ms, "plain_ms": statistics.median(run.ms[warm_up : warm_up + plain]),
-            "profiled_ms": statistics.mean(run.ms[-profiled:]), "parts_ms": parts}
+            "parts_ms": parts}
 
 
 def floor_ms(run, rates):
@@ -259,7 +259,7 @@ def print_profile(profile, console):
                   caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
                   pad_edge=False)
     wide = console.width >= 130
-    words = KINDS if wide else ("matmul", "head", "attn", "other", "CE", "optim", "data", "wait")
+    words = KINDS if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
     for heading in ("rung", *words, "step", *(["plain"] if wide else []), "floor"):
         table.add_column(heading, justify="left" if heading == "rung" else "right")
     for rung in profile["rungs"]:

@@ -116,7 +116,7 @@ def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
     assert time.monotonic() - started < 60
     code, output, _ = call("run", "--rungs", "0", "--logs", tmp_path / "b", *flags(tokens), "-T", 2048)
     assert code == 1 and "failed: error: -T 2048" in output and "Traceback" not in output
-    assert "no rung came to a step" in output and not list(tmp_path.iterdir())
+    assert "no rung finished a step" in output and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -370,8 +370,8 @@ def test_damaged_files_are_named_and_the_others_reported(tmp_path, call):
     code, output, _ = call("report", tmp_path)
     assert code == 0 and "81,920" in output
     lines = [line for line in output.splitlines() if line.startswith("! passed over: ")]
-    named = {"binary.log": "not a text file", "folder.log": "is a folder", "ranks.log": "'x' is no number",
-             "no_ranks.log": "'0' is no number", "still.log": "0.0 ms", "machine.json": "is damaged"}
+    named = {"binary.log": "not a text file", "folder.log": "is a folder", "ranks.log": "'x' is not a number",
+             "no_ranks.log": "'0' is not a number", "still.log": "0.0 ms", "machine.json": "is damaged"}
     for name, why in named.items():
         assert sum(f"/{name} " in line and why in line for line in lines) == 1, output
     assert len(lines) == 6
@@ -749,7 +749,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):
         raise KeyboardInterrupt
 
     code, output, _ = fake_run(interrupt)
-    assert code == 130 and "no rung came to a step" in output and not list(tool.RUNS.iterdir())
+    assert code == 130 and "no rung finished a step" in output and not list(tool.RUNS.iterdir())
 
     def interrupt_later(job):
         write_log(job.log_dir / "baseline.log")
