@@ -11,9 +11,11 @@ from conftest import ROOT, run_command
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ladder import runner, survey
 from ladder.errors import UserError
 from ladder.logs import read_log
 from ladder.report import build_report
+from ladder.runner import check_flags
 from ladder.stages import BY_LABEL
 from ladder.step_profile import (
     CLIP, DATA, KINDS, STEP, STEPS_ON_A_CPU, by_kind, check_profile, floor_ms, kind_of, read_profile,
@@ -229,9 +231,9 @@ def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
 @pytest.mark.slow
 def test_a_survey_ends_in_time_and_leaves_folders_to_commit(tokens, tmp_path):
     words = ["--model", "tiny", "--device", "cpu", "--data", tokens, "-B", 1, "-T", 32, "--steps", 3]
-    survey = [sys.executable, "-m", "ladder", "survey"]
+    command = [sys.executable, "-m", "ladder", "survey"]
     started = time.monotonic()
-    done = run_command(*survey, "--minutes", 1.5, "--out", tmp_path / "short", *words)
+    done = run_command(*command, "--minutes", 1.5, "--out", tmp_path / "short", *words)
     assert time.monotonic() - started < 90 + 30
     assert done.returncode == 0, done.stdout + done.stderr
     [main] = (tmp_path / "short").glob("*_B1_T32")
@@ -239,7 +241,25 @@ def test_a_survey_ends_in_time_and_leaves_folders_to_commit(tokens, tmp_path):
     assert report.rows[0].name == "baseline" and all(row.complete for row in report.rows)
     assert {"name", "rates", "torch"} <= report.machine.keys()
     assert "torch" in (tmp_path / "short" / "check.txt").read_text(encoding="utf-8")
-    done = run_command(*survey, "--out", tmp_path / "short", *words)
+    done = run_command(*command, "--out", tmp_path / "short", *words)
     assert done.returncode == 1 and "is not empty" in done.stderr
-    done = run_command(*survey, "--minutes", 0, *words)
+    done = run_command(*command, "--minutes", 0, *words)
     assert done.returncode == 2 and "must be more than 0" in done.stderr
+
+
+@pytest.mark.parametrize("flags, minutes, chosen", [
+    ([], 10, ("gpt2", 1, 256, 5)), ([], 60, ("gpt2", 1, 1024, 5)), (["-T", "64"], 60, ("gpt2", 1, 64, 5)),
+    (["--model", "tiny", "--batch-size", "3", "--steps", "7"], 10, ("tiny", 3, 256, 7)),
+])
+def test_a_survey_chooses_what_the_flags_leave_open(monkeypatch, tokens, flags, minutes, chosen):
+    monkeypatch.setattr(survey, "run_module", lambda *_: "20_000_000_000")
+    flags = survey.with_defaults([*flags, "--device", "cpu", "--data", str(tokens)], minutes)
+    settings = check_flags([BY_LABEL["10"]], flags)
+    assert (settings.model, settings.B, settings.T, settings.steps) == chosen
+
+
+def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):
+    for rate in (2e12, 3e12, 1e12):
+        monkeypatch.setattr(runner, "run_module", lambda *_, rate=rate: json.dumps({"rates": {"float32": rate}}))
+        runner.write_machine(tmp_path, "cpu", arguments=["run"])
+    assert json.loads((tmp_path / "machine.json").read_text()) == {"rates": {"float32": 3e12}, "arguments": ["run"]}
