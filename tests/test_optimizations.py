@@ -42,6 +42,7 @@ def losses_of(run):
     # On a CPU, eagerly, these compute the very same: "high" changes no product; nothing is compiled; one rank, one
     # micro-step; batches from the same file; validation, checkpoints and recomputation change no weight.
     ("2", 0), ("5", 0), ("ddp", 0), ("11", 0), ("12", 0), ("13", 0), ("14", 0), ("15", 0), ("16", 1e-5),
+    ("17", BFLOAT16_LOSS_TOLERANCE if CPU_HAS_BFLOAT16 else 1e-5),
 ])
 def test_a_rung_learns_as_the_one_before(label, tolerance, short_run):
     if label == "2" and "amx_fp16" in cpu_flags():
@@ -140,7 +141,7 @@ def test_03_tracks_rung_2_in_every_type(dtype, tmp_path, tokens):
     assert losses_of(run) == pytest.approx([step["loss"] for step in before], abs=tolerance)
 
 
-@pytest.mark.parametrize("label", ["8", "ddp", "11", "16"])
+@pytest.mark.parametrize("label", ["8", "ddp", "11", "16", "17"])
 def test_03_float16_gradients_are_unscaled_before_they_are_clipped(label, tmp_path, tokens, short_run):
     """The scale starts at 65536: a norm that forgets it is as much too large."""
     module = rung(label)
@@ -267,7 +268,7 @@ def use_backend(monkeypatch, backend):
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: compile_(model, backend=backend))
 
 
-@pytest.mark.parametrize("label", ["5", "6", "10", "ddp", "16"])
+@pytest.mark.parametrize("label", ["5", "6", "10", "ddp", "16", "17"])
 def test_05_the_model_is_one_graph(label, tmp_path, tokens, monkeypatch):
     """And what is saved has plain names."""
     module = rung(label)
@@ -390,7 +391,7 @@ def test_06_keeps_no_score_matrix():
     assert dict(one.named_buffers()) and not dict(other.named_buffers())  # the mask is gone too
 
 
-@pytest.mark.parametrize("label", ["7", "16"])
+@pytest.mark.parametrize("label", ["7", "16", "17"])
 def test_07_padding_is_inert(label, hf_folder):
     """More rows, and no other logits, loss or gradients: no row of padding is ever predicted or trained."""
     module = rung(label)
