@@ -64,6 +64,8 @@ STAGES = [
     # From GPT-2 to a modern transformer: fewer tokens to the same loss.
     rung("17", "beyond/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
          "Settings", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train"),
+    rung("18", "beyond/rung_18_muon.py", "Muon", "17",
+         "Settings", "GPT.configure_optimizers", "orthogonalize", "MuonAdamW", "train"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

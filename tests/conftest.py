@@ -127,6 +127,8 @@ def record_run(module, folder, data, *flags):
 
     def see_step(optimizer, args, kwargs):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        if any(gradient is None for gradient in gradients):
+            return  # AdamW's step within that of rung 18
         run.norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm().item())
         run.groups.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 

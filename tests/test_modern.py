@@ -4,14 +4,16 @@ import sys
 
 import pytest
 import torch
-from conftest import run_command, rung
+from conftest import losses, record_run, run_command, rung, train
+from test_ddp import RANK, TWO_RANKS
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.stages import BY_LABEL
 
-RECOMPUTE, CHUNKED = "16", "17"
+RECOMPUTE, CHUNKED, MUON = "16", "17", "18"
+LAST = list(BY_LABEL)[-1]
 
 
 def output_layer(n_tokens=50, n_embd=32, vocab_size=1000, n_rows=1024):
@@ -143,3 +145,125 @@ def test_17_memory_falls(tmp_path, tokens):
         peaks.append(float(re.search(r"peak memory: (\S+) GB", run.stdout)[1]))
     # Of the 1,792 tokens' logits at least the log-softmax is there no more, 4 bytes each.
     assert peaks[1] < peaks[0] - 1792 * 50304 * 4 / 1e9, peaks
+
+
+def matrices_of(shape, singular_values, n=3):
+    """`n` random matrices of this shape with these singular values, and their singular vectors: [(matrix, U, V^T)]."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(n):
+        u, _, vt = torch.linalg.svd(torch.randn(shape, generator=generator, dtype=torch.float64), full_matrices=False)
+        yield (u @ torch.diag(singular_values) @ vt).float(), u, vt
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (192, 64), (64, 256)])
+def test_18_the_update_is_orthogonal(shape):
+    """The same singular vectors, and every singular value in the band of the iteration, whatever it was before."""
+    orthogonalize = rung(MUON).orthogonalize
+    for matrix, u, vt in matrices_of(shape, torch.logspace(0, -1.5, 64, dtype=torch.float64)):
+        update = orthogonalize(1e-3 * matrix)
+        assert update.shape == shape and update.dtype == torch.float32
+        values = u.T @ update.double() @ vt.T
+        assert 0.67 < values.diagonal().min() and values.diagonal().max() < 1.15
+        assert (values - torch.diag(values.diagonal())).abs().max() < 1e-3
+        assert torch.allclose(update.square().mean().sqrt(), torch.tensor(max(shape) ** -0.5), rtol=0.2)
+    assert orthogonalize(torch.zeros(shape)).abs().max() == 0  # and not NaN
+
+
+def muon_and_torch(steps=3):
+    """{name: (weight, weight as torch's optimizers leave it, learning rate)} after steps with the same gradients."""
+    module = rung(MUON)
+    torch.manual_seed(0)
+    ours, theirs = module.GPT(module.MODELS["tiny"]), module.GPT(module.MODELS["tiny"])
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = ours.configure_optimizers(weight_decay=0.1)
+    rates = [2e-3, 1e-3, 1e-3]
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    parts = {"matrix": {}, "embedding": {}, "vector": {}}
+    for name, parameter in theirs.named_parameters():
+        kind = "vector" if parameter.dim() == 1 else "matrix" if ".h." in name else "embedding"
+        parts[kind][name] = parameter
+    muon = torch.optim.Muon(parts["matrix"].values(), lr=2e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [{"params": parts["embedding"].values(), "weight_decay": 0.1}, {"params": parts["vector"].values()}],
+        lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(steps):
+        for name, parameter in theirs.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            ours.get_parameter(name).grad = parameter.grad.clone()
+        for one in (optimizer, muon, adamw):
+            one.step()
+    return {name: (ours.get_parameter(name), parameter, 2e-3 if name in parts["matrix"] else 1e-3)
+            for name, parameter in theirs.named_parameters()}
+
+
+def test_18_updates_are_those_of_torch_muon_and_adamw():
+    """torch.optim.Muon iterates in bfloat16: equal to a few percent of an update, whose numbers are about 0.2 * lr."""
+    compared = muon_and_torch()
+    assert len(compared) == 2 + 2 * 12 + 2
+    for name, (ours, theirs, lr) in compared.items():
+        matrix = ours.dim() == 2 and ".h." in name
+        error = (ours - theirs).detach().square().mean().sqrt()
+        assert error < (0.05 * 0.2 * lr if matrix else 1e-6), name
+
+
+def test_18_the_flags_arrive(tmp_path, tokens):
+    """--muon-lr is the rate of the blocks' matrices, --max-lr that of the others and of the log."""
+    module = rung(MUON)
+    run = record_run(module, tmp_path, tokens, "-B", 1, "-T", 8, "--total-batch", 8, "--steps", 2, "--val-every", 0,
+                     "--warmup-steps", 2, "--max-lr", 0.002, "--muon-lr", 0.01)
+    rates = [[group["lr"] for group in groups] for groups in run.groups]
+    assert rates == [pytest.approx([0.005, 0.001, 0.001]), pytest.approx([0.01, 0.002, 0.002])]
+    assert [step["lr"] for step in run.steps] == [0.001, 0.002]
+
+
+class Crash(Exception):
+    """What ends a run in the middle of a step."""
+
+
+RESUMED = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 6, "--checkpoint-every", 2, "--val-every", 0)
+
+
+@pytest.mark.parametrize("label", [MUON, pytest.param(LAST, marks=pytest.mark.slow)])
+def test_18_a_crashed_run_resumes_bit_by_bit(label, tmp_path, tokens):
+    """The momenta and AdamW's moments come back; a different --muon-lr is refused."""
+    whole = train(rung(label), tmp_path / "whole", tokens, *RESUMED, "--save", tmp_path / "whole.pt")
+    module = rung(label)
+    forward, calls = module.GPT.forward, []
+
+    def crashing_forward(self, *args):
+        calls.append(args)
+        if len(calls) > 10:  # five steps of two micro-steps
+            raise Crash
+        return forward(self, *args)
+
+    module.GPT.forward = crashing_forward
+    with pytest.raises(Crash):
+        train(module, tmp_path / "crashed", tokens, *RESUMED)
+    more = ("--resume", "--save", tmp_path / "crashed.pt")
+    with pytest.raises(SystemExit, match="has muon_lr 0.002, not 0.01"):
+        train(rung(label), tmp_path / "crashed", tokens, *RESUMED, *more, "--muon-lr", 0.01)
+    crashed = train(rung(label), tmp_path / "crashed", tokens, *RESUMED, *more)
+    assert "steps done before: 4" in crashed.read_text()
+    assert losses(crashed) == losses(whole) and len(losses(whole)) == 6
+    ours, truth = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"] for name in ("crashed", "whole"))
+    assert all(torch.equal(ours[name], truth[name]) for name in truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", [MUON, LAST])
+def test_18_two_ranks_equal_one_process(label, tmp_path, tokens):
+    """2 ranks x 2 micro-steps x B=2 against one process with B=8, float32: as for DDP itself."""
+    def flags(folder, B):
+        return ["--model", "tiny", "--device", "cpu", "--data", tokens, "--log-dir", folder, "-B", B, "-T", 32,
+                "--steps", 6, "--compile-mode", "none", "--total-batch", 256, "--checkpoint-dir", folder]
+
+    two = run_command(*TWO_RANKS, RANK, tmp_path, label, *flags(tmp_path / "two", 2))
+    one = run_command(sys.executable, RANK, tmp_path, label, *flags(tmp_path / "one", 8))
+    assert two.returncode == 0 and one.returncode == 0, two.stderr + one.stderr
+    name = f"{BY_LABEL[label].name}.log"
+    assert losses(tmp_path / "two" / name) == pytest.approx(losses(tmp_path / "one" / name), abs=1e-4)
+    rank0, rank1, alone = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1, "alone"))
+    for name in alone:
+        assert torch.equal(rank0[name], rank1[name])
+        assert torch.allclose(rank0[name], alone[name], rtol=0, atol=2e-5), name
