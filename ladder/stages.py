@@ -66,6 +66,7 @@ STAGES = [
          "Settings", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train"),
     rung("18", "beyond/rung_18_muon.py", "Muon", "17",
          "Settings", "GPT.configure_optimizers", "orthogonalize", "MuonAdamW", "train"),
+    rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18", "Settings", "get_lr", "train"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

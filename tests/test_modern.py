@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.stages import BY_LABEL
 
-RECOMPUTE, CHUNKED, MUON = "16", "17", "18"
+RECOMPUTE, CHUNKED, MUON, TRAPEZOID = "16", "17", "18", "19"
 LAST = list(BY_LABEL)[-1]
 
 
@@ -267,3 +267,35 @@ def test_18_two_ranks_equal_one_process(label, tmp_path, tokens):
     for name in alone:
         assert torch.equal(rank0[name], rank1[name])
         assert torch.allclose(rank0[name], alone[name], rtol=0, atol=2e-5), name
+
+
+@pytest.mark.parametrize("max_steps, max_lr, warmup_steps, decay_share, expected", [
+    (10, 1.0, 2, 0.4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),  # and 0 after the last
+    (4, 0.3, 0, 0.5, [0.3, 0.3, 0.3, 0.15]),
+    (4, 1.0, 2, 0.0, [0.5, 1, 1, 1]),  # no decay
+    (5, 1.0, 5, 1.0, [0.2, 0.4, 0.6, 0.4, 0.2]),  # rise and fall meet: a triangle
+    (2, 1.0, 4, 0.4, [0.25, 0.5]),  # the run ends inside the warm-up
+    (3, 0.0, 1, 0.4, [0, 0, 0]),
+])
+def test_19_schedule_in_closed_form(max_steps, max_lr, warmup_steps, decay_share, expected):
+    get_lr = rung(TRAPEZOID).get_lr
+    found = [get_lr(step, max_steps, max_lr, warmup_steps, decay_share) for step in range(1, max_steps + 1)]
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_19_before_the_decay_the_length_of_the_run_does_not_matter():
+    get_lr = rung(TRAPEZOID).get_lr
+    short, long = ([get_lr(step, steps, 1.0, 5, 0.4) for step in range(1, 61)] for steps in (100, 1000))
+    assert short == long
+
+
+def test_19_the_flags_arrive(tmp_path, tokens):
+    """At both rates; and a share above 1 is refused."""
+    flags = ("-B", 1, "-T", 8, "--total-batch", 8, "--val-every", 0, "--steps", 4, "--warmup-steps", 2)
+    rates = ("--max-lr", 0.001, "--muon-lr", 0.002, "--decay-share", 0.5)
+    run = record_run(rung(TRAPEZOID), tmp_path, tokens, *flags, *rates)
+    shape = [0.5, 1, 1, 0.5]
+    assert [groups[0]["lr"] for groups in run.groups] == pytest.approx([0.002 * part for part in shape])
+    assert [groups[1]["lr"] for groups in run.groups] == pytest.approx([0.001 * part for part in shape])
+    with pytest.raises(SystemExit, match="error: --decay-share 40.0: more than all steps; give at most 1"):
+        train(rung(TRAPEZOID), tmp_path, tokens, *flags, "--decay-share", 40)
