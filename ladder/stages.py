@@ -67,6 +67,8 @@ STAGES = [
     rung("18", "beyond/rung_18_muon.py", "Muon", "17",
          "Settings", "GPT.configure_optimizers", "orthogonalize", "MuonAdamW", "train"),
     rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18", "Settings", "get_lr", "train"),
+    rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
+         "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

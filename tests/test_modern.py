@@ -1,4 +1,5 @@
 """From GPT-2 to a modern transformer: each rung shown on the thing itself, and against torch's and transformers'."""
+import math
 import re
 import sys
 
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.stages import BY_LABEL
 
-RECOMPUTE, CHUNKED, MUON, TRAPEZOID = "16", "17", "18", "19"
+RECOMPUTE, CHUNKED, MUON, TRAPEZOID, ROPE = "16", "17", "18", "19", "20"
 LAST = list(BY_LABEL)[-1]
 
 
@@ -299,3 +300,61 @@ def test_19_the_flags_arrive(tmp_path, tokens):
     assert [groups[1]["lr"] for groups in run.groups] == pytest.approx([0.001 * part for part in shape])
     with pytest.raises(SystemExit, match="error: --decay-share 40.0: more than all steps; give at most 1"):
         train(rung(TRAPEZOID), tmp_path, tokens, *flags, "--decay-share", 40)
+
+
+def test_20_scores_depend_on_distance_alone():
+    """One query and one key at all positions: the scores are the same along every diagonal, and differ between them."""
+    module, T, hs = rung(ROPE), 64, 32
+    q, k = torch.randn(2, 1, 1, 1, hs, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cos, sin = (part.double() for part in module.rotary_angles(T, hs, "cpu"))
+    q, k = (module.rotate(vector.expand(1, 1, T, hs), cos, sin)[0, 0] for vector in (q, k))
+    scores = q @ k.T
+    of_distance = [scores.diagonal(-distance) for distance in range(T)]
+    for same in of_distance:
+        assert torch.allclose(same, same[0].expand_as(same), rtol=0, atol=1e-4)  # the angles are in float32
+    assert torch.stack([same[0] for same in of_distance]).std() > 0.1
+    assert torch.allclose(q.norm(dim=-1), q[0].norm().expand(T))  # a rotation changes no length
+
+
+def test_20_the_rotation_is_that_of_transformers():
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+    module, T, nh, hs = rung(ROPE), 300, 3, 32
+    config = Qwen3Config(hidden_size=nh * hs, num_attention_heads=nh, head_dim=hs,
+                         rope_parameters={"rope_type": "default", "rope_theta": 10_000})
+    q, k = torch.randn(2, 2, nh, T, hs, generator=torch.Generator().manual_seed(0))
+    expected = apply_rotary_pos_emb(q, k, *Qwen3RotaryEmbedding(config)(q, torch.arange(T)[None]))
+    angles = module.rotary_angles(T, hs, q.device)
+    for ours, theirs in zip((module.rotate(q, *angles), module.rotate(k, *angles)), expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_20_angles_are_in_float32(dtype):
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        cos, sin = rung(ROPE).rotary_angles(1024, 64, torch.device("cpu"))
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (1024, 32)
+    assert cos[1000, 0].item() == pytest.approx(math.cos(1000), abs=1e-5)
+    assert sin[1000, 16].item() == pytest.approx(math.sin(10.0), abs=1e-5)  # 10,000 ** -0.5 radians per token
+
+
+def test_20_positions_come_from_the_rotation_alone():
+    """No parameter for positions; without the rotation the model sees a set of tokens before the last."""
+    module = rung(ROPE)
+    torch.manual_seed(0)
+    model = module.GPT(module.MODELS["tiny"])
+    assert "wpe" not in model.transformer
+    ids = torch.randint(0, 50257, (1, 8))
+    swapped = ids[:, [1, 0, *range(2, 8)]]
+    with torch.no_grad():
+        assert not torch.allclose(model(ids)[:, -1], model(swapped)[:, -1], atol=1e-6)
+        module.rotate = lambda x, cos, sin: x
+        torch.nn.init.zeros_(model.transformer.h[0].attn.c_proj.weight)  # only the second block still mixes tokens
+        assert torch.allclose(model(ids)[:, -1], model(swapped)[:, -1], atol=1e-6)
+
+
+@pytest.mark.parametrize("label", ["20"])
+def test_20_weights_of_gpt2_are_refused(label, hf_folder):
+    with pytest.raises(SystemExit, match="^error: --pretrained .*: GPT-2's weights do not fit here; use rung 19 or"):
+        rung(label).from_pretrained(hf_folder)

@@ -421,7 +421,8 @@ def test_07_no_padding_where_there_is_nothing_to_pad():
 def test_08_clips_the_gradient_and_logs_its_norm(label, short_run):
     before, run = short_run("7"), short_run(label)
     assert before.norms[0] > 1.5  # there was something to clip
-    assert run.steps[0]["norm"] == pytest.approx(before.norms[0], rel=1e-3)  # the norm before clipping
+    if LABELS.index(label) < LABELS.index("20"):  # the same model
+        assert run.steps[0]["norm"] == pytest.approx(before.norms[0], rel=1e-3)  # the norm before clipping
     assert all(0.9 < norm <= 1.0 + 1e-4 for norm in run.norms)
 
 
