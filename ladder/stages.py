@@ -69,6 +69,8 @@ STAGES = [
     rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18", "Settings", "get_lr", "train"),
     rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
          "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT"),
+    rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
+         "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

@@ -354,7 +354,33 @@ def test_20_positions_come_from_the_rotation_alone():
         assert torch.allclose(model(ids)[:, -1], model(swapped)[:, -1], atol=1e-6)
 
 
-@pytest.mark.parametrize("label", ["20"])
+@pytest.mark.parametrize("label", ["20", "21"])
 def test_20_weights_of_gpt2_are_refused(label, hf_folder):
     with pytest.raises(SystemExit, match="^error: --pretrained .*: GPT-2's weights do not fit here; use rung 19 or"):
         rung(label).from_pretrained(hf_folder)
+
+
+@pytest.mark.parametrize("label", ["21", LAST])
+def test_21_norms_are_those_of_transformers(label):
+    """Every norm of the model, with gains that are not 1."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    module = rung(label)
+    norms = [part for part in module.GPT(module.MODELS["tiny"]).modules() if "Norm" in type(part).__name__]
+    assert len(norms) == (2 * 4 if label != "21" else 2 * 2) + 1  # in two blocks, and at the end
+    for ours in norms:
+        width = ours.weight.numel()
+        theirs = Qwen3RMSNorm(width, eps=1e-6)
+        torch.nn.init.normal_(ours.weight, mean=1.0)
+        theirs.load_state_dict(ours.state_dict())
+        x = torch.randn(2, 3, width) * torch.tensor([1e-4, 1.0, 1e4])[:, None]  # eps matters for the smallest
+        assert torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("label", ["21", LAST])
+def test_21_no_biases(label):
+    model = tiny(label)[0]
+    assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+    rungs_before = tiny("20")[0]
+    shifts = sum(p.numel() for name, p in rungs_before.named_parameters() if name.endswith("bias"))
+    assert shifts == 2 * 11 * 64 + 64  # what the docstring says
