@@ -71,6 +71,8 @@ STAGES = [
          "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT"),
     rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
          "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT"),
+    rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
+         "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

@@ -354,7 +354,7 @@ def test_20_positions_come_from_the_rotation_alone():
         assert torch.allclose(model(ids)[:, -1], model(swapped)[:, -1], atol=1e-6)
 
 
-@pytest.mark.parametrize("label", ["20", "21"])
+@pytest.mark.parametrize("label", ["20", "21", "22"])
 def test_20_weights_of_gpt2_are_refused(label, hf_folder):
     with pytest.raises(SystemExit, match="^error: --pretrained .*: GPT-2's weights do not fit here; use rung 19 or"):
         rung(label).from_pretrained(hf_folder)
@@ -384,3 +384,47 @@ def test_21_no_biases(label):
     rungs_before = tiny("20")[0]
     shifts = sum(p.numel() for name, p in rungs_before.named_parameters() if name.endswith("bias"))
     assert shifts == 2 * 11 * 64 + 64  # what the docstring says
+
+
+@pytest.mark.parametrize("label", ["21", "22", LAST])
+def test_22_queries_and_keys_have_length_one(label, monkeypatch):
+    """Their root mean square, as the attention kernel gets them, whatever the weights; without the norm it grows."""
+    model, x, _ = tiny(label)
+    attention, seen = F.scaled_dot_product_attention, []
+
+    def see(q, k, v, **more):
+        seen.extend(vector.detach().square().mean(-1).sqrt() for vector in (q, k))
+        return attention(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
+    for block in model.transformer.h:
+        torch.nn.init.normal_(block.attn.c_attn.weight, std=10.0)
+    model(x)
+    assert len(seen) == 4 and seen[0].shape == (4, 2, 32)  # queries and keys of two blocks: (B, nh, T)
+    lengths = torch.stack(seen)
+    if label == "21":
+        assert lengths.mean() > 10
+    else:
+        assert torch.allclose(lengths, torch.ones(()), rtol=1e-4)
+
+
+def test_22_starts_from_the_weights_of_21():
+    before, after = (tiny(label)[0].state_dict() for label in ("21", "22"))
+    assert after.keys() - before.keys() == {f"transformer.h.{i}.attn.{part}_norm.weight" for i in "01" for part in "qk"}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_22_norms_are_in_float32_under_autocast(dtype):
+    """torch warns about a norm whose input and gain have different types."""
+    model, x, y = tiny("22")
+    types = []
+    for part in model.modules():
+        if isinstance(part, torch.nn.RMSNorm):
+            part.register_forward_hook(lambda norm, args, output: types.append((args[0].dtype, output.dtype)))
+    expected = model(x, y)
+    with torch.autocast("cpu", dtype):
+        loss = model(x, y)
+    assert set(types) == {(torch.float32, torch.float32)}
+    assert torch.allclose(loss, expected, rtol=0, atol=0.02)
