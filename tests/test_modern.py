@@ -1,4 +1,5 @@
 """From GPT-2 to a modern transformer: each rung shown on the thing itself, and against torch's and transformers'."""
+import json
 import math
 import re
 import sys
@@ -6,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import losses, record_run, run_command, rung, train
+from safetensors.torch import save_file
 from test_ddp import RANK, TWO_RANKS
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.stages import BY_LABEL
 
-RECOMPUTE, CHUNKED, MUON, TRAPEZOID, ROPE = "16", "17", "18", "19", "20"
+RECOMPUTE, CHUNKED, MUON, TRAPEZOID, ROPE, SWIGLU = "16", "17", "18", "19", "20", "23"
 LAST = list(BY_LABEL)[-1]
 
 
@@ -428,3 +430,98 @@ def test_22_norms_are_in_float32_under_autocast(dtype):
         loss = model(x, y)
     assert set(types) == {(torch.float32, torch.float32)}
     assert torch.allclose(loss, expected, rtol=0, atol=0.02)
+
+
+def test_23_the_mlp_is_that_of_transformers():
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+    module = rung(SWIGLU)
+    ours = module.MLP(module.GPTConfig(n_embd=64))
+    theirs = Qwen3MLP(Qwen3Config(hidden_size=64, intermediate_size=192))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 5, 64)
+    assert torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size, hidden", [
+    ("tiny", 192), ("small", 1024), ("gpt2", 2048), ("gpt2-medium", 2752), ("gpt2-large", 3456), ("gpt2-xl", 4288),
+])
+def test_23_as_many_parameters_as_before(size, hidden):
+    """Equal where 8/3 * C is a multiple of 64; at most one such step more."""
+    counts = []
+    for label in ("22", SWIGLU):
+        module = rung(label)
+        with torch.device("meta"):
+            mlp = module.MLP(module.MODELS[size])
+        counts.append(sum(p.numel() for p in mlp.parameters()))
+    n_embd = rung(SWIGLU).MODELS[size].n_embd
+    assert mlp.up_proj.weight.shape == (hidden, n_embd) and hidden % 64 == 0
+    assert 0 <= counts[1] - counts[0] < 3 * 64 * n_embd
+    assert (counts[0] == counts[1]) is (size in ("small", "gpt2"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A randomly initialized transformers Qwen3 of the tiny model's shape; no weight is left at a trivial value."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        intermediate_size=192, vocab_size=50257, max_position_embeddings=128, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    folder = tmp_path_factory.mktemp("hf") / "qwen3-random"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("label", [SWIGLU, LAST])
+@torch.no_grad()
+def test_23_logits_and_loss_are_those_of_qwen3(label, qwen3):
+    """transformers' Qwen3ForCausalLM is the truth, as its GPT-2 was for rung 0."""
+    from transformers import Qwen3ForCausalLM
+
+    x, y = torch.randint(0, 50257, (2, 2, 128), generator=torch.Generator().manual_seed(0))
+    expected = Qwen3ForCausalLM.from_pretrained(qwen3).eval()(x).logits
+    assert expected.std() > 0.1
+    model = rung(label).from_pretrained(qwen3)
+    assert torch.allclose(model(x), expected, rtol=0, atol=1e-4)
+    assert torch.allclose(model(x, y), F.cross_entropy(expected.flatten(0, 1), y.flatten()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("change, reason", [
+    ({"num_key_value_heads": 1}, "its num_key_value_heads is 1, not 2"),
+    ({"head_dim": 64}, "its head_dim is 64, not 32"),
+    ({"intermediate_size": 256}, "its intermediate_size is 256, not 192"),
+    ({"rms_norm_eps": 1e-5}, "its rms_norm_eps is 1e-05, not 1e-06"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000}}, "its rope_parameters is .*1000000"),
+    ({"tie_word_embeddings": False}, "its tie_word_embeddings is False, not True"),
+    ({"attention_bias": True}, "its attention_bias is True, not False"),
+])
+def test_23_other_shapes_are_refused(change, reason, qwen3, tmp_path):
+    """By their configuration: an 8B model is not loaded to find that out."""
+    config = json.loads((qwen3 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(SystemExit, match=f"^error: --pretrained .*: cannot be loaded \\({reason}") as stop:
+        rung(SWIGLU).from_pretrained(tmp_path)
+    assert stop.value.code.endswith("; give a Qwen3 of this script's shape") and "\n" not in stop.value.code
+
+
+def test_23_gpt2_and_damaged_folders_are_refused(hf_folder, qwen3, tmp_path):
+    def refusal(folder):
+        with pytest.raises(SystemExit, match="^error: --pretrained .*: cannot be loaded") as stop:
+            rung(SWIGLU).from_pretrained(folder)
+        return stop.value.code
+
+    assert "(its model_type is gpt2, not qwen3)" in refusal(hf_folder)
+    assert "cannot be loaded (" in refusal(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_bytes((qwen3 / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((qwen3 / "model.safetensors").read_bytes()[:1000])
+    assert "cannot be loaded (" in refusal(tmp_path)
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert "(it lacks weights)" in refusal(tmp_path)
