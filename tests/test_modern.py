@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import losses, record_run, run_command, rung, train
+from conftest import ROOT, load_module, losses, record_run, run_command, rung, train
 from safetensors.torch import save_file
 from test_ddp import RANK, TWO_RANKS
 from torch._dynamo.utils import counters
@@ -525,3 +525,24 @@ def test_23_gpt2_and_damaged_folders_are_refused(hf_folder, qwen3, tmp_path):
     assert "cannot be loaded (" in refusal(tmp_path)
     save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors", {"format": "pt"})
     assert "(it lacks weights)" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("label", [SWIGLU, LAST])
+def test_23_out_and_in_again(label, tmp_path, tokens):
+    """Trained here, exported, read by transformers, and read again."""
+    from transformers import AutoModelForCausalLM
+
+    module = rung(label)
+    train(module, tmp_path, tokens, *RESUMED, "--steps", 3, "--save", tmp_path / "model.pt")
+    load_module(ROOT / "export.py").main([str(tmp_path / "model.pt"), str(tmp_path / "hf")])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert type(theirs).__name__ == "Qwen3ForCausalLM"
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    model = module.GPT(module.GPTConfig(**saved["config"])).eval()
+    model.load_state_dict(saved["model"])
+    x = torch.randint(0, 50257, (2, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(theirs(x).logits, model(x), rtol=0, atol=1e-4)
+        assert torch.equal(module.from_pretrained(tmp_path / "hf").eval()(x), model(x))
+    log = train(module, tmp_path / "further", tokens, *RESUMED, "--pretrained", tmp_path / "hf")
+    assert "hf (pretrained) | parameters: " in log.read_text()
