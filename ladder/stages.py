@@ -74,6 +74,7 @@ STAGES = [
     rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
          "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT"),
     rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT", "from_pretrained"),
+    rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

@@ -66,6 +66,7 @@ STRAY_EDITS = [
     ("ddp", "RANK = int(", "# ranks\nRANK = int(", "ddp_run.py: below the banner it differs from baseline.py"),
     ("22", "    weights = model.state_dict()", "    weights = {}", "rung_22_qk_norm.py: from_pretrained differs"),
     ("23", "RANK = int(", "RANK  = int(", "rung_23_swiglu.py: below the banner it differs from baseline.py"),
+    ("24", "        hf = AutoConfig", "        hf  = AutoConfig", "rung_24_zero_init.py: from_pretrained differs"),
 ]
 
 

@@ -22,7 +22,7 @@ OTHER_MODELS = [
 ]
 TIED = [label for label in BY_LABEL if label != "0"]
 PADDED = TIED[TIED.index("7") :]
-OTHER_WEIGHTS = ["0", "1", "4", "7", "20", "21", "22", "23"]
+OTHER_WEIGHTS = ["0", "1", "4", "7", "20", "21", "22", "23", "24"]
 
 
 def gpt2_parameters(vocab_size, tied, n_layer=12, n_embd=768, block_size=1024):
@@ -102,7 +102,7 @@ def test_the_future_is_hidden(label):
 
 @pytest.mark.parametrize("label", [label for label in BY_LABEL if label not in OTHER_WEIGHTS])
 def test_neighbours_start_from_the_same_weights(label):
-    """Except where the change is about the weights: tying (1), their scale (4), shapes (7) or number (20 to 23)."""
+    """Except where the change is about the weights: tying (1), their scale (4, 24), shapes (7) or number (20 to 23)."""
     states = []
     for module in (rung(BY_LABEL[label].before), rung(label)):
         torch.manual_seed(1337)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.stages import BY_LABEL
 
-RECOMPUTE, CHUNKED, MUON, TRAPEZOID, ROPE, SWIGLU = "16", "17", "18", "19", "20", "23"
+RECOMPUTE, CHUNKED, MUON, TRAPEZOID, ROPE, SWIGLU, ZERO_INIT = "16", "17", "18", "19", "20", "23", "24"
 LAST = list(BY_LABEL)[-1]
 
 
@@ -546,3 +546,32 @@ def test_23_out_and_in_again(label, tmp_path, tokens):
         assert torch.equal(module.from_pretrained(tmp_path / "hf").eval()(x), model(x))
     log = train(module, tmp_path / "further", tokens, *RESUMED, "--pretrained", tmp_path / "hf")
     assert "hf (pretrained) | parameters: " in log.read_text()
+
+
+def test_24_every_block_starts_as_the_identity():
+    model, x, _ = tiny(ZERO_INIT)
+    inputs, outputs = [], []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda part, args, output: inputs.append(args[0]) or outputs.append(output))
+    model(x)
+    assert len(inputs) == 2 and all(map(torch.equal, inputs, outputs))
+
+
+def test_24_only_the_projections_differ_from_23_and_they_learn():
+    before, after = tiny(SWIGLU)[0], tiny(ZERO_INIT)[0]
+    for name, parameter in after.named_parameters():
+        if name.endswith(("attn.c_proj.weight", "mlp.down_proj.weight")):
+            assert parameter.abs().max() == 0
+        else:
+            assert torch.equal(parameter, before.get_parameter(name))
+    _, x, y = tiny(ZERO_INIT)
+    start = {name: parameter.detach().clone() for name, parameter in after.named_parameters()}
+    optimizer = after.configure_optimizers(weight_decay=0.0)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        after(x, y).backward()
+        still = {name for name, parameter in after.named_parameters() if parameter.grad.abs().max() == 0}
+        behind = {name for name in start if ".h." in name and not name.endswith(("c_proj.weight", "down_proj.weight"))}
+        assert still == (behind if step == 1 else set())
+        optimizer.step()
+    assert not any(torch.equal(start[name], parameter) for name, parameter in after.named_parameters())

@@ -269,7 +269,7 @@ def use_backend(monkeypatch, backend):
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: compile_(model, backend=backend))
 
 
-@pytest.mark.parametrize("label", ["5", "6", "10", "ddp", "16", "17"])
+@pytest.mark.parametrize("label", ["5", "6", "10", "ddp", "16", "17", "24"])
 def test_05_the_model_is_one_graph(label, tmp_path, tokens, monkeypatch):
     """And what is saved has plain names."""
     module = rung(label)
