@@ -550,8 +550,8 @@ def edit(path, old, new):
 
 
 def test_propagate_carries_a_fix_to_all_later_rungs(repository):
-    old = "        self.gelu = nn.GELU"  # in the lesson; below the banner, the line after
-    new = "        self.act = nn.GELU"
+    old = "    n_layer: int = 12"  # in the lesson; below the banner, the line after
+    new = "    n_layer: int = 13"
     old_plumbing, new_plumbing = "tokens[:10**8].max()", "tokens[:10**9].max()"
     docstrings = {stage.file: (repository / stage.file).read_text().split('"""')[1] for stage in STAGES}
     edit(repository / "baseline.py", old, new)
