@@ -3,9 +3,9 @@
     python export.py model.pt my-gpt2               # a file of --save, or a checkpoint: checkpoints/<script>/newest.pt
     python speedup_10_fused_adamw.py --pretrained my-gpt2       # and the way back: train it further
 
-The model in the folder gives the same logits. GPT-2's "Conv1D" layers store their matrices transposed, the rows that
-pad the vocabulary (rung 7) are cut off, and the embeddings stay untied where they were (baseline.py, which alone can
-train such a model further).
+The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 on, with the same logits; transformers has no model for
+the rungs between. GPT-2's "Conv1D" layers store their matrices transposed, the rows that pad the vocabulary (rung 7)
+are cut off, and the embeddings stay untied where they were (baseline.py, which alone can train such a model further).
 """
 import argparse
 import logging
@@ -19,35 +19,45 @@ import torch
 from data import prepare
 
 SHAPE = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
+QWEN3_NAMES = {  # what the parameters of rung 23 are called in transformers
+    "transformer.wte": "model.embed_tokens", "transformer.h": "model.layers", "transformer.ln_f": "model.norm",
+    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", ".attn.": ".self_attn.", "c_proj": "o_proj",
+}
 
 
-def load_checkpoint(path):
-    """(The model in a checkpoint file, as transformers' GPT-2; the name of its tokenizer); exits with one line."""
+def to_transformers(checkpoint):
+    """A checkpoint's model as transformers' GPT-2 or Qwen3; raises KeyError or RuntimeError if it is neither."""
+    config, weights = checkpoint["config"], dict(checkpoint["model"])
+    if config.keys() != SHAPE:
+        raise KeyError("not the shape of a GPT")
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        weights[name] = weights[name][: config["vocab_size"]]  # the rows after those are padding
+    convert = to_qwen3 if "transformer.h.0.mlp.gate_proj.weight" in weights else to_gpt2
+    return convert(config, weights).eval()
+
+
+def load_checkpoint(path, convert=to_transformers):
+    """(The model in a checkpoint file, as `convert` makes it; the name of its tokenizer); exits with one line."""
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the sums that torch.save writes
             if file.testzip():
                 raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        config, weights, tokenizer = (checkpoint[name] for name in ("config", "model", "tokenizer"))
+        checkpoint = {name: checkpoint[name] for name in ("script", "config", "model", "tokenizer")}
     except OSError as error:
         sys.exit(f"error: {path}: cannot be read ({error.strerror}); give a file that a rung wrote")
     except Exception:  # any exception, some with the advice to load without weights_only: nothing to pass on
         sys.exit(f"error: {path}: damaged, or not a checkpoint; give a file that a rung wrote")
     try:
-        return to_transformers(config, weights), tokenizer
+        return convert(checkpoint), checkpoint["tokenizer"]
     except (KeyError, RuntimeError):  # names that are missing; names or shapes that differ
-        sys.exit(f"error: {path}: its architecture is not GPT-2's; give a checkpoint of a rung that trains GPT-2")
+        sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (from 23 on); give a checkpoint of one")
 
 
-def to_transformers(config, weights):
-    """A transformers GPT2LMHeadModel with the weights of a rung's GPT; raises KeyError or RuntimeError for others."""
+def to_gpt2(config, weights):
+    """A GPT2LMHeadModel with the weights of a GPT of rungs 0 to 19; raises KeyError or RuntimeError for others."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    if config.keys() != SHAPE:
-        raise KeyError("not the shape of a GPT-2")
-    weights = dict(weights)
-    for name in ("transformer.wte.weight", "lm_head.weight"):
-        weights[name] = weights[name][: config["vocab_size"]]  # the rows after those are padding
     for name in weights:
         if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             weights[name] = weights[name].t().contiguous()  # nn.Linear stores (out, in), Conv1D (in, out)
@@ -58,7 +68,30 @@ def to_transformers(config, weights):
         tie_word_embeddings=tied, bos_token_id=prepare.END_OF_TEXT, eos_token_id=prepare.END_OF_TEXT,
     ))
     model.load_state_dict(weights)
-    return model.eval()
+    return model
+
+
+def to_qwen3(config, weights):
+    """A Qwen3ForCausalLM with the weights of a GPT of rung 23 or later; raises RuntimeError for others."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(Qwen3Config(
+        max_position_embeddings=config["block_size"], vocab_size=config["vocab_size"],
+        num_hidden_layers=config["n_layer"], num_attention_heads=config["n_head"], num_key_value_heads=config["n_head"],
+        hidden_size=config["n_embd"], head_dim=config["n_embd"] // config["n_head"],
+        intermediate_size=len(weights["transformer.h.0.mlp.gate_proj.weight"]), tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000}, rms_norm_eps=1e-6,
+        bos_token_id=prepare.END_OF_TEXT, eos_token_id=prepare.END_OF_TEXT,
+    ))
+    renamed = {}
+    for name, weight in weights.items():
+        for ours, theirs in QWEN3_NAMES.items():
+            name = name.replace(ours, theirs)
+        parts = "qkv" if "c_attn" in name else "q"  # one matrix here, three there
+        for part, matrix in zip(parts, weight.chunk(len(parts)), strict=True):
+            renamed[name.replace("c_attn", f"{part}_proj")] = matrix
+    model.load_state_dict(renamed)
+    return model
 
 
 def write_tokenizer(folder):

@@ -3,8 +3,9 @@
     python sample.py model.pt --prompt "ROMEO:" --num-samples 3
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50      # a Hugging Face name or folder
 
-The weights become a transformers GPT2LMHeadModel (export.py), whose generate() has the key-value cache, the sampling
-and the streaming. A prompt that leaves no room for the new tokens in the model's longest sequence is cut at its front.
+The weights become a transformers model (export.py), whose generate() has the key-value cache, the sampling and the
+streaming. Rungs 20 to 22, for which transformers has no model, compute by their own script, without a cache. A prompt
+that leaves no room for the new tokens in the model's longest sequence is cut at its front.
 """
 import argparse
 import logging
@@ -16,7 +17,9 @@ import torch
 
 from data import prepare
 from data.prepare import END_OF_TEXT
-from export import load_checkpoint
+from export import load_checkpoint, to_transformers
+from ladder.runner import load_script
+from ladder.stages import BY_NAME
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,27 +43,55 @@ class Tokenizer:
         return self.tokens.decode([i for i in ids if i != END_OF_TEXT])
 
 
+def to_model(checkpoint):
+    """A checkpoint's model with transformers' generate(); raises KeyError or RuntimeError if that is not possible."""
+    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
+
+    stage = BY_NAME.get(Path(checkpoint["script"]).stem)
+    if stage is None or stage.label not in ("20", "21", "22"):  # no longer GPT-2, and not yet Qwen3
+        return to_transformers(checkpoint)
+    script, shape = load_script(stage), checkpoint["config"]
+
+    class Model(PreTrainedModel, GenerationMixin):
+        def __init__(self, config):
+            super().__init__(config)
+            self.gpt = script.GPT(script.GPTConfig(**shape))
+
+        def forward(self, input_ids, **_):
+            return CausalLMOutput(logits=self.gpt(input_ids))
+
+    config = PretrainedConfig()
+    config.vocab_size, config.max_position_embeddings = shape["vocab_size"], shape["block_size"]
+    model = Model(config)
+    model.gpt.load_state_dict(checkpoint["model"])
+    model.generation_config.use_cache = False
+    return model.eval()
+
+
 def from_hugging_face(name):
-    """A transformers GPT-2 from a folder or the hub; exits with one line when there is none by this name."""
-    from transformers import GPT2LMHeadModel
+    """A transformers GPT-2 or Qwen3 from a folder or the hub; exits with one line when there is none by this name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        if AutoConfig.from_pretrained(name).model_type not in ("gpt2", "qwen3"):
+            raise ValueError("neither a GPT-2 nor a Qwen3")
+        model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+        if report["missing_keys"]:  # transformers has drawn them at random
+            raise ValueError("it lacks weights")
     except Exception as error:  # no network, no such name, a damaged file: any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         sys.exit(f"error: {name}: cannot be loaded ({reason}); give a checkpoint file, or a GPT-2's name or folder")
-    if report["missing_keys"]:  # transformers has drawn them at random
-        sys.exit(f"error: {name}: not a GPT-2 checkpoint; give the name or the folder of one")
     return model.eval()
 
 
 def load_model(name, device):
-    """(The GPT-2 in a checkpoint file, a Hugging Face folder or on the hub, on the device; its tokenizer's name).
+    """(The model in a checkpoint file, a Hugging Face folder or on the hub, on the device; its tokenizer's name).
 
     Exits with one line when there is none, or one with other tokens than GPT-2's.
     """
     if Path(name).is_file() or name.endswith(".pt"):
-        model, tokenizer = load_checkpoint(name)
+        model, tokenizer = load_checkpoint(name, to_model)
     else:
         model, tokenizer = from_hugging_face(name), "gpt2"
     if model.config.vocab_size != prepare.VOCAB_SIZE:
@@ -113,7 +144,8 @@ def main(argv=None):
     from transformers import TextStreamer
 
     tokenizer = Tokenizer(tokenizer_name)
-    ids = fit(tokenizer.encode(args.prompt) or [END_OF_TEXT], args.max_new_tokens, model.config.n_positions)
+    longest = model.config.max_position_embeddings
+    ids = fit(tokenizer.encode(args.prompt) or [END_OF_TEXT], args.max_new_tokens, longest)
     x = torch.tensor([ids], device=args.device)  # (1, T)
     sampling = {"do_sample": False}
     if args.temperature > 0:

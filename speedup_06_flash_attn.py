@@ -317,6 +317,8 @@ def from_pretrained(name):
     if model.lm_head.weight is model.transformer.wte.weight and not hf.tie_word_embeddings:
         sys.exit(f"error: --pretrained {name}: its embeddings are untied; use baseline.py")
     weights = model.state_dict()
+    if not hf_model.state_dict().keys() <= weights.keys():
+        sys.exit(f"error: --pretrained {name}: GPT-2's weights do not fit here; use rung 19 or one before")
     for key, weight in hf_model.state_dict().items():
         if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             weight = weight.t()  # GPT-2's Conv1D stores (in, out), nn.Linear (out, in)

@@ -3,7 +3,8 @@
 FLOPs per token of training = 6 N + 12 n_layer n_embd T, with N the parameters that take part in matrix products:
 all but `wpe`, biases and LayerNorms; the vocabulary's matrix counts once, as the output projection. (2 FLOPs per
 multiply-add, forward once and backward twice; the second term is attention's. Chowdhery et al. 2022, PaLM, appendix B.)
-Padding rows of the vocabulary are not counted: they are no useful work.
+Padding rows of the vocabulary are not counted: they are no useful work. Nor are recomputed blocks (rung 16) and Muon's
+products (rung 18). SwiGLU's three matrices (rung 23) have as many parameters as the two before, but for rounding.
 
 That is PaLM's convention, which published MFUs follow: it counts the whole (T, T) score matrix. A causal kernel
 computes half of it, and "causal" counts half of the second term: for gpt2 at T=1024, 7 % less.

@@ -10,6 +10,7 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
     0-2, float32                64: 16 vectors                12   4: the softmax
     3-5, 16-bit autocast        36: 2 in float32, 14 in 16    12   6: the softmax in float32 (CUDA), its 16-bit copy
     6 on, 16 bits and flash     36                            10   0: the scores are never stored
+    17 on, chunks of logits     36                            10   0; the logits of LOSS_CHUNK tokens at most
 
 Tests hold it against what autograd keeps, against the peaks in logs/reference/, and against 131 GB measured for the
 baseline with gpt2, B=64, T=1024. Run as `python -m ladder.memory DEVICE`, it prints the device's free bytes.
@@ -24,9 +25,11 @@ from ladder.stages import BY_LABEL
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver's own share is of this size too
 BLOCK_SIZE = 1024
+LOSS_CHUNK = 4096  # tokens whose logits exist at once from rung 17 on: the default of --loss-chunk
 RUN_BY_DEFAULT = [str(number) for number in range(11)]  # the labels of `python -m ladder run`
 BYTES = {label: (36, 10, 0) for label in BY_LABEL}  # label: (a, v, s)
 BYTES |= dict.fromkeys("012", (64, 12, 4)) | dict.fromkeys("345", (36, 12, 6))
+CHUNKED = list(BY_LABEL)[list(BY_LABEL).index("17") :]
 
 
 def step_bytes(model, B, T, label):
@@ -35,7 +38,8 @@ def step_bytes(model, B, T, label):
     n_embeddings = (VOCAB_SIZE * (2 if label == "0" else 1) + BLOCK_SIZE) * n_embd
     parameters = n_embeddings + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
     a, v, s = BYTES[label]
-    kept = B * T * (a * n_layer * n_embd + v * VOCAB_SIZE) + s * B * n_layer * n_head * T * T
+    logits = v * VOCAB_SIZE * (min(B * T, LOSS_CHUNK) if label in CHUNKED else B * T)
+    kept = B * T * a * n_layer * n_embd + logits + s * B * n_layer * n_head * T * T
     return PROCESS_BYTES + 16 * parameters + kept
 
 

@@ -2,7 +2,7 @@
 
 The tests enforce it, and everything that shows the ladder reads it. A definition is a function, a class, or a method
 ("GPT.forward"), by name; "imports" stands for the import statements. The module docstring may always change. Below the
-banner every script is the same, byte for byte.
+banner every script is the same, byte for byte, except for the definitions there that a rung may change by name.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,20 @@ STAGES = [
          "imports", "read_newest", "load_checkpoint", "train"),
     rung("16", "beyond/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
          "imports", "Settings", "GPT.__init__", "GPT.forward", "train"),
+    # From GPT-2 to a modern transformer: fewer tokens to the same loss.
+    rung("17", "beyond/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
+         "Settings", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train"),
+    rung("18", "beyond/rung_18_muon.py", "Muon", "17",
+         "Settings", "GPT.configure_optimizers", "orthogonalize", "MuonAdamW", "train"),
+    rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18", "Settings", "get_lr", "train"),
+    rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
+         "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT"),
+    rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
+         "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT"),
+    rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
+         "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT"),
+    rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT", "from_pretrained"),
+    rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

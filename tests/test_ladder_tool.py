@@ -598,13 +598,16 @@ def test_reference_logs_are_possible():
                 assert not report.machine or 0 < mfu(run, report.machine["rates"], run.tokens_per_second) < 1
 
 
+RECOMPUTING = list(BY_LABEL)[list(BY_LABEL).index("16") :]
+
+
 def test_memory_model_against_measured_peaks():
-    """Within 30 % for all uncompressed rungs of every reference machine that one process ran."""
+    """Within 30 % for the rungs that recompute nothing, on every reference machine, as one process."""
     checked = set()
     for folder in REFERENCE:
         for name, rounds in build_report(folder).runs.items():
             label = BY_NAME[name].label if name in BY_NAME else None
-            if label not in (None, "ddp", "16"):
+            if label not in (None, "ddp", *RECOMPUTING):
                 for run in rounds:
                     expected = step_bytes(run.model, run.B, run.T, label) / 1e9
                     assert run.peak_memory_gb == pytest.approx(expected, rel=0.3)

@@ -5,7 +5,8 @@ from conftest import losses, make_tokens, rung, train
 
 
 @pytest.mark.parametrize("label, compile_mode", [
-    (0, None), (10, "none"), *(pytest.param(label, "default", marks=pytest.mark.slow) for label in ("5", "10", "16")),
+    (0, None), (10, "none"),
+    *(pytest.param(label, "default", marks=pytest.mark.slow) for label in ("5", "10", "16", "24")),
 ])
 def test_fifty_steps_on_real_text_lower_the_loss(label, compile_mode, tmp_path, tokens):
     """The rungs between learn as these do: test_optimizations.py compares each with the one before."""

@@ -13,12 +13,14 @@ PROMPT = "The value of an object"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, tokens):
-    """{rung: checkpoint file} of short runs: untied, tied, padded, and a checkpoint of beyond/."""
+    """{rung: checkpoint file} of short runs: untied, tied, padded, and checkpoints of beyond/."""
     folder = tmp_path_factory.mktemp("saved")
     for label in ("0", "1", "10"):
         train(rung(label), folder, tokens, "-B", 2, "-T", 32, "--steps", 8, "--save", folder / f"{label}.pt")
-    train(rung("16"), folder, tokens, "-B", 1, "-T", 32, "--steps", 1, "--val-every", 0, "--checkpoint-dir", folder)
-    return {label: folder / f"{label}.pt" for label in ("0", "1", "10")} | {"16": folder / "newest.pt"}
+    for label in ("16", "19", "20", "22", "23"):
+        train(rung(label), folder, tokens, "-B", 1, "-T", 32, "--steps", 1, "--val-every", 0, "--checkpoint-dir",
+              folder / label)
+    return {path.stem: path for path in folder.glob("*.pt")} | {p.parent.name: p for p in folder.glob("*/newest.pt")}
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def own_model(label, path):
     return model.eval()
 
 
-@pytest.mark.parametrize("label", ["0", "1", "10", "16"])
+@pytest.mark.parametrize("label", ["0", "1", "10", "16", "19"])
 @torch.no_grad()
 def test_the_folder_has_the_same_logits_and_so_has_the_way_back(label, saved, tmp_path, export):
     from transformers import GPT2LMHeadModel
@@ -66,17 +68,27 @@ def numbers(monkeypatch, sample):
     monkeypatch.setattr(sample.Tokenizer, "decode", lambda self, ids, **_: "".join(f"{i} " for i in ids))
 
 
-@pytest.mark.parametrize("label", ["0", "10"])
+@pytest.mark.parametrize("label", ["20", "22"])
+def test_between_gpt2_and_qwen3_there_is_nothing_to_export(label, saved, tmp_path, export):
+    with pytest.raises(SystemExit, match=r"neither a GPT-2 \(rungs 0 to 19\) nor a Qwen3 \(from 23 on\)"):
+        export.main([str(saved[label]), str(tmp_path / "hf")])
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("label", ["0", "10", "20", "22", "23"])
 @torch.no_grad()
 def test_greedy_text_is_that_of_the_rungs_own_model(label, saved, sample, numbers, tmp_path, capsys):
     """The rung's own model, without a cache, against generate() with one."""
     checkpoint = torch.load(saved[label], weights_only=True)
-    checkpoint["model"]["transformer.wpe.weight"].normal_(generator=torch.Generator().manual_seed(0))  # for variety
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in checkpoint["model"].items():
+        if name.endswith(("wpe.weight", "c_attn.weight", "c_proj.weight")):  # for variety
+            weight.normal_(generator=generator)
     torch.save(checkpoint, tmp_path / "model.pt")
     model, ids = own_model(label, tmp_path / "model.pt"), sample.Tokenizer("gpt2-bytes").encode(PROMPT)
     for _ in range(30):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    assert len(set(ids[-30:])) > 10
+    assert len(set(ids[-30:])) > 5
     sample.main([str(tmp_path / "model.pt"), "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "30",
                  "--device", "cpu"])
     assert capsys.readouterr().out == PROMPT + "".join(f"{i} " for i in ids[-30:]) + "\n"
@@ -161,8 +173,8 @@ def test_other_files(saved, sample, export, tmp_path):
     checkpoint = torch.load(saved["10"], weights_only=True)
     torch.save({**checkpoint, "config": {**checkpoint["config"], "n_kv_head": 1}}, tmp_path / "config.pt")
     torch.save({**checkpoint, "config": {**checkpoint["config"], "n_embd": 32}}, tmp_path / "shape.pt")
-    for name, reason in [("nowhere", "cannot be read .No such file"), ("config", "architecture is not GPT-2's"),
-                         ("shape", "architecture is not GPT-2's"), ("text", "damaged, or not a checkpoint"),
+    for name, reason in [("nowhere", "cannot be read .No such file"), ("config", "neither a GPT-2 .* nor a Qwen3"),
+                         ("shape", "neither a GPT-2 .* nor a Qwen3"), ("text", "damaged, or not a checkpoint"),
                          ("half", "damaged, or not a checkpoint"), ("other", "damaged, or not a checkpoint"),
                          ("code", "damaged, or not a checkpoint")]:
         for main, more in [(export.main, [str(tmp_path / "out")]), (sample.main, [])]:
@@ -183,7 +195,7 @@ def test_other_models_are_not_sampled(sample, tmp_path):
     small = {"vocab_size": 50257, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     GPTNeoXForCausalLM(GPTNeoXConfig(**small, intermediate_size=8)).save_pretrained(tmp_path / "neox")
     GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "small")
-    for name, reason in [("neox", "not a GPT-2 checkpoint"), ("small", "its 1,000 tokens are not GPT-2's")]:
+    for name, reason in [("neox", "neither a GPT-2 nor a Qwen3"), ("small", "its 1,000 tokens are not GPT-2's")]:
         with pytest.raises(SystemExit, match=reason):
             sample.main([str(tmp_path / name)])
 
@@ -223,11 +235,12 @@ def test_as_programs(saved, tmp_path):
 
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
-def test_pipeline_and_tokenizer(saved, export, tmp_path, real_text):
+@pytest.mark.parametrize("label", ["10", "23"])
+def test_pipeline_and_tokenizer(label, saved, export, tmp_path, real_text):
     import tiktoken
     from transformers import AutoTokenizer, pipeline
 
-    checkpoint = torch.load(saved["10"], weights_only=True)
+    checkpoint = torch.load(saved[label], weights_only=True)
     torch.save({**checkpoint, "tokenizer": "gpt2"}, tmp_path / "merges.pt")  # its run had single bytes
     export.main([str(tmp_path / "merges.pt"), str(tmp_path / "hf")])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
