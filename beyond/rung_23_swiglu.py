@@ -696,6 +696,8 @@ class Log:
 
 
 def main(argv=None):
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a file's name
     train(parse_settings(argv))
 
 
