@@ -38,7 +38,7 @@ from torch.nn import functional as F
 class Settings:
     """The command line's flags, one per line: type, help (and alias), default."""
 
-    model: Annotated[Literal["tiny", "small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"], "size"] = "gpt2"
+    model: Annotated[Literal["tiny", "mini", "small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"], "size"] = "gpt2"
     pretrained: Annotated[str, "start from Hugging Face weights: a name or a folder"] = None
     B: Annotated[int, "sequences per batch and process; None: 4, on a CPU 1", "--batch-size"] = None
     T: Annotated[int, "tokens per sequence", "--seq-len"] = 1024
@@ -232,6 +232,7 @@ SCRIPT = Path(__file__)
 RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); rank 0 alone prints and logs
 MODELS = {  # what --model accepts
     "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
+    "mini": GPTConfig(n_layer=6, n_head=3, n_embd=192),  # 12M parameters: what two CPU cores can compare
     "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),  # 30M parameters: what a CPU can train
     "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),  # 124M
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 350M

@@ -15,6 +15,7 @@ MFU = FLOPs per token * tokens/sec / the highest matrix-product rate measured on
 VOCAB_SIZE = 50257
 SHAPES = {  # --model: (n_layer, n_head, n_embd); a test keeps this equal to the scripts' MODELS
     "tiny": (2, 2, 64),
+    "mini": (6, 3, 192),
     "small": (6, 6, 384),
     "gpt2": (12, 12, 768),
     "gpt2-medium": (24, 16, 1024),

@@ -1,9 +1,10 @@
 """Carry a fix made in one rung through the later ones, definition by definition.
 
 The fix is what the working tree's FILE has more than the last commit's, outside of its docstring. It goes from rung to
-rung: each is merged with the change of the one before it. Below the banner it is a block to copy. Above, a definition
-that a rung has left as it was is replaced; one that it has changed is merged line by line, and where both changed the
-same lines, word by word. Nothing is written before every merge has succeeded and the ladder's law still holds.
+rung: each is merged with the change of the one before it. A definition that a rung has left as it was is replaced; one
+that it has changed is merged line by line, and where both changed the same lines, word by word. All that stands below
+the banner counts as one definition. Nothing is written before every merge has succeeded and the ladder's law still
+holds.
 """
 import difflib
 import itertools
@@ -16,6 +17,9 @@ from ladder.lessons import split_docstring
 from ladder.stages import BY_LABEL, ROOT, STAGES
 
 WORD = re.compile(r"\d[\w.]*(?:(?<=[eE])[-+]\d+)?|\w+|\s+|.")  # a number is one word, with its signed exponent
+
+
+BELOW = "what is below the banner"
 
 
 class Conflict(Exception):
@@ -33,14 +37,15 @@ def committed(file, root):
 
 
 def split(file, source):
-    """(The docstring's lines, {name: text} of the lesson, the plumbing) of a script."""
+    """(The docstring's lines, {name: text} of the rest) of a script; all below the banner is one text."""
     try:
         n_docstring, below = split_docstring(source)[2] - 1, plumbing(source)
     except SyntaxError as error:
         raise UserError(f"{file}: line {error.lineno}: {error.msg}") from None
     except ValueError as error:
         raise UserError(f"{file}: {error}, the one between lesson and plumbing") from None
-    return source.splitlines(keepends=True)[:n_docstring], pieces(source.removesuffix(below)), below
+    lesson = pieces(source.removesuffix(below))
+    return source.splitlines(keepends=True)[:n_docstring], lesson | {BELOW: below}
 
 
 def merge(base, ours, theirs, gap=0):
@@ -129,15 +134,14 @@ def propagate(stage, root=ROOT, until=None):
     if dirty := [rung.file for rung in later if new[rung.file] != old[rung.file]]:
         raise UserError(f"{dirty[-1]} has uncommitted changes: commit or stash them first, so that nothing is lost; "
                         f"if they are this fix, go on from there: python -m ladder propagate {dirty[-1]}")
-    if split(stage.file, old[stage.file])[1:] == split(stage.file, new[stage.file])[1:]:
+    if split(stage.file, old[stage.file])[1] == split(stage.file, new[stage.file])[1]:
         raise UserError(f"{stage.file} has no uncommitted change outside its docstring: make the fix there first")
 
     written = {}
     for rung in later:
         file, before = rung.file, BY_LABEL[rung.before].file
-        _, base, base_below = split(before, old[before])
-        _, fixed, below = split(before, new[before])
-        docstring, own, own_below = split(file, old[file])
+        base, fixed = split(before, old[before])[1], split(before, new[before])[1]
+        docstring, own = split(file, old[file])
         lesson, conflicts = carry(base, fixed, own)
         if conflicts:
             way = f"carry it up to there with --until {rung.before}, " if before != stage.file else ""
@@ -146,7 +150,7 @@ def propagate(stage, root=ROOT, until=None):
                 f"{way}make it in {file} by hand, then python -m ladder propagate {file}",
                 *(explain(file, before, name, conflict.args, (base, own, fixed), len(docstring))
                   for name, conflict in conflicts)]))
-        new[file] = "".join([*docstring, *lesson.values(), below if own_below == base_below else own_below])
+        new[file] = "".join([*docstring, *lesson.values()])
         if new[file] != old[file]:
             known = {line.strip() for line in (old[file] + new[before]).splitlines()}
             written[file] = [line.strip() for line in new[file].splitlines() if line.strip() not in known]
