@@ -17,6 +17,7 @@ from ladder.runner import Job, command_for, load_script
 from ladder.stages import BY_NAME
 
 SEED = 1337  # of the first round, and of the search for the learning rates
+IN_THE_README = ["label", "file", "the one change"]  # of the standings; elsewhere "rung" says it
 SAME_LOSS = {"rung_17_chunked_cross_entropy": "rung_16_gradient_checkpointing"}  # to rounding: one search for both
 
 
@@ -143,10 +144,19 @@ def standings(report):
     return target, racers
 
 
+def curves(report):
+    """Yields (name, steps, seconds, losses) of each rung's validations: the median over the seeds at each step."""
+    for row in report.rows:
+        runs = report.runs[row.name]
+        steps = runs[0].val_steps
+        losses = [statistics.median(at_step) for at_step in zip(*(run.val_losses for run in runs), strict=True)]
+        yield row.name, steps, [step * row.ms / 1000 for step in steps], losses
+
+
 def race_texts(report):
     """(the standings as short texts: a DataFrame with a row per rung, the caption)."""
     target, racers = standings(report)
-    first = racers[0]
+    first, label = racers[0], BY_NAME[racers[0].name].label
 
     def of_three(values, pattern="{:,.0f}"):
         return [pattern.format(value) if math.isfinite(value) else "never" for value in values]
@@ -157,25 +167,25 @@ def race_texts(report):
         return [middle for middle, _, _ in texts], [f"{low}–{high}" for _, low, high in texts]
 
     losses, loss_spread = column("val_loss", "{:.3f}")
-    tokens, tokens_spread = column("tokens")
-    seconds, seconds_spread = column("seconds")
+    tokens, _ = column("tokens")
+    seconds, seconds_spread = column("seconds", "{:,.0f}" if first.seconds[0] >= 20 else "{:.1f}")
     shares = [racer.seconds[0] / first.seconds[0] for racer in racers]
     texts = pandas.DataFrame({
-        "": [BY_NAME[racer.name].label for racer in racers],
+        "rung": [f"{BY_NAME[racer.name].label} {racer.title}" for racer in racers],
+        "label": [BY_NAME[racer.name].label for racer in racers],
         "file": ["[`{0}`]({0})".format(BY_NAME[racer.name].file) for racer in racers],
         "the one change": [racer.title for racer in racers],
         "learning rate": [racer.rate for racer in racers],
         "ms/step": [f"{racer.ms:,.0f}" for racer in racers],
         "val loss": losses, "spread": loss_spread,
-        f"tokens to {target:.3f}": tokens, "spread ": tokens_spread,
-        "seconds": seconds, "spread  ": seconds_spread,
-        "of the first's": [f"{share:.0%}" if math.isfinite(share) else "–" for share in shares],
+        f"tokens to {target:.3f}": tokens, "seconds": seconds, "spread ": seconds_spread,
+        f"of rung {label}'s": [f"{share:.0%}" if math.isfinite(share) else "–" for share in shares],
     })
     n_seeds = len(report.runs[first.name])
     low, high = (f([len(losses) for losses in report.sweep.values()]) for f in (min, max))
     n_rates = f"{low}" if low == high else f"{low} to {high}"
     return texts, (
-        f"{target:.3f} is the validation loss that {first.title} ends with. Each rung has the best of {n_rates} "
+        f"{target:.3f} is the validation loss that rung {label} ends with. Each rung has the best of {n_rates} "
         f"learning rates (Muon's; AdamW's where there is none); the numbers are the median of {n_seeds} seeds, the "
         "spreads their lowest and highest. Seconds are steps times the run's median step: compiling and validating do "
         "not count")
@@ -188,9 +198,10 @@ def print_race(report, console):
 
     texts, caption = race_texts(report)
     table = Table(title="To the same validation loss", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
-    texts = texts.drop(columns=["file"])
-    for place, heading in enumerate(texts):
-        table.add_column(heading.strip(), justify="left" if place == 1 else "right", no_wrap=place != 1)
+    texts = texts.drop(columns=IN_THE_README)
+    for heading in texts:
+        first = heading == "rung"
+        table.add_column(heading.strip(), justify="left" if first else "right", no_wrap=not first)
     for row in texts.itertuples(index=False):
         table.add_row(*row)
     console.print(table)

@@ -353,7 +353,7 @@ def beyond_table(report):
 def race_table(report):
     """The README's table of a race."""
     texts, caption = race_texts(report)
-    table = markdown(texts, dict(zip(texts, texts, strict=True)), 3)
+    table = markdown(texts, {name: "" if name == "label" else name for name in texts if name != "rung"}, 3)
     return f"{table}\n\n{conditions(report)}. {caption}"
 
 

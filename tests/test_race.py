@@ -97,17 +97,16 @@ def test_steps_to_a_loss(tmp_path, val_losses, loss, steps):
     assert steps_to(read_log(job.log_dir / f"{job.name}.log"), loss) == pytest.approx(steps)
 
 
+# Three seeds of AdamW end at 6.1, 6.0 and 5.9; Muon passes 6.0 at steps 15, 25 and 30.
+ROUNDS = {
+    ADAMW.name: {"round_1": (9, 8, 7, 6.1), "round_2": (9, 8, 7, 6.0), "round_3": (9, 8, 7, 5.9)},
+    MUON.name: {"round_1": (7, 5, 4, 3.9), "round_2": (8, 7, 5, 4), "round_3": (8, 7, 6, 4)},
+}
+seconds_to_6 = {name: lambda end, job: ROUNDS[job.name].get(job.log_dir.name, (9, 8, 7, end)) for name in ROUNDS}
+
+
 def test_the_standings(tmp_path):
-    """Three seeds of AdamW end at 6.1, 6.0 and 5.9; Muon passes 6.0 halfway between two validations."""
-    def adamw(end, job):
-        return 9, 8, 7, {"round_1": 6.1, "round_2": 6.0, "round_3": 5.9}.get(job.log_dir.name, end)
-
-    def muon(end, job):
-        return {"round_1": (7, 5, 4, 3.9), "round_2": (8, 7, 5, 4), "round_3": (8, 7, 6, 4)}.get(job.log_dir.name,
-                                                                                              (9, 8, 7, end))
-
-    stages, rates = [ADAMW, MUON], {ADAMW.name: 1.2e-3, MUON.name: 4e-3}
-    run_race(tmp_path, rates, stages, 3, **{ADAMW.name: adamw, MUON.name: muon})
+    run_race(tmp_path, {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, **seconds_to_6)
     report = build_report(tmp_path)
     target, [first, second] = standings(report)
     assert target == 6.0 and (first.rate, second.rate) == ("0.0012", "0.004")
@@ -116,8 +115,8 @@ def test_the_standings(tmp_path):
     assert second.val_loss == (4, 3.9, 4) and second.tokens == (25 * 64, 15 * 64, 30 * 64)
     assert second.seconds == pytest.approx((2.5, 1.5, 3.0))
     texts, caption = race_texts(report)
-    assert list(texts["of the first's"]) == ["100%", "62%"]
-    assert "6.000 is the validation loss that gradient checkpointing ends with" in caption
+    assert list(texts["of rung 16's"]) == ["100%", "62%"]
+    assert "6.000 is the validation loss that rung 16 ends with" in caption
     assert "best of 4 learning rates" in caption and "median of 3 seeds" in caption
     readme = tmp_path / "README.md"
     marks = [f"<!-- {name}:{end} -->" for name in ("ladder", "beyond", "race") for end in ("begin", "end")]
