@@ -8,21 +8,23 @@ the format, and the product, accumulated in more bits, is divided by both scales
 gradients and optimizer states stay in float32, and a checkpoint can be resumed with FP8 or without.
 
 torchao replaces nn.Linear with a module that does so in all three products of a layer, one forward and two backward,
-and keeps its weight. Finding the scales and casting cost memory traffic that only large products win back: for 1024
-tokens, 2048 inputs and 1024 outputs torchao measured 0.80 times the speed of bfloat16 on an H100. --float8-from draws
-the line where torchao's own filter does, above 1024 outputs: at c_attn, gate_proj and up_proj in GPT-2 (124M), 48 % of
-the arithmetic of all linear layers, and at all layers of the blocks in gpt2-xl, 95 %. The output layer stays in
-bfloat16: rung 17 computes its products without a module, and the embedding shares its weight.
+and keeps its weight. Scaling and casting cost memory traffic, even when compiled, which only large products win back:
+for 1024 tokens, 2048 inputs and 1024 outputs torchao measured 0.80 times the speed of bfloat16 on an H100. --float8-from
+draws the line where torchao's own filter does, above 1024 outputs. That leaves c_attn, gate_proj and up_proj in GPT-2
+(124M), 48 % of the arithmetic of all linear layers, and all layers of the blocks in gpt2-xl, 95 %. The output layer
+stays in bfloat16: rung 17 computes its products without a module, and the embedding shares its weight.
 
     pip install torchao
     python beyond/rung_25_fp8.py --model gpt2-xl
 
-Gain: up to twice the rate in these products. Llama 3 8B on eight H100s: 1.25 times the tokens/sec (torchao).
+Gain: up to twice the rate in these products. Llama 3 8B on eight H100s: 1.25 times the tokens/sec (torchao,
+with the communication in FP8, too).
 Cost: an input of a product is rounded by up to 6 % (E4M3) or 12.5 % (E5M2); bfloat16 rounds by 0.4 %. Small models may
 become slower.
 No effect on CPUs, on Apple GPUs and on older NVIDIA GPUs; "float8" in the log says so.
 
-Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; torchao/float8/README.md, "Performance".
+Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; torchao/float8/README.md, "Performance" (the
+example in its earlier versions), and torchao's filter, _auto_filter_for_recipe.
 """
 import argparse
 import contextlib
@@ -368,14 +370,14 @@ def use_float8(model, settings):
         return "no effect (needs a GPU of compute capability 8.9)"
     if settings.B * settings.T % 16:
         return "no effect (needs a multiple of 16 tokens in B * T)"
-    if not settings.float8_from:
-        return "off"
+    layers = [part for part in model.transformer.h.modules() if isinstance(part, nn.Linear)]
+    wide = [part for part in layers if 0 < settings.float8_from <= part.out_features]
+    if not wide:
+        return "no layer is wide enough"
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
         sys.exit("error: torchao: not installed; pip install torchao, or give --float8-from 0")
-    layers = [part for part in model.transformer.h.modules() if isinstance(part, nn.Linear)]
-    wide = [part for part in layers if part.out_features >= settings.float8_from]
     convert_to_float8_training(model.transformer.h, module_filter_fn=lambda part, name: part in wide)
     return f"{len(wide)} of the {len(layers)} linear layers of the blocks"
 
