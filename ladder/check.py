@@ -1,4 +1,5 @@
 """What this machine has, and what each rung will gain from it: one line each, with what to do where it lacks."""
+import importlib.util
 import json
 import os
 import shutil
@@ -87,6 +88,12 @@ def check_formats(device):
         torch.float32: "none in this CPU: rungs 3 and up run in float32 here, and gain nothing from it",
     }
     yield Finding(NEUTRAL if dtype in without else GOOD, "bfloat16", without.get(dtype, "rung 3 gains"))
+    if capability < (8, 9):
+        yield Finding(NEUTRAL, "float8", "rung 25 has no effect on this device")
+    else:
+        torchao = importlib.util.find_spec("torchao")
+        need = "works" if torchao else "needs torchao: pip install torchao"
+        yield Finding(GOOD if torchao else BAD, "float8", f"rung 25 {need}")
 
 
 def compile_problem(device):

@@ -75,6 +75,7 @@ STAGES = [
          "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT"),
     rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT", "from_pretrained"),
     rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights"),
+    rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

@@ -41,14 +41,22 @@ def assert_same_training(folder, one_process):
         assert torch.allclose(rank0[name], alone[name], rtol=0, atol=6e-6), name
 
 
-def test_two_ranks_equal_one_process(one_process, tmp_path, tokens):
-    run = run_command(*TWO_RANKS, RANK, tmp_path, "ddp", *flags(tokens, tmp_path, B=2))
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, tokens):
+    """(the log's folder, what was printed) of two ranks with batch 2, started by one torchrun."""
+    folder = tmp_path_factory.mktemp("two")
+    run = run_command(*TWO_RANKS, RANK, folder, "ddp", *flags(tokens, folder, B=2))
     assert run.returncode == 0, run.stderr
-    assert_same_training(tmp_path, one_process)
-    log = (tmp_path / "ddp_run.log").read_text()
+    return folder, run.stdout
+
+
+def test_two_ranks_equal_one_process(one_process, two_ranks):
+    folder, printed = two_ranks
+    assert_same_training(folder, one_process)
+    log = (folder / "ddp_run.log").read_text()
     assert "# ranks: 2\n" in log
-    assert run.stdout.count("step : 1 |") == 1  # rank 0 alone speaks
-    for step in read_steps(tmp_path / "ddp_run.log"):
+    assert printed.count("step : 1 |") == 1  # rank 0 alone speaks
+    for step in read_steps(folder / "ddp_run.log"):
         assert step["tokens_per_second"] == pytest.approx(2 * 2 * 32 / (step["ms"] / 1000), rel=1e-3)
 
 
@@ -70,23 +78,45 @@ def test_the_command_of_the_readme(tmp_path, tokens):
     assert saved["script"] == "ddp_run.py" and "transformer.wte.weight" in saved["model"]
 
 
-@pytest.mark.slow
-def test_two_machines(one_process, tmp_path, tokens):
-    """Two agents that meet on loopback, as two machines would be started."""
+def run_two_agents(*command):
+    """What two torchrun agents print that meet on loopback, one rank each, as two machines would be started."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     agents = []
     for _ in range(2):
-        command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=test",
-                   f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", RANK, tmp_path, "ddp",
-                   *flags(tokens, tmp_path, B=2)]
-        agents.append(subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE,
-                                       stderr=subprocess.PIPE, text=True))
+        words = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=test",
+                 f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", *command]
+        agents.append(subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, text=True, cwd=ROOT))
+    printed = []
     for agent in agents:
-        _, errors = agent.communicate(timeout=300)
+        output, errors = agent.communicate(timeout=300)
         assert agent.returncode == 0, errors
+        printed.append(output)
+    return "".join(printed)
+
+
+@pytest.mark.slow
+def test_two_machines(one_process, two_ranks, tmp_path, tokens):
+    """The losses of one agent with two ranks, digit for digit."""
+    run_two_agents(RANK, tmp_path, "ddp", *flags(tokens, tmp_path, B=2))
     assert_same_training(tmp_path, one_process)
+    assert losses(tmp_path / "ddp_run.log") == losses(two_ranks[0] / "ddp_run.log")
+
+
+@pytest.mark.slow
+def test_network_between_two_machines():
+    """experiments/network.py: the columns agree with each other, and with 4 bytes for each of GPT-2's parameters."""
+    lines = [line.split() for line in run_two_agents("-m", "experiments.network", 1, 4).splitlines()]
+    assert lines[0] == "2 ranks on 2 machines, gloo".split()
+    table, models = lines[2:4], {line[0]: [float(word) for word in line[1:]] for line in lines[5:]}
+    for size, (megabytes, ms, rate, link) in zip((1, 4), (map(float, line) for line in table), strict=True):
+        assert megabytes == size and ms > 0
+        assert rate == pytest.approx(megabytes / ms, rel=0.02, abs=0.001)
+        assert link == rate  # in a ring of two each sends the buffer once
+    assert models["gpt2"] == pytest.approx([4 * 124_475_904 / 1e6, 497.9 / 1000 / float(table[1][2])], rel=0.02)
+    assert list(models) == ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 
 
 @pytest.mark.parametrize("dying", ["1", pytest.param("0", marks=pytest.mark.slow)])

@@ -176,7 +176,7 @@ def test_eight_bit_adamw_says_what_does_not_run(monkeypatch, tokens, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compress", "data_wait", "eight_bit_adamw", "sampling_speed"])
+@pytest.mark.parametrize("name", ["compress", "data_wait", "eight_bit_adamw", "network", "sampling_speed"])
 def test_as_a_program(name):
     run = run_command(sys.executable, "-m", f"experiments.{name}", "--help")
     assert run.returncode == 0 and run.stdout.startswith("usage: "), run.stderr

@@ -917,6 +917,18 @@ def test_check_on_a_cpu_without_bfloat16(monkeypatch):
     assert "rungs 3 and up run in float32 here" in findings(check.check_formats, "cpu")["bfloat16"]
 
 
+@pytest.mark.parametrize("capability, installed, finding", [
+    ((8, 6), True, "– rung 25 has no effect on this device"),
+    ((8, 9), True, "✓ rung 25 works"),
+    ((9, 0), False, "✗ rung 25 needs torchao: pip install torchao"),
+])
+def test_check_says_what_float8_needs(capability, installed, finding, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(check.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: installed or None)
+    assert findings(check.check_formats, "cuda")["float8"] == finding
+
+
 def test_check_names_the_data_and_the_way_out_of_the_fallback(tmp_path):
     def finding(source, tokenizer):
         (tmp_path / "meta.json").write_text(json.dumps({"source": source, "tokenizer": tokenizer}))
