@@ -69,8 +69,6 @@ NATURAL_FIXES = {  # of the baseline; what each changes is the same text in all 
         ('"optimizer steps"]', '"number of optimizer steps"]'),
         ("Batches of consecutive tokens", "Consecutive batches"),  # rung 12 changes the end of this line
         ("self.lm_head = nn.Linear(", "self.lm_head = torch.nn.Linear("),  # and rung 7 of this one
-        ("        pos = torch.arange", "        place = torch.arange"),
-        ("wpe(pos)", "wpe(place)"),
         ("class DataLoaderLite:", "def half(x):\n    return x / 2\n\n\nclass DataLoaderLite:"),
         ("        assert config.n_embd % config.n_head == 0\n", ""),
     ],
