@@ -69,7 +69,7 @@ NATURAL_FIXES = {  # of the baseline; what each changes is the same text in all 
         ('"optimizer steps"]', '"number of optimizer steps"]'),
         ("Batches of consecutive tokens", "Consecutive batches"),  # rung 12 changes the end of this line
         ("self.lm_head = nn.Linear(", "self.lm_head = torch.nn.Linear("),  # and rung 7 of this one
-        ("class DataLoaderLite:", "def half(x):\n    return x / 2\n\n\nclass DataLoaderLite:"),
+        ("class Block(", "def half(x):\n    return x / 2\n\n\nclass Block("),
         ("        assert config.n_embd % config.n_head == 0\n", ""),
     ],
 }
