@@ -1,4 +1,30 @@
-"""Rung FSDP TODO
+"""Rung FSDP: fully sharded data parallelism, for models that do not fit on one card.
+
+    torchrun --standalone --nproc_per_node=8 beyond/fsdp_run.py --model gpt2-xl
+
+DDP keeps all parameters, gradients and moments on every card: with Muon 12 to 16 bytes a parameter. Here each of n
+ranks keeps 1/n of each tensor's rows. A block's parameters are gathered just before it computes, in the forward and
+again in the backward pass, and freed after it; its gradients are reduced to the rank that keeps the rows. The rest, the
+"root", is gathered for the whole step: the tied embedding is its first and its last layer. What crosses the network is
+bfloat16 parameters and float32 gradients. Cards without bfloat16 send float32 parameters, compute in float16 as before,
+and the scaler asks all ranks for overflows.
+
+What follows from it:
+- Every forward pass is a collective: all ranks make as many, in the validation too.
+- Micro-steps reduce their gradients each time: waiting for the last one (`set_requires_gradient_sync(False)`) would
+  keep the gradients whole, 4 bytes a parameter on every card. Fewer micro-steps, so a larger -B, send less.
+- Muon needs whole matrices: each is gathered, one at a time, and every rank orthogonalizes all of them, as before.
+- Blocks are compiled one by one. To recompute them (rung 16) gathers nothing more: the backward pass does it anyway.
+- A checkpoint is a folder, newest/ or previous/: each rank writes what it keeps, and any number of ranks, or one
+  process alone, resumes from it. --save gathers the parameters into one plain file for sample.py and export.py.
+
+Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
+Cost: DDP sends 8 bytes a parameter once a step, this 8 in every micro-step, and 4 for Muon's matrices. Parameters and
+the residual stream are rounded to bfloat16, where autocast alone kept the stream and the norms in float32. A damaged
+checkpoint is noticed if it cannot be read; a flipped bit is not, as the shards carry no checksums.
+Alone, without torchrun, it is rung 24 with this format of checkpoints.
+
+Source: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
 """
 import argparse
 import contextlib
@@ -11,6 +37,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -23,10 +50,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.utils.checkpoint
 from torch._dynamo.utils import counters
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict)
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint import state_dict as shards
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
@@ -223,20 +247,15 @@ class GPT(nn.Module):
 
 def orthogonalize(matrix):
     """(m, n) -> (m, n) with the same singular vectors and singular values near 1: five Newton-Schulz iterations."""
+    if isinstance(matrix, DTensor):  # sharded: all ranks gather it and do this, and each keeps its own rows
+        whole = orthogonalize(matrix.full_tensor())
+        return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
     x = (wide / (wide.norm() + 1e-7)).to(torch.float16 if matrix.is_cuda else torch.float32)
     for _ in range(5):
         gram = x @ x.T  # (min(m, n), min(m, n))
         x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
     return x if wide is matrix else x.T
-
-
-def orthogonalize_rows(matrix):
-    """orthogonalize(matrix), also of a sharded one: each rank gathers it, and keeps its own rows of the result."""
-    if not isinstance(matrix, DTensor):
-        return orthogonalize(matrix)
-    whole = orthogonalize(matrix.full_tensor())
-    return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)  # sends nothing
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -250,7 +269,7 @@ class MuonAdamW(torch.optim.AdamW):
         for p in muon["params"]:
             state = self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
             state["momentum"].lerp_(p.grad, 0.05)
-            update = 0.2 * max(p.shape) ** 0.5 * orthogonalize_rows(p.grad.lerp(state["momentum"], 0.95))  # Nesterov's
+            update = 0.2 * max(p.shape) ** 0.5 * orthogonalize(p.grad.lerp(state["momentum"], 0.95))  # Nesterov's
             p.mul_(1 - muon["lr"] * muon["weight_decay"]).sub_(update, alpha=muon["lr"])
             p.grad = None  # AdamW passes over it
         super().step()
@@ -300,72 +319,53 @@ def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
     return total.item() / n_sequences
 
 
-def finished_checkpoints(folder):
-    """The complete checkpoints in `folder`, newest first: .metadata is written last, and renamed into place."""
-    return sorted((path.parent for path in folder.glob("step_*/.metadata")), reverse=True)
-
-
 def read_newest(paths, run, model, optimizer):
-    """Load the first of the checkpoints `paths` that is not damaged; returns {"step", "scaler", "log"}."""
+    """Load the first of the checkpoints `paths` that is not damaged; returns its notes, exits with one line if none."""
     for path in paths:
-        with contextlib.suppress(Exception, CheckpointException):  # a damaged file can raise any exception
+        with contextlib.suppress(Exception, dcp.CheckpointException):  # a damaged file can raise any exception
             dcp.load(checkpoint := {"notes": ""}, checkpoint_id=path)
             notes = json.loads(checkpoint["notes"])
             if other := [f"{name} {old}, not {run[name]}" for name, old in notes["run"].items() if old != run[name]]:
                 sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
-            state = get_state_dict(model, optimizer)
-            dcp.load(dict(zip(("model", "optimizer"), state, strict=True)), checkpoint_id=path)
-            set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
+            model_state, optimizer_state = shards.get_state_dict(model, optimizer)
+            dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+            shards.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
             return notes
         print(f"WARNING: {path} is damaged; skipping it", file=sys.stderr)
     sys.exit(f"error: --resume: {paths[0]}: no checkpoint here can be read; delete them to start over")
 
 
-def load_checkpoint(settings, run, model, optimizer):
-    """Load the newest checkpoint; returns {"step", "scaler", "log"}, or None if there is none.
-
-    Exits with a one-line error if it cannot continue the run `run`.
-    """
-    folder = settings.checkpoint_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
-    paths = finished_checkpoints(folder)
+def load_checkpoint(path, settings, run, model, optimizer):
+    """Load the checkpoint at `path`; returns its notes, or None. Exits with one line if `run` is not what it is of."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name("lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
+    paths = [path.with_name(name) for name in ("newest", "previous") if path.with_name(name).exists()]
     if not paths:
         return None
     if not settings.resume:
-        sys.exit(f"error: {paths[0]}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
+        sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
     return read_newest(paths, run, model, optimizer)
 
 
-def save_sharded(folder, notes, model, optimizer):
-    """Write a checkpoint, each rank its own shards, and delete those before the last two.
-
-    Returns an error message, or None on success.
-    """
-    path, problem = folder / f"step_{notes['step']:09}", None
-    optimizer.zero_grad()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+def save_sharded(path, model, optimizer, notes):
+    """Write a checkpoint, the folder `path`: each rank its own shards. Returns an error message, or None on success."""
+    optimizer.zero_grad()  # otherwise no state is made for an optimizer that has skipped all steps (float16)
+    model_state, optimizer_state = shards.get_state_dict(model, optimizer)
     try:
-        path.joinpath(".metadata").unlink(missing_ok=True)  # of a damaged one
         dcp.save({"model": model_state, "optimizer": optimizer_state, "notes": json.dumps(notes)}, checkpoint_id=path)
-    except CheckpointException as error:
-        problem = f"{path} could not be written ({next(iter(error.failures.values()))[0]})"
-    kept = [old for old in finished_checkpoints(folder) if old <= path][:2]
-    for old in set(folder.glob("step_*")).difference(kept) if RANK == 0 else ():
-        shutil.rmtree(old, ignore_errors=True)
-    return problem
+    except dcp.CheckpointException as error:  # on every rank, when one of them fails
+        shutil.rmtree(path, ignore_errors=True)
+        return f"{path} could not be written ({next(iter(error.failures.values()))[0]})"
 
 
 def save_whole(path, model, loader, step):
-    """Gather the parameters of all ranks on rank 0, which writes --save's file, if there is one to be written.
-
-    Returns an error message, or None on success.
-    """
+    """Gather the parameters for --save on rank 0, which writes them. Returns an error message, or None on success."""
     if not path:
         return None
-    whole = GPT(model.config)
-    parameters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = shards.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    parameters = shards.get_model_state_dict(model, options=options)  # {} on the other ranks
     if RANK == 0:
+        whole = GPT(model.config)
         whole.load_state_dict(parameters)
         return save_checkpoint(path, whole, loader, step)
 
@@ -392,7 +392,11 @@ def compile_model(model, mode, device):
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
         return model, "not possible here, running eagerly; python -m ladder check says why"
-    return torch.compile(model, mode=mode), mode
+    if not dist.is_initialized():
+        return torch.compile(model, mode=mode), mode
+    for block in model.transformer.h:  # one by one: between two of them FSDP frees parameters and gathers others
+        block.forward = torch.compile(block.forward, mode=mode)
+    return model, mode
 
 
 def init_ranks(settings):
@@ -417,7 +421,7 @@ def init_ranks(settings):
 def shard(model, amp_dtype, device):
     """`model` on the device; under torchrun every rank keeps 1/ranks of each parameter, and gathers block by block."""
     if dist.is_initialized():
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
         dtypes = (torch.bfloat16, torch.float32) if amp_dtype == torch.bfloat16 else ()  # of parameters, of gradients
         policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # autocast sees to the inputs
         for part in (*model.transformer.h, model):  # what is left for the last, the root: embedding, norm
@@ -440,6 +444,7 @@ def count_micro_steps(settings, world_size):
 
 def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled|Mismatch dtype between input and weight")
     device = settings.device
     if settings.decay_share > 1:
         sys.exit(f"error: --decay-share {settings.decay_share}: more than all steps; give at most 1")
@@ -457,8 +462,7 @@ def train(settings):
         model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
     model.loss_chunk = settings.loss_chunk or settings.B * settings.T
     optimizer = model.configure_optimizers(weight_decay=0.1)
-    for block in model.transformer.h:
-        block.forward, compiled = compile_model(block.forward, settings.compile_mode, device)
+    step_model, compiled = compile_model(model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
     notes["batches"] = "on the device" if loader.on_device else "prefetched" if device == "cuda" else "memory-mapped"
     notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
@@ -476,12 +480,12 @@ def train(settings):
     stop = []  # no longer empty once a signal has come
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.append(True))
-    done, every = 0, settings.checkpoint_every
-    if checkpoint := load_checkpoint(settings, run, model, optimizer):
+    path, done, every = settings.checkpoint_dir / "newest", 0, settings.checkpoint_every
+    if checkpoint := load_checkpoint(path, settings, run, model, optimizer):
         scaler.load_state_dict(checkpoint["scaler"] or scaler.state_dict())  # a scaler disabled then has no state
         done = checkpoint["step"]
         if done == settings.steps:
-            print(f"{settings.checkpoint_dir}: this run is finished, all of its {done} steps are done")
+            print(f"{path}: this run is finished, all of its {done} steps are done")
             sys.exit(save_whole(settings.save, model, loader, done))
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
@@ -502,7 +506,7 @@ def train(settings):
             i = (step - 1) * micro_steps + micro_step
             x, y = batch  # (B, T) each
             with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
-                micro_loss = model(x, y) / micro_steps
+                micro_loss = step_model(x, y) / micro_steps
             scaler.scale(micro_loss).backward()  # each time, as waiting gradients would be whole, 4 bytes a parameter
             loss += micro_loss.detach()
             batch = loader.batch((i + 1) * world_size + rank)  # while the device is busy
@@ -524,10 +528,15 @@ def train(settings):
             log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s")
         due = every and (step % every == 0 or step == settings.steps or stopping)
         if due and (norm.isfinite() or scaler.is_enabled()):
-            notes = {"step": step, "run": run, "scaler": scaler.state_dict()}
+            notes = {"step": step, "scaler": scaler.state_dict(), "run": run}
             notes["log"] = rank == 0 and log.path.read_text(encoding="utf-8")
-            problem = save_sharded(settings.checkpoint_dir, notes, model, optimizer)
-            log.line(f"# WARNING: {problem}" if problem else f"# checkpoint: step {step} in {settings.checkpoint_dir}")
+            newer = path.with_name("next")
+            problem = save_sharded(newer, model, optimizer, notes)
+            log.line(f"# WARNING: {problem}" if problem else f"# checkpoint: step {step} in {path}")
+            for old, new in ((path, path.with_name("previous")), (newer, path)):
+                if rank == 0 and old.exists() and not problem:
+                    shutil.rmtree(new, ignore_errors=True)
+                    old.replace(new)
         if stopping:
             log.line(f"# stopped by a signal after step {step}; rerun with --resume to continue")
             break

@@ -51,7 +51,10 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    verbs.add_parser("check", help="what this machine has, and what each rung will gain from it")
+    check = verbs.add_parser("check", help="what this machine has, and what each rung will gain from it")
+    check.add_argument("--gpus", type=positive, metavar="N", help="instead: the largest model on 1 to N GPUs, on paper")
+    check.add_argument("--memory", type=positive_number, metavar="GB", action="append",
+                       help="of one of them, 1e9 bytes; several are possible (default: 16, 24, 40, 80)")
 
     run = verbs.add_parser("run", help="run the rungs, then show the table; unknown flags go to the scripts")
     run.add_argument("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
@@ -110,12 +113,37 @@ def parse_args(argv=None):
 def check(args):
     from ladder.check import BAD, GOOD, check_machine
 
+    if args.gpus or args.memory:
+        return print_cards(args.gpus or 8, args.memory or [16, 24, 40, 80])
     findings, command = check_machine()
     colours = {GOOD: "green", BAD: "red"}
     for finding in findings:
         console.print(f"[{colours.get(finding.mark, 'yellow')}]{finding.mark}[/] [bold]{finding.what}[/]: ", end="")
         console.print(finding.detail, markup=False)
     console.print(f"\nFor this machine:\n    {command}", markup=False)
+    return 0
+
+
+def print_cards(gpus, memories):
+    """What some GPUs hold on paper; no machine is looked at."""
+    from rich.table import Table
+
+    from ladder.check import plan_cards
+
+    table = Table("GPUs", "", "largest --model", "GB a GPU", "GB sent a step", "at most",
+                  title="The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    last = None
+    for cards in plan_cards(gpus, memories):
+        if last not in (None, cards.memory):
+            table.add_section()
+        last = cards.memory
+        table.add_row(f"{cards.ranks} x {cards.memory:g} GB", "FSDP" if cards.sharded else "DDP", cards.model or "none",
+                      f"{cards.needed:.1f}", f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f} B parameters")
+    console.print(table)
+    console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
+                  "as much in each one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.", markup=False)
     return 0
 
 

@@ -1,9 +1,10 @@
-"""One rank of an FSDP test: fsdp_run.py's own main(), once for each line of a file, in one process group.
+"""One rank of an FSDP test: fsdp_run.py's own main(), one run after the other in one process group.
 
-    torchrun ... tests/fsdp_rank.py FOLDER    # FOLDER/runs.json: {name: [dtype, [flags]]}
+    torchrun ... tests/fsdp_rank.py FOLDER        # FOLDER/runs.json: {name of the run: [dtype, [flags]]}
 
-Each run writes FOLDER/NAME/rank<n>.json: what this rank held and sent in the last step, in bytes. DIE_RANK, DIE_BATCH
-and DIE_ONCE are those of ddp_rank.py. To import torch costs more than to train, so one start serves several tests.
+To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: what this rank
+held and moved in the last step, in bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and
+DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells.
 """
 import json
 import os
@@ -14,84 +15,52 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from conftest import rung
-from torch.distributed.tensor import DTensor
+from tensor_bytes import Watch, local_bytes
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
-folder, rank = Path(sys.argv[1]), int(os.environ.get("RANK", 0))
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 start, end = dist.init_process_group, dist.destroy_process_group
 dist.init_process_group = lambda backend: dist.is_initialized() or start(backend)
 dist.destroy_process_group = lambda: None
 
 
-def local_bytes(tensors):
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors if t is not None)
-
-
-class Collectives(TorchDispatchMode):
-    """The bytes of the whole buffer that each collective gathers or reduces, larger ones than 100 bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # look at what it does with the local tensors
-        result = function(*args, **(kwargs or {}))
-        name = function._opname
-        whole = {
-            "_allgather_base_": lambda: args[0], "_reduce_scatter_base_": lambda: args[1],
-            "all_gather_into_tensor": lambda: result, "reduce_scatter_tensor": lambda: args[0],
-            "allreduce_": lambda: args[0][0], "all_reduce": lambda: args[0],
-        }
-        if function.namespace in ("c10d", "_c10d_functional") and name in whole:
-            n_bytes = whole[name]().nbytes
-            if n_bytes > 100:
-                self.seen.append((name.strip("_").replace("allgather_base", "all_gather_into_tensor").replace(
-                    "reduce_scatter_base", "reduce_scatter_tensor"), n_bytes))
-        return result
-
-
-def died_before():
-    marker = os.environ.get("DIE_ONCE")
-    died = marker is not None and os.path.exists(marker)
-    if marker:
-        Path(marker).touch()
-    return died
-
-
 def run(name, dtype, flags):
-    script, measured, batches = rung("fsdp"), {}, []
+    script, found, fetched, watch = rung("fsdp"), {}, [], Watch()
     script.autocast_dtype = lambda device: getattr(torch, dtype)
-    batch = script.DataLoaderLite.batch
+    batch, unscale = script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_
 
     def dying_batch(self, i):
-        batches.append(i)
-        now = str(rank), str(len(batches))
-        if now == (os.environ.get("DIE_RANK"), os.environ.get("DIE_BATCH")) and not died_before():
+        fetched.append(i)
+        now = str(rank), str(len(fetched))
+        if now == (os.environ.get("DIE_RANK"), os.environ.get("DIE_BATCH")) and not (folder / "died").exists():
+            (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return batch(self, i)
 
+    def overflow(scaler, optimizer):
+        if dtype == "float16" and rank == 1 and not found:
+            optimizer.param_groups[0]["params"][0].grad.to_local()[0, 0] = torch.inf
+        return unscale(scaler, optimizer)
+
     def before_step(optimizer, args, kwargs):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if all(p.grad is not None for p in parameters):  # not AdamW's step within Muon's
-            measured["parameters"], measured["gradients"] = (
-                local_bytes(parameters), local_bytes([p.grad for p in parameters]))
+        found["parameters"], found["gradients"] = local_bytes(parameters), local_bytes([p.grad for p in parameters])
 
     def after_step(optimizer, args, kwargs):
-        measured["optimizer"] = local_bytes(t for state in optimizer.state.values() for t in state.values())
-        measured["collectives"], collectives.seen = collectives.seen, []
+        found["optimizer"] = local_bytes(t for state in optimizer.state.values() for t in state.values())
+        found["moved"], found["peak"] = watch.moved, watch.peak
+        watch.moved, watch.peak = [], 0
 
-    script.DataLoaderLite.batch = dying_batch
+    script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_ = dying_batch, overflow
     hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
-    with Collectives() as collectives:
+    with watch:
         script.main([*flags, "--log-dir", str(folder / name), "--checkpoint-dir", str(folder / name / "checkpoints")])
     for hook in hooks:
         hook.remove()
-    (folder / name / f"rank{rank}.json").write_text(json.dumps(measured))
+    torch.amp.GradScaler.unscale_ = unscale
+    (folder / name / f"rank{rank}.json").write_text(json.dumps(found))
 
 
-for each, (kind, own_flags) in json.loads((folder / "runs.json").read_text()).items():
-    run(each, kind, own_flags)
+for own_name, (own_dtype, own_flags) in json.loads((folder / "runs.json").read_text()).items():
+    run(own_name, own_dtype, own_flags)
 end()
