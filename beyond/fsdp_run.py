@@ -323,8 +323,7 @@ def read_newest(paths, run, model, optimizer):
     """Load the first of the checkpoints `paths` that is not damaged; returns its notes, exits with one line if none."""
     for path in paths:
         with contextlib.suppress(Exception, dcp.CheckpointException):  # a damaged file can raise any exception
-            dcp.load(checkpoint := {"notes": ""}, checkpoint_id=path)
-            notes = json.loads(checkpoint["notes"])
+            notes = json.loads(path.joinpath("notes.json").read_text(encoding="utf-8"))
             if other := [f"{name} {old}, not {run[name]}" for name, old in notes["run"].items() if old != run[name]]:
                 sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
             model_state, optimizer_state = shards.get_state_dict(model, optimizer)
@@ -352,10 +351,12 @@ def save_sharded(path, model, optimizer, notes):
     optimizer.zero_grad()  # otherwise no state is made for an optimizer that has skipped all steps (float16)
     model_state, optimizer_state = shards.get_state_dict(model, optimizer)
     try:
-        dcp.save({"model": model_state, "optimizer": optimizer_state, "notes": json.dumps(notes)}, checkpoint_id=path)
-    except dcp.CheckpointException as error:  # on every rank, when one of them fails
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+        if RANK == 0:
+            path.joinpath("notes.json").write_text(json.dumps(notes), encoding="utf-8")
+    except (OSError, dcp.CheckpointException) as error:  # the latter on every rank, when one of them fails
         shutil.rmtree(path, ignore_errors=True)
-        return f"{path} could not be written ({next(iter(error.failures.values()))[0]})"
+        return f"{path} could not be written ({next(iter(getattr(error, 'failures', {0: [error]}).values()))[0]})"
 
 
 def save_whole(path, model, loader, step):

@@ -63,7 +63,7 @@ def parse_args(argv=None):
     run.add_argument("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
     run.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
     run.add_argument("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each rung (default: 3600)")
-    run.add_argument("--processes", type=positive, default=2, help="of ddp_run.py (default: %(default)s)")
+    run.add_argument("--processes", type=positive, default=2, help="of ddp and fsdp (default: %(default)s)")
     run.add_argument("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {RUNS}/DATE_TIME)")
 
     profile = verbs.add_parser("profile", help="where the time of a step goes; unknown flags go to the scripts")
@@ -139,8 +139,9 @@ def print_cards(gpus, memories):
         if last not in (None, cards.memory):
             table.add_section()
         last = cards.memory
-        table.add_row(f"{cards.ranks} x {cards.memory:g} GB", "FSDP" if cards.sharded else "DDP", cards.model or "none",
-                      f"{cards.needed:.1f}", f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f} B parameters")
+        way = "FSDP" if cards.sharded else "DDP" if cards.ranks > 1 else "alone"
+        table.add_row(f"{cards.ranks} x {cards.memory:g} GB", way, cards.model or "none", f"{cards.needed:.1f}",
+                      f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f} B parameters")
     console.print(table)
     console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
                   "as much in each one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.", markup=False)
@@ -328,7 +329,7 @@ def find_rung(word):
     """The stage called "7", "07" or "ddp", or by its file's name."""
     stage = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
     if stage is None:
-        raise UserError(f"no rung {word}: there are 0 to {STAGES[-1].label} and ddp, or their file names")
+        raise UserError(f"no rung {word}: there are 0 to {STAGES[-2].label}, ddp and fsdp, or their file names")
     return stage
 
 

@@ -179,12 +179,13 @@ class Cards:
 
 
 def plan_cards(gpus, memories):
-    """A Cards for each of 1, 2, 4 … `gpus` cards, DDP and FSDP, of each of `memories` GB, of which 90 % are used."""
+    """A Cards for 1, 2, 4 … `gpus` cards, DDP and FSDP, of each of `memories` GB, of which 90 % are used."""
     counts = [2**n for n in range(gpus.bit_length()) if 2**n < gpus] + [gpus]
-    for memory, ranks, sharded in ((memory, n, sharded) for memory in memories for n in counts for sharded in (0, 1)):
+    ways = [(memory, n, sharded) for memory in memories for n in counts for sharded in (False, True)[:n]]
+    for memory, ranks, sharded in ways:  # one card alone has nothing to shard
         model, n_blocks = largest_model(0.9e9 * memory, ranks, sharded)
         embedding, block, _ = split_parameters("gpt2-xl")
         needed = card_bytes(model, 1, 1024, ranks, sharded) / 1e9 if model else math.nan
         sent = sent_bytes(model, ranks, sharded) / 1e9 if model else math.nan
         most = embedding + block * n_blocks if n_blocks else math.nan
-        yield Cards(memory, ranks, bool(sharded), model, needed, sent, most)
+        yield Cards(memory, ranks, sharded, model, needed, sent, most)

@@ -60,10 +60,7 @@ def one_process(tmp_path_factory, tokens):
 
 def notes(checkpoint):
     """What a checkpoint says of its run."""
-    import torch.distributed.checkpoint as dcp
-
-    dcp.load(found := {"notes": ""}, checkpoint_id=checkpoint)
-    return json.loads(found["notes"])
+    return json.loads((checkpoint / "notes.json").read_text())
 
 
 def assert_same_losses(log, truth, first=1):
@@ -248,7 +245,7 @@ def cut_in_half(folder):
 
 
 @pytest.mark.parametrize("damage", [
-    cut_in_half, lambda folder: next(folder.glob("__1*")).unlink(), lambda folder: (folder / ".metadata").unlink(),
+    cut_in_half, *(lambda folder, name=name: (folder / name).unlink() for name in ("__1_0.distcp", "notes.json")),
 ])
 def test_a_damaged_newest_checkpoint_falls_back(damage, two_ranks, one_process, tmp_path, tokens, capsys):
     checkpoints = copy_checkpoints(two_ranks, tmp_path, "newest", "previous")
@@ -294,8 +291,8 @@ def test_what_ranks_save_becomes_a_folder_for_transformers(two_ranks, tmp_path):
 def test_cards_on_paper():
     """The largest model is the largest: the next one does not fit. Sharding helps, from two cards on."""
     names, found = list(SHAPES), list(plan_cards(8, [4, 16, 24]))
-    assert [(cards.memory, cards.ranks, cards.sharded) for cards in found[:8]] == [
-        (4, n, sharded) for n in (1, 2, 4, 8) for sharded in (False, True)]
+    assert [(cards.memory, cards.ranks, cards.sharded) for cards in found[:7]] == [
+        (4, 1, False), *((4, n, sharded) for n in (2, 4, 8) for sharded in (False, True))]
     for cards in found:
         usable = 0.9e9 * cards.memory
         assert card_bytes(cards.model, 1, 1024, cards.ranks, cards.sharded) <= usable
@@ -309,7 +306,7 @@ def test_cards_on_paper():
             assert card_bytes("gpt2-xl", 1, 1024, cards.ranks, cards.sharded, fits + 1) > usable
     sixteen = {(cards.ranks, cards.sharded): cards.model for cards in found if cards.memory == 16}
     assert sixteen[8, False] == sixteen[1, False] == "gpt2-large" and sixteen[2, True] == "gpt2-xl"
-    assert [cards.ranks for cards in plan_cards(6, [16])][::2] == [1, 2, 4, 6]
+    assert [cards.ranks for cards in plan_cards(6, [16])] == [1, 2, 2, 4, 4, 6, 6]
     assert all(cards.model is None for cards in plan_cards(2, [0.5]))
 
 
@@ -329,4 +326,4 @@ def test_the_table_of_cards(capsys):
 
     assert main(["check", "--gpus", "8", "--memory", "24"]) == 0
     output = capsys.readouterr().out
-    assert len(re.findall(r"x 24 GB .* (?:DDP|FSDP) .* gpt2-", output)) == 8
+    assert len(re.findall(r"[248] x 24 GB .* (?:DDP|FSDP) .* gpt2-", output)) == 6
