@@ -270,9 +270,9 @@ def test_what_cannot_be_resumed(two_ranks, tmp_path, tokens, capsys):
     assert not stop.value.code and "finished, all of its 6 steps are done" in capsys.readouterr().out
     ours, truth = (torch.load(folder / "model.pt", weights_only=True)["model"] for folder in (tmp_path, two_ranks))
     assert all(torch.equal(ours[name], truth[name]) for name in truth)  # it still owes --save's file
-    cut_in_half(checkpoints / "newest")
+    cut_in_half(copy_checkpoints(two_ranks, tmp_path / "damaged", "newest") / "newest")
     with pytest.raises(SystemExit, match="no checkpoint here can be read; delete them to start over"):
-        alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
+        alone("fsdp", tmp_path / "damaged", tokens, "-B", 2, *SIX, "--resume")
 
 
 @torch.no_grad()
