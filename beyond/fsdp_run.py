@@ -338,7 +338,8 @@ def load_checkpoint(path, settings, run, model, optimizer):
     """Load the checkpoint at `path`; returns its notes, or None. Exits with one line if `run` is not what it is of."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name("lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
-    paths = [path.with_name(name) for name in ("newest", "previous") if path.with_name(name).exists()]
+    paths = [path.with_name(name) for name in ("next", "newest", "previous")]
+    paths = [path for path in paths if path.joinpath("notes.json").exists()]  # written last
     if not paths:
         return None
     if not settings.resume:
@@ -346,17 +347,29 @@ def load_checkpoint(path, settings, run, model, optimizer):
     return read_newest(paths, run, model, optimizer)
 
 
+def rename_next(path):
+    """Make a complete next/ the newest checkpoint, the folder `path`, and that one previous/."""
+    if RANK == 0 and path.with_name("next").joinpath("notes.json").exists():
+        for old, new in ((path, path.with_name("previous")), (path.with_name("next"), path)):
+            if old.exists():
+                shutil.rmtree(new, ignore_errors=True)
+                old.replace(new)
+
+
 def save_sharded(path, model, optimizer, notes):
     """Write a checkpoint, the folder `path`: each rank its own shards. Returns an error message, or None on success."""
+    rename_next(path)  # the last time a kill may have come before that
+    newer = path.with_name("next")
     optimizer.zero_grad()  # otherwise no state is made for an optimizer that has skipped all steps (float16)
     model_state, optimizer_state = shards.get_state_dict(model, optimizer)
     try:
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=newer)
         if RANK == 0:
-            path.joinpath("notes.json").write_text(json.dumps(notes), encoding="utf-8")
+            newer.joinpath("notes.json").write_text(json.dumps(notes), encoding="utf-8")
+        rename_next(path)
     except (OSError, dcp.CheckpointException) as error:  # the latter on every rank, when one of them fails
-        shutil.rmtree(path, ignore_errors=True)
-        return f"{path} could not be written ({next(iter(getattr(error, 'failures', {0: [error]}).values()))[0]})"
+        shutil.rmtree(newer, ignore_errors=True)
+        return f"{newer} could not be written ({next(iter(getattr(error, 'failures', {0: [error]}).values()))[0]})"
 
 
 def save_whole(path, model, loader, step):
@@ -531,13 +544,8 @@ def train(settings):
         if due and (norm.isfinite() or scaler.is_enabled()):
             notes = {"step": step, "scaler": scaler.state_dict(), "run": run}
             notes["log"] = rank == 0 and log.path.read_text(encoding="utf-8")
-            newer = path.with_name("next")
-            problem = save_sharded(newer, model, optimizer, notes)
+            problem = save_sharded(path, model, optimizer, notes)
             log.line(f"# WARNING: {problem}" if problem else f"# checkpoint: step {step} in {path}")
-            for old, new in ((path, path.with_name("previous")), (newer, path)):
-                if rank == 0 and old.exists() and not problem:
-                    shutil.rmtree(new, ignore_errors=True)
-                    old.replace(new)
         if stopping:
             log.line(f"# stopped by a signal after step {step}; rerun with --resume to continue")
             break

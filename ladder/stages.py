@@ -77,8 +77,8 @@ STAGES = [
     rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights"),
     # Past one card.
     rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
-         "imports", "orthogonalize", "MuonAdamW.step", "evaluate", "read_newest", "load_checkpoint", "save_sharded",
-         "save_whole", "compile_model", "shard", "train"),
+         "imports", "orthogonalize", "MuonAdamW.step", "evaluate", "read_newest", "load_checkpoint", "rename_next",
+         "save_sharded", "save_whole", "compile_model", "shard", "train"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

@@ -214,10 +214,25 @@ def test_alone_it_is_rung_24(tmp_path, tokens, one_process):
     assert losses(whole) == losses(one_process)
     checkpoints = tmp_path / "whole" / "checkpoints"
     checkpoints.joinpath("newest").rename(checkpoints / "next")
-    checkpoints.joinpath("next", ".metadata").unlink()
+    checkpoints.joinpath("next", "notes.json").unlink()  # it is written last
     again = alone("fsdp", tmp_path / "whole", tokens, "-B", 2, *SIX, "--resume")
     assert "steps done before: 4" in again.read_text() and losses(again) == losses(one_process)
     assert notes(checkpoints / "newest")["step"] == 6 and not (checkpoints / "next").exists()
+
+
+@pytest.mark.parametrize("names", [("next",), ("previous", "next")])
+def test_killed_between_two_renames(names, two_ranks, one_process, tmp_path, tokens, monkeypatch):
+    """The complete folder has still its first name, and keeps what it holds through a next save that fails."""
+    checkpoints = copy_checkpoints(two_ranks, tmp_path, "previous", *set(names) - {"next", "previous"})
+    checkpoints.joinpath("previous").rename(checkpoints / "next")
+    if "previous" in names:
+        copy_checkpoints(two_ranks, tmp_path, "previous")
+        cut_in_half(checkpoints / "previous")
+    monkeypatch.setattr(FileSystemWriter, "write_data", lambda self, plan, planner: 1 / 0)
+    for _ in range(2):
+        log = alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
+        assert "steps done before: 4" in log.read_text() and "next could not be written (division by" in log.read_text()
+        assert_same_losses(log, one_process)
 
 
 def test_a_failed_save_costs_the_checkpoint_and_not_the_run(tmp_path, tokens, monkeypatch, capsys):
