@@ -230,7 +230,7 @@ def load_checkpoint(path, settings, run):
     if not settings.resume:
         sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    if other := [f"{name} {old}, not {run[name]}" for name, old in checkpoint["run"].items() if old != run[name]]:
+    if other := [f"{key} {old}, not {run.get(key)}" for key, old in checkpoint["run"].items() if old != run.get(key)]:
         sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
     return checkpoint
 
@@ -317,7 +317,7 @@ def train(settings):
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
     shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "warmup_steps")
-    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"]}
+    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"], "script": SCRIPT.stem}
     path, done, every = settings.checkpoint_dir / "newest.pt", 0, settings.checkpoint_every
     if checkpoint := load_checkpoint(path, settings, run):
         for name, part in {"model": model, "optimizer": optimizer, "scaler": scaler}.items():

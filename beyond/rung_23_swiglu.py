@@ -321,7 +321,7 @@ def load_checkpoint(path, settings, run):
     if not settings.resume:
         sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
     checkpoint = read_newest(paths)
-    if other := [f"{name} {old}, not {run[name]}" for name, old in checkpoint["run"].items() if old != run[name]]:
+    if other := [f"{key} {old}, not {run.get(key)}" for key, old in checkpoint["run"].items() if old != run.get(key)]:
         sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
     return checkpoint
 
@@ -413,7 +413,7 @@ def train(settings):
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
     shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "muon_lr", "warmup_steps",
               "decay_share")
-    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"]}
+    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"], "script": SCRIPT.stem}
     try:  # kept in `settings`: a lock is released when its object is garbage-collected
         settings.lock = rank == 0 and filelock.FileLock(settings.checkpoint_dir / "lock").acquire(timeout=0)
     except filelock.Timeout:

@@ -61,6 +61,8 @@ def parse_args(argv=None):
     run.add_argument("--repeat", type=positive, default=1, metavar="N", help="N interleaved rounds, to see the noise")
     run.add_argument("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
     run.add_argument("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
+    run.add_argument("--race", type=positive, metavar="SEEDS", help="instead: find each rung's learning rate, then "
+                     "compare over so many seeds the tokens and seconds to a validation loss (from rung 13)")
     run.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
     run.add_argument("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each rung (default: 3600)")
     run.add_argument("--processes", type=positive, default=2, help="of ddp and fsdp (default: %(default)s)")
@@ -181,8 +183,22 @@ def now():
     return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
+def show(report):
+    """A report in the terminal, with what its folder holds of a profile and of a race."""
+    from ladder.race import print_race
+    from ladder.report import print_table
+    from ladder.step_profile import print_profile
+
+    print_table(report, console)
+    if report.profile:
+        print_profile(report.profile, console)
+    if report.sweep:
+        print_race(report, console)
+
+
 def run(args):
-    from ladder.report import build_report, print_table
+    from ladder.race import check_race, n_jobs, race
+    from ladder.report import build_report
     from ladder.runner import check_flags, locked, parse_rungs, plan, run_ladder
 
     stop_at_signals()
@@ -194,27 +210,33 @@ def run(args):
     if args.max_batch:
         return max_batch(args, stages)
     logs = args.logs or RUNS / now()
-    jobs = plan(stages, args.flags, logs, args.repeat, args.peers, args.processes)
+    if args.race:
+        check_race(stages, settings)
+        jobs, n = race(stages, args.flags, logs, args.race), n_jobs(stages, args.race)
+    else:
+        jobs = plan(stages, args.flags, logs, args.repeat, args.peers, args.processes)
+        n = len(jobs)
     interrupted, outcomes = False, []
     with locked(logs, args.resume):
         try:
-            outcomes = run_ladder(jobs, settings, args.argv, logs, args.time_limit, args.resume, console)
+            outcomes = run_ladder(jobs, n, settings, args.argv, logs, args.time_limit, args.resume, console)
         except KeyboardInterrupt:
             interrupted = True
         finally:
             measured = has_steps(logs)
-            if not measured and not args.resume:  # nothing to show or to resume: no run to be found as the newest
+            started = measured or args.resume or any(logs.glob("sweep/*/*.log"))
+            if not started:  # nothing to show or to resume: no run to be found as the newest
                 shutil.rmtree(logs, ignore_errors=True)  # (Windows keeps the lock)
-    if interrupted and (measured or args.resume):
+    if interrupted and started:
         console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", markup=False)
     if measured:
-        print_table(build_report(logs), console)
+        show(build_report(logs))
         console.print(f"logs: {logs}", markup=False)
     else:
         console.print("no rung finished a step, so there is no table")
     failed = [outcome for outcome in outcomes if outcome.status not in ("ok", "skipped")]
     if failed:
-        console.print(f"{len(failed)} of {len(jobs)} runs did not finish:", style="red")
+        console.print(f"{len(failed)} of {n} runs did not finish:", style="red")
         for outcome in failed:
             console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}", markup=False)
     return 130 if interrupted else 1 if failed else 0
@@ -239,18 +261,14 @@ def profile(args):
 
 
 def survey(args):
-    from ladder.report import build_report, print_table
-    from ladder.step_profile import print_profile
+    from ladder.report import build_report
     from ladder.survey import survey
 
     stop_at_signals()
     out = args.out or SURVEYS / now()
     folders = survey(args.minutes, out, args.flags, console)
     for folder in folders:
-        report = build_report(folder)
-        print_table(report, console)
-        if report.profile:
-            print_profile(report.profile, console)
+        show(build_report(folder))
     console.print(f"To add this machine: copy the folders of {out} to logs/reference", markup=False)
     return 0 if folders else 1
 
@@ -280,8 +298,7 @@ def reference_folders():
 
 
 def report(args):
-    from ladder.report import as_csv, as_json, build_report, print_table, write_readme
-    from ladder.step_profile import print_profile
+    from ladder.report import as_csv, as_json, build_report, write_readme
 
     def read(default):
         return [build_report(folder, args.peak_tflops, B=args.B, T=args.T, model=args.model)
@@ -311,9 +328,7 @@ def report(args):
         print(as_csv(reports), end="")
     elif not (args.readme or args.png or args.html):
         for one in reports:
-            print_table(one, console)
-            if one.profile:
-                print_profile(one.profile, console)
+            show(one)
     return 0
 
 

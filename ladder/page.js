@@ -74,10 +74,8 @@ function drawPicture(machine, only = null) {
 }
 
 function effect(machine, {name, label, before, beforeLabel}) { // what a lesson measured, as HTML
-  const now = machine.rows[name], old = machine.rows[before];
-  const others = machines.filter(other => other.rows[name]);
-  if (!now) return `<p>Not on this machine${others.length ? ", but on" : ", nor on another."} ${others.map(other =>
-    `<button data-machine="${other.id}">${other.name}</button>`).join(", ")}</p>`;
+  const now = machine?.rows[name], old = machine?.rows[before];
+  if (!now) return "<p>Not on any machine yet.</p>";
   const [oldTime, time] = [before, name].map(each => machine.profile.find(entry => entry.name === each));
   const change = (from, to, digits) => from == null || to == null || number(from, digits) === number(to, digits) ? "" :
     (to > from ? "+" : "") + number(to - from, digits);
@@ -94,7 +92,10 @@ function effect(machine, {name, label, before, beforeLabel}) { // what a lesson 
     ${line("tokens/sec", old?.speed, now.speed, {told: `×${number(now.speed / old?.speed, 2)}`})}
     ${line("memory, GB", old?.memory, now.memory, {digits: 2})}
     ${line("MFU, %", percent(old), percent(now))}
-    ${line(`loss at step ${now.step}`, old?.loss, now.loss, {digits: 3})}</tbody>
+    ${line(`loss at step ${now.step}`, old?.loss, now.loss, {digits: 3})}
+    ${line("validation loss", old?.val, now.val, {digits: 3})}
+    ${line(`tokens to ${now.target}`, old?.tokens_to, now.tokens_to)}
+    ${line(`seconds to ${now.target}`, old?.seconds_to, now.seconds_to, {digits: now.seconds_to < 20 ? 1 : 0})}</tbody>
     <tbody>${time ? join(kinds, ([kind, colour], i) => {
       const [from, to, whole] = [oldTime?.parts[i], time.parts[i], sum(steps[0].parts)];
       if (Math.max(from ?? 0, to) < 0.005 * whole) return "";
@@ -113,8 +114,10 @@ function choose(id) {
   find("#machine").value = machine.id;
   drawPicture(machine);
   all(".effect").forEach(box => {
-    box.innerHTML = `<h4>Measured <span>on ${machine.name}</span></h4>${effect(machine, box.dataset)}`;
-    box.querySelectorAll("button").forEach(button => { button.onclick = () => choose(button.dataset.machine); });
+    const {name, before} = box.dataset; // of another machine, where the chosen machine did not measure both
+    const fits = [each => each.rows[name] && each.rows[before], each => each.rows[name]];
+    const source = fits.map(fit => [machine, ...machines].find(fit)).find(Boolean);
+    box.innerHTML = `<h4>Measured <span>on ${source?.name ?? "no machine"}</span></h4>${effect(source, box.dataset)}`;
   });
   scrollBy({top: reading.getBoundingClientRect().top - top, behavior: "instant"}); // the reader stays where they were
   try { localStorage.setItem("machine", machine.id); } catch { /* this browser remembers nothing */ }
@@ -151,7 +154,8 @@ function lossChart(host, machine, x) {
   const chart = new uPlot({
     width: host.clientWidth, height: 380, scales: {x: {time: false}}, focus: {alpha: 0.25},
     cursor: {focus: {prox: 24}, dataIdx: nearest},
-    axes: [axis(x === "steps" ? "step" : "seconds of training, the first step included"), axis("loss (nats)")],
+    axes: [axis(x === "steps" ? "step" : `seconds of training${machine.race ? "" : ", the first step included"}`),
+      axis("loss (nats)")],
     series: [{label: x === "steps" ? "step" : "seconds"}, ...machine.curves.map((curve, i) => ({
       label: curve.title, stroke: `oklch(0.65 0.15 ${hue(i)})`, width: 1.6, spanGaps: true, dash: curve.val && [5, 4],
       points: {show: false}, value: (plot, loss) => number(loss, 3),
@@ -176,6 +180,12 @@ all("section.machine").forEach((section, i) => {
   draw(section.querySelector(":checked").value);
   new ResizeObserver(() => chart?.setSize({width: host.clientWidth, height: 380})).observe(host);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart?.redraw());
+});
+
+all(".race .chart").forEach(host => {
+  const chart = lossChart(host, machines.find(machine => machine.id === host.dataset.machine), "seconds");
+  new ResizeObserver(() => chart.setSize({width: host.clientWidth, height: 380})).observe(host);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart.redraw());
 });
 
 // The contents: on a phone they close when a link is followed; they mark where the reader is.

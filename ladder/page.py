@@ -20,6 +20,8 @@ from ladder.errors import UserError
 from ladder.laws import first_line
 from ladder.lessons import Line, in_diff_order, read_lesson, split_docstring
 from ladder.plots import KIND_COLOURS
+from ladder.race import IN_THE_README, race_texts, standings
+from ladder.race import curves as race_curves
 from ladder.report import describe, table_of, warnings
 from ladder.stages import BANNER, BY_LABEL, BY_NAME, ROOT, STAGES
 
@@ -121,7 +123,11 @@ def curve(title, steps, seconds, losses):
 
 
 def curves(report):
-    """The losses of each rung's first round, of training and of validation."""
+    """The losses of each rung's first round, of training and of validation; of a race, what it compares."""
+    titles = {row.name: row.title for row in report.rows}
+    if report.sweep:
+        yield from (curve(titles[name], *points) for name, *points in race_curves(report))
+        return
     for row in report.rows:
         run = report.runs[row.name][0]
         yield curve(row.title, run.steps, list(itertools.accumulate(ms / 1000 for ms in run.ms)), run.losses)
@@ -164,15 +170,35 @@ def machine_name(report):
 
 def rows_data(report):
     """{rung: its measurements} for `page.js`."""
+    race = race_data(report)
     return {
         row.name: {
             "title": row.title, "label": label_of(row.name), "tokens": report.runs[row.name][0].tokens_per_step,
             "ms": rounded(row.ms, 4), "low": rounded(row.ms_low, 4), "high": rounded(row.ms_high, 4),
             "speed": rounded(row.tokens_per_second, 6), "mfu": rounded(row.mfu, 3),
             "memory": rounded(row.peak_memory_gb, 3), "loss": rounded(row.last_loss, 4), "step": row.last_step,
-        }
+        } | race.get(row.name, {})
         for row in report.rows
     }
+
+
+def race_view(report):
+    """The standings of a race for the template, None without one."""
+    if not report.sweep:
+        return None
+    texts, caption = race_texts(report)
+    texts = texts.drop(columns=IN_THE_README)
+    return {"columns": [heading.strip() for heading in texts], "table": texts.to_numpy(), "caption": caption}
+
+
+def race_data(report):
+    """{rung: the standings' numbers} for `page.js`."""
+    if not report.sweep:
+        return {}
+    target, racers = standings(report)
+    return {racer.name: {"target": rounded(target, 4), "rate": racer.rate, "val": rounded(racer.val_loss[0], 4),
+                         "tokens_to": rounded(racer.tokens[0], 6), "seconds_to": rounded(racer.seconds[0], 4)}
+            for racer in racers}
 
 
 def profile_data(report):
@@ -193,6 +219,7 @@ def machine_view(report):
         "id": report.name, "name": machine_name(report), "rungs": rungs_of(report), "describe": describe(report),
         "columns": list(table), "table": table.to_numpy(), "warnings": list(warnings(report)),
         "rows": rows_data(report), "profile": profile_data(report), "curves": list(curves(report)),
+        "race": race_view(report),
     }
 
 

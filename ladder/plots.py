@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 
 from ladder.errors import UserError
 from ladder.logs import PEER
+from ladder.race import curves, standings
 from ladder.report import conditions
 from ladder.stages import BY_NAME
 
@@ -123,6 +124,29 @@ def plot_losses(report):
     return figure
 
 
+def plot_race(report):
+    """The validation loss against seconds, and what each rung's learning rates ended with."""
+    figure, (by_time, by_rate) = new_figure("To the same validation loss", conditions(report), columns=2)
+    colours, titles = colours_of(report), {row.name: row.title for row in report.rows}
+    target, racers = standings(report)
+    for name, _, seconds, losses in curves(report):
+        by_time.plot(seconds, losses, color=colours[name], label=titles[name], linewidth=1.4)
+    by_time.axhline(target, color="black", linewidth=0.8, linestyle=":")
+    for racer in racers:
+        by_time.plot(racer.seconds[0], target, "o", color=colours[racer.name], markersize=4)
+        losses = report.sweep.get(racer.name, {})
+        by_rate.plot(losses.keys(), losses.values(), color=colours[racer.name], marker="o", markersize=3, linewidth=1.2)
+    ends = [racer.val_loss[0] for racer in racers]
+    by_time.set(xlabel="seconds of training", ylabel="validation loss (nats)",
+                ylim=(min(ends) - 0.1, target + 3 * (target - min(ends)) + 0.5))
+    by_rate.set(xlabel="learning rate in the search", xscale="log")
+    rates = sorted({rate for losses in report.sweep.values() for rate in losses})
+    by_rate.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45, fontsize=7, ha="right")
+    by_rate.set_xticks([], minor=True)
+    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    return figure
+
+
 def plot_memory(report):
     """Peak memory of each rung."""
     rows = [row for row in report.rows if row.peak_memory_gb]
@@ -148,6 +172,8 @@ def write_plots(reports, folder):
     for report in reports:
         plots = {"ladder": plot_ladder(report), "loss": plot_losses(report), "memory": plot_memory(report)}
         plots |= {"profile": plot_profile(report.profile)} if report.profile else {}
+        if report.sweep:
+            plots = {"race": plot_race(report)}
         for kind, figure in plots.items():
             path = folder / f"{report.name}_{kind}.png"
             if path in paths:

@@ -14,12 +14,14 @@ import pandas
 from ladder.errors import UserError
 from ladder.flops import mfu
 from ladder.logs import PEER, read_folder
+from ladder.race import race_texts, read_sweep
 from ladder.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 from ladder.step_profile import read_profile
 
 WIDE = 130  # characters of a terminal that takes all columns
 LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
 BEYOND_MARKS = ("<!-- beyond:begin -->", "<!-- beyond:end -->")
+RACE_MARKS = ("<!-- race:begin -->", "<!-- race:end -->")
 BEYOND = {stage.name for stage in STAGES if stage.file.startswith("beyond/")}
 NOTHING = "–"  # in a table, where a log does not say
 GIVEN = "given"  # the name of a rate that was not measured
@@ -66,6 +68,7 @@ class Report:
     rows: list
     runs: dict  # {name: [Run, ...]}
     profile: dict | None  # where each rung's step time goes, as profile.json has it
+    sweep: dict  # of a race, {rung: {learning rate: validation loss}}; else {}
     passed_over: list = field(default_factory=list)  # why files of the folder were not used
 
 
@@ -190,7 +193,7 @@ def build_report(folder, peak_tflops=None, **stand_ins):
         ))
     return Report(
         Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs,
-        profile, passed_over,
+        profile, read_sweep(Path(folder)), passed_over,
     )
 
 
@@ -347,6 +350,13 @@ def beyond_table(report):
         f"{last_steps(report, '/')}."
 
 
+def race_table(report):
+    """The README's table of a race."""
+    texts, caption = race_texts(report)
+    table = markdown(texts, {name: "" if name == "label" else name for name in texts if name != "rung"}, 3)
+    return f"{table}\n\n{conditions(report)}. {caption}"
+
+
 def between_marks(text, marks, tables, readme):
     """`text` with the tables between the two marks; raises UserError when they are not there."""
     begin, end = marks
@@ -360,11 +370,13 @@ def between_marks(text, marks, tables, readme):
 def write_readme(reports, readme=ROOT / "README.md"):
     """Put the ladder's tables and those of the rungs beyond between their marks; raises UserError without marks."""
     reports = sorted((one for one in reports if len(one.rows) > 1), key=lambda report: -len(report.rows))
-    beyond = [report for report in reports if BEYOND & report.runs.keys()]
-    ladder = [report for report in reports if report not in beyond]
+    races = [report for report in reports if report.sweep]
+    beyond = [report for report in reports if BEYOND & report.runs.keys() and report not in races]
+    ladder = [report for report in reports if report not in [*beyond, *races]]
     text = readme.read_text(encoding="utf-8")
     text = between_marks(text, LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
     text = between_marks(text, BEYOND_MARKS, [beyond_table(report) for report in beyond], readme)
+    text = between_marks(text, RACE_MARKS, [race_table(report) for report in races], readme)
     partial = readme.with_name(readme.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(readme)

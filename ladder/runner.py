@@ -247,8 +247,10 @@ def locked(folder, resume, flag="--logs"):
         raise UserError(f"{folder}: another run is using it; wait for its end, or give another --logs") from None
 
 
-def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console, deadline=math.inf):
+def run_ladder(jobs, n_jobs, settings, arguments, log_dir, seconds, resume, console, deadline=math.inf):
     """Run all jobs with a progress bar; returns their outcomes. Stops early at Ctrl-C, with what is finished.
+
+    `n_jobs` is how many there probably are: of some, which one comes next depends on the ones before.
 
     `arguments` are the command line, noted with the machine for --resume. A job may take `seconds`, and ends at the
     `deadline` (of time.monotonic); what it cuts short leaves no log.
@@ -258,12 +260,13 @@ def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console, dea
                TextColumn("left"), TimeRemainingColumn()]
     with Progress(*columns, console=console) as progress:
         steps = settings.steps
-        bar = progress.add_task("machine", total=len(jobs) * steps, what="matrix-product rates")
+        bar = progress.add_task("machine", total=n_jobs * steps, what="matrix-product rates")
         if not resume:
             write_machine(log_dir, settings.device, arguments=arguments)
         for number, job in enumerate(jobs):
-            progress.update(bar, description=f"{number + 1} of {len(jobs)} {job.name}", completed=number * steps,
-                            what="starting")
+            n_jobs = max(n_jobs, number + 1)
+            progress.update(bar, description=f"{number + 1} of {n_jobs} {job.name}", completed=number * steps,
+                            total=n_jobs * steps, what="starting")
             if resume and is_finished(job):
                 outcomes.append(Outcome(job.name, "skipped", "finished before"))
                 continue
@@ -290,12 +293,13 @@ def run_ladder(jobs, settings, arguments, log_dir, seconds, resume, console, dea
                 outcomes[-1] = Outcome(job.name, "failed", outcome.reason or str(error))
                 say(f"{job.name}: failed: {outcomes[-1].reason}", style="red", markup=False)
                 continue
-            say(f"{job.name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step")
+            name = (job.log_dir / job.name).relative_to(log_dir)
+            say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step", markup=False)
             if outcome.reason:
                 say(f"  {outcome.reason}", style="yellow", markup=False)
         if time.monotonic() < deadline:
             write_machine(log_dir, settings.device)
-        progress.update(bar, completed=len(jobs) * steps, what="done")
+        progress.update(bar, completed=n_jobs * steps, what="done")
     return outcomes
 
 

@@ -54,7 +54,7 @@ def survey(minutes, out, flags, console):
         return deadline - time.monotonic()
 
     def run(jobs, folder):
-        run_ladder(jobs, settings, None, folder, JOB_SECONDS, True, console, deadline)
+        run_ladder(jobs, len(jobs), settings, None, folder, JOB_SECONDS, True, console, deadline)
 
     def run_beside(stages, what, more):
         folder = out / f"{name}_{what}"

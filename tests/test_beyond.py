@@ -344,6 +344,8 @@ def test_14_a_different_run_is_not_resumed(flags, reason, whole_runs, tokens, tm
         rung(RESUME).main([*own, "--checkpoint-dir", str(checkpoints), "--resume", *flags])
     with pytest.raises(SystemExit, match="checkpoint of an earlier run; add --resume"):
         rung(RESUME).main([*own, "--checkpoint-dir", str(checkpoints), *flags])
+    with pytest.raises(SystemExit, match="has script rung_14_checkpoint_resume, not rung_18_muon; make them equal"):
+        rung("18").main([*own, "--checkpoint-dir", str(checkpoints), "--resume"])
     assert (tmp_path / log_name(RESUME)).read_text() == log
 
 

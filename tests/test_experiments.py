@@ -1,12 +1,15 @@
 """experiments/: what they change about a model or a run, and that their numbers are true."""
+import ast
+import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import losses, run_command, rung, train
+from conftest import load_module, losses, run_command, rung, train
 
-from experiments import compress, data_wait, eight_bit_adamw, sampling_speed
+from experiments import compress, data_wait, eight_bit_adamw, sampling_speed, variants
 
 TINY = ["--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32"]
 
@@ -177,3 +180,50 @@ def test_eight_bit_adamw_says_what_does_not_run(monkeypatch, tokens, capsys):
 def test_as_a_program(name):
     run = run_command(sys.executable, "-m", f"experiments.{name}", "--help")
     assert run.returncode == 0 and run.stdout.startswith("usage: "), run.stderr
+
+
+def variant(name, folder):
+    return load_module(variants.write_variant(name, folder).path)
+
+
+def test_variants_are_what_they_say(tmp_path):
+    """Each against torch, or in its parameters; and the last rung still has the lines that they replace."""
+    base = load_module(variants.BASE.path)
+    config = base.MODELS["tiny"]
+    n_parameters = sum(p.numel() for p in base.GPT(config).parameters())
+
+    x = torch.randn(12, 64, requires_grad=True)
+    weight, targets = torch.randn(1024, 64, requires_grad=True), torch.randint(0, 1000, (12,))
+    loss = variant("label_smoothing", tmp_path).ChunkedCrossEntropy.apply(x, weight, targets, 1000, 5)
+    logits = (x @ weight.T)[:, :1000]
+    smoothed = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
+    assert torch.allclose(loss, torch.nn.functional.cross_entropy(logits, targets))  # what the log shows
+    for ours, truth in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(smoothed, (x, weight)),
+                           strict=True):
+        assert torch.allclose(ours, truth, atol=1e-5)
+
+    module = variant("relu_squared", tmp_path)
+    mlp, x = module.MLP(module.MODELS["tiny"]), torch.randn(1, 3, 64)
+    expected = torch.relu(x @ mlp.up_proj.weight.T) ** 2 @ mlp.down_proj.weight.T
+    assert torch.allclose(mlp(x), expected, atol=1e-6) and mlp.up_proj.weight.shape == (256, 64)
+
+    module = variant("untied", tmp_path)
+    model = module.GPT(module.MODELS["tiny"])
+    assert sum(p.numel() for p in model.parameters()) == n_parameters + 50304 * 64
+    groups = model.configure_optimizers(0.1).param_groups
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    assert any(p is model.lm_head.weight for p in groups[2]["params"])
+
+    module = variant("adamw", tmp_path)
+    assert type(module.GPT(module.MODELS["tiny"]).configure_optimizers(0.1)) is torch.optim.AdamW
+
+
+def test_the_python_corpus(tmp_path):
+    """Sources that parse, without installed packages and tests."""
+    run_command(sys.executable, "-m", "experiments.python_corpus", tmp_path / "python.jsonl")
+    texts = [json.loads(line)["text"] for line in (tmp_path / "python.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(texts) > 400 and sum(map(len, texts)) > 8e6
+    assert Path(json.__file__).read_text(encoding="utf-8") in texts
+    assert Path(pytest.__file__).read_text(encoding="utf-8") not in texts
+    for text in texts[::40]:
+        ast.parse(text)

@@ -109,6 +109,15 @@ def test_resume_skips_what_is_finished(measured, call):
     assert is_one_error(call("run", "--resume", "--logs", logs, "--seed", 5), "--resume", "leave the others out")
 
 
+@pytest.mark.parametrize("rungs, more, reasons", [
+    ("10,16", [], ["speedup_10_fused_adamw.py does not validate", "take rungs from 13 on"]),
+    ("16", ["--val-every", 0], ["--val-every 0: --race compares validation losses"]),
+])
+def test_runs_that_cannot_race(rungs, more, reasons, tmp_path, tokens, call):
+    answer = call("run", "--race", 2, "--rungs", rungs, *flags(tokens), *more, "--logs", tmp_path / "logs")
+    assert is_one_error(answer, *reasons) and not list(tmp_path.iterdir())
+
+
 def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
     started = time.monotonic()
     code, output, _ = call("run", "--rungs", "0-1", "--time-limit", 0.5, "--logs", tmp_path / "a", *flags(tokens))

@@ -122,6 +122,7 @@ def test_parts_are_as_large_as_the_clock_says(work):
     ("aten::bmm", [[12, 1024, 64], [12, 64, 1024]], [], "attention"),
     ("aten::copy_", [[50304, 768], [50304, 768]], [], "normalization and pointwise"),  # a weight, for autocast
     ("aten::copy_", [[1024, 50257], [1024, 50257]], [], "cross-entropy"),
+    ("aten::masked_fill", [[1, 12, 1024, 1024], [1024, 1024], []], [], "attention"),  # of the baseline
     ("aten::mm", [[1024, 768], [768, 768]], ["Optimizer.step#Muon.step"], "optimizer"),
     ("aten::_amp_foreach_non_finite_check_and_unscale_", [], [], "optimizer"),
     ("Memcpy HtoD (Pageable -> Device)", [], [], "data"),
@@ -169,6 +170,7 @@ def test_the_floor_is_the_arithmetic_at_the_rate_of_the_rungs_format(tmp_path):
         ("baseline", "float32", 1e12, 1), ("speedup_02_tf32", "float32, products in TF32", 2e12, 1),
         ("speedup_02_tf32", "float32 (no TF32 on this device: no effect)", 1e12, 1),
         ("speedup_05_compile", "bfloat16 autocast", 4e12, 1),
+        ("speedup_06_flash_attn", "bfloat16 autocast", 4e12, 0.5),
         ("speedup_10_fused_adamw", "bfloat16 autocast", 4e12, 0.5),
         ("speedup_10_fused_adamw", "float32 (no bfloat16 on this CPU)", 1e12, 0.5),
     ]:
@@ -215,6 +217,8 @@ def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
     stages = [BY_LABEL["0"], BY_LABEL["10"]]
     assert check_profile(stages, flags, tmp_path / "new").T == 32
     shutil.copytree(WHOLE / "round_1", tmp_path / "round_1")
+    with pytest.raises(UserError, match="holds results of gpt2, B=1 T=1024, and this would be gpt2, B=1 T=32"):
+        check_profile(stages, [*flags, "--model", "gpt2"], tmp_path)
     with pytest.raises(UserError, match="holds results of gpt2, B=1 T=1024, and this would be tiny, B=1 T=32"):
         check_profile(stages, flags, tmp_path)
     assert build_report(tmp_path).profile is None

@@ -1,0 +1,56 @@
+"""What does Muon's update cost, however many tokens the step has? Rung 18's, torch's own, and AdamW's, interleaved.
+
+    python -m experiments.muon_step --model small
+"""
+import argparse
+import statistics
+import time
+
+import torch
+
+from ladder.runner import load_script
+from ladder.stages import BY_LABEL
+
+
+def optimizers(model):
+    """{name: [optimizer, ...]} that train all parameters of a model."""
+    ours = model.configure_optimizers(weight_decay=0.1)
+    matrices, *rest = (group["params"] for group in ours.param_groups)
+    rest = [p for params in rest for p in params]
+    return {
+        "rung 17, AdamW": [torch.optim.AdamW([*matrices, *rest], fused=True)],
+        "rung 18, Muon and AdamW": [ours],
+        "torch.optim.Muon and AdamW": [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"),
+                                       torch.optim.AdamW(rest, fused=True)],
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module = load_script(BY_LABEL["18"])
+    model = module.GPT(module.MODELS[args.model]).to(device)
+    contestants = optimizers(model)
+    seconds = {name: [] for name in contestants}
+    for _ in range(args.rounds + 1):  # the first warms up
+        for name, parts in contestants.items():
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            torch.get_device_module(device).synchronize()
+            started = time.perf_counter()
+            for part in parts:
+                part.step()
+            torch.get_device_module(device).synchronize()
+            seconds[name].append(time.perf_counter() - started)
+    print(f"{args.model}, {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    for name, found in seconds.items():
+        found = found[1:]
+        print(f"{name}: {1000 * statistics.median(found):,.1f} ms "
+              f"({1000 * min(found):,.1f} to {1000 * max(found):,.1f}, {len(found)} rounds)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Ideas that did not become rungs, by the protocol of the race: variants of the last rung, each with its own search.
+
+    python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
+        --val-every 10 --recompute-blocks 0 --max-lr LR
+
+Each is the script of the last rung with the replacements below. LR is what the race found for AdamW. The folder then
+holds logs as after python -m ladder run --race; the same command again goes on with an interrupted one.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from ladder.errors import UserError
+from ladder.race import last_val_loss, race, read_sweep
+from ladder.runner import check_flags, run_ladder
+from ladder.stages import STAGES, Stage
+
+BASE = STAGES[-1]
+VARIANTS = {  # name: (what it is, [(text of the last rung, what replaces it), ...])
+    "label_smoothing": ("label smoothing of 0.1, judged by the loss without it", [
+        ("logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 1",
+         "logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 0.9\n"
+         "                logits_grad[:, :vocab_size] -= 0.1 / vocab_size"),
+    ]),
+    "relu_squared": ("ReLU^2 with 4 * C hidden numbers instead of SwiGLU with 8/3 * C", [
+        ("        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)\n", ""),
+        ("F.silu(self.gate_proj(x)) * self.up_proj(x)", "F.relu(self.up_proj(x)).square()"),
+        ("return math.ceil(8 * self.n_embd / 3 / 64) * 64", "return 4 * self.n_embd"),
+    ]),
+    "untied": ("an output layer of its own", [
+        ("self.transformer.wte.weight = self.lm_head.weight  # one parameter", "# two parameters, not one"),
+        ("isinstance(module, nn.Embedding)]\n", "isinstance(module, nn.Embedding)] + [self.lm_head.weight]\n"),
+    ]),
+    "adamw": ("AdamW for the matrices of the blocks, too; --muon-lr is its rate for them", [
+        ("return MuonAdamW(", "return torch.optim.AdamW("),
+    ]),
+}
+
+
+def write_variant(name, folder):
+    """The script of a variant, in `folder`, as a stage of a race."""
+    text = BASE.path.read_text(encoding="utf-8")
+    for old, new in VARIANTS[name][1]:
+        if text.count(old) != 1:
+            raise UserError(f"experiments/variants.py: {name} no longer fits {BASE.file}: {old!r}")
+        text = text.replace(old, new)
+    path = folder / f"{name}.py"
+    path.write_text(text, encoding="utf-8")
+    return Stage(name, str(path.resolve()), VARIANTS[name][0], BASE.before)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("logs", type=Path, help="a folder")
+    parser.add_argument("--seeds", type=int, default=3)
+    args, flags = parser.parse_known_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    stages = [write_variant(name, args.logs) for name in VARIANTS]
+    settings = check_flags([BASE], flags)
+    run_ladder(race(stages, flags, args.logs, args.seeds), len(stages) * (4 + args.seeds), settings, sys.argv[1:],
+               args.logs, 7200, (args.logs / "machine.json").exists(), Console())
+    sweep = read_sweep(args.logs)
+    for stage in stages:
+        rounds = [last_val_loss(args.logs / f"round_{n + 1}" / f"{stage.name}.log") for n in range(args.seeds)]
+        rates = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sweep[stage.name].items())
+        print(f"{stage.title}: {' '.join(f'{loss:.3f}' for loss in rounds)} (search: {rates})")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,207 @@
+"""How many tokens and seconds each rung needs to the same validation loss.
+
+A faster step shows in its milliseconds, a better one only in where it gets to. The comparison is fair where all rungs
+train the same size of model, on the same data, with the same batch and number of steps, and each with its own best
+learning rate: one of at least four, every one twice the one before, and not the first or the last of them. Then all
+rungs run with several seeds, in interleaved rounds. The target is the loss that the first rung ends with.
+"""
+import math
+import statistics
+from dataclasses import dataclass, fields
+
+import pandas
+
+from ladder.errors import UserError
+from ladder.logs import read_log
+from ladder.runner import Job, command_for, load_script
+from ladder.stages import BY_NAME
+
+SEED = 1337  # of the first round, and of the search for the learning rates
+IN_THE_README = ["label", "file", "the one change"]  # of the standings; elsewhere "rung" says it
+SAME_LOSS = {"rung_17_chunked_cross_entropy": "rung_16_gradient_checkpointing"}  # to rounding: one search for both
+
+
+@dataclass
+class Racer:
+    """One rung: its learning rate, and (median, lowest, highest) over the seeds; inf where a run never got there."""
+
+    name: str
+    title: str
+    rate: str  # as the flag has it
+    ms: float
+    val_loss: tuple  # at the end, in nats
+    tokens: tuple  # to the target
+    seconds: tuple
+
+
+def rate_flag(stage):
+    """The flag of the learning rate to search for, and its default: the matrices' where Muon has one of its own."""
+    names = {field.name: field.default for field in fields(load_script(stage).Settings)}
+    for name in ("muon_lr", "max_lr"):
+        if name in names:
+            return f"--{name.replace('_', '-')}", names[name]
+    raise UserError(f"--race: {stage.file} has no learning rate to choose; take rungs from 13 on")
+
+
+def check_race(stages, settings):
+    """Refuse rungs without a validation."""
+    for stage in stages:
+        if not hasattr(load_script(stage).Settings, "val_every"):
+            raise UserError(f"--race: {stage.file} does not validate; take rungs from 13 on, for example --rungs 16-24")
+    if not settings.val_every:
+        raise UserError("--val-every 0: --race compares validation losses; give the steps from one to the next")
+
+
+def last_val_loss(path):
+    """The last validation loss of a log; inf if there is none, or the run broke off or diverged."""
+    try:
+        run = read_log(path)
+    except UserError:
+        return math.inf
+    loss = run.val_losses[-1] if run.complete and run.val_losses else math.inf
+    return loss if math.isfinite(loss) else math.inf
+
+
+def search(stage, flags, log_dir):
+    """Yields the jobs that try a rung's learning rates, each when the ones before are done; returns the best rate."""
+    flag, default = rate_flag(stage)
+    losses, rates = {}, [default * 2**power for power in range(4)]
+    while rates:
+        for rate in rates:
+            folder = log_dir / "sweep" / f"{rate:g}"
+            yield Job(stage.name, command_for(stage, [*flags, flag, f"{rate:g}"], folder), folder)
+            losses[rate] = last_val_loss(folder / f"{stage.name}.log")
+        best = min(losses, key=losses.get)
+        if losses[best] == math.inf:
+            raise UserError(f"--race: no run of {stage.file} ended with a loss; its logs are in {log_dir}/sweep")
+        rates = [best / 2] if best == min(losses) else [2 * best] if best == max(losses) else []
+    return best
+
+
+def race(stages, flags, log_dir, seeds):
+    """Yields all jobs of a race, each when the ones before are done: the search first, then round by round."""
+    chosen = {}  # the flags of each rung
+    adamw = []  # what the first rungs found for AdamW, which has the embeddings where Muon has the matrices
+    for stage in stages:
+        if SAME_LOSS.get(stage.name) in chosen:
+            chosen[stage.name] = chosen[SAME_LOSS[stage.name]]
+            continue
+        flag, _ = rate_flag(stage)
+        fixed = adamw if flag == "--muon-lr" else []
+        best = yield from search(stage, [*flags, *fixed, "--seed", str(SEED)], log_dir)
+        chosen[stage.name] = [*fixed, flag, f"{best:g}"]
+        adamw = adamw or ([flag, f"{best:g}"] if flag == "--max-lr" else [])
+    for number in range(seeds):
+        folder = log_dir / f"round_{number + 1}"
+        for stage in stages:
+            words = [*flags, *chosen[stage.name], "--seed", str(SEED + number)]
+            yield Job(stage.name, command_for(stage, words, folder), folder)
+
+
+def n_jobs(stages, seeds):
+    """How many jobs a race has, if no search goes on beyond its four learning rates."""
+    names = {stage.name for stage in stages}
+    return sum(0 if SAME_LOSS.get(name) in names else 4 for name in names) + seeds * len(stages)
+
+
+def read_sweep(folder):
+    """{rung: {learning rate: last validation loss}} of the search in a folder of logs; {} where there was none."""
+    sweep = {}
+    for path in folder.glob("sweep/*/*.log"):
+        sweep.setdefault(path.stem, {})[float(path.parent.name)] = last_val_loss(path)
+    return {name: dict(sorted(losses.items())) for name, losses in sweep.items()}
+
+
+def steps_to(run, loss):
+    """Steps until the validation loss is `loss`, by a straight line between two validations; inf if it never is."""
+    before = None
+    for step, now in zip(run.val_steps, run.val_losses, strict=True):
+        if now <= loss:
+            return step if before is None else before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - now)
+        before = step, now
+    return math.inf
+
+
+def spread(values):
+    return statistics.median(values), min(values), max(values)
+
+
+def standings(report):
+    """(the target, [Racer, ...]) of a report with a sweep. Seconds are steps times the run's median step."""
+    first = report.runs[report.rows[0].name]
+    target = statistics.median(run.val_losses[-1] for run in first)
+    racers = []
+    for row in report.rows:
+        runs = report.runs[row.name]
+        steps = [steps_to(run, target) for run in runs]
+        losses = report.sweep.get(row.name) or report.sweep[SAME_LOSS[row.name]]
+        racers.append(Racer(
+            row.name, row.title, f"{min(losses, key=losses.get):g}", row.ms,
+            spread([run.val_losses[-1] for run in runs]),
+            spread([n * run.tokens_per_step for n, run in zip(steps, runs, strict=True)]),
+            spread([n * run.median_ms / 1000 for n, run in zip(steps, runs, strict=True)]),
+        ))
+    return target, racers
+
+
+def curves(report):
+    """Yields (name, steps, seconds, losses) of each rung's validations: the median over the seeds at each step."""
+    for row in report.rows:
+        runs = report.runs[row.name]
+        steps = runs[0].val_steps
+        losses = [statistics.median(at_step) for at_step in zip(*(run.val_losses for run in runs), strict=True)]
+        yield row.name, steps, [step * row.ms / 1000 for step in steps], losses
+
+
+def race_texts(report):
+    """(the standings as short texts: a DataFrame with a row per rung, the caption)."""
+    target, racers = standings(report)
+    first, label = racers[0], BY_NAME[racers[0].name].label
+
+    def of_three(values, pattern="{:,.0f}"):
+        return [pattern.format(value) if math.isfinite(value) else "never" for value in values]
+
+    def column(name, pattern="{:,.0f}"):
+        """The median and the spread of each racer."""
+        texts = [of_three(getattr(racer, name), pattern) for racer in racers]
+        return [middle for middle, _, _ in texts], [f"{low}–{high}" for _, low, high in texts]
+
+    losses, loss_spread = column("val_loss", "{:.3f}")
+    tokens, _ = column("tokens")
+    seconds, seconds_spread = column("seconds", "{:,.0f}" if first.seconds[0] >= 20 else "{:.1f}")
+    shares = [racer.seconds[0] / first.seconds[0] for racer in racers]
+    texts = pandas.DataFrame({
+        "rung": [f"{BY_NAME[racer.name].label} {racer.title}" for racer in racers],
+        "label": [BY_NAME[racer.name].label for racer in racers],
+        "file": ["[`{0}`]({0})".format(BY_NAME[racer.name].file) for racer in racers],
+        "the one change": [racer.title for racer in racers],
+        "learning rate": [racer.rate for racer in racers],
+        "ms/step": [f"{racer.ms:,.0f}" for racer in racers],
+        "val loss": losses, "spread": loss_spread,
+        f"tokens to {target:.3f}": tokens, "seconds": seconds, "spread ": seconds_spread,
+        f"of rung {label}'s": [f"{share:.0%}" if math.isfinite(share) else "–" for share in shares],
+    })
+    n_seeds = len(report.runs[first.name])
+    low, high = (f([len(losses) for losses in report.sweep.values()]) for f in (min, max))
+    n_rates = f"{low}" if low == high else f"{low} to {high}"
+    return texts, (
+        f"{target:.3f} is the validation loss that rung {label} ends with. Each rung has the best of {n_rates} "
+        f"learning rates (Muon's; AdamW's where there is none); the numbers are the median of {n_seeds} seeds, the "
+        "spreads their lowest and highest. Seconds are steps times the run's median step: compiling and validating do "
+        "not count")
+
+
+def print_race(report, console):
+    """The standings in a terminal."""
+    from rich import box
+    from rich.table import Table
+
+    texts, caption = race_texts(report)
+    table = Table(title="To the same validation loss", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+    texts = texts.drop(columns=IN_THE_README)
+    for heading in texts:
+        first = heading == "rung"
+        table.add_column(heading.strip(), justify="left" if first else "right", no_wrap=not first)
+    for row in texts.itertuples(index=False):
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,151 @@
+"""run --race: the search for learning rates, the seeds, and the standings, on logs with known losses and for real."""
+import math
+
+import pytest
+from test_ladder_tool import ladder
+
+from ladder.errors import UserError
+from ladder.logs import read_log
+from ladder.race import n_jobs, race, race_texts, rate_flag, read_sweep, standings, steps_to
+from ladder.report import build_report, write_readme
+from ladder.stages import BY_LABEL, BY_NAME
+
+ADAMW, CHUNKED, MUON = (BY_LABEL[label] for label in ("16", "17", "18"))
+STEPS = (10, 20, 30, 40)  # of the validations
+
+
+def write_log(job, val_losses, ms=100.0):
+    """A log as the script of the job writes it, with these validation losses."""
+    job.log_dir.mkdir(parents=True, exist_ok=True)
+    lines = [f"# script: {job.name}.py", "# model: tiny | parameters: 1", "# device: cpu (2 threads)",
+             "# total batch: 64 tokens in 1 micro-steps", "# batch: B=2 T=32 | steps: 40 | seed: 1", "# data: text"]
+    for step in range(1, 41):
+        lines.append(f"step : {step} | loss: 5.0 | dt: {ms} ms | tokens/sec: 1")
+        if step in STEPS:
+            lines.append(f"val : step {step} | loss: {val_losses[STEPS.index(step)]} | time: 0.1 s")
+    lines.append(f"median : dt: {ms} ms | tokens/sec: 1 | peak memory: 1.00 GB | steps 6-40")
+    (job.log_dir / f"{job.name}.log").write_text("\n".join(lines) + "\n")
+
+
+def flag_of(job, flag):
+    """The last value of a flag in a job's command, the one that counts; None without."""
+    places = [i for i, word in enumerate(job.command) if word == flag]
+    return job.command[places[-1] + 1] if places else None
+
+
+def run_race(folder, best, stages, seeds=2, **values):
+    """Drive a race whose runs end the better, the closer log2(rate) is to that of `best[name]`; the jobs, in order."""
+    jobs = []
+    for job in race(stages, ["--model", "tiny", "--seed", "7"], folder, seeds):
+        jobs.append(job)
+        rate = float(flag_of(job, rate_flag(BY_NAME[job.name])[0]))
+        end = 4 + abs(math.log2(rate / best[job.name]))
+        write_log(job, values.get(job.name, lambda end, job: (9, 8, 7, end))(end, job))
+    return jobs
+
+
+def searched(jobs, stage):
+    flag, _ = rate_flag(stage)
+    return [flag_of(job, flag) for job in jobs if job.name == stage.name and "sweep" in job.log_dir.parts]
+
+
+@pytest.mark.parametrize("best, tried", [
+    (1.2e-3, ["0.0006", "0.0012", "0.0024", "0.0048"]),
+    (6e-4, ["0.0006", "0.0012", "0.0024", "0.0048", "0.0003"]),  # the best must not be the first or the last
+    (1.5e-4, ["0.0006", "0.0012", "0.0024", "0.0048", "0.0003", "0.00015", "7.5e-05"]),
+    (9.6e-3, ["0.0006", "0.0012", "0.0024", "0.0048", "0.0096", "0.0192"]),
+])
+def test_the_search_goes_on_until_the_best_has_a_neighbour_on_each_side(tmp_path, best, tried):
+    jobs = run_race(tmp_path, {ADAMW.name: best}, [ADAMW])
+    assert searched(jobs, ADAMW) == tried
+    rounds = jobs[len(tried) :]
+    assert [flag_of(job, "--max-lr") for job in rounds] == [f"{best:g}"] * 2
+    assert [(job.log_dir.name, flag_of(job, "--seed")) for job in rounds] == [("round_1", "1337"), ("round_2", "1338")]
+    assert {flag_of(job, "--seed") for job in jobs[: len(tried)]} == {"1337"}
+
+
+def test_muon_gets_the_adamw_rate_of_the_first_rung_and_17_the_rate_of_16(tmp_path):
+    stages = [ADAMW, CHUNKED, MUON]
+    jobs = run_race(tmp_path, {ADAMW.name: 2.4e-3, CHUNKED.name: 2.4e-3, MUON.name: 4e-3}, stages)
+    assert len(jobs) == n_jobs(stages, 2) == 4 + 4 + 2 * 3
+    assert searched(jobs, CHUNKED) == [] and searched(jobs, MUON) == ["0.002", "0.004", "0.008", "0.016"]
+    assert [job.name for job in jobs[8:]] == [stage.name for stage in stages] * 2  # interleaved
+    rates = {job.name: (flag_of(job, "--max-lr"), flag_of(job, "--muon-lr")) for job in jobs[8:]}
+    assert rates == {ADAMW.name: ("0.0024", None), CHUNKED.name: ("0.0024", None), MUON.name: ("0.0024", "0.004")}
+    assert {flag_of(job, "--max-lr") for job in jobs[4:8]} == {"0.0024"}
+    sweep = read_sweep(tmp_path)
+    assert sweep[MUON.name] == {0.002: 5.0, 0.004: 4.0, 0.008: 5.0, 0.016: 6.0}
+
+
+def test_a_run_that_diverges_or_breaks_off_is_never_the_best(tmp_path):
+    def losses(end, job):
+        return (9, 8, 7, "nan" if flag_of(job, "--max-lr") == "0.0024" else end)
+
+    jobs = run_race(tmp_path, {ADAMW.name: 2.4e-3}, [ADAMW], **{ADAMW.name: losses})
+    assert [flag_of(job, "--max-lr") for job in jobs[-2:]] == ["0.0012"] * 2
+    with pytest.raises(UserError, match="no run of beyond/rung_16.* ended with a loss"):
+        run_race(tmp_path / "all", {ADAMW.name: 1}, [ADAMW], **{ADAMW.name: lambda end, job: (9, 8, 7, "inf")})
+
+
+@pytest.mark.parametrize("val_losses, loss, steps", [
+    ((9, 8, 7, 6), 7.5, 25), ((9, 8, 7, 6), 7, 30), ((9, 8, 7, 6), 9.5, 10), ((9, 8, 7, 6), 5.9, math.inf),
+    ((9, 6, 8, 5), 7, 10 + 10 * 2 / 3), (("nan", "nan", 7, 6), 6.75, 32.5),
+])
+def test_steps_to_a_loss(tmp_path, val_losses, loss, steps):
+    [job] = [job for job, _ in zip(race([ADAMW], [], tmp_path, 1), range(1), strict=False)]
+    write_log(job, val_losses)
+    assert steps_to(read_log(job.log_dir / f"{job.name}.log"), loss) == pytest.approx(steps)
+
+
+# Three seeds of AdamW end at 6.1, 6.0 and 5.9; Muon passes 6.0 at steps 15, 25 and 30.
+ROUNDS = {
+    ADAMW.name: {"round_1": (9, 8, 7, 6.1), "round_2": (9, 8, 7, 6.0), "round_3": (9, 8, 7, 5.9)},
+    MUON.name: {"round_1": (7, 5, 4, 3.9), "round_2": (8, 7, 5, 4), "round_3": (8, 7, 6, 4)},
+}
+seconds_to_6 = {name: lambda end, job: ROUNDS[job.name].get(job.log_dir.name, (9, 8, 7, end)) for name in ROUNDS}
+
+
+def test_the_standings(tmp_path):
+    run_race(tmp_path, {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, **seconds_to_6)
+    report = build_report(tmp_path)
+    target, [first, second] = standings(report)
+    assert target == 6.0 and (first.rate, second.rate) == ("0.0012", "0.004")
+    assert first.val_loss == (6.0, 5.9, 6.1) and first.tokens[0] == 40 * 64 and first.tokens[2] == math.inf
+    assert first.tokens[1] == pytest.approx(64 * (30 + 10 / 1.1))
+    assert second.val_loss == (4, 3.9, 4) and second.tokens == (25 * 64, 15 * 64, 30 * 64)
+    assert second.seconds == pytest.approx((2.5, 1.5, 3.0))
+    texts, caption = race_texts(report)
+    assert list(texts["of rung 16's"]) == ["100%", "62%"]
+    assert "6.000 is the validation loss that rung 16 ends with" in caption
+    assert "best of 4 learning rates" in caption and "median of 3 seeds" in caption
+    readme = tmp_path / "README.md"
+    marks = [f"<!-- {name}:{end} -->" for name in ("ladder", "beyond", "race") for end in ("begin", "end")]
+    readme.write_text("\n".join(marks))
+    write_readme([report], readme)
+    text = readme.read_text()
+    assert text.index("race:begin") < text.index("rung_18_muon.py") < text.index("race:end")
+    assert "rung_18" not in text[: text.index("race:begin")]
+
+
+@pytest.mark.slow
+def test_a_race_for_real(tokens, tmp_path):
+    """It ends with the standings, the seed of the search runs as it ran there, and --resume repeats no search."""
+    words = ["--model", "tiny", "--device", "cpu", "--data", tokens, "-B", 2, "-T", 16, "--total-batch", 32,
+             "--steps", 4, "--val-every", 2, "--val-sequences", 2, "--compile-mode", "none", "--warmup-steps", 0]
+    logs = tmp_path / "race"
+    done = ladder("run", "--race", 1, "--rungs", "16,18", "--logs", logs, *words, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "To the same validation loss" in done.stdout
+    report = build_report(logs)
+    target, racers = standings(report)
+    for racer in racers:
+        losses = report.sweep[racer.name]
+        assert len(losses) >= 4 and min(losses) < float(racer.rate) < max(losses)
+        [run] = report.runs[racer.name]
+        assert run.val_losses == read_log(logs / "sweep" / racer.rate / f"{racer.name}.log").val_losses
+    assert target == report.runs[racers[0].name][0].val_losses[-1]
+    kept = {path: path.stat().st_mtime_ns for path in logs.glob("sweep/*/*.log")}
+    (logs / "round_1" / f"{MUON.name}.log").unlink()
+    again = ladder("run", "--resume", "--logs", logs)
+    assert again.returncode == 0 and (logs / "round_1" / f"{MUON.name}.log").exists()
+    assert {path: path.stat().st_mtime_ns for path in logs.glob("sweep/*/*.log")} == kept
