@@ -324,7 +324,7 @@ def read_newest(paths, run, model, optimizer):
     for path in paths:
         with contextlib.suppress(Exception, dcp.CheckpointException):  # a damaged file can raise any exception
             notes = json.loads(path.joinpath("notes.json").read_text(encoding="utf-8"))
-            if other := [f"{name} {old}, not {run[name]}" for name, old in notes["run"].items() if old != run[name]]:
+            if other := [f"{key} {old}, not {run.get(key)}" for key, old in notes["run"].items() if old != run.get(key)]:
                 sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
             model_state, optimizer_state = shards.get_state_dict(model, optimizer)
             dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
@@ -360,7 +360,7 @@ def save_sharded(path, model, optimizer, notes):
     """Write a checkpoint, the folder `path`: each rank its own shards. Returns an error message, or None on success."""
     rename_next(path)  # the last time a kill may have come before that
     newer = path.with_name("next")
-    optimizer.zero_grad()  # otherwise no state is made for an optimizer that has skipped all steps (float16)
+    optimizer.zero_grad(set_to_none=True)  # else an optimizer that has skipped all steps (float16) stays without state
     model_state, optimizer_state = shards.get_state_dict(model, optimizer)
     try:
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=newer)
@@ -486,7 +486,7 @@ def train(settings):
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
     shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "muon_lr", "warmup_steps",
               "decay_share")
-    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"]}
+    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"], "script": SCRIPT.stem}
     try:  # kept in `settings`: a lock is released when its object is garbage-collected
         settings.lock = rank == 0 and filelock.FileLock(settings.checkpoint_dir / "lock").acquire(timeout=0)
     except filelock.Timeout:
