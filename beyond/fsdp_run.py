@@ -323,13 +323,13 @@ def read_newest(paths, run, model, optimizer):
     """Load the first of the checkpoints `paths` that is not damaged; returns its notes, exits with one line if none."""
     for path in paths:
         with contextlib.suppress(Exception, dcp.CheckpointException):  # a damaged file can raise any exception
-            notes = json.loads(path.joinpath("notes.json").read_text(encoding="utf-8"))
-            if other := [f"{key} {old}, not {run.get(key)}" for key, old in notes["run"].items() if old != run.get(key)]:
+            info = json.loads(path.joinpath("notes.json").read_text(encoding="utf-8"))
+            if other := [f"{key} {old}, not {run.get(key)}" for key, old in info["run"].items() if old != run.get(key)]:
                 sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
             model_state, optimizer_state = shards.get_state_dict(model, optimizer)
             dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
             shards.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-            return notes
+            return info
         print(f"WARNING: {path} is damaged; skipping it", file=sys.stderr)
     sys.exit(f"error: --resume: {paths[0]}: no checkpoint here can be read; delete them to start over")
 
