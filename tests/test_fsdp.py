@@ -260,8 +260,8 @@ def cut_in_half(folder):
 
 
 @pytest.mark.parametrize("damage", [
-    cut_in_half, *(lambda folder, name=name: (folder / name).unlink() for name in ("__1_0.distcp", "notes.json")),
-])
+    cut_in_half, lambda folder: (folder / ".metadata").unlink(), lambda folder: (folder / "notes.json").write_text(""),
+], ids=["half a file", "no metadata", "empty notes"])
 def test_a_damaged_newest_checkpoint_falls_back(damage, two_ranks, one_process, tmp_path, tokens, capsys):
     checkpoints = copy_checkpoints(two_ranks, tmp_path, "newest", "previous")
     damage(checkpoints / "newest")
