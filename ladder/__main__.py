@@ -51,7 +51,10 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    verbs.add_parser("check", help="what this machine has, and what each rung will gain from it")
+    check = verbs.add_parser("check", help="what this machine has, and what each rung will gain from it")
+    check.add_argument("--gpus", type=positive, metavar="N", help="instead: the largest model on 1 to N GPUs, on paper")
+    check.add_argument("--memory", type=positive_number, metavar="GB", action="append",
+                       help="of one of them, 1e9 bytes; several are possible (default: 16, 24, 40, 80)")
 
     run = verbs.add_parser("run", help="run the rungs, then show the table; unknown flags go to the scripts")
     run.add_argument("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
@@ -62,7 +65,7 @@ def parse_args(argv=None):
                      "compare over so many seeds the tokens and seconds to a validation loss (from rung 13)")
     run.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
     run.add_argument("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each rung (default: 3600)")
-    run.add_argument("--processes", type=positive, default=2, help="of ddp_run.py (default: %(default)s)")
+    run.add_argument("--processes", type=positive, default=2, help="of ddp and fsdp (default: %(default)s)")
     run.add_argument("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {RUNS}/DATE_TIME)")
 
     profile = verbs.add_parser("profile", help="where the time of a step goes; unknown flags go to the scripts")
@@ -112,12 +115,38 @@ def parse_args(argv=None):
 def check(args):
     from ladder.check import BAD, GOOD, check_machine
 
+    if args.gpus or args.memory:
+        return print_cards(args.gpus or 8, args.memory or [16, 24, 40, 80])
     findings, command = check_machine()
     colours = {GOOD: "green", BAD: "red"}
     for finding in findings:
         console.print(f"[{colours.get(finding.mark, 'yellow')}]{finding.mark}[/] [bold]{finding.what}[/]: ", end="")
         console.print(finding.detail, markup=False)
     console.print(f"\nFor this machine:\n    {command}", markup=False)
+    return 0
+
+
+def print_cards(gpus, memories):
+    """What some GPUs hold on paper; no machine is looked at."""
+    from rich.table import Table
+
+    from ladder.check import plan_cards
+
+    table = Table("GPUs", "", "largest --model", "GB a GPU", "GB sent a step", "at most",
+                  title="The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    last = None
+    for cards in plan_cards(gpus, memories):
+        if last not in (None, cards.memory):
+            table.add_section()
+        last = cards.memory
+        way = "FSDP" if cards.sharded else "DDP" if cards.ranks > 1 else "alone"
+        table.add_row(f"{cards.ranks} x {cards.memory:g} GB", way, cards.model or "none", f"{cards.needed:.1f}",
+                      f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f} B parameters")
+    console.print(table)
+    console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
+                  "as much in each one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.", markup=False)
     return 0
 
 
@@ -315,7 +344,7 @@ def find_rung(word):
     """The stage called "7", "07" or "ddp", or by its file's name."""
     stage = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
     if stage is None:
-        raise UserError(f"no rung {word}: there are 0 to {STAGES[-1].label} and ddp, or their file names")
+        raise UserError(f"no rung {word}: there are 0 to {STAGES[-2].label}, ddp and fsdp, or their file names")
     return stage
 
 

@@ -1,6 +1,7 @@
 """What this machine has, and what each rung will gain from it: one line each, with what to do where it lacks."""
 import importlib.util
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import speedup_10_fused_adamw as rung_10
-from ladder.memory import free_memory, recommend
+from ladder.memory import card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters
 from ladder.rates import nvidia_gpus
 from ladder.stages import ROOT
 
@@ -169,3 +170,29 @@ def check_machine(device=None):
                 *check_files()]
     model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
     return findings, f"python -m ladder run --model {model} -B {B} -T {T}{' --steps 10' if device == 'cpu' else ''}"
+
+
+@dataclass
+class Cards:
+    """What `ranks` cards of `memory` GB hold on paper: under DDP (rung 24) or, `sharded`, under FSDP (fsdp_run.py)."""
+
+    memory: float
+    ranks: int
+    sharded: bool
+    model: str | None  # the largest --model that fits at B=1, T=1024
+    needed: float  # GB a card takes with it
+    sent: float  # GB each card sends in a step of one micro-step
+    most: float  # parameters of the deepest model of gpt2-xl's width that fits
+
+
+def plan_cards(gpus, memories):
+    """A Cards for 1, 2, 4 … `gpus` cards, DDP and FSDP, of each of `memories` GB, of which 90 % are used."""
+    counts = [2**n for n in range(gpus.bit_length()) if 2**n < gpus] + [gpus]
+    ways = [(memory, n, sharded) for memory in memories for n in counts for sharded in (False, True)[:n]]
+    for memory, ranks, sharded in ways:  # one card alone has nothing to shard
+        model, n_blocks = largest_model(0.9e9 * memory, ranks, sharded)
+        embedding, block, _ = split_parameters("gpt2-xl")
+        needed = card_bytes(model, 1, 1024, ranks, sharded) / 1e9 if model else math.nan
+        sent = sent_bytes(model, ranks, sharded) / 1e9 if model else math.nan
+        most = embedding + block * n_blocks if n_blocks else math.nan
+        yield Cards(memory, ranks, sharded, model, needed, sent, most)

@@ -13,8 +13,11 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
     17 on, chunks of logits     36                            10   0; the logits of LOSS_CHUNK tokens at most
 
 Tests hold it against what autograd keeps, against the peaks in logs/reference/, and against 131 GB measured for the
-baseline with gpt2, B=64, T=1024. Run as `python -m ladder.memory DEVICE`, it prints the device's free bytes.
+baseline with gpt2, B=64, T=1024. `card_bytes` is a model of the same for several cards, which share a run of rung 24
+(DDP) or of fsdp_run.py, and `sent_bytes` says what they send each other. Run as `python -m ladder.memory DEVICE`, it
+prints the device's free bytes.
 """
+import math
 import sys
 
 import psutil
@@ -48,6 +51,61 @@ def largest_fitting(model, T, labels, available_bytes):
     fixed = {label: step_bytes(model, 0, T, label) for label in labels}
     return max(0, min(int((available_bytes - fixed[label]) / (step_bytes(model, 1, T, label) - fixed[label]))
                       for label in labels))
+
+
+def split_parameters(model, n_layer=None):
+    """(the embedding's, one block's, the number of blocks) parameters of rung 24 and fsdp_run.py, norms left out."""
+    layers, _, n_embd = SHAPES[model]
+    n_rows, n_hidden = math.ceil(VOCAB_SIZE / 128) * 128, math.ceil(8 * n_embd / 3 / 64) * 64
+    return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer or layers
+
+
+def state_bytes(model, ranks=1, n_layer=None):
+    """Bytes of parameters, gradients and moments that a card holds between two steps, one of `ranks` that share them.
+
+    In float32: 16 a parameter of the embedding (AdamW), 12 a parameter of the blocks (Muon).
+    """
+    embedding, block, n_layer = split_parameters(model, n_layer)
+    return (16 * embedding + 12 * block * n_layer) / ranks
+
+
+def card_bytes(model, B, T, ranks, sharded, n_layer=None):
+    """Bytes that a card takes at its peak, one of `ranks`: under FSDP (`sharded`, fsdp_run.py) or DDP (rung 24).
+
+    All blocks recompute: of each only its input is kept, 4 bytes a number, and one has all of its vectors. While it is
+    in use, a sharded block takes 10 bytes a parameter: itself and the next one in 16 bits, its gradient, and that in
+    float32 on its way to the other ranks; the root, with the embedding, takes 10, too: its gradient is there twice.
+    Under DDP the embedding takes 10 (its gradient twice more, a copy in 16 bits), the blocks a copy in 16 bits.
+    """
+    embedding, block, n_layer = split_parameters(model, n_layer)
+    state = state_bytes(model, ranks if sharded else 1, n_layer)
+    unsharded = 10 * embedding + (10 * block if sharded else 2 * block * n_layer)
+    a, v, _ = BYTES["fsdp"]
+    kept = B * T * (4 * n_layer + a) * SHAPES[model][2] + v * VOCAB_SIZE * min(B * T, LOSS_CHUNK)
+    return PROCESS_BYTES + state + unsharded + kept
+
+
+def sent_bytes(model, ranks, sharded, micro_steps=1, width=2):
+    """Bytes that each of `ranks` cards sends in a step, `width` being those of a parameter in the computation (2 or 4).
+
+    A ring, as NCCL's, passes (ranks - 1) / ranks of a buffer along to gather or to reduce it; DDP does both with the
+    float32 gradients, once a step. FSDP gathers the blocks twice and the root once, and reduces all in float32, in each
+    micro-step; Muon gathers the blocks' gradients once a step.
+    """
+    embedding, block, n_layer = split_parameters(model)
+    blocks = block * n_layer
+    if sharded:
+        whole = micro_steps * (width * (embedding + 2 * blocks) + 4 * (embedding + blocks)) + 4 * blocks
+    else:
+        whole = 2 * 4 * (embedding + blocks)
+    return whole * (ranks - 1) / ranks
+
+
+def largest_model(memory_bytes, ranks, sharded, T=1024):
+    """(the largest --model that fits a card at B=1, None if none does; how many blocks of gpt2-xl's width fit)."""
+    fitting = [name for name in SHAPES if card_bytes(name, 1, T, ranks, sharded) <= memory_bytes]
+    first, second = (card_bytes("gpt2-xl", 1, T, ranks, sharded, n_layer) for n_layer in (1, 2))
+    return fitting[-1] if fitting else None, max(0, int((memory_bytes - first) // (second - first)) + 1)
 
 
 def recommend(available_bytes, accelerator):

@@ -56,7 +56,7 @@ def parse_rungs(text):
         places = [labels.index(label) for label in ends if label in labels]
         if len(places) != len(ends) or len(ends) > 2 or places[0] > places[-1]:
             raise UserError(f"--rungs {text}: write for example 0-10 or 0,5,ddp; "
-                            f"there are rungs 0 to {labels[-1]}, and ddp between 10 and 11")
+                            f"there are rungs {labels[0]} to {labels[-2]}, ddp between 10 and 11, and {labels[-1]}")
         stages += STAGES[places[0] : places[-1] + 1]
     return list(dict.fromkeys(stages))
 
@@ -93,7 +93,7 @@ def command_for(stage, flags, log_dir, processes=2):
     """The command line of a rung, or of the peer (None)."""
     script = stage.path if stage else ROOT / f"ladder/{PEER}.py"
     start = [sys.executable]
-    if script.name == "ddp_run.py":
+    if script.name in ("ddp_run.py", "fsdp_run.py"):
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return [*start, str(script), *own_flags(stage or BY_LABEL["10"], flags, log_dir), "--log-dir", str(log_dir)]
 
@@ -310,7 +310,7 @@ def largest_batch(stage, flags, log_dir, seconds, processes, say):
     """
     settings = check_flags([stage], flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
-    shares = processes if stage.label == "ddp" and settings.device == "cpu" else 1
+    shares = processes if stage.label in ("ddp", "fsdp") and settings.device == "cpu" else 1
     available = MEMORY_SHARE * int(run_module("memory", settings.device)) / shares
     B = start = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 

@@ -15,7 +15,7 @@ BANNER = "# ---- the same in every rung "  # begins the line between a script's 
 class Stage:
     """One rung of the ladder."""
 
-    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up
+    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "fsdp"
     file: str  # relative to the repository's root
     title: str
     before: str | None = None  # the label of the rung it starts from
@@ -75,7 +75,11 @@ STAGES = [
          "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT"),
     rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT", "from_pretrained"),
     rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights"),
+    # Larger models.
     rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train"),
+    rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
+         "imports", "orthogonalize", "MuonAdamW.step", "evaluate", "read_newest", "load_checkpoint", "rename_next",
+         "save_sharded", "save_whole", "compile_model", "shard", "train"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}

@@ -244,7 +244,7 @@ def test_rungs_and_flags(call, tmp_path):
     assert command("4", "--compile-mode", "none", "-B", "1")[1:] == ["-B", "1", "--log-dir", "x"]
     assert command("4", "--compile-mode=none", "-B", "1")[1:] == ["-B", "1", "--log-dir", "x"]
     assert "--compile-mode" in command("5", "--compile-mode", "none")
-    assert "--nproc_per_node=3" in command("ddp", processes=3)
+    assert "--nproc_per_node=3" in command("ddp", processes=3) and "--nproc_per_node=3" in command("fsdp", processes=3)
     assert "--checkpoint-every" not in command("13")
     assert command("14")[1:3] == command("16")[1:3] == ["--checkpoint-every", "0"]
     assert command_for(None, [], Path("x"))[1].endswith("peer_transformers.py")

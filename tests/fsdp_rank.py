@@ -1,0 +1,66 @@
+"""One rank of an FSDP test: fsdp_run.py's own main(), one run after the other in one process group.
+
+    torchrun ... tests/fsdp_rank.py FOLDER        # FOLDER/runs.json: {name of the run: [dtype, [flags]]}
+
+To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: what this rank
+held and moved in the last step, in bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and
+DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells.
+"""
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from conftest import rung
+from tensor_bytes import Watch, local_bytes
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+start, end = dist.init_process_group, dist.destroy_process_group
+dist.init_process_group = lambda backend: dist.is_initialized() or start(backend)
+dist.destroy_process_group = lambda: None
+
+
+def run(name, dtype, flags):
+    script, found, fetched, watch = rung("fsdp"), {}, [], Watch()
+    script.autocast_dtype = lambda device: getattr(torch, dtype)
+    batch, unscale = script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_
+
+    def dying_batch(self, i):
+        fetched.append(i)
+        now = str(rank), str(len(fetched))
+        if now == (os.environ.get("DIE_RANK"), os.environ.get("DIE_BATCH")) and not (folder / "died").exists():
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch(self, i)
+
+    def overflow(scaler, optimizer):
+        if dtype == "float16" and rank == 1 and not found:
+            optimizer.param_groups[0]["params"][0].grad.to_local()[0, 0] = torch.inf
+        return unscale(scaler, optimizer)
+
+    def before_step(optimizer, args, kwargs):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found["parameters"], found["gradients"] = local_bytes(parameters), local_bytes([p.grad for p in parameters])
+
+    def after_step(optimizer, args, kwargs):
+        found["optimizer"] = local_bytes(t for state in optimizer.state.values() for t in state.values())
+        found["moved"], found["peak"] = watch.moved, watch.peak
+        watch.moved, watch.peak = [], 0
+
+    script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_ = dying_batch, overflow
+    hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
+    with watch:
+        script.main([*flags, "--log-dir", str(folder / name), "--checkpoint-dir", str(folder / name / "checkpoints")])
+    for hook in hooks:
+        hook.remove()
+    torch.amp.GradScaler.unscale_ = unscale
+    (folder / name / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+for own_name, (own_dtype, own_flags) in json.loads((folder / "runs.json").read_text()).items():
+    run(own_name, own_dtype, own_flags)
+end()

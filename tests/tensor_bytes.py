@@ -1,0 +1,39 @@
+"""What tensors a program holds and what its collectives move, in bytes, as the operations show them."""
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+def local_bytes(tensors):
+    """Of the parts on this rank."""
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+
+class Watch(TorchDispatchMode):
+    """`peak`: the most that the tensors made under it have held at once; `moved`: (collective, bytes of its buffer).
+
+    A collective's buffer is the whole one, of all ranks; those of up to 100 bytes, a loss or a norm, are left out.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak, self.moved = WeakIdKeyDictionary(), 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # look at what it does with the local tensors
+        result = function(*args, **(kwargs or {}))
+        name = f"{function.namespace}.{function._opname}"
+        buffer = {
+            "c10d._allgather_base_": lambda: args[0], "c10d._reduce_scatter_base_": lambda: args[1],
+            "c10d.allreduce_": lambda: args[0][0], "_c10d_functional.all_gather_into_tensor": lambda: result,
+        }
+        if name in buffer and buffer[name]().nbytes > 100:
+            self.moved.append((name, buffer[name]().nbytes))
+        for tensor in tree_leaves(result):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+                self.storages[tensor.untyped_storage()] = None
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
+        return result

@@ -1,0 +1,344 @@
+"""beyond/fsdp_run.py: ranks that share one model compute what one process computes, each with its share of bytes."""
+import json
+import math
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, load_module, losses, read_steps, run_command, rung, train
+from tensor_bytes import Watch
+from test_beyond import val_lines
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from ladder.check import plan_cards
+from ladder.flops import SHAPES
+from ladder.memory import PROCESS_BYTES, card_bytes, sent_bytes, split_parameters, state_bytes
+from ladder.stages import BY_LABEL
+
+LOG = f"{BY_LABEL['fsdp'].name}.log"
+RUN = ("-T", 16, "--val-every", 2, "--val-sequences", 3, "--checkpoint-every", 2)
+SIX = (*RUN, "--total-batch", 64, "--steps", 6)
+
+
+def on_ranks(n, folder, tokens, runs, *torchrun_flags, **environment):
+    """fsdp_rank.py on n ranks, for runs of {name: (dtype, flags)}."""
+    own = ["--model", "tiny", "--device", "cpu", "--data", tokens, "--compile-mode", "none"]
+    lines = {name: (dtype, [str(word) for word in (*own, *flags)]) for name, (dtype, flags) in runs.items()}
+    folder.mkdir(exist_ok=True)
+    (folder / "runs.json").write_text(json.dumps(lines))
+    return run_command(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}",
+                       *torchrun_flags, ROOT / "tests" / "fsdp_rank.py", folder, **environment)
+
+
+def alone(label, folder, tokens, *flags, dtype=torch.float32):
+    """A run in this process, without torchrun; returns its log."""
+    module = rung(label)
+    module.autocast_dtype = lambda device: dtype
+    return train(module, folder, tokens, *flags)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, tokens):
+    """The folder of runs of two ranks: float32 (6 steps, saved), bfloat16 and float16 (2 steps each)."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    two = ("-B", 1, *RUN, "--total-batch", 64, "--steps", 2)
+    run = on_ranks(2, folder, tokens, {"float32": ("float32", ["-B", 1, *SIX, "--save", folder / "model.pt"]),
+                                       "bfloat16": ("bfloat16", two), "float16": ("float16", two)})
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("step : 6 |") == 1  # rank 0 alone speaks
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, tokens):
+    """The log of rung 24, alone with twice the batch, in float32: the truth; and its model beside it."""
+    folder = tmp_path_factory.mktemp("one")
+    return alone("24", folder, tokens, "-B", 2, *SIX, "--save", folder / "model.pt")
+
+
+def notes(checkpoint):
+    """What a checkpoint says of its run."""
+    return json.loads((checkpoint / "notes.json").read_text())
+
+
+def assert_same_losses(log, truth, first=1):
+    """Float32 sums in another order: the losses agree to 1e-5 of 10.8, as for DDP (test_ddp.py)."""
+    ours, truth_steps = read_steps(log), read_steps(truth)
+    assert [step["step"] for step in ours] == [step["step"] for step in truth_steps] == list(range(1, 7))
+    for key, tolerance in (("loss", 1e-4), ("norm", 1e-3), ("lr", 0)):
+        expected = [step[key] for step in truth_steps]
+        assert [step[key] for step in ours] == pytest.approx(expected, abs=tolerance)
+    assert [step for step, _ in val_lines(log)] == [2, 4, 6]
+    assert [loss for _, loss in val_lines(log)] == pytest.approx([loss for _, loss in val_lines(truth)], abs=1e-4)
+
+
+def test_two_ranks_track_one_process_with_twice_the_batch(two_ranks, one_process):
+    """Through 6 steps of 2 micro-steps, and 3 sequences of validation, which 2 ranks cannot share evenly."""
+    assert_same_losses(two_ranks / "float32" / LOG, one_process)
+    ours, truth = (torch.load(folder / "model.pt", weights_only=True) for folder in (two_ranks, one_process.parent))
+    assert ours["model"].keys() == truth["model"].keys() and ours["config"] == truth["config"]
+    for name, weight in truth["model"].items():
+        assert torch.allclose(ours["model"][name], weight, rtol=0, atol=2e-5), name
+    assert ours["model"]["lm_head.weight"].data_ptr() == ours["model"]["transformer.wte.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_other_types_track_float32(dtype, two_ranks, one_process):
+    """To 0.2 %, one rounding to bfloat16. Before its first step, that is: float16 skips this one."""
+    assert losses(two_ranks / dtype / LOG)[0] == pytest.approx(losses(one_process)[0], abs=0.02)
+    assert "| norm: inf |" in (two_ranks / dtype / LOG).read_text() if dtype == "float16" else True
+
+
+def test_an_overflow_on_one_rank_is_one_on_all(two_ranks):
+    """Rank 1 has met it; rank 0, whose scaler is saved, has halved its scale, too. The second step counts again."""
+    scaler = notes(two_ranks / "float16" / "checkpoints" / "newest")["scaler"]
+    assert (scaler["scale"], scaler["_growth_tracker"]) == (32768.0, 1)
+
+
+def rows_of(n_rows, n, rank):
+    """How many rows FSDP2 leaves to a rank: those of torch.chunk."""
+    size = math.ceil(n_rows / n)
+    return max(0, min(size, n_rows - rank * size))
+
+
+def assert_shares(folder, n):
+    """4 bytes a number: 1 for the parameters and the gradients, 1 moment for matrices of blocks, 2 for the others."""
+    shapes = {name: p.shape for name, p in rung("24").GPT(rung("24").MODELS["tiny"]).named_parameters()}
+    for rank in range(n):
+        found = json.loads((folder / f"rank{rank}.json").read_text())
+        kept = {name: 4 * rows_of(shape[0], n, rank) * math.prod(shape[1:]) for name, shape in shapes.items()}
+        moments = sum(kept[name] * (1 if len(shape) == 2 and ".h." in name else 2) for name, shape in shapes.items())
+        assert found["parameters"] == found["gradients"] == sum(kept.values())
+        assert found["optimizer"] == moments + 4 * len(shapes)  # and a count of steps each
+    return found
+
+
+def test_each_rank_keeps_its_share(two_ranks):
+    """Gradients too, between micro-steps. The tool's closed form leaves out the norms, 0.01 % of tiny."""
+    for dtype in ("float32", "bfloat16"):
+        found = assert_shares(two_ranks / dtype, 2)
+        held = found["parameters"] + found["gradients"] + found["optimizer"]
+        assert held == pytest.approx(state_bytes("tiny", 2), rel=1e-3)
+    assert state_bytes("tiny", 2) == state_bytes("tiny") / 2
+
+
+@pytest.mark.slow
+def test_three_ranks_that_share_unevenly(tmp_path, tokens):
+    """64 rows are 22, 22 and 20."""
+    flags = (*RUN, "--total-batch", 48, "--steps", 6)
+    run = on_ranks(3, tmp_path, tokens, {"three": ("float32", ["-B", 1, *flags])})
+    assert run.returncode == 0, run.stderr
+    assert_same_losses(tmp_path / "three" / LOG, alone("24", tmp_path / "one", tokens, "-B", 3, *flags))
+    assert_shares(tmp_path / "three", 3)
+
+
+@pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
+def test_what_a_step_moves(dtype, width, two_ranks):
+    """Two micro-steps: each gathers root and blocks, the blocks again, and reduces all; then Muon gathers matrices."""
+    moved = json.loads((two_ranks / dtype / "rank0.json").read_text())["moved"]
+    embedding, block, _ = split_parameters("tiny")
+    gathered = [n for name, n in moved if name == "c10d._allgather_base_"]
+    reduced = [n for name, n in moved if name == "c10d._reduce_scatter_base_"]
+    for_muon = [n for name, n in moved if name == "_c10d_functional.all_gather_into_tensor"]
+    norms = 2 * 64 + 2 * 32  # of a block
+    assert sorted(gathered) == sorted(2 * [width * (embedding + 64), *4 * [width * (block + norms)]])
+    assert sorted(reduced) == sorted(2 * [4 * (embedding + 64), *2 * [4 * (block + norms)]])
+    assert sum(for_muon) == 4 * 2 * block and len(for_muon) == 2 * 5
+    assert len(moved) == len(gathered) + len(reduced) + len(for_muon)
+    assert sum(n for _, n in moved) / 2 == pytest.approx(sent_bytes("tiny", 2, True, 2, width), rel=1e-3)
+
+
+def test_the_peak_is_what_the_tool_predicts(two_ranks, tmp_path, tokens):
+    """In bfloat16, of all tensors alive at once: of a rank of two, and of one process, which holds what DDP does."""
+    found = json.loads((two_ranks / "bfloat16" / "rank0.json").read_text())["peak"]
+    assert found == pytest.approx(card_bytes("tiny", 1, 16, 2, True) - PROCESS_BYTES, rel=0.2)
+    with Watch() as watch:
+        alone("24", tmp_path, tokens, "-B", 1, *RUN[:2], "--total-batch", 16, "--steps", 2, dtype=torch.bfloat16)
+    assert watch.peak == pytest.approx(card_bytes("tiny", 1, 16, 1, False) - PROCESS_BYTES, rel=0.2)
+
+
+def copy_checkpoints(two_ranks, folder, *names):
+    """A folder with these checkpoints of the float32 run: newest (step 6), previous (step 4)."""
+    for name in names:
+        shutil.copytree(two_ranks / "float32" / "checkpoints" / name, folder / "checkpoints" / name)
+    return folder / "checkpoints"
+
+
+def test_a_checkpoint_of_two_ranks_resumes_alone(two_ranks, one_process, tmp_path, tokens):
+    copy_checkpoints(two_ranks, tmp_path, "previous")
+    log = alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
+    assert "steps done before: 4" in log.read_text()
+    assert_same_losses(log, one_process)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"lock", "newest", "previous"}
+    ours, truth = (torch.load(path, weights_only=True)["model"] for path in (tmp_path / "model.pt",
+                                                                             one_process.with_name("model.pt")))
+    for name in truth:
+        assert torch.allclose(ours[name], truth[name], rtol=0, atol=2e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_checkpoint_of_two_ranks_resumes_on_other_numbers(n, two_ranks, one_process, tmp_path, tokens):
+    copy_checkpoints(two_ranks, tmp_path / "run", "previous")
+    run = on_ranks(n, tmp_path, tokens, {"run": ("float32", ["-B", 1, *SIX, "--resume"])})
+    assert run.returncode == 0, run.stderr
+    assert "steps done before: 4" in run.stdout
+    assert_same_losses(tmp_path / "run" / LOG, one_process)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_made_alone_resumes_on_two_ranks(one_process, tmp_path, tokens):
+    alone("fsdp", tmp_path / "run", tokens, "-B", 2, *SIX)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "newest")
+    run = on_ranks(2, tmp_path, tokens, {"run": ("float32", ["-B", 1, *SIX, "--resume"])})
+    assert run.returncode == 0 and "steps done before: 4" in run.stdout, run.stderr
+    assert_same_losses(tmp_path / "run" / LOG, one_process)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_comes_back(one_process, tmp_path, tokens):
+    """torchrun --max-restarts: rank 1 kills itself in step 3, once, and the job ends as one process does."""
+    run = on_ranks(2, tmp_path, tokens, {"run": ("float32", ["-B", 1, *SIX, "--resume"])}, "--max-restarts=1",
+                   DIE_RANK="1", DIE_BATCH="8", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "died").exists() and "steps done before: 2" in run.stdout
+    assert_same_losses(tmp_path / "run" / LOG, one_process)
+
+
+def test_alone_it_is_rung_24(tmp_path, tokens, one_process):
+    """To the bit, and after a crash, too: what remains of the save that it interrupted does not matter."""
+    whole = alone("fsdp", tmp_path / "whole", tokens, "-B", 2, *SIX)
+    assert losses(whole) == losses(one_process)
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    checkpoints.joinpath("newest").rename(checkpoints / "next")
+    checkpoints.joinpath("next", "notes.json").unlink()  # it is written last
+    again = alone("fsdp", tmp_path / "whole", tokens, "-B", 2, *SIX, "--resume")
+    assert "steps done before: 4" in again.read_text() and losses(again) == losses(one_process)
+    assert notes(checkpoints / "newest")["step"] == 6 and not (checkpoints / "next").exists()
+
+
+@pytest.mark.parametrize("names", [("next",), ("previous", "next")])
+def test_killed_between_two_renames(names, two_ranks, one_process, tmp_path, tokens, monkeypatch):
+    """The complete folder has still its first name, and keeps what it holds through a next save that fails."""
+    checkpoints = copy_checkpoints(two_ranks, tmp_path, "previous", *set(names) - {"next", "previous"})
+    checkpoints.joinpath("previous").rename(checkpoints / "next")
+    if "previous" in names:
+        copy_checkpoints(two_ranks, tmp_path, "previous")
+        cut_in_half(checkpoints / "previous")
+    monkeypatch.setattr(FileSystemWriter, "write_data", lambda self, plan, planner: 1 / 0)
+    for _ in range(2):
+        log = alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
+        assert "steps done before: 4" in log.read_text() and "next could not be written (division by" in log.read_text()
+        assert_same_losses(log, one_process)
+
+
+def test_a_failed_save_costs_the_checkpoint_and_not_the_run(tmp_path, tokens, monkeypatch, capsys):
+    """Also the first one, which leaves nothing to be resumed."""
+    write, calls = FileSystemWriter.write_data, []
+
+    def full_disk(self, plan, planner):
+        calls.append(self)
+        if len(calls) in (1, 3):
+            write(self, plan, planner)
+            raise OSError(28, "No space left on device")
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full_disk)
+    checkpoints = tmp_path / "checkpoints"
+    alone("fsdp", tmp_path, tokens, "-B", 2, *SIX)
+    assert capsys.readouterr().out.count("next could not be written ([Errno 28] No space left on device)") == 2
+    assert {path.name for path in checkpoints.iterdir()} == {"newest", "lock"}
+    assert notes(checkpoints / "newest")["step"] == 4
+
+
+def cut_in_half(folder):
+    path = next(folder.glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [
+    cut_in_half, lambda folder: (folder / ".metadata").unlink(), lambda folder: (folder / "notes.json").write_text(""),
+], ids=["half a file", "no metadata", "empty notes"])
+def test_a_damaged_newest_checkpoint_falls_back(damage, two_ranks, one_process, tmp_path, tokens, capsys):
+    checkpoints = copy_checkpoints(two_ranks, tmp_path, "newest", "previous")
+    damage(checkpoints / "newest")
+    log = alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
+    assert f"WARNING: {checkpoints}/newest is damaged; skipping it" in capsys.readouterr().err
+    assert "steps done before: 4" in log.read_text()
+    assert_same_losses(log, one_process)
+
+
+def test_what_cannot_be_resumed(two_ranks, tmp_path, tokens, capsys):
+    """Another run, by one line, before any weight is loaded; nothing but damaged checkpoints; a finished run."""
+    checkpoints = copy_checkpoints(two_ranks, tmp_path, "newest")
+    for flags, reason in ((["--model", "mini"], "has model tiny, not mini"), (["--seed", 1], "has seed 1337, not 1"),
+                          (["--muon-lr", 0.1], r"has muon_lr 0\.002, not 0\.1")):
+        with pytest.raises(SystemExit, match=f"error: --resume: {checkpoints}/newest {reason}; make them equal"):
+            alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", *flags)
+    with pytest.raises(SystemExit, match="the checkpoint of an earlier run; add --resume"):
+        alone("fsdp", tmp_path, tokens, "-B", 2, *SIX)
+    with pytest.raises(SystemExit) as stop:
+        alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
+    assert not stop.value.code and "finished, all of its 6 steps are done" in capsys.readouterr().out
+    ours, truth = (torch.load(folder / "model.pt", weights_only=True)["model"] for folder in (tmp_path, two_ranks))
+    assert all(torch.equal(ours[name], truth[name]) for name in truth)  # it still owes --save's file
+    cut_in_half(copy_checkpoints(two_ranks, tmp_path / "damaged", "newest") / "newest")
+    with pytest.raises(SystemExit, match="no checkpoint here can be read; delete them to start over"):
+        alone("fsdp", tmp_path / "damaged", tokens, "-B", 2, *SIX, "--resume")
+
+
+@torch.no_grad()
+def test_what_ranks_save_becomes_a_folder_for_transformers(two_ranks, tmp_path):
+    from transformers import Qwen3ForCausalLM
+
+    load_module(ROOT / "export.py").main([str(two_ranks / "model.pt"), str(tmp_path / "hf")])
+    saved, module = torch.load(two_ranks / "model.pt", weights_only=True), rung("fsdp")
+    model = module.GPT(module.GPTConfig(**saved["config"])).eval()
+    model.load_state_dict(saved["model"])
+    x = torch.randint(0, 50257, (2, 48), generator=torch.Generator().manual_seed(0))
+    theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "hf").eval()(x).logits
+    assert torch.allclose(theirs, model(x), rtol=0, atol=1e-4)
+
+
+def test_cards_on_paper():
+    """The largest model is the largest: the next one does not fit. Sharding helps, from two cards on."""
+    names, found = list(SHAPES), list(plan_cards(8, [4, 16, 24]))
+    assert [(cards.memory, cards.ranks, cards.sharded) for cards in found[:7]] == [
+        (4, 1, False), *((4, n, sharded) for n in (2, 4, 8) for sharded in (False, True))]
+    for cards in found:
+        usable = 0.9e9 * cards.memory
+        assert card_bytes(cards.model, 1, 1024, cards.ranks, cards.sharded) <= usable
+        if cards.model != names[-1]:
+            larger = names[names.index(cards.model) + 1]
+            assert card_bytes(larger, 1, 1024, cards.ranks, cards.sharded) > usable
+        embedding, block, _ = split_parameters("gpt2-xl")
+        if not math.isnan(cards.most):
+            fits = round((cards.most - embedding) / block)
+            assert card_bytes("gpt2-xl", 1, 1024, cards.ranks, cards.sharded, fits) <= usable
+            assert card_bytes("gpt2-xl", 1, 1024, cards.ranks, cards.sharded, fits + 1) > usable
+    sixteen = {(cards.ranks, cards.sharded): cards.model for cards in found if cards.memory == 16}
+    assert sixteen[8, False] == sixteen[1, False] == "gpt2-large" and sixteen[2, True] == "gpt2-xl"
+    assert [cards.ranks for cards in plan_cards(6, [16])] == [1, 2, 2, 4, 4, 6, 6]
+    assert all(cards.model is None for cards in plan_cards(2, [0.5]))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_parameters_of_the_memory_model_are_the_scripts(name):
+    module = rung("fsdp")
+    with torch.device("meta"):
+        model = module.GPT(module.MODELS[name])
+    embedding, block, n_layer = split_parameters(name)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert embedding + block * n_layer == matrices
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(matrices, rel=1e-3)
+
+
+def test_the_table_of_cards(capsys):
+    from ladder.__main__ import main
+
+    assert main(["check", "--gpus", "8", "--memory", "24"]) == 0
+    output = capsys.readouterr().out
+    assert len(re.findall(r"[248] x 24 GB .* (?:DDP|FSDP) .* gpt2-", output)) == 6
