@@ -140,5 +140,8 @@ def test_every_script_is_a_stage():
 
 
 def test_the_ladder_is_one_chain():
-    assert [stage.before for stage in STAGES] == [None, *(stage.label for stage in STAGES[:-1])]
+    """With one branch: FSDP shards rung 24, and rung 25 is for other cards."""
+    *chain, branch = STAGES
+    assert [stage.before for stage in chain] == [None, *(stage.label for stage in chain[:-1])]
+    assert (branch.label, branch.before) == ("fsdp", "24")
     assert len(BY_LABEL) == len(STAGES)
