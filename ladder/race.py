@@ -16,6 +16,7 @@ from ladder.logs import read_log
 from ladder.runner import Job, command_for, load_script
 from ladder.stages import BY_NAME
 
+MOST_RATES = 10  # that a search tries
 SEED = 1337  # of the first round, and of the search for the learning rates
 IN_THE_README = ["label", "file", "the one change"]  # of the standings; elsewhere "rung" says it
 SAME_LOSS = {"rung_17_chunked_cross_entropy": "rung_16_gradient_checkpointing"}  # to rounding: one search for both
@@ -62,6 +63,11 @@ def last_val_loss(path):
     return loss if math.isfinite(loss) else math.inf
 
 
+def best_of(losses):
+    """The learning rate with the lowest loss of {rate: loss}; of two that are equal, the higher."""
+    return min(sorted(losses, reverse=True), key=losses.get)
+
+
 def search(stage, flags, log_dir):
     """Yields the jobs that try a rung's learning rates, each when the ones before are done; returns the best rate."""
     flag, default = rate_flag(stage)
@@ -71,10 +77,11 @@ def search(stage, flags, log_dir):
             folder = log_dir / "sweep" / f"{rate:g}"
             yield Job(stage.name, command_for(stage, [*flags, flag, f"{rate:g}"], folder), folder)
             losses[rate] = last_val_loss(folder / f"{stage.name}.log")
-        best = min(losses, key=losses.get)
+        best = best_of(losses)
         if losses[best] == math.inf:
             raise UserError(f"--race: no run of {stage.file} ended with a loss; its logs are in {log_dir}/sweep")
         rates = [best / 2] if best == min(losses) else [2 * best] if best == max(losses) else []
+        rates = rates if len(losses) < MOST_RATES else []
     return best
 
 
@@ -136,7 +143,7 @@ def standings(report):
         steps = [steps_to(run, target) for run in runs]
         losses = report.sweep.get(row.name) or report.sweep[SAME_LOSS[row.name]]
         racers.append(Racer(
-            row.name, row.title, f"{min(losses, key=losses.get):g}", row.ms,
+            row.name, row.title, f"{best_of(losses):g}", row.ms,
             spread([run.val_losses[-1] for run in runs]),
             spread([n * run.tokens_per_step for n, run in zip(steps, runs, strict=True)]),
             spread([n * run.median_ms / 1000 for n, run in zip(steps, runs, strict=True)]),
