@@ -2,7 +2,7 @@
 
     python tests/killed_runs.py KILLS FOLDER [flags of the rung]
 
-Every life is a fork of this process, which has imported torch already: 50 lives take half a minute instead of four.
+Every life is a fork of this process, which has imported torch already, so that none has to wait for that.
 """
 import json
 import os
