@@ -1,9 +1,9 @@
-"""Ideas that did not become rungs, by the protocol of the race: variants of the last rung, each with its own search.
+"""Ideas that did not become rungs, by the protocol of the race: variants of rung 24, each with its own search.
 
     python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
         --val-every 10 --recompute-blocks 0 --max-lr LR
 
-Each is the script of the last rung with the replacements below. LR is what the race found for AdamW. The folder then
+Each is the script of rung 24 with the replacements below. LR is what the race found for AdamW. The folder then
 holds logs as after python -m ladder run --race; the same command again goes on with an interrupted one.
 """
 import argparse
@@ -15,10 +15,10 @@ from rich.console import Console
 from ladder.errors import UserError
 from ladder.race import last_val_loss, race, read_sweep
 from ladder.runner import check_flags, run_ladder
-from ladder.stages import STAGES, Stage
+from ladder.stages import BY_LABEL, Stage
 
-BASE = STAGES[-1]
-VARIANTS = {  # name: (what it is, [(text of the last rung, what replaces it), ...])
+BASE = BY_LABEL["24"]  # the last rung of the race
+VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
     "label_smoothing": ("label smoothing of 0.1, judged by the loss without it", [
         ("logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 1",
          "logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 0.9\n"

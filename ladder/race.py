@@ -2,12 +2,13 @@
 
 A faster step shows in its milliseconds, a better one only in where it gets to. The comparison is fair where all rungs
 train the same size of model, on the same data, with the same batch and number of steps, and each with its own best
-learning rate: one of at least four, every one twice the one before, and not the first or the last of them. Then all
-rungs run with several seeds, in interleaved rounds. The target is the loss that the first rung ends with.
+learning rate. The search tries four, every one twice the one before, and goes on until the best of them has a
+neighbour on each side, or there are ten. Then all rungs run with several seeds, in interleaved rounds. The target is
+the loss that the first rung ends with.
 """
 import math
 import statistics
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import pandas
 
@@ -37,11 +38,8 @@ class Racer:
 
 def rate_flag(stage):
     """The flag of the learning rate to search for, and its default: the matrices' where Muon has one of its own."""
-    names = {field.name: field.default for field in fields(load_script(stage).Settings)}
-    for name in ("muon_lr", "max_lr"):
-        if name in names:
-            return f"--{name.replace('_', '-')}", names[name]
-    raise UserError(f"--race: {stage.file} has no learning rate to choose; take rungs from 13 on")
+    settings = load_script(stage).Settings
+    return ("--muon-lr", settings.muon_lr) if hasattr(settings, "muon_lr") else ("--max-lr", settings.max_lr)
 
 
 def check_race(stages, settings):
@@ -112,7 +110,7 @@ def n_jobs(stages, seeds):
 
 
 def read_sweep(folder):
-    """{rung: {learning rate: last validation loss}} of the search in a folder of logs; {} where there was none."""
+    """{rung: {learning rate: last validation loss}} of the search in a folder of logs; {} without one."""
     sweep = {}
     for path in folder.glob("sweep/*/*.log"):
         sweep.setdefault(path.stem, {})[float(path.parent.name)] = last_val_loss(path)
@@ -133,13 +131,19 @@ def spread(values):
     return statistics.median(values), min(values), max(values)
 
 
+def finished(runs):
+    """{rung: its runs that came to their end} of {rung: runs}; a race that was stopped has others, too."""
+    ended = {name: [run for run in rounds if run.complete and run.val_losses] for name, rounds in runs.items()}
+    return {name: rounds for name, rounds in ended.items() if rounds}
+
+
 def standings(report):
     """(the target, [Racer, ...]) of a report with a sweep. Seconds are steps times the run's median step."""
-    first = report.runs[report.rows[0].name]
-    target = statistics.median(run.val_losses[-1] for run in first)
+    runs_of = finished(report.runs)
+    target = statistics.median(run.val_losses[-1] for run in next(iter(runs_of.values())))
     racers = []
-    for row in report.rows:
-        runs = report.runs[row.name]
+    for row in (row for row in report.rows if row.name in runs_of):
+        runs = runs_of[row.name]
         steps = [steps_to(run, target) for run in runs]
         losses = report.sweep.get(row.name) or report.sweep[SAME_LOSS[row.name]]
         racers.append(Racer(
@@ -153,11 +157,11 @@ def standings(report):
 
 def curves(report):
     """Yields (name, steps, seconds, losses) of each rung's validations: the median over the seeds at each step."""
-    for row in report.rows:
-        runs = report.runs[row.name]
+    for name, runs in finished(report.runs).items():
+        ms = statistics.median(run.median_ms for run in runs)
         steps = runs[0].val_steps
         losses = [statistics.median(at_step) for at_step in zip(*(run.val_losses for run in runs), strict=True)]
-        yield row.name, steps, [step * row.ms / 1000 for step in steps], losses
+        yield name, steps, [step * ms / 1000 for step in steps], losses
 
 
 def race_texts(report):
@@ -188,7 +192,7 @@ def race_texts(report):
         f"tokens to {target:.3f}": tokens, "seconds": seconds, "spread ": seconds_spread,
         f"of rung {label}'s": [f"{share:.0%}" if math.isfinite(share) else "–" for share in shares],
     })
-    n_seeds = len(report.runs[first.name])
+    n_seeds = len(finished(report.runs)[first.name])
     low, high = (f([len(losses) for losses in report.sweep.values()]) for f in (min, max))
     n_rates = f"{low}" if low == high else f"{low} to {high}"
     return texts, (

@@ -14,7 +14,7 @@ import pandas
 from ladder.errors import UserError
 from ladder.flops import mfu
 from ladder.logs import PEER, read_folder
-from ladder.race import race_texts, read_sweep
+from ladder.race import finished, race_texts, read_sweep
 from ladder.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 from ladder.step_profile import read_profile
 
@@ -193,7 +193,7 @@ def build_report(folder, peak_tflops=None, **stand_ins):
         ))
     return Report(
         Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs,
-        profile, read_sweep(Path(folder)), passed_over,
+        profile, read_sweep(Path(folder)) if finished(runs) else {}, passed_over,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo  # noqa: F401 - the optimizer would import it in every life: two seconds
 from conftest import rung
 
-LONGEST_LIFE = 1.2  # seconds; a life needs about 0.3 until its first step
+LONGEST_LIFE = 1.2  # seconds; a life needs about 0.3 until its first step, on a busy machine far more: so it grows
 module = rung("15")
 
 
@@ -46,7 +46,7 @@ def one_run(folder, flags, seconds):
              "--save", str(folder / "model.pt")]
     folder.mkdir(parents=True)
     kills, half_written = 0, set()
-    while not live(flags, seconds()):
+    while not live(flags, seconds(kills)):
         kills += 1
         half_written |= {(path.name, path.stat().st_mtime_ns) for path in (folder / "checkpoints").glob("*.partial")}
     return kills, len(half_written)
@@ -54,10 +54,10 @@ def one_run(folder, flags, seconds):
 
 wanted, folder, flags = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 moments = random.Random(0)
-one_run(folder / "whole", flags, lambda: 300)
+one_run(folder / "whole", flags, lambda kills: 300)
 rounds = kills = during_save = 0
 while kills < wanted:
     rounds += 1
-    counts = one_run(folder / f"killed_{rounds}", flags, lambda: moments.uniform(0.01, LONGEST_LIFE))
+    counts = one_run(folder / f"killed_{rounds}", flags, lambda kills: moments.uniform(0.01, LONGEST_LIFE * 1.1**kills))
     kills, during_save = kills + counts[0], during_save + counts[1]
 print(json.dumps({"rounds": rounds, "kills": kills, "during_save": during_save}))

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_race import ADAMW, MUON, run_race, seconds_to_6
+from test_race import ADAMW, MUON, VAL_LOSSES, run_race
 
 from ladder.page import prose, write_page
 from ladder.plots import KIND_COLOURS, plot_profile, write_plots
@@ -383,7 +383,7 @@ def test_without_javascript(open_page):
 def test_a_race_on_the_page(open_page, tmp_path_factory):
     """The validation losses as a chart, the standings as a table, and in each lesson what its rung reached."""
     folder = tmp_path_factory.mktemp("race")
-    run_race(folder / "race", {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, **seconds_to_6)
+    run_race(folder / "race", {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, **VAL_LOSSES)
     write_page([build_report(folder / "race")], folder / "index.html")
     for width in (1400, 390):
         page = open_page(width, path=folder / "index.html")

@@ -6,7 +6,7 @@ from test_ladder_tool import ladder
 
 from ladder.errors import UserError
 from ladder.logs import read_log
-from ladder.race import n_jobs, race, race_texts, rate_flag, read_sweep, standings, steps_to
+from ladder.race import curves, n_jobs, race, race_texts, rate_flag, read_sweep, standings, steps_to
 from ladder.report import build_report, write_readme
 from ladder.stages import BY_LABEL, BY_NAME
 
@@ -111,11 +111,11 @@ ROUNDS = {
     ADAMW.name: {"round_1": (9, 8, 7, 6.1), "round_2": (9, 8, 7, 6.0), "round_3": (9, 8, 7, 5.9)},
     MUON.name: {"round_1": (7, 5, 4, 3.9), "round_2": (8, 7, 5, 4), "round_3": (8, 7, 6, 4)},
 }
-seconds_to_6 = {name: lambda end, job: ROUNDS[job.name].get(job.log_dir.name, (9, 8, 7, end)) for name in ROUNDS}
+VAL_LOSSES = {name: lambda end, job: ROUNDS[job.name].get(job.log_dir.name, (9, 8, 7, end)) for name in ROUNDS}
 
 
 def test_the_standings(tmp_path):
-    run_race(tmp_path, {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, **seconds_to_6)
+    run_race(tmp_path, {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, **VAL_LOSSES)
     report = build_report(tmp_path)
     target, [first, second] = standings(report)
     assert target == 6.0 and (first.rate, second.rate) == ("0.0012", "0.004")
@@ -134,6 +134,22 @@ def test_the_standings(tmp_path):
     text = readme.read_text()
     assert text.index("race:begin") < text.index("rung_18_muon.py") < text.index("race:end")
     assert "rung_18" not in text[: text.index("race:begin")]
+
+
+def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
+    """A second round that broke off, before its first validation or after; and a first one that did."""
+    run_race(tmp_path, {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, **VAL_LOSSES)
+    whole = (tmp_path / "round_2" / f"{MUON.name}.log").read_text()
+    for n_lines in (8, 30):
+        (tmp_path / "round_2" / f"{MUON.name}.log").write_text("".join(whole.splitlines(keepends=True)[:n_lines]))
+        report = build_report(tmp_path)
+        target, [_, muon] = standings(report)
+        assert target == 6.0 and muon.tokens == (22.5 * 64, 15 * 64, 30 * 64)
+        assert [len(losses) for _, _, _, losses in curves(report)] == [4, 4] and race_texts(report)
+    for number in (1, 2, 3):
+        for path in (tmp_path / f"round_{number}").glob("*.log"):
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
+    assert build_report(tmp_path).sweep == {}  # nothing to compare yet
 
 
 @pytest.mark.slow
