@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import load_module, losses, run_command, rung, train
 
-from experiments import compress, data_wait, eight_bit_adamw, sampling_speed, variants
+from experiments import causal_attention, compress, data_wait, eight_bit_adamw, sampling_speed, variants
 
 TINY = ["--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32"]
 
@@ -227,3 +227,12 @@ def test_the_python_corpus(tmp_path):
     assert Path(pytest.__file__).read_text(encoding="utf-8") not in texts
     for text in texts[::40]:
         ast.parse(text)
+
+
+@pytest.mark.parametrize("T", [256, 700])
+def test_causal_attention_in_blocks_is_causal_attention(T):
+    q, k, v = torch.randn(3, 1, 2, T, causal_attention.HS)
+    expected = causal_attention.flash(q, k, v)
+    for name, attention in causal_attention.CONTESTANTS.items():
+        same = torch.allclose(attention(q, k, v), expected, atol=1e-5)
+        assert same == (name != "flash kernel, no mask"), name

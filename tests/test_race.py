@@ -6,15 +6,27 @@ from test_ladder_tool import ladder
 
 from ladder.errors import UserError
 from ladder.logs import read_log
-from ladder.race import curves, n_jobs, race, race_texts, rate_flag, read_sweep, standings, steps_to
+from ladder.race import (
+    best_of,
+    curves,
+    last_val_loss,
+    n_jobs,
+    race,
+    race_texts,
+    rate_flag,
+    read_sweep,
+    standings,
+    steps_to,
+)
 from ladder.report import build_report, write_readme
 from ladder.stages import BY_LABEL, BY_NAME
 
 ADAMW, CHUNKED, MUON = (BY_LABEL[label] for label in ("16", "17", "18"))
 STEPS = (10, 20, 30, 40)  # of the validations
+MS = {MUON.name: 110.0}  # a step of the others takes 100
 
 
-def write_log(job, val_losses, ms=100.0):
+def write_log(job, val_losses, ms):
     """A log as the script of the job writes it, with these validation losses."""
     job.log_dir.mkdir(parents=True, exist_ok=True)
     lines = [f"# script: {job.name}.py", "# model: tiny | parameters: 1", "# device: cpu (2 threads)",
@@ -40,7 +52,7 @@ def run_race(folder, best, stages, seeds=2, **values):
         jobs.append(job)
         rate = float(flag_of(job, rate_flag(BY_NAME[job.name])[0]))
         end = 4 + abs(math.log2(rate / best[job.name]))
-        write_log(job, values.get(job.name, lambda end, job: (9, 8, 7, end))(end, job))
+        write_log(job, values.get(job.name, lambda end, job: (9, 8, 7, end))(end, job), MS.get(job.name, 100.0))
     return jobs
 
 
@@ -62,6 +74,11 @@ def test_the_search_goes_on_until_the_best_has_a_neighbour_on_each_side(tmp_path
     assert [flag_of(job, "--max-lr") for job in rounds] == [f"{best:g}"] * 2
     assert [(job.log_dir.name, flag_of(job, "--seed")) for job in rounds] == [("round_1", "1337"), ("round_2", "1338")]
     assert {flag_of(job, "--seed") for job in jobs[: len(tried)]} == {"1337"}
+
+
+def test_a_tie_is_broken_the_same_way_in_any_order():
+    """The search has the rates in the order of its runs, the standings sorted."""
+    assert best_of({2.0: 5.0, 4.0: 5.0, 8.0: 6.0}) == best_of({8.0: 6.0, 4.0: 5.0, 2.0: 5.0}) == 4.0
 
 
 def test_the_search_of_a_rung_that_learns_nothing_ends(tmp_path):
@@ -86,14 +103,23 @@ def test_muon_gets_the_adamw_rate_of_the_first_rung_and_17_the_rate_of_16(tmp_pa
     assert sweep[MUON.name] == {0.002: 5.0, 0.004: 4.0, 0.008: 5.0, 0.016: 6.0}
 
 
-def test_a_run_that_diverges_or_breaks_off_is_never_the_best(tmp_path):
+@pytest.mark.parametrize("rate, best", [("0.0024", "0.0012"), ("0.0048", "0.0024")])
+def test_a_run_that_diverges_is_never_the_best(tmp_path, rate, best):
     def losses(end, job):
-        return (9, 8, 7, "nan" if flag_of(job, "--max-lr") == "0.0024" else end)
+        return (9, 8, 7, "nan" if flag_of(job, "--max-lr") == rate else end)
 
     jobs = run_race(tmp_path, {ADAMW.name: 2e-3}, [ADAMW], **{ADAMW.name: losses})
-    assert [flag_of(job, "--max-lr") for job in jobs[-2:]] == ["0.0012"] * 2
+    assert [flag_of(job, "--max-lr") for job in jobs[-2:]] == [best] * 2
     with pytest.raises(UserError, match="no run of beyond/rung_16.* ended with a loss"):
         run_race(tmp_path / "all", {ADAMW.name: 1}, [ADAMW], **{ADAMW.name: lambda end, job: (9, 8, 7, "inf")})
+
+
+def test_a_run_that_broke_off_has_no_last_loss(tmp_path):
+    run_race(tmp_path, {ADAMW.name: 1.2e-3}, [ADAMW])
+    path = tmp_path / "round_1" / f"{ADAMW.name}.log"
+    assert last_val_loss(path) == 4
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))  # after its last validation
+    assert last_val_loss(path) == math.inf
 
 
 @pytest.mark.parametrize("val_losses, loss, steps", [
@@ -102,7 +128,7 @@ def test_a_run_that_diverges_or_breaks_off_is_never_the_best(tmp_path):
 ])
 def test_steps_to_a_loss(tmp_path, val_losses, loss, steps):
     [job] = [job for job, _ in zip(race([ADAMW], [], tmp_path, 1), range(1), strict=False)]
-    write_log(job, val_losses)
+    write_log(job, val_losses, 100.0)
     assert steps_to(read_log(job.log_dir / f"{job.name}.log"), loss) == pytest.approx(steps)
 
 
@@ -122,9 +148,9 @@ def test_the_standings(tmp_path):
     assert first.val_loss == (6.0, 5.9, 6.1) and first.tokens[0] == 40 * 64 and first.tokens[2] == math.inf
     assert first.tokens[1] == pytest.approx(64 * (30 + 10 / 1.1))
     assert second.val_loss == (4, 3.9, 4) and second.tokens == (25 * 64, 15 * 64, 30 * 64)
-    assert second.seconds == pytest.approx((2.5, 1.5, 3.0))
+    assert second.seconds == pytest.approx((2.75, 1.65, 3.3))
     texts, caption = race_texts(report)
-    assert list(texts["of rung 16's"]) == ["100%", "62%"]
+    assert list(texts["of rung 16's"]) == ["100%", "69%"]
     assert "6.000 is the validation loss that rung 16 ends with" in caption
     assert "best of 4 learning rates" in caption and "median of 3 seeds" in caption
     readme = tmp_path / "README.md"
