@@ -174,13 +174,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, chunk):
         total = torch.zeros((), device=x.device)
-        x_grad, weight_grad = torch.empty_like(x), torch.zeros_like(weight)  # of the sum of the losses
+        x_grad = torch.empty_like(x)  # of the sum of the losses, as this:
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         for rows, ids, rows_grad in zip(x.split(chunk), targets.split(chunk), x_grad.split(chunk), strict=True):
             logits = F.linear(rows, weight)  # (chunk, C) -> (chunk, n_rows)
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
-            if ctx.needs_input_grad[0]:
+            if ctx.needs_input_grad[0]:  # not in evaluate()
                 logits_grad = log_probs.exp_()
                 logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 1
                 rows_grad.copy_(logits_grad @ weight)

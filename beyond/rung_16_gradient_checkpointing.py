@@ -1,6 +1,6 @@
 """Rung 16, gradient checkpointing: trade compute for memory.
 
-The backward pass needs what the forward pass computed, so every block keeps some twenty tensors of (B, T, C) until the
+The backward pass needs what the forward pass computed, so each block keeps as much as 16 tensors of (B, T, C) until the
 backward pass reaches it. A checkpointed block keeps only its input and recomputes the rest then: the activations of
 one block in memory instead of those of n_layer blocks.
 

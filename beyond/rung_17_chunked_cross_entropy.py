@@ -13,6 +13,8 @@ Gain: about 10 * 50,304 * --loss-chunk bytes instead of 10 * 50,304 * B * T, so 
 with B or T.
 Cost: no extra matrix products, but the three that there are come in pieces, which must not be too small to be
 efficient. The gradient of the output matrix exists from the forward pass on.
+A batch of no more than --loss-chunk tokens, 4,096, is one chunk, and nothing is saved.
+torch.utils.checkpoint (rung 16) around each chunk would be shorter and save as much, for a fourth matrix product.
 The division by the number of tokens comes last, in float32; in float16 small probabilities would vanish.
 torch 2.13 has this as F.linear_cross_entropy; it ignores autocast, and torch.compile does not look into it.
 
@@ -141,13 +143,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, chunk):
         total = torch.zeros((), device=x.device)
-        x_grad, weight_grad = torch.empty_like(x), torch.zeros_like(weight)  # of the sum of the losses
+        x_grad = torch.empty_like(x)  # of the sum of the losses, as this:
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         for rows, ids, rows_grad in zip(x.split(chunk), targets.split(chunk), x_grad.split(chunk), strict=True):
             logits = F.linear(rows, weight)  # (chunk, C) -> (chunk, n_rows)
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
-            if ctx.needs_input_grad[0]:
+            if ctx.needs_input_grad[0]:  # not in evaluate()
                 logits_grad = log_probs.exp_()
                 logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 1
                 rows_grad.copy_(logits_grad @ weight)
