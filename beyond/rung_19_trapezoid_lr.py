@@ -59,7 +59,7 @@ class Settings:
     val_sequences: Annotated[int, "number of T-token sequences to validate on; 0: all"] = 32
     total_batch: Annotated[int, "tokens per optimizer step; None: 524288, on a CPU 4 micro-batches"] = None
     max_lr: Annotated[float, "highest learning rate, after the warm-up"] = 6e-4
-    muon_lr: Annotated[float, "the same for the matrices of the blocks"] = 2e-3
+    muon_lr: Annotated[float, "highest learning rate of the blocks' matrices"] = 2e-3
     warmup_steps: Annotated[int, "steps of linear warm-up"] = 10
     decay_share: Annotated[float, "share of the steps, the last ones, in which the learning rate falls"] = 0.4
     seed: Annotated[int, "random seed of the initial weights"] = 1337
@@ -208,8 +208,8 @@ class GPT(nn.Module):
         matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        groups += [{"params": embeddings, "weight_decay": weight_decay}]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0},
+                  {"params": embeddings, "weight_decay": weight_decay}]
         return MuonAdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
