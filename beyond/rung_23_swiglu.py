@@ -226,8 +226,8 @@ class GPT(nn.Module):
         matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0},
-                  {"params": embeddings, "weight_decay": weight_decay}]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups += [{"params": embeddings, "weight_decay": weight_decay}]
         return MuonAdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
