@@ -3,18 +3,18 @@
     torchrun --standalone --nproc_per_node=8 beyond/fsdp_run.py --model gpt2-xl
 
 DDP keeps all parameters, gradients and moments on every card: with Muon 12 to 16 bytes a parameter. Here each of n
-ranks keeps 1/n of each tensor's rows. A block's parameters are gathered just before it computes, in the forward and
-again in the backward pass, and freed after it; its gradients are reduced to the rank that keeps the rows. The rest, the
-"root", is gathered for the whole step: the tied embedding is its first and its last layer. What crosses the network is
-bfloat16 parameters and float32 gradients. Cards without bfloat16 send float32 parameters, compute in float16 as before,
-and the scaler asks all ranks for overflows.
+ranks keeps 1/n of each tensor's rows (ZeRO-3). A block's parameters are all-gathered just before it computes, in the
+forward and again in the backward pass, and freed after it; its gradients are reduce-scattered to the ranks. The rest,
+the "root", is gathered for the whole step: the tied embedding is its first and its last layer. What crosses the
+network is bfloat16 parameters and float32 gradients. Cards without bfloat16 send float32 parameters, compute in float16
+as before, and the scaler asks all ranks for overflows.
 
-What follows from it:
+Consequences:
 - Every forward pass is a collective: all ranks make as many, in the validation too.
-- Micro-steps reduce their gradients each time: waiting for the last one (`set_requires_gradient_sync(False)`) would
-  keep the gradients whole, 4 bytes a parameter on every card. Fewer micro-steps, so a larger -B, send less.
+- Gradients are reduce-scattered in every micro-step: deferring that to the last one (`set_requires_gradient_sync`)
+  would keep them whole, 4 bytes a parameter on every card. Fewer micro-steps, so a larger -B, send less.
 - Muon needs whole matrices: each is gathered, one at a time, and every rank orthogonalizes all of them, as before.
-- Blocks are compiled one by one. To recompute them (rung 16) gathers nothing more: the backward pass does it anyway.
+- Blocks are compiled one by one. Recomputing them (rung 16) adds no all-gathers: the backward pass makes them anyway.
 - A checkpoint is a folder, newest/ or previous/: each rank writes what it keeps, and any number of ranks, or one
   process alone, resumes from it. --save gathers the parameters into one plain file for sample.py and export.py.
 
@@ -325,6 +325,8 @@ def read_newest(paths, run, model, optimizer):
     for path in paths:
         with contextlib.suppress(Exception, dcp.CheckpointException):  # a damaged file can raise any exception
             info = json.loads(path.joinpath("notes.json").read_text(encoding="utf-8"))
+            if all(info["step"] <= each["steps"] * (1 - each.get("decay_share", 1)) for each in (info["run"], run)):
+                info["run"] |= {key: run[key] for key in ("steps", "decay_share")}  # no decay yet: they may change
             if other := [f"{key} {old}, not {run.get(key)}" for key, old in info["run"].items() if old != run.get(key)]:
                 sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
             model_state, optimizer_state = shards.get_state_dict(model, optimizer)
@@ -370,7 +372,9 @@ def save_sharded(path, model, optimizer, notes):
         rename_next(path)
     except (OSError, dcp.CheckpointException) as error:  # the latter on every rank, when one of them fails
         shutil.rmtree(newer, ignore_errors=True)
-        return f"{newer} could not be written ({next(iter(getattr(error, 'failures', {0: [error]}).values()))[0]})"
+        if isinstance(error, dcp.CheckpointException):
+            error = next(iter(error.failures.values()))[0]  # of the first rank that failed
+        return f"{newer} could not be written ({error})"
 
 
 def save_whole(path, model, loader, step):
@@ -438,7 +442,7 @@ def shard(model, amp_dtype, device):
     if dist.is_initialized():
         mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
         dtypes = (torch.bfloat16, torch.float32) if amp_dtype == torch.bfloat16 else ()  # of parameters, of gradients
-        policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # autocast sees to the inputs
+        policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # RoPE's angles stay float32
         for part in (*model.transformer.h, model):  # what is left for the last, the root: embedding, norm
             fully_shard(part, mesh=mesh, mp_policy=policy)
     return model.to(device)
@@ -459,7 +463,7 @@ def count_micro_steps(settings, world_size):
 
 def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled|Mismatch dtype between input and weight")
+    warnings.filterwarnings("ignore", "torch.distributed is disabled|Mismatch dtype between input and weight")  # known
     device = settings.device
     if settings.decay_share > 1:
         sys.exit(f"error: --decay-share {settings.decay_share}: more than all steps; give at most 1")
@@ -504,7 +508,8 @@ def train(settings):
             sys.exit(save_whole(settings.save, model, loader, done))
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
-        log.path.write_text(checkpoint["log"], encoding="utf-8")
+        old = re.sub(r"steps: \d+", f"steps: {settings.steps}", checkpoint["log"], count=1)
+        log.path.write_text(old, encoding="utf-8")
     log.line(f"# checkpoints: every {every} steps | steps done before: {done}")
     batch = loader.batch(done * micro_steps * world_size + rank)
 

@@ -2,16 +2,17 @@
 
 A cosine (rung 9) lowers the rate from the end of the warm-up on, down to a tenth. A trapezoid holds the highest rate,
 and only over the last --decay-share of the steps lowers it, linearly and to zero. Large steps make progress, but also
-keep the weights jumping around the minimum; the decay ends that, and a rate above zero at the end would leave a part.
+keep the weights jumping around the minimum; the decay ends that, and a final rate above zero would leave some of it.
+Also called WSD (warm-up, stable, decay).
 
     python beyond/rung_19_trapezoid_lr.py --decay-share 0.4
 
-Gain: until the decay begins, the rates do not depend on the number of steps: a run can be made longer from a checkpoint
-of that part, or ended early by a decay of its own.
+Gain: until the decay begins, the rates do not depend on the number of steps. A run that was stopped before it (Ctrl-C)
+can be resumed with other --steps: longer, or with an early decay.
 Cost: the loss before the decay is no longer the loss that the run will end with.
 Muon's rate and AdamW's have the same shape. The last step has a rate above zero; the one after it would have none.
 
-Sources: Hu et al. 2024, "MiniCPM" (warm-up, stable, decay); Haegele et al. 2024, "Scaling Laws and Compute-Optimal
+Sources: Hu et al. 2024, "MiniCPM" (WSD); Haegele et al. 2024, "Scaling Laws and Compute-Optimal
 Training Beyond Fixed Training Durations".
 """
 import argparse
@@ -304,6 +305,8 @@ def load_checkpoint(path, settings, run):
     if not settings.resume:
         sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
     checkpoint = read_newest(paths)
+    if all(checkpoint["step"] <= each["steps"] * (1 - each.get("decay_share", 1)) for each in (checkpoint["run"], run)):
+        checkpoint["run"] |= {key: run[key] for key in ("steps", "decay_share")}  # no decay yet: they may change
     if other := [f"{key} {old}, not {run.get(key)}" for key, old in checkpoint["run"].items() if old != run.get(key)]:
         sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
     return checkpoint
@@ -414,7 +417,8 @@ def train(settings):
             sys.exit(settings.save and rank == 0 and save_checkpoint(settings.save, model, loader, done))
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
-        log.path.write_text(checkpoint["log"], encoding="utf-8")
+        old = re.sub(r"steps: \d+", f"steps: {settings.steps}", checkpoint["log"], count=1)
+        log.path.write_text(old, encoding="utf-8")
     log.line(f"# checkpoints: every {every} steps | steps done before: {done}")
     batch = loader.batch(done * micro_steps * world_size + rank)
 

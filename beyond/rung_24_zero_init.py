@@ -319,6 +319,8 @@ def load_checkpoint(path, settings, run):
     if not settings.resume:
         sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
     checkpoint = read_newest(paths)
+    if all(checkpoint["step"] <= each["steps"] * (1 - each.get("decay_share", 1)) for each in (checkpoint["run"], run)):
+        checkpoint["run"] |= {key: run[key] for key in ("steps", "decay_share")}  # no decay yet: they may change
     if other := [f"{key} {old}, not {run.get(key)}" for key, old in checkpoint["run"].items() if old != run.get(key)]:
         sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
     return checkpoint
@@ -429,7 +431,8 @@ def train(settings):
             sys.exit(settings.save and rank == 0 and save_checkpoint(settings.save, model, loader, done))
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
-        log.path.write_text(checkpoint["log"], encoding="utf-8")
+        old = re.sub(r"steps: \d+", f"steps: {settings.steps}", checkpoint["log"], count=1)
+        log.path.write_text(old, encoding="utf-8")
     log.line(f"# checkpoints: every {every} steps | steps done before: {done}")
     batch = loader.batch(done * micro_steps * world_size + rank)
 

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ladder.logs import read_log
 from ladder.stages import BY_LABEL
 
 RECOMPUTE, CHUNKED, MUON, TRAPEZOID, ROPE, SWIGLU, ZERO_INIT = "16", "17", "18", "19", "20", "23", "24"
@@ -290,6 +291,24 @@ def test_19_before_the_decay_the_length_of_the_run_does_not_matter():
     get_lr = rung(TRAPEZOID).get_lr
     short, long = ([get_lr(step, steps, 1.0, 5, 0.4) for step in range(1, 61)] for steps in (100, 1000))
     assert short == long
+
+
+@pytest.mark.parametrize("label", [TRAPEZOID, "fsdp"])
+def test_19_a_run_stopped_before_the_decay_may_get_another_end(label, tmp_path, tokens):
+    """12 steps, stopped after 4 and resumed for 8, are 8 from the start. Not once the decay has begun, in either."""
+    flags = ("-B", 1, "-T", 16, "--total-batch", 16, "--val-every", 0, "--checkpoint-every", 4, "--decay-share", 0.5)
+    whole = train(rung(label), tmp_path / "whole", tokens, *flags, "--steps", 8)
+    module, stopped = rung(label), tmp_path / "stopped"
+    module.get_lr = lambda step, *others, get_lr=module.get_lr: get_lr(step, *others) if step < 5 else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        train(module, stopped, tokens, *flags, "--steps", 12)
+    for more, other in ((("--steps", 7), "steps 12, not 7"), (("--decay-share", 0.8), "decay_share 0.5, not 0.8")):
+        with pytest.raises(SystemExit, match=f"has {other}; make them equal"):
+            train(rung(label), stopped, tokens, *flags, "--steps", 12, "--resume", *more)
+    resumed = train(rung(label), stopped, tokens, *flags, "--steps", 8, "--resume")
+    assert losses(resumed) == losses(whole) and read_log(resumed).complete
+    with pytest.raises(SystemExit, match="has steps 8, not 12; make them equal"):
+        train(rung(label), stopped, tokens, *flags, "--steps", 12, "--resume")
 
 
 def test_19_the_flags_arrive(tmp_path, tokens):
