@@ -1,13 +1,13 @@
 """Rung 20, RoPE: rotate queries and keys by their position instead of adding a vector to the input.
 
 Until here the model knows the order of the tokens from `wpe`, a learned vector per position, added once before the
-first block. That three tokens back means the same everywhere it has to learn position by position. Rotary position
-embeddings build it in: in every head, the numbers i and i + hs/2 of a query or key are a point in the plane, rotated
-by position * 10000^(-2i/hs) radians. The dot product of two rotated points depends on the difference of their angles,
-so an attention score depends on the distance of its two tokens. The first points turn by a radian per token and tell
-neighbours apart; the last turn thousands of times slower and tell far from near.
+first block. It must learn separately at every position what "three tokens back" means. Rotary position embeddings
+build that in: in every head, the elements i and i + hs/2 of a query or key are a point in the plane, rotated by
+position * 10000^(-2i/hs) radians. The dot product of two rotated points depends on the difference of their angles, so
+an attention score depends on positions only through their difference. The first points turn by a radian per token and
+tell neighbours apart; the last turn thousands of times slower and tell far from near.
 
-Gain: relative positions in every layer, with nothing to learn: block_size * C parameters less.
+Gain: relative positions in every layer, with nothing to learn: block_size * C fewer parameters.
 Cost: an elementwise operation on queries and keys in every block. The angles are computed once per forward pass, in
 float32: bfloat16 cannot tell position 1000 from 1001.
 This is no longer GPT-2, so --pretrained has nothing to load, until rung 23.

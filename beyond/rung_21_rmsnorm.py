@@ -1,10 +1,10 @@
 """Rung 21, RMSNorm and no biases: scale, but do not shift.
 
-LayerNorm subtracts the mean of a token's C numbers, divides them by their standard deviation, multiplies each by a
+LayerNorm subtracts the mean of a token's C features, divides them by their standard deviation, multiplies each by a
 learned gain and adds a learned bias. RMSNorm divides by the root mean square and multiplies by the gain: it leaves the
 two shifts out. The biases of the linear layers are shifts, too, and go with them.
 
-Gain: fewer operations per norm, and 11 * C parameters less per block.
+Gain: fewer operations per norm, and 11 * C fewer parameters per block.
 Cost: none in time or memory.
 eps is 1e-6, as in Qwen3, instead of LayerNorm's 1e-5.
 

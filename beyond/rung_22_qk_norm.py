@@ -4,7 +4,7 @@ A score is the dot product of a query and a key, divided by hs^0.5. Nothing limi
 the softmax puts all weight on one token, where its gradient vanishes. So the queries and keys of every head go through
 an RMSNorm: up to the learned gains each gets the length hs^0.5, and no score can exceed hs^0.5.
 
-Gain: scores that cannot grow without bound, however high the learning rate.
+Gain: scores bounded by the learned gains, however long q and k become.
 Cost: two norms over hs numbers per head and token, and 2 * hs parameters per block.
 The norm, in float32, comes before the rotation (rung 20), which changes no length. All heads of a block share the gain.
 

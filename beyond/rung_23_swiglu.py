@@ -1,16 +1,17 @@
 """Rung 23, SwiGLU: one matrix decides how much of another's output passes. The model is now a Qwen3.
 
 GPT-2's feed-forward network maps C numbers to 4 * C, applies GELU to each, and maps back to C. A gated one has two
-matrices side by side, gate and up: SiLU(gate(x)) * up(x), number by number, and then down. It can multiply features
+matrices side by side, gate and up: SiLU(gate(x)) * up(x), elementwise, and then down. It can multiply features
 with each other, where GELU only sees one sum at a time.
 
-Three matrices instead of two: with 8/3 * C hidden numbers they have the same 8 * C^2 parameters, and take as much
+Three matrices instead of two: with a hidden width of 8/3 * C they have the same 8 * C^2 parameters, and take as much
 arithmetic. 8/3 * C is rounded up to a multiple of 64, for whole tiles (rung 7): for C = 768 it is 2048 exactly.
 
 Gain: products of features, with as many parameters.
 Cost: one more elementwise operation and its tensors.
 With rungs 20 to 22 this is the architecture of Qwen3 with as many key-value heads as query heads: from the same weights
-transformers' Qwen3ForCausalLM computes the same logits. --pretrained loads such a model, and export.py writes one.
+transformers' Qwen3ForCausalLM computes the same logits. export.py writes such a model and --pretrained loads it. The
+Qwen3 models on the hub have other shapes: there several query heads share a key-value head.
 
 Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Qwen3 Technical Report, 2025.
 """

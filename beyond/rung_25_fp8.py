@@ -10,8 +10,9 @@ gradients and optimizer states stay in float32, and a checkpoint can be resumed 
 torchao replaces nn.Linear with a module that does so in all three products of a layer, one forward and two backward,
 and keeps its weight. Scaling and casting cost memory traffic, even when compiled, which only large products win back:
 for 1024 tokens, 2048 inputs and 1024 outputs torchao measured 0.80 times the speed of bfloat16 on an H100. Its own
-filter leaves layers with up to 1024 outputs alone, and so does --float8-from. What remains is c_attn, gate_proj and
-up_proj in GPT-2 (124M), 48 % of the arithmetic of all linear layers, and all layers of the blocks in gpt2-xl, 95 %.
+filter leaves layers with up to 1024 outputs (and 4096 inputs) alone, as --float8-from does. What remains is c_attn,
+gate_proj and up_proj in GPT-2 (124M), 48 % of the arithmetic of all linear layers, and all layers of the blocks in
+gpt2-xl, 95 %.
 The output layer stays in bfloat16: rung 17 computes its products without a module, and the embedding shares its weight.
 
     pip install torchao

@@ -72,16 +72,16 @@ def state_bytes(model, ranks=1, n_layer=None):
 def card_bytes(model, B, T, ranks, sharded, n_layer=None):
     """Bytes that a card takes at its peak, one of `ranks`: under FSDP (`sharded`, fsdp_run.py) or DDP (rung 24).
 
-    All blocks recompute: of each only its input is kept, 4 bytes a number, and one has all of its vectors. While it is
-    in use, a sharded block takes 10 bytes a parameter: itself and the next one in 16 bits, its gradient, and that in
-    float32 on its way to the other ranks; the root, with the embedding, takes 10, too: its gradient is there twice.
+    All blocks recompute: of each only its input is kept, under FSDP in 16 bits, and one has all of its vectors. While
+    it is in use, a sharded block takes 10 bytes a parameter: itself and the next one in 16 bits, its gradient, and that
+    in float32 on its way to the other ranks; the root, with the embedding, takes 10, too: its gradient is there twice.
     Under DDP the embedding takes 10 (its gradient twice more, a copy in 16 bits), the blocks a copy in 16 bits.
     """
     embedding, block, n_layer = split_parameters(model, n_layer)
     state = state_bytes(model, ranks if sharded else 1, n_layer)
     unsharded = 10 * embedding + (10 * block if sharded else 2 * block * n_layer)
     a, v, _ = BYTES["fsdp"]
-    kept = B * T * (4 * n_layer + a) * SHAPES[model][2] + v * VOCAB_SIZE * min(B * T, LOSS_CHUNK)
+    kept = B * T * ((2 if sharded else 4) * n_layer + a) * SHAPES[model][2] + v * VOCAB_SIZE * min(B * T, LOSS_CHUNK)
     return PROCESS_BYTES + state + unsharded + kept
 
 
