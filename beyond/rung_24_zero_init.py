@@ -79,7 +79,7 @@ class GPTConfig:
 
     @property
     def n_hidden(self):
-        """Hidden numbers of the MLP."""
+        """Width of the hidden layer of the MLP."""
         return math.ceil(8 * self.n_embd / 3 / 64) * 64
 
 
