@@ -171,7 +171,9 @@ def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
         report = build_report(tmp_path)
         target, [_, muon] = standings(report)
         assert target == 6.0 and muon.tokens == (22.5 * 64, 15 * 64, 30 * 64)
-        assert [len(losses) for _, _, _, losses in curves(report)] == [4, 4] and race_texts(report)
+        for (_, steps, seconds, losses), ms in zip(curves(report), (100, 110), strict=True):
+            assert seconds == pytest.approx([ms * step / 1000 for step in steps]) and len(losses) == len(steps) == 4
+        assert race_texts(report)
     for number in (1, 2, 3):
         for path in (tmp_path / f"round_{number}").glob("*.log"):
             path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
