@@ -165,7 +165,8 @@ def machine_name(report):
     rates = report.machine.get("rates", {})
     device += f", {max(rates, key=rates.get)}" if rates and cores else ""
     model = f", {setting['model']}" if setting["model"] != "gpt2" else ""
-    return f"{device}{model}, B={setting['B']} T={setting['T']}"
+    text = f", {setting['data'].split(' (')[0]}" if report.sweep and setting["data"] else ""  # races differ by it
+    return f"{device}{model}, B={setting['B']} T={setting['T']}{text}"
 
 
 def rows_data(report):
