@@ -4,8 +4,8 @@ The tensor cores of Ada and Hopper GPUs (compute capability 8.9 and 9.0) and new
 the rate of bfloat16. There are two formats: E4M3 (4 bits of exponent, 3 of mantissa, largest number 448) for weights
 and activations, E5M2 (largest number 57,344) for gradients, which need range more than precision. So short a range has
 to be placed well: before a product, each input is multiplied by a scale that maps its largest number to the largest of
-the format, and the product, accumulated in more bits, is divided by both scales. Only products change: weights,
-gradients and optimizer states stay in float32, and a checkpoint can be resumed with FP8 or without.
+the format (dynamic tensorwise scaling), and the product, accumulated in more bits, is divided by both. Only products
+change: weights, gradients and optimizer states stay in float32, and a checkpoint can be resumed with FP8 or without.
 
 torchao replaces nn.Linear with a module that does so in all three products of a layer, one forward and two backward,
 and keeps its weight. Scaling and casting cost memory traffic, even when compiled, which only large products win back:
@@ -377,7 +377,7 @@ def use_float8(model, settings):
     layers = [part for part in model.transformer.h.modules() if isinstance(part, nn.Linear)]
     wide = [part for part in layers if 0 < settings.float8_from <= part.out_features]
     if not wide:
-        return "no layer is wide enough"
+        return f"none of the {len(layers)} linear layers of the blocks"
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
