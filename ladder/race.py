@@ -4,7 +4,7 @@ A faster step shows in its milliseconds, a better one only in where it gets to. 
 train the same size of model, on the same data, with the same batch and number of steps, and each with its own best
 learning rate. The search tries four, every one twice the one before, and goes on until the best of them has a
 neighbour on each side, or there are ten. Then all rungs run with several seeds, in interleaved rounds. The target is
-the loss that the first rung ends with.
+the loss that the first rung ends with, in the median, rounded up to two digits.
 """
 import math
 import statistics
@@ -140,7 +140,8 @@ def finished(runs):
 def standings(report):
     """(the target, [Racer, ...]) of a report with a sweep. Seconds are steps times the run's median step."""
     runs_of = finished(report.runs)
-    target = statistics.median(run.val_losses[-1] for run in next(iter(runs_of.values())))
+    ends = [run.val_losses[-1] for run in next(iter(runs_of.values()))]
+    target = math.ceil(round(100 * statistics.median_high(ends), 6)) / 100  # half of them reach it
     racers = []
     for row in (row for row in report.rows if row.name in runs_of):
         runs = runs_of[row.name]
@@ -189,30 +190,32 @@ def race_texts(report):
         "learning rate": [racer.rate for racer in racers],
         "ms/step": [f"{racer.ms:,.0f}" for racer in racers],
         "val loss": losses, "spread": loss_spread,
-        f"tokens to {target:.3f}": tokens, "seconds": seconds, "spread ": seconds_spread,
+        f"tokens to {target:.2f}": tokens, "seconds": seconds, "spread ": seconds_spread,
         f"of rung {label}'s": [f"{share:.0%}" if math.isfinite(share) else "–" for share in shares],
     })
     n_seeds = len(finished(report.runs)[first.name])
     low, high = (f([len(losses) for losses in report.sweep.values()]) for f in (min, max))
     n_rates = f"{low}" if low == high else f"{low} to {high}"
     return texts, (
-        f"{target:.3f} is the validation loss that rung {label} ends with. Each rung has the best of {n_rates} "
-        f"learning rates (Muon's; AdamW's where there is none); the numbers are the median of {n_seeds} seeds, the "
-        "spreads their lowest and highest. Seconds are steps times the run's median step: compiling and validating do "
-        "not count")
+        f"{target:.2f} is the validation loss that rung {label} ends with, rounded up. Each rung has the best of "
+        f"{n_rates} learning rates: Muon's, with that of rung {label} for AdamW, or AdamW's where there is no Muon. "
+        f"The numbers are the median of {n_seeds} seeds, the spreads their lowest and highest. Seconds are steps times "
+        "the run's median step: compiling and validating do not count")
 
 
 def print_race(report, console):
-    """The standings in a terminal."""
+    """The standings in a terminal; a narrow one goes without the spreads."""
     from rich import box
     from rich.table import Table
 
+    from ladder.report import WIDE
+
     texts, caption = race_texts(report)
     table = Table(title="To the same validation loss", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
-    texts = texts.drop(columns=IN_THE_README)
+    texts = texts.drop(columns=[*IN_THE_README, *(("spread", "spread ") if console.width < WIDE else ())])
     for heading in texts:
-        first = heading == "rung"
-        table.add_column(heading.strip(), justify="left" if first else "right", no_wrap=not first)
+        form = {"min_width": 16} if heading == "rung" else {"no_wrap": True, "justify": "right"}
+        table.add_column("\n".join(heading.strip().rsplit(" ", 1)), **form)
     for row in texts.itertuples(index=False):
         table.add_row(*row)
     console.print(table)

@@ -1,7 +1,9 @@
 """run --race: the search for learning rates, the seeds, and the standings, on logs with known losses and for real."""
+import io
 import math
 
 import pytest
+from rich.console import Console
 from test_ladder_tool import ladder
 
 from ladder.errors import UserError
@@ -11,6 +13,7 @@ from ladder.race import (
     curves,
     last_val_loss,
     n_jobs,
+    print_race,
     race,
     race_texts,
     rate_flag,
@@ -151,8 +154,14 @@ def test_the_standings(tmp_path):
     assert second.seconds == pytest.approx((2.75, 1.65, 3.3))
     texts, caption = race_texts(report)
     assert list(texts["of rung 16's"]) == ["100%", "69%"]
-    assert "6.000 is the validation loss that rung 16 ends with" in caption
+    assert "6.00 is the validation loss that rung 16 ends with" in caption
     assert "best of 4 learning rates" in caption and "median of 3 seeds" in caption
+    for width in (80, 140):
+        console = Console(width=width, file=io.StringIO())
+        print_race(report, console)
+        output = console.file.getvalue()
+        assert "18 Muon" in output and "69%" in output and "…" not in output
+        assert ("1.6–3.3" in output) == (width == 140)
     readme = tmp_path / "README.md"
     marks = [f"<!-- {name}:{end} -->" for name in ("ladder", "beyond", "race") for end in ("begin", "end")]
     readme.write_text("\n".join(marks))
@@ -160,6 +169,16 @@ def test_the_standings(tmp_path):
     text = readme.read_text()
     assert text.index("race:begin") < text.index("rung_18_muon.py") < text.index("race:end")
     assert "rung_18" not in text[: text.index("race:begin")]
+
+
+def test_with_two_seeds_the_first_rung_reaches_the_target_with_both(tmp_path):
+    run_race(tmp_path, {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 2, **VAL_LOSSES)
+    report = build_report(tmp_path)
+    target, [first, second] = standings(report)
+    assert target == 6.1 and first.tokens[2] == 40 * 64  # and not 6.05, which one of them never reaches
+    run_race(tmp_path / "up", {ADAMW.name: 1.2e-3}, [ADAMW], **{ADAMW.name: lambda end, job: (9, 8, 7, 6.104)})
+    assert standings(build_report(tmp_path / "up"))[0] == 6.11
+    assert list(race_texts(report)[0]["of rung 16's"]) == ["100%", f"{second.seconds[0] / first.seconds[0]:.0%}"]
 
 
 def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
@@ -196,7 +215,7 @@ def test_a_race_for_real(tokens, tmp_path):
         assert len(losses) >= 4 and min(losses) < float(racer.rate) < max(losses)
         [run] = report.runs[racer.name]
         assert run.val_losses == read_log(logs / "sweep" / racer.rate / f"{racer.name}.log").val_losses
-    assert target == report.runs[racers[0].name][0].val_losses[-1]
+    assert 0 <= target - report.runs[racers[0].name][0].val_losses[-1] <= 0.01
     kept = {path: path.stat().st_mtime_ns for path in logs.glob("sweep/*/*.log")}
     (logs / "round_1" / f"{ADAMW.name}.log").unlink()
     again = ladder("run", "--resume", "--logs", logs)
