@@ -138,7 +138,7 @@ def plot_race(report):
         by_rate.plot(losses.keys(), losses.values(), color=colours[racer.name], marker="o", markersize=3, linewidth=1.2)
     ends = [racer.val_loss[0] for racer in racers]
     by_time.set(xlabel="seconds of training", ylabel="validation loss (nats)",
-                ylim=(min(ends) - 0.1, target + 3 * (target - min(ends)) + 0.5))
+                ylim=(min(ends) - 0.1, target + 1.5 * (target - min(ends)) + 0.1))
     by_rate.set(xlabel="learning rate in the search", xscale="log")
     rates = sorted({rate for losses in report.sweep.values() for rate in losses})
     by_rate.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45, fontsize=7, ha="right")
