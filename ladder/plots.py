@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from ladder.errors import UserError
 from ladder.logs import PEER
 from ladder.race import curves, standings
-from ladder.report import conditions
+from ladder.report import conditions, where
 from ladder.stages import BY_NAME
 
 # One colour per kind of work, here and on the page. Blue is what the arithmetic needs; all eight stay apart for
@@ -126,7 +126,7 @@ def plot_losses(report):
 
 def plot_race(report):
     """The validation loss against seconds, and what each rung's learning rates ended with."""
-    figure, (by_time, by_rate) = new_figure("To the same validation loss", conditions(report), columns=2)
+    figure, (by_time, by_rate) = new_figure("To the same validation loss", where(report), columns=2)
     colours, titles = colours_of(report), {row.name: row.title for row in report.rows}
     target, racers = standings(report)
     for name, _, seconds, losses in curves(report):

@@ -197,12 +197,17 @@ def build_report(folder, peak_tflops=None, **stand_ins):
     )
 
 
-def conditions(report):
-    """One line: where and on what the numbers were measured."""
+def where(report):
+    """One line: the device, the model, the batch and the text."""
     setting = report.setting
     data = (setting["data"] or "unknown data").split(" | ")[0]
     batch = f"B={setting['B']} T={setting['T']}" if setting["B"] else "unknown batch"
-    line = f"{setting['device'] or 'unknown device'}, {setting['model'] or 'unknown model'}, {batch}, {data}"
+    return f"{setting['device'] or 'unknown device'}, {setting['model'] or 'unknown model'}, {batch}, {data}"
+
+
+def conditions(report):
+    """One line: where and on what the numbers were measured, and what MFU is a share of."""
+    line = where(report)
     if report.machine:
         best = max(report.machine["rates"], key=report.machine["rates"].get)
         rate = f"{report.machine['rates'][best] / 1e12:.2f} TFLOP/s"
@@ -354,7 +359,7 @@ def race_table(report):
     """The README's table of a race."""
     texts, caption = race_texts(report)
     table = markdown(texts, {name: "" if name == "label" else name for name in texts if name != "rung"}, 3)
-    return f"{table}\n\n{conditions(report)}. {caption}"
+    return f"{table}\n\n{where(report)}. {caption}"
 
 
 def between_marks(text, marks, tables, readme):
