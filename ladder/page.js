@@ -151,8 +151,11 @@ function lossChart(host, machine, x) {
   // By seconds each curve has points of its own: take the one that is nearest to the pointer.
   const nearest = (chart, i, index) => chart.data[i].reduce((best, value, j) =>
     value != null && Math.abs(j - index) < Math.abs(best - index) ? j : best, i ? -1e9 : index);
+  const {target} = Object.values(machine.rows)[0];  // of a race, which differs where it gets there
+  const range = (plot, low, high) => target ? [low - 0.1, target + 1.5 * (target - low) + 0.1]
+    : uPlot.rangeNum(low, high, 0.1, true);
   const chart = new uPlot({
-    width: host.clientWidth, height: 380, scales: {x: {time: false}}, focus: {alpha: 0.25},
+    width: host.clientWidth, height: 380, scales: {x: {time: false}, y: {range}}, focus: {alpha: 0.25},
     cursor: {focus: {prox: 24}, dataIdx: nearest},
     axes: [axis(x === "steps" ? "step" : `seconds of training${machine.race ? "" : ", the first step included"}`),
       axis("loss (nats)")],
