@@ -143,8 +143,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, chunk):
         total = torch.zeros((), device=x.device)
-        x_grad = torch.empty_like(x)  # of the sum of the losses, as this:
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        x_grad = torch.empty_like(x)  # of the sum of the losses
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32)  # likewise, added up chunk by chunk
         for rows, ids, rows_grad in zip(x.split(chunk), targets.split(chunk), x_grad.split(chunk), strict=True):
             logits = F.linear(rows, weight)  # (chunk, C) -> (chunk, n_rows)
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
