@@ -6,7 +6,7 @@ two shifts out. The biases of the linear layers are shifts, too, and go with the
 
 Gain: fewer operations per norm, and 11 * C fewer parameters per block.
 Cost: none in time or memory.
-In our race (12M parameters, README.md) the loss is that of the rung before, within the spread of the seeds.
+No gain in our race (12M parameters, README.md): the spread of its loss overlaps that of the rung before.
 eps is 1e-6, as in Qwen3, instead of LayerNorm's 1e-5.
 
 Sources: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization"; Touvron et al. 2023, "LLaMA" (both).

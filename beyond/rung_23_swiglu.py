@@ -9,7 +9,7 @@ arithmetic. 8/3 * C is rounded up to a multiple of 64, for whole tiles (rung 7):
 
 Gain: products of features, with as many parameters.
 Cost: one more elementwise operation and its tensors.
-In our race (12M parameters, README.md) the loss is that of the rung before, within the spread of the seeds.
+No gain in our race (12M parameters, README.md): the spread of its loss overlaps that of the rung before.
 With rungs 20 to 22 this is the architecture of Qwen3 with as many key-value heads as query heads: from the same weights
 transformers' Qwen3ForCausalLM computes the same logits. export.py writes such a model and --pretrained loads it. The
 Qwen3 models on the hub have other shapes: there several query heads share a key-value head.

@@ -8,7 +8,7 @@ the gradient of its output, not from itself.
 Gain: at initialization the model computes the same function at any depth.
 Cost: none in time or memory. In the first step the other matrices of the blocks get no gradient: it would have to pass
 through a zero matrix.
-In our race (12M parameters, README.md) the loss is that of the rung before, within the spread of the seeds.
+No gain in our race (12M parameters, README.md): the spread of its loss overlaps that of the rung before.
 
 Source: Zhang et al. 2019, "Fixup Initialization".
 """

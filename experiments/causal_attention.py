@@ -12,7 +12,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-NH, HS = 12, 64  # heads, numbers per head
+NH, HS = 12, 64  # heads, width of a head
 ROUNDS = 5
 
 
