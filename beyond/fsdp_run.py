@@ -463,8 +463,7 @@ def count_micro_steps(settings, world_size):
 
 def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
-    # Both are meant: one process alone saves shards, too; RMSNorm has bfloat16 weights, but computes in float32.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled|Mismatch dtype between input and weight")
+    warnings.filterwarnings("ignore", "torch.distributed is disabled|Mismatch dtype between input and weight")  # meant
     device = settings.device
     if settings.decay_share > 1:
         sys.exit(f"error: --decay-share {settings.decay_share}: more than all steps; give at most 1")
