@@ -32,7 +32,8 @@ from ladder.stages import BY_LABEL, BY_NAME, STAGES
 
 LADDER = [sys.executable, "-m", "ladder"]
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
-WHOLE = max(REFERENCE, key=lambda folder: len(list(folder.rglob("*.log"))))  # a whole ladder, in rounds
+WHOLE = max((folder for folder in REFERENCE if (folder / "round_1" / "baseline.log").exists()),
+            key=lambda folder: len(list(folder.rglob("*.log"))))  # a whole ladder, in rounds
 
 
 def flags(tokens):
