@@ -351,7 +351,7 @@ def beyond_table(report):
     table = markdown(as_texts(report), {
         "label": "", "file": "file", "title": "the one capability", "ms": "ms/step", "speed": "tokens/sec",
         "times_before": "× the rung before", "memory": "peak GB", "loss": "loss", "val_loss": "val loss"}, 3)
-    return f"{table}\n\n{conditions(report)}. ms/step is the median, the losses those of step " \
+    return f"{table}\n\n{where(report)}. ms/step is the median, the losses those of step " \
         f"{last_steps(report, '/')}."
 
 

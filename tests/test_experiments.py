@@ -10,6 +10,7 @@ import torch
 from conftest import load_module, losses, run_command, rung, train
 
 from experiments import causal_attention, compress, data_wait, eight_bit_adamw, sampling_speed, variants
+from ladder.logs import read_log
 
 TINY = ["--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32"]
 
@@ -180,6 +181,17 @@ def test_eight_bit_adamw_says_what_does_not_run(monkeypatch, tokens, capsys):
 def test_as_a_program(name):
     run = run_command(sys.executable, "-m", f"experiments.{name}", "--help")
     assert run.returncode == 0 and run.stdout.startswith("usage: "), run.stderr
+
+
+@pytest.mark.slow
+def test_huge_pages_compares_the_step_of_both_scripts(tokens, tmp_path):
+    run = run_command(sys.executable, "-m", "experiments.huge_pages", tmp_path, "--rounds", 1, *TINY, "--data", tokens,
+                      "--steps", 3, "--compile-mode", "none")
+    assert run.returncode == 0, run.stderr
+    for name in ("speedup_10_fused_adamw", "peer_transformers"):
+        for pages in ("4 KB", "2 MB"):
+            ms = read_log(tmp_path / f"{pages.replace(' ', '_')}_pages" / "round_1" / f"{name}.log").median_ms
+            assert f"{name}, {pages} pages: {ms:,.1f} ms/step (" in run.stdout
 
 
 def variant(name, folder):
