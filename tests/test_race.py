@@ -154,7 +154,7 @@ def test_the_standings(tmp_path):
     assert second.seconds == pytest.approx((2.75, 1.65, 3.3))
     texts, caption = race_texts(report)
     assert list(texts["of rung 16's"]) == ["100%", "69%"]
-    assert "6.00 is the validation loss that rung 16 ends with" in caption
+    assert "6.00 is the median of the validation losses that rung 16 ends with" in caption
     assert "best of 4 learning rates" in caption and "median of 3 seeds" in caption
     for width in (80, 140):
         console = Console(width=width, file=io.StringIO())
