@@ -1,7 +1,7 @@
 """Ideas that did not become rungs, by the protocol of the race: variants of rung 24, each with its own search.
 
     python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
-        --val-every 10 --recompute-blocks 0 --max-lr LR
+        --val-every 60 --recompute-blocks 0 --max-lr LR
 
 Each is the script of rung 24 with the replacements below. LR is what the race found for AdamW. The folder then
 holds logs as after python -m ladder run --race; the same command again goes on with an interrupted one.
