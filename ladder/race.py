@@ -197,10 +197,10 @@ def race_texts(report):
     low, high = (f([len(losses) for losses in report.sweep.values()]) for f in (min, max))
     n_rates = f"{low}" if low == high else f"{low} to {high}"
     return texts, (
-        f"{target:.2f} is the median of the validation losses that rung {label} ends with, rounded up. Each rung has the "
-        f"best of {n_rates} learning rates, searched with the first seed: Muon's where it has Muon (AdamW then keeps "
-        f"rung {label}'s), else AdamW's. The numbers are the median of {n_seeds} seeds, the spreads their lowest and "
-        "highest. Seconds are steps times the run's median step: compiling and validating do not count")
+        f"{target:.2f} is the median of the validation losses that rung {label} ends with, rounded up. Each rung has "
+        f"the best of {n_rates} learning rates, searched with the first seed: Muon's where it has Muon (AdamW then "
+        f"keeps rung {label}'s), else AdamW's. The numbers are the median of {n_seeds} seeds, the spreads their "
+        "lowest and highest. Seconds are steps times the run's median step: compiling and validating do not count")
 
 
 def print_race(report, console):
