@@ -10,7 +10,7 @@ scales those.
     python beyond/rung_17_chunked_cross_entropy.py -B 64 --total-batch 524288
 
 Gain: about 10 * 50,304 * --loss-chunk bytes instead of 10 * 50,304 * B * T, so the memory of the logits no longer grows
-with B or T: in 16,384 tokens of a 12M model the peak falls from 4.3 to 1.7 GB (experiments/README.md).
+with B or T. A 12M model with 16,384 tokens peaks at 1.7 GB instead of 4.3 (experiments/README.md).
 Cost: no extra matrix products, but the three that there are come in pieces, which must not be too small to be
 efficient. The gradient of the output matrix exists from the forward pass on.
 A batch of no more than --loss-chunk tokens, 4,096, is one chunk, and nothing is saved.
