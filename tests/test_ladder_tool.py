@@ -208,12 +208,12 @@ def test_max_batch_starts_where_the_model_says(label, limit, monkeypatch, tmp_pa
 
 @pytest.mark.slow
 def test_max_batch_finds_the_largest(real_text, tmp_path):
-    """Here the text ends before the memory does: 2,700 tokens are two sequences of 1,024."""
+    """Here the text ends before the memory does: 3,600 tokens are three sequences of 1,024."""
     words = ["--model", "tiny", "--device", "cpu", "-T", 1024, "--compile-mode", "none"]
-    data = make_tokens(tmp_path / "tokens", real_text[:3000])
+    data = make_tokens(tmp_path / "tokens", real_text[:4000])
     run = ladder("run", "--rungs", "10", "--max-batch", "--data", data, *words)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert int(re.search(r"fused AdamW.*?│\s*(\d+)", run.stdout)[1]) == 2
+    assert int(re.search(r"fused AdamW.*?│\s*(\d+)", run.stdout)[1]) == 3
 
 
 def test_a_child_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_path):

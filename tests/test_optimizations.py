@@ -283,10 +283,9 @@ def test_05_the_model_is_one_graph(label, tmp_path, tokens, monkeypatch):
     check_that_it_loads(tmp_path / "model.pt", module)
 
 
-def test_05_runs_eagerly_where_nothing_can_be_compiled(tmp_path, tokens, monkeypatch, short_run):
+def test_05_runs_eagerly_where_nothing_can_be_compiled(tmp_path, tokens, short_run):
     """The probe meets a real missing compiler; its other causes (no Triton, an old Python) raise as it does."""
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/no/such/compiler",))
-    with fresh_cache():
+    with torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}), fresh_cache():
         log = train(rung(5), tmp_path, tokens, *SHORT, compile_mode="default")
     note = "not possible here, running eagerly; python -m ladder check says why"
     assert f"# compile: {note}" in log.read_text()
