@@ -36,6 +36,14 @@ VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
     "adamw": ("AdamW for the matrices of the blocks, too; --muon-lr is its rate for them", [
         ("return MuonAdamW(", "return torch.optim.AdamW("),
     ]),
+    "qkv_apart": ("c_attn's query, key and value orthogonalized one by one, not as one matrix", [
+        ("self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)",
+         "self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)\n"
+         "        self.c_attn.weight.n_parts = 3"),
+        ('update = 0.2 * max(p.shape) ** 0.5 * orthogonalize(p.grad.lerp(state["momentum"], 0.95))  # Nesterov\'s',
+         'parts = p.grad.lerp(state["momentum"], 0.95).chunk(getattr(p, "n_parts", 1))  # Nesterov\'s\n'
+         "            update = torch.cat([0.2 * max(part.shape) ** 0.5 * orthogonalize(part) for part in parts])"),
+    ]),
 }
 
 

@@ -200,7 +200,7 @@ def race_texts(report):
         f"{target:.2f} is the median of the validation losses that rung {label} ends with, rounded up. Each rung has "
         f"the best of {n_rates} learning rates, searched with the first seed: Muon's where it has Muon (AdamW then "
         f"keeps rung {label}'s), else AdamW's. The numbers are the median of {n_seeds} seeds, the spreads their "
-        "lowest and highest. Seconds are steps times the run's median step: compiling and validating do not count")
+        "lowest and highest. Seconds are steps times the run's median step: compiling and validating do not count.")
 
 
 def print_race(report, console):

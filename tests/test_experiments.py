@@ -233,6 +233,20 @@ def test_variants_are_what_they_say(tmp_path):
     module = variant("adamw", tmp_path)
     assert type(module.GPT(module.MODELS["tiny"]).configure_optimizers(0.1)) is torch.optim.AdamW
 
+    module = variant("qkv_apart", tmp_path)
+    model = module.GPT(config)
+    optimizer = model.configure_optimizers(0.0)
+    block = model.transformer.h[0]
+    c_attn, up_proj = block.attn.c_attn.weight, block.mlp.up_proj.weight
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    expected = torch.cat([0.2 * 64**0.5 * base.orthogonalize(grad) for grad in c_attn.grad.chunk(3)])
+    expected = {c_attn: expected, up_proj: 0.2 * len(up_proj) ** 0.5 * base.orthogonalize(up_proj.grad)}
+    before = {p: p.detach().clone() for p in expected}
+    optimizer.step()
+    for p, update in expected.items():
+        assert torch.allclose(before[p] - p, optimizer.param_groups[0]["lr"] * update, atol=1e-6)
+
 
 def test_the_python_corpus(tmp_path):
     """Sources that parse, without installed packages and tests."""
