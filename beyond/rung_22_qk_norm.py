@@ -492,12 +492,12 @@ def train(settings):
 
 SCRIPT = Path(__file__)
 RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); rank 0 alone prints and logs
-MODELS = {  # what --model accepts
+MODELS = {  # what --model accepts; sizes with tied embeddings
     "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
     "mini": GPTConfig(n_layer=6, n_head=3, n_embd=192),  # 12M parameters: what two CPU cores can compare
     "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),  # 30M parameters: what a CPU can train
     "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),  # 124M
-    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
 }
@@ -684,8 +684,8 @@ class Log:
 
 
 def main(argv=None):
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a file's name
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no such method
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character of a file's name
     train(parse_settings(argv))
 
 
