@@ -10,8 +10,8 @@ Cost: activations keep two to three decimal digits instead of seven; the loss fo
 GPUs without bfloat16 arithmetic (T4, V100 and older) use float16, whose range is small: a GradScaler multiplies the
 loss so that small gradients do not underflow, divides the gradients again before the optimizer step, and skips a step
 whose gradients overflowed. With bfloat16 the scaler is disabled and passes everything through.
-A CPU without bfloat16 instructions (no AVX-512, no AMX) would compute its products number by number, tens of times
-slower than in float32 (experiments/cpu_bfloat16.py): there autocast stays off.
+A CPU without bfloat16 instructions emulates them, which is slower than float32; without AVX-512 it is tens of times
+slower (experiments/cpu_bfloat16.py). There autocast stays off.
 
 Sources: Micikevicius et al. 2018, "Mixed Precision Training"; PyTorch's "Automatic Mixed Precision" documentation.
 """
@@ -169,9 +169,12 @@ class DataLoaderLite:
 
 def autocast_dtype(device):
     """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
-    onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    native = torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else device == "mps" or onednn
-    return torch.bfloat16 if native else torch.float16 if device == "cuda" else torch.float32
+    if device == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        native = native and torch.cpu._is_avx512_bf16_supported()  # oneDNN emulates them on any other AVX-512
+    return torch.bfloat16 if native or device == "mps" else torch.float32
 
 
 def train(settings):

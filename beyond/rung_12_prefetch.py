@@ -207,9 +207,12 @@ def get_lr(step, max_steps, max_lr, warmup_steps):
 
 def autocast_dtype(device):
     """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
-    onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    native = torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else device == "mps" or onednn
-    return torch.bfloat16 if native else torch.float16 if device == "cuda" else torch.float32
+    if device == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        native = native and torch.cpu._is_avx512_bf16_supported()  # oneDNN emulates them on any other AVX-512
+    return torch.bfloat16 if native or device == "mps" else torch.float32
 
 
 def compile_model(model, mode, device):

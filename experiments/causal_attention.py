@@ -12,6 +12,9 @@ import time
 import torch
 import torch.nn.functional as F
 
+from ladder.runner import load_script
+from ladder.stages import BY_LABEL
+
 NH, HS = 12, 64  # heads, width of a head
 ROUNDS = 5
 
@@ -67,8 +70,7 @@ def main():
     parser.add_argument("-T", type=int, default=1024)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    native = device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    dtype = torch.bfloat16 if native else torch.float32
+    dtype = load_script(BY_LABEL["3"]).autocast_dtype(device)
     print(f"B=1 nh={NH} T={args.T} hs={HS}, {dtype}, {device}, {torch.get_num_threads()} threads, "
           f"torch {torch.__version__}")
     rounds = {name: [] for name in CONTESTANTS}

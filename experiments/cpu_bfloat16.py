@@ -9,6 +9,9 @@ import time
 
 import torch
 
+from ladder.runner import load_script
+from ladder.stages import BY_LABEL
+
 
 def gflops(dtype, m=512, k=768, n=3072):
     """The rate of one product in GFLOP/s, after a product that warms up."""
@@ -20,7 +23,7 @@ def gflops(dtype, m=512, k=768, n=3072):
 
 
 def main():
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    native = load_script(BY_LABEL["3"]).autocast_dtype("cpu") == torch.bfloat16
     print(f"{torch.backends.cpu.get_cpu_capability()}, bfloat16 in hardware: {native}, torch {torch.__version__}")
     rounds = [(gflops(torch.float32), gflops(torch.bfloat16)) for _ in range(3)]
     for name, rates in zip(("float32", "bfloat16"), zip(*rounds, strict=True), strict=True):
