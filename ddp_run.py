@@ -8,8 +8,8 @@ backward pass DDP averages the gradients over all ranks, while earlier layers ar
 rank makes the same optimizer step. So N ranks with batch B compute what one process computes with batch N*B.
 
 Gain: up to N times the tokens per second, as far as the link between the GPUs keeps up.
-Cost: every step moves the gradients of all parameters (4 bytes each) between the ranks, in buckets. The gradients are
-views of these buckets, so they are in memory only once.
+Cost: every step moves the gradients of all parameters between the ranks, in buckets: 4 bytes each, which a ring
+all-reduce sends twice. The gradients are views of these buckets, so they are in memory only once.
 DDP wraps the model first and torch.compile comes after, so that the compiler knows where DDP cuts the gradients into
 buckets. NCCL moves them between GPUs, gloo between CPUs. tokens/sec counts all ranks; the loss is their mean; the log
 is rank 0's, and so is its peak memory.
@@ -164,7 +164,7 @@ class GPT(nn.Module):
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 class DataLoaderLite:
@@ -194,12 +194,9 @@ def get_lr(step, max_steps, max_lr, warmup_steps):
 
 def autocast_dtype(device):
     """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
-    if device == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        native = native and torch.cpu._is_avx512_bf16_supported()  # oneDNN emulates them on any other AVX-512
-    return torch.bfloat16 if native or device == "mps" else torch.float32
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else torch.bfloat16
 
 
 def compile_model(model, mode, device):

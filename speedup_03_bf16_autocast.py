@@ -10,8 +10,8 @@ Cost: activations keep two to three decimal digits instead of seven; the loss fo
 GPUs without bfloat16 arithmetic (T4, V100 and older) use float16, whose range is small: a GradScaler multiplies the
 loss so that small gradients do not underflow, divides the gradients again before the optimizer step, and skips a step
 whose gradients overflowed. With bfloat16 the scaler is disabled and passes everything through.
-A CPU without bfloat16 instructions emulates them, which is slower than float32; without AVX-512 it is tens of times
-slower (experiments/cpu_bfloat16.py). There autocast stays off.
+A CPU without bfloat16 instructions (AVX512-BF16) emulates them, slower than float32 (pytorch pull request 86550), and
+without AVX-512 tens of times slower (experiments/cpu_bfloat16.py): there autocast stays off.
 
 Sources: Micikevicius et al. 2018, "Mixed Precision Training"; PyTorch's "Automatic Mixed Precision" documentation.
 """
@@ -169,12 +169,9 @@ class DataLoaderLite:
 
 def autocast_dtype(device):
     """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
-    if device == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        native = native and torch.cpu._is_avx512_bf16_supported()  # oneDNN emulates them on any other AVX-512
-    return torch.bfloat16 if native or device == "mps" else torch.float32
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else torch.bfloat16
 
 
 def train(settings):

@@ -4,7 +4,8 @@ Run eagerly, each operation launches a kernel, which reads its inputs from memor
 Python in between. torch.compile traces the model once, then generates code (Triton on a GPU, C++ on a CPU) that fuses
 elementwise operations, normalizations and reductions, so that many intermediate results never go to memory.
 
-Gain: fewer kernels, less memory traffic, no Python between operations. Matrix products still run in cuBLAS or oneDNN.
+Gain: fewer kernels, less memory traffic, no Python between operations. Matrix products still run in cuBLAS, or on a CPU
+in MKL or oneDNN.
 Cost: the first step compiles, which takes tens of seconds; the median leaves it out. torch caches compiled graphs on
 disk, so a second run starts faster: the log's "first step" says how many graphs were compiled and how many cached (the
 forward pass, the backward pass, and the probe that finds out whether torch can compile here).
@@ -177,12 +178,9 @@ class DataLoaderLite:
 
 def autocast_dtype(device):
     """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
-    if device == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        native = native and torch.cpu._is_avx512_bf16_supported()  # oneDNN emulates them on any other AVX-512
-    return torch.bfloat16 if native or device == "mps" else torch.float32
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else torch.bfloat16
 
 
 def compile_model(model, mode, device):

@@ -5,7 +5,8 @@
 DDP keeps all parameters, gradients and moments on every card: with Muon 12 to 16 bytes a parameter. Here each of n
 ranks keeps 1/n of each tensor's rows (ZeRO-3). A block's parameters are all-gathered just before it computes, in the
 forward and again in the backward pass, and freed after it; its gradients are reduce-scattered to the ranks. The rest,
-the "root", is gathered for the whole step: the tied embedding is its first and its last layer. What crosses the
+the "root", stays gathered from the forward to the end of the backward pass: the tied embedding is its first and its
+last layer. What crosses the
 network is bfloat16 parameters and float32 gradients. Cards without bfloat16 send float32 parameters, compute in float16
 as before, and the scaler asks all ranks for overflows.
 
@@ -19,7 +20,8 @@ Consequences:
   process alone, resumes from it. --save gathers the parameters into one plain file for sample.py and export.py.
 
 Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
-Cost: DDP sends 8 bytes a parameter once a step, this 8 in every micro-step, and 4 for Muon's matrices. Parameters and
+Cost: DDP sends 8 bytes a parameter once a step (a ring all-reduce sends float32 twice), this 8 in every micro-step, 6
+for the embedding, and 4 once for Muon's matrices. Parameters and
 the residual stream are rounded to bfloat16, where autocast alone kept the stream and the norms in float32. A damaged
 checkpoint is noticed if it cannot be read; a flipped bit is not, as the shards carry no checksums.
 Alone, without torchrun, it is rung 24 with this format of checkpoints.
@@ -243,7 +245,7 @@ class GPT(nn.Module):
         others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         groups += [{"params": embeddings, "weight_decay": weight_decay}]
-        return MuonAdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        return MuonAdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def orthogonalize(matrix):
@@ -260,7 +262,7 @@ def orthogonalize(matrix):
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """Muon for the matrices in the first group, AdamW for the others; it looks for a "step" in every state it loads."""
+    """Muon for the matrices in the first group, AdamW for the others, which expects a "step" in each state it loads."""
 
     @torch.no_grad()
     def step(self, closure=None):  # torch calls step(closure=None) to create the state that a checkpoint fills
@@ -272,7 +274,7 @@ class MuonAdamW(torch.optim.AdamW):
             state["momentum"].lerp_(p.grad, 0.05)
             update = 0.2 * max(p.shape) ** 0.5 * orthogonalize(p.grad.lerp(state["momentum"], 0.95))  # Nesterov's
             p.mul_(1 - muon["lr"] * muon["weight_decay"]).sub_(update, alpha=muon["lr"])
-            p.grad = None  # AdamW passes over it
+            p.grad = None  # so AdamW skips it
         super().step()
 
 
@@ -299,7 +301,7 @@ class DataLoaderLite:
 
 
 def free_memory(device):
-    """Free bytes on a GPU; 0 on a CPU, which has the file in its memory already."""
+    """Free bytes on a GPU; 0 on a CPU, where there is nothing to copy."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory() if device == "mps" else 0
@@ -338,7 +340,7 @@ def read_newest(paths, run, model, optimizer):
 
 
 def load_checkpoint(path, settings, run, model, optimizer):
-    """Load the checkpoint at `path`; returns its notes, or None. Exits with one line if `run` is not what it is of."""
+    """Load the checkpoint at `path`; returns its notes, or None. Exits with one line if it is another run's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name("lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
     paths = [path.with_name(name) for name in ("next", "newest", "previous")]
@@ -361,7 +363,7 @@ def rename_next(path):
 
 def save_sharded(path, model, optimizer, notes):
     """Write a checkpoint, the folder `path`: each rank its own shards. Returns an error message, or None on success."""
-    rename_next(path)  # the last time a kill may have come before that
+    rename_next(path)  # a kill may have come before the last renaming
     newer = path.with_name("next")
     optimizer.zero_grad(set_to_none=True)  # else an optimizer that has skipped all steps (float16) stays without state
     model_state, optimizer_state = shards.get_state_dict(model, optimizer)
@@ -398,12 +400,9 @@ def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
 
 def autocast_dtype(device):
     """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
-    if device == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        native = native and torch.cpu._is_avx512_bf16_supported()  # oneDNN emulates them on any other AVX-512
-    return torch.bfloat16 if native or device == "mps" else torch.float32
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else torch.bfloat16
 
 
 def compile_model(model, mode, device):
@@ -446,7 +445,7 @@ def shard(model, amp_dtype, device):
         mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
         dtypes = (torch.bfloat16, torch.float32) if amp_dtype == torch.bfloat16 else ()  # of parameters, of gradients
         policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # RoPE's angles stay float32
-        for part in (*model.transformer.h, model):  # what is left for the last, the root: embedding, norm
+        for part in (*model.transformer.h, model):  # the root comes last and takes the rest: embedding, norm
             fully_shard(part, mesh=mesh, mp_policy=policy)
     return model.to(device)
 
@@ -530,7 +529,7 @@ def train(settings):
             x, y = batch  # (B, T) each
             with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
                 micro_loss = step_model(x, y) / micro_steps
-            scaler.scale(micro_loss).backward()  # each time, as waiting gradients would be whole, 4 bytes a parameter
+            scaler.scale(micro_loss).backward()  # reduces each time; waiting gradients would be whole
             loss += micro_loss.detach()
             batch = loader.batch((i + 1) * world_size + rank)  # while the device is busy
         scaler.unscale_(optimizer)

@@ -1,22 +1,22 @@
 """Rung 17, chunked cross-entropy: the logits of a whole batch never exist at once.
 
 With 50,257 logits per token, the output layer needs more memory than all blocks together once these are recomputed
-(rung 16): about 10 bytes per logit, for the logit itself, its log-softmax and its gradient. But the loss is a mean over
-tokens, and the gradient of a token's loss with respect to its logits needs nothing else: it is the softmax, minus 1 at
-the target. So the forward pass takes --loss-chunk tokens at a time, and while a chunk's logits are there it also
-computes what they add to the gradients of the output matrix and of the chunk's hidden vectors. The backward pass only
-scales those.
+(rung 16): the logits, their log-softmax and their gradient, about 10 bytes per logit uncompiled (compiled, in float32
+on a CPU, 4.5 were measured). But the loss is a mean over tokens, and the gradient of a token's loss with respect
+to its logits needs nothing else: it is the softmax, minus 1 at the target. So the forward pass takes --loss-chunk
+tokens at a time, and while a chunk's logits are there it also computes what they add to the gradients of the output
+matrix and of the chunk's hidden vectors. The backward pass only scales those.
 
     python beyond/rung_17_chunked_cross_entropy.py -B 64 --total-batch 524288
 
-Gain: about 10 * 50,304 * --loss-chunk bytes instead of 10 * 50,304 * B * T, so the memory of the logits no longer grows
-with B or T. A 12M model with 16,384 tokens peaks at 1.7 GB instead of 4.3 (experiments/README.md).
-Cost: no extra matrix products, but the three that there are come in pieces, which must not be too small to be
-efficient. The gradient of the output matrix exists from the forward pass on.
+Gain: that memory for 50,304 * --loss-chunk logits instead of 50,304 * B * T, so the memory of the logits no longer
+grows with B or T. A 12M model with 16,384 tokens, compiled, peaks at 1.7 GB instead of 4.3 (experiments/README.md).
+Cost: no extra matrix products, but the three there are run in pieces, which must stay large enough to be efficient. The
+gradient of the output matrix exists from the forward pass on.
 A batch of no more than --loss-chunk tokens, 4,096, is one chunk, and nothing is saved.
 torch.utils.checkpoint (rung 16) around each chunk would be shorter and save as much, for a fourth matrix product.
-The division by the number of tokens comes last, in float32; in float16 small probabilities would vanish.
-torch 2.13 has this as F.linear_cross_entropy; it ignores autocast, and torch.compile does not look into it.
+Gradients are divided by the number of tokens last, in float32: float16 would lose more of the small ones before that.
+torch 2.13 has this as F.linear_cross_entropy with `options`; that ignores autocast, and torch.compile cannot trace it.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al. 2024, "Liger Kernel",
 which computes the gradients in the forward pass.
@@ -213,7 +213,7 @@ class GPT(nn.Module):
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 class DataLoaderLite:
@@ -239,7 +239,7 @@ class DataLoaderLite:
 
 
 def free_memory(device):
-    """Free bytes on a GPU; 0 on a CPU, which has the file in its memory already."""
+    """Free bytes on a GPU; 0 on a CPU, where there is nothing to copy."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory() if device == "mps" else 0
@@ -296,12 +296,9 @@ def get_lr(step, max_steps, max_lr, warmup_steps):
 
 def autocast_dtype(device):
     """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
-    if device == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        native = native and torch.cpu._is_avx512_bf16_supported()  # oneDNN emulates them on any other AVX-512
-    return torch.bfloat16 if native or device == "mps" else torch.float32
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else torch.bfloat16
 
 
 def compile_model(model, mode, device):

@@ -230,7 +230,7 @@ class GPT(nn.Module):
         others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         groups += [{"params": embeddings, "weight_decay": weight_decay}]
-        return MuonAdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        return MuonAdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def orthogonalize(matrix):
@@ -244,7 +244,7 @@ def orthogonalize(matrix):
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """Muon for the matrices in the first group, AdamW for the others; it looks for a "step" in every state it loads."""
+    """Muon for the matrices in the first group, AdamW for the others, which expects a "step" in each state it loads."""
 
     @torch.no_grad()
     def step(self):
@@ -256,7 +256,7 @@ class MuonAdamW(torch.optim.AdamW):
             state["momentum"].lerp_(p.grad, 0.05)
             update = 0.2 * max(p.shape) ** 0.5 * orthogonalize(p.grad.lerp(state["momentum"], 0.95))  # Nesterov's
             p.mul_(1 - muon["lr"] * muon["weight_decay"]).sub_(update, alpha=muon["lr"])
-            p.grad = None  # AdamW passes over it
+            p.grad = None  # so AdamW skips it
         super().step()
 
 
@@ -283,7 +283,7 @@ class DataLoaderLite:
 
 
 def free_memory(device):
-    """Free bytes on a GPU; 0 on a CPU, which has the file in its memory already."""
+    """Free bytes on a GPU; 0 on a CPU, where there is nothing to copy."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory() if device == "mps" else 0
@@ -340,12 +340,9 @@ def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
 
 def autocast_dtype(device):
     """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
-    if device == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        native = native and torch.cpu._is_avx512_bf16_supported()  # oneDNN emulates them on any other AVX-512
-    return torch.bfloat16 if native or device == "mps" else torch.float32
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else torch.bfloat16
 
 
 def compile_model(model, mode, device):

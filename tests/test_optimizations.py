@@ -188,19 +188,9 @@ def test_03_each_device_gets_the_type_that_it_has(monkeypatch):
     assert asked == {"including_emulation": False}
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     assert choose("cuda") is torch.bfloat16 and choose("mps") is torch.bfloat16
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    for onednn, capability, instructions, dtype in (
-        (False, "AVX2", False, torch.float32),
-        (True, "AVX512", False, torch.float32),  # Skylake: oneDNN would emulate them
-        (True, "AVX512", True, torch.bfloat16),
-        (True, "DEFAULT", False, torch.bfloat16),  # an ARM CPU that has them
-    ):
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda it=onednn: it)
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda it=capability: it)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda it=instructions: it)
+    for has_instructions, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has_instructions: has)
         assert choose("cpu") is dtype
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert choose("cpu") is torch.float32
 
 
 def residual_growth(label, n_layer):
