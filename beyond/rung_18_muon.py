@@ -12,8 +12,9 @@ in the README's race 0.004 was best where AdamW's was 0.0012.
 
     python beyond/rung_18_muon.py --muon-lr 2e-3 --max-lr 6e-4
 
-Muon trains the matrices of the blocks; c_attn counts as one, where others split it into q, k and v. The embedding is
-a table (and, tied, the output layer); it, the biases and the LayerNorms stay with AdamW. The log's lr is AdamW's.
+Muon trains the matrices of the blocks; c_attn counts as one: to split it into q, k and v, as others do, gave rung 24
+nothing (experiments/README.md). The embedding is a table (and, tied, the output layer); it, the biases and the
+LayerNorms stay with AdamW. The log's lr is AdamW's.
 
 Gain: no direction of a matrix dominates its steps. One moment per matrix instead of two saves 4 bytes per parameter.
 Cost: per step and matrix, 10 * m * n * min(m, n) + 5 * min(m, n)^3 multiply-adds, however many tokens the step has: in
