@@ -340,19 +340,20 @@ def markdown_table(report):
         "label": "", "file": "file", "title": "the one change", "ms": "ms/step", "spread": "spread",
         "speed": "tokens/sec", "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB",
         "loss": "loss"}, 3)
+    return f"{table}\n\n{conditions(report)}. {median_of(report)}, the loss that of step {last_steps(report, '/')}."
+
+
+def median_of(report):
     rounds = max(row.rounds for row in report.rows)
-    of = f"median of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else "median"
-    return (f"{table}\n\n{conditions(report)}. ms/step is the {of}, "
-            f"the loss that of step {last_steps(report, '/')}.")
+    return "ms/step is the median" + (f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else "")
 
 
 def beyond_table(report):
     """The README's table of the rungs beyond: what they cost, and the validation loss."""
     table = markdown(as_texts(report), {
-        "label": "", "file": "file", "title": "the one capability", "ms": "ms/step", "speed": "tokens/sec",
+        "label": "", "file": "file", "title": "the one capability", "ms": "ms/step", "spread": "spread", "speed": "tokens/sec",
         "times_before": "× the rung before", "memory": "peak GB", "loss": "loss", "val_loss": "val loss"}, 3)
-    return f"{table}\n\n{where(report)}. ms/step is the median, the losses those of step " \
-        f"{last_steps(report, '/')}."
+    return f"{table}\n\n{where(report)}. {median_of(report)}, the losses those of step {last_steps(report, '/')}."
 
 
 def race_table(report):
