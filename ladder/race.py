@@ -138,7 +138,7 @@ def finished(runs):
 
 
 def standings(report):
-    """(the target, [Racer, ...]) of a report with a sweep. Seconds are steps times the run's median step."""
+    """(the target, [Racer, ...]) of a report with a sweep. Seconds are steps times the rung's median step."""
     runs_of = finished(report.runs)
     ends = [run.val_losses[-1] for run in next(iter(runs_of.values()))]
     target = math.ceil(round(100 * statistics.median_high(ends), 6)) / 100  # half of them reach it
@@ -146,12 +146,13 @@ def standings(report):
     for row in (row for row in report.rows if row.name in runs_of):
         runs = runs_of[row.name]
         steps = [steps_to(run, target) for run in runs]
+        ms = statistics.median(run.median_ms for run in runs)
         losses = report.sweep.get(row.name) or report.sweep[SAME_LOSS[row.name]]
         racers.append(Racer(
-            row.name, row.title, f"{best_of(losses):g}", row.ms,
+            row.name, row.title, f"{best_of(losses):g}", ms,
             spread([run.val_losses[-1] for run in runs]),
             spread([n * run.tokens_per_step for n, run in zip(steps, runs, strict=True)]),
-            spread([n * run.median_ms / 1000 for n, run in zip(steps, runs, strict=True)]),
+            spread([n * ms / 1000 for n in steps]),
         ))
     return target, racers
 
@@ -200,7 +201,7 @@ def race_texts(report):
         f"{target:.2f} is the median of the validation losses that rung {label} ends with, rounded up. Each rung has "
         f"the best of {n_rates} learning rates, searched with the first seed: Muon's where it has Muon (AdamW then "
         f"keeps rung {label}'s), else AdamW's. The numbers are the median of {n_seeds} seeds, the spreads their "
-        "lowest and highest. Seconds are steps times the run's median step: compiling and validating do not count.")
+        "lowest and highest. Seconds are steps times the rung's ms/step: compiling and validating do not count.")
 
 
 def print_race(report, console):

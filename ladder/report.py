@@ -351,8 +351,9 @@ def median_of(report):
 def beyond_table(report):
     """The README's table of the rungs beyond: what they cost, and the validation loss."""
     table = markdown(as_texts(report), {
-        "label": "", "file": "file", "title": "the one capability", "ms": "ms/step", "spread": "spread", "speed": "tokens/sec",
-        "times_before": "× the rung before", "memory": "peak GB", "loss": "loss", "val_loss": "val loss"}, 3)
+        "label": "", "file": "file", "title": "the one capability", "ms": "ms/step", "spread": "spread",
+        "speed": "tokens/sec", "times_before": "× the rung before", "memory": "peak GB",
+        "loss": "loss", "val_loss": "val loss"}, 3)
     return f"{table}\n\n{where(report)}. {median_of(report)}, the losses those of step {last_steps(report, '/')}."
 
 
