@@ -6,9 +6,8 @@ DDP keeps all parameters, gradients and moments on every card: with Muon 12 to 1
 ranks keeps 1/n of each tensor's rows (ZeRO-3). A block's parameters are all-gathered just before it computes, in the
 forward and again in the backward pass, and freed after it; its gradients are reduce-scattered to the ranks. The rest,
 the "root", stays gathered from the forward to the end of the backward pass: the tied embedding is its first and its
-last layer. What crosses the
-network is bfloat16 parameters and float32 gradients. Cards without bfloat16 send float32 parameters, compute in float16
-as before, and the scaler asks all ranks for overflows.
+last layer. What crosses the network is bfloat16 parameters and float32 gradients. Cards without bfloat16 send float32
+parameters, compute in float16 as before, and the scaler asks all ranks for overflows.
 
 Consequences:
 - Every forward pass is a collective: all ranks make as many, in the validation too.
@@ -21,9 +20,9 @@ Consequences:
 
 Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
 Cost: DDP sends 8 bytes a parameter once a step (a ring all-reduce sends float32 twice), this 8 in every micro-step, 6
-for the embedding, and 4 once for Muon's matrices. Parameters and
-the residual stream are rounded to bfloat16, where autocast alone kept the stream and the norms in float32. A damaged
-checkpoint is noticed if it cannot be read; a flipped bit is not, as the shards carry no checksums.
+for the embedding, and 4 once for Muon's matrices. Parameters and the residual stream are rounded to bfloat16, where
+autocast alone kept the stream and the norms in float32. A damaged checkpoint is noticed if it cannot be read; a flipped
+bit is not, as the shards carry no checksums.
 Alone, without torchrun, it is rung 24 with this format of checkpoints.
 
 Source: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
@@ -529,7 +528,7 @@ def train(settings):
             x, y = batch  # (B, T) each
             with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
                 micro_loss = step_model(x, y) / micro_steps
-            scaler.scale(micro_loss).backward()  # reduces each time; waiting gradients would be whole
+            scaler.scale(micro_loss).backward()  # reduce-scatters: deferred gradients would stay whole
             loss += micro_loss.detach()
             batch = loader.batch((i + 1) * world_size + rank)  # while the device is busy
         scaler.unscale_(optimizer)

@@ -7,14 +7,14 @@ takes no SVD: five Newton-Schulz iterations, an odd polynomial in the matrix, br
 and 1.21 with matrix products alone; only those below 0.15 % of the norm stay smaller.
 
 The entries of an orthogonal (m, n) matrix have a root mean square of max(m, n)^-0.5. Times 0.2 * max(m, n)^0.5, updates
-are as large as AdamW's usually are, and its learning rates serve. It stands larger ones, though, as the flags have it:
-in the README's race 0.004 was best where AdamW's was 0.0012.
+are as large as AdamW's usually are, so its learning rates carry over. Muon tolerates larger ones, though, so it has a
+flag of its own: in the README's race 0.004 was best, where AdamW's was 0.0012.
 
     python beyond/rung_18_muon.py --muon-lr 2e-3 --max-lr 6e-4
 
-Muon trains the matrices of the blocks; c_attn counts as one: to split it into q, k and v, as others do, gave rung 24
-nothing (experiments/README.md). The embedding is a table (and, tied, the output layer); it, the biases and the
-LayerNorms stay with AdamW. The log's lr is AdamW's.
+Muon trains the matrices of the blocks; c_attn counts as one: splitting it into q, k and v, as others do, gave no gain
+beyond the spread (experiments/README.md). The embedding is a table (and, tied, the output layer); it, the biases and
+the LayerNorms stay with AdamW. The log's lr is AdamW's.
 
 Gain: no direction of a matrix dominates its steps. One moment per matrix instead of two saves 4 bytes per parameter.
 Cost: per step and matrix, 10 * m * n * min(m, n) + 5 * min(m, n)^3 multiply-adds, however many tokens the step has: in

@@ -344,6 +344,7 @@ def markdown_table(report):
 
 
 def median_of(report):
+    """What the ms/step of a table are, for its caption."""
     rounds = max(row.rounds for row in report.rows)
     return "ms/step is the median" + (f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else "")
 
