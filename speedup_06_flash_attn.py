@@ -353,6 +353,16 @@ def device_name(device):
     return f"{name[1] if name else 'CPU'} ({torch.get_num_threads()} threads)"
 
 
+def allocator(device):
+    """What hands out the device's memory; on a CPU freed memory goes back to the system or, "kept", it does not."""
+    if device != "cpu":
+        return "torch"
+    libraries = Path("/proc/self/maps").read_text() if os.path.exists("/proc/self/maps") else ""
+    preloaded = re.search(r"/lib(tcmalloc|jemalloc|mimalloc)[^/]*\.so", libraries)
+    kept = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"} <= os.environ.keys()  # glibc keeps what is freed
+    return preloaded[1] if preloaded else "malloc, memory kept" if kept else "malloc"
+
+
 def peak_memory(device):
     """Peak memory in GB (1e9 bytes): of torch's allocator on CUDA, of the process on a CPU; on MPS what is held now."""
     if device != "cpu":
@@ -378,7 +388,8 @@ class Log:
         self.line(f"# script: {SCRIPT.name}")
         self.line(f"# model: {name} | parameters: {sum(p.numel() for p in model.parameters()):,}")
         precision = precision.removeprefix("torch.")
-        self.line(f"# device: {device_name(self.device)} | torch: {torch.__version__} | precision: {precision}")
+        self.line(f"# device: {device_name(self.device)} | torch: {torch.__version__} | precision: {precision}"
+                  f" | allocator: {allocator(self.device)}")
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
         self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
