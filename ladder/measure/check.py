@@ -12,10 +12,9 @@ import psutil
 import torch
 from torch.nn.attention import SDPBackend
 
-import speedup_10_fused_adamw as rung_10
-from ladder.memory import card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters
-from ladder.rates import nvidia_gpus
-from ladder.stages import ROOT
+from ladder.measure.rates import nvidia_gpus, rung_10
+from ladder.scripts.memory import card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters
+from ladder.scripts.stages import ROOT
 
 GOOD, NEUTRAL, BAD = "✓", "–", "✗"
 
