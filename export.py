@@ -36,8 +36,18 @@ def to_transformers(checkpoint):
     return convert(config, weights).eval()
 
 
+def refuse_folder(path):
+    """Exit with one line where `path` is a folder of checkpoints: which file has the model, or how to get it."""
+    folder = Path(path)
+    if (folder / ".metadata").exists() or (folder / "newest" / ".metadata").exists():  # of torch.distributed.checkpoint
+        sys.exit(f"error: {path}: sharded checkpoints, not a model; resume with --save FILE, then give FILE")
+    if (folder / "newest.pt").exists():
+        sys.exit(f"error: {path}: a folder of checkpoints, not a model; give {folder / 'newest.pt'}")
+
+
 def load_checkpoint(path, convert=to_transformers):
     """(The model in a checkpoint file, as `convert` makes it; the name of its tokenizer); exits with one line."""
+    refuse_folder(path)
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the sums that torch.save writes
             if file.testzip():

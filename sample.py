@@ -17,11 +17,9 @@ import torch
 
 from data import prepare
 from data.prepare import END_OF_TEXT
-from export import load_checkpoint, to_transformers
+from export import load_checkpoint, refuse_folder, to_transformers
 from ladder.runner import load_script
 from ladder.stages import BY_NAME
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Tokenizer:
@@ -90,6 +88,7 @@ def load_model(name, device):
 
     Exits with one line when there is none, or one with other tokens than GPT-2's.
     """
+    refuse_folder(name)
     if Path(name).is_file() or name.endswith(".pt"):
         model, tokenizer = load_checkpoint(name, to_model)
     else:
@@ -104,6 +103,7 @@ def load_model(name, device):
 
 def parse_args(argv=None):
     """The command line's flags; exits with one line when a value is out of range."""
+    found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint file, a Hugging Face folder or a name")
     parser.add_argument("--prompt", default="", help="default: <|endoftext|>, the start of a document")
@@ -113,7 +113,7 @@ def parse_args(argv=None):
     parser.add_argument("--top-k", type=int, default=0, help="of the k likeliest tokens; 0: all (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="the likeliest p of the mass (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
-    parser.add_argument("--device", default=DEVICE, help="default: %(default)s")
+    parser.add_argument("--device", default=found[0], help="default: %(default)s")
     args = parser.parse_args(argv)
     for flag, value, in_range, need in [
         ("--num-samples", args.num_samples, args.num_samples >= 1, "at least 1"),
