@@ -4,8 +4,8 @@
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50      # a Hugging Face name or folder
 
 The weights become a transformers model (export.py), whose generate() has the key-value cache, the sampling and the
-streaming. Rungs 20 to 22, for which transformers has no model, compute by their own script, without a cache. A prompt
-that leaves no room for the new tokens in the model's longest sequence is cut at its front.
+streaming. Rungs 20 to 22, for which transformers has no model, run with their own script's model, without a cache. A
+prompt that leaves no room for the new tokens in the model's longest sequence loses its beginning.
 """
 import argparse
 import logging
@@ -32,7 +32,7 @@ class Tokenizer:
         try:
             self.tokens = prepare.ByteTokenizer() if name == prepare.ByteTokenizer.name else prepare.fetch_merges()
         except prepare.NoMerges as error:
-            sys.exit(f"error: {error}; the model reads and writes in them: try again with a network")
+            sys.exit(f"error: GPT-2's tokenizer: {error}; the model needs it: try again with a network")
 
     def encode(self, text):
         return self.tokens.encode_to_numpy(text, disallowed_special=()).tolist()
@@ -109,9 +109,9 @@ def parse_args(argv=None):
     parser.add_argument("--prompt", default="", help="default: <|endoftext|>, the start of a document")
     parser.add_argument("--num-samples", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="of the k likeliest tokens; 0: all (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="the likeliest p of the mass (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="only the k most likely tokens; 0: all (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="only the most likely tokens, up to this probability")
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
     parser.add_argument("--device", default=found[0], help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -67,7 +67,7 @@ def warn(message):
 def fetch_merges(seconds=60):
     """tiktoken's gpt2 Encoding. Raise NoMerges when it cannot be fetched within `seconds`."""
     try:
-        with ThreadPool(1) as pool:  # a daemon thread, because tiktoken waits for a silent network without end
+        with ThreadPool(1) as pool:  # a daemon thread, because tiktoken waits for a silent network forever
             return pool.apply_async(tiktoken.get_encoding, ["gpt2"]).get(seconds)
     except Exception as error:  # requests and tiktoken raise many kinds
         raise NoMerges(f"tiktoken could not fetch GPT-2's merges ({type(error).__name__})") from error
@@ -268,9 +268,9 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=Path("data/tokens"), help="a folder (default: %(default)s)")
     args = parser.parse_args(argv)
     if not args.hf and (args.name or args.split or args.field and not args.text):
-        sys.exit("error: --name, --split, --field: choose from a dataset; give --hf too (or --text, for --field)")
+        sys.exit("error: --name, --split, --field: are for a dataset; give --hf too (or --text, for --field)")
     if args.encoding and not args.text:
-        sys.exit("error: --encoding: is that of text files; give --text too")
+        sys.exit("error: --encoding: says how text files are encoded; give --text too")
     encoding = args.encoding or "UTF-8"
     try:
         codecs.lookup(encoding)
