@@ -5,7 +5,7 @@
 
 The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 on, with the same logits; transformers has no model for
 the rungs between. GPT-2's "Conv1D" layers store their matrices transposed, the rows that pad the vocabulary (rung 7)
-are cut off, and the embeddings stay untied where they were (baseline.py, the only script that can train such a model further).
+are cut off, and the embeddings stay untied where they were (baseline.py, the only script that trains such a model on).
 """
 import argparse
 import logging

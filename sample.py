@@ -68,7 +68,7 @@ def to_model(checkpoint):
 
 
 def from_hugging_face(name):
-    """A transformers GPT-2 or Qwen3 from a folder or the hub; exits with one line when there is none by this name."""
+    """A transformers GPT-2 or Qwen3 from a folder or the Hugging Face hub; exits with one line when there is none."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -109,9 +109,9 @@ def parse_args(argv=None):
     parser.add_argument("--prompt", default="", help="default: <|endoftext|>, the start of a document")
     parser.add_argument("--num-samples", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="only the k most likely tokens; 0: all (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="only the most likely tokens, up to this probability")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens, up to this probability")
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
     parser.add_argument("--device", default=found[0], help="default: %(default)s")
     args = parser.parse_args(argv)
