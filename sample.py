@@ -18,8 +18,7 @@ import torch
 from data import prepare
 from data.prepare import END_OF_TEXT
 from export import load_checkpoint, refuse_folder, to_transformers
-from ladder.runner import load_script
-from ladder.stages import BY_NAME
+from ladder.scripts.stages import BY_NAME, load_script
 
 
 class Tokenizer:
@@ -47,7 +46,7 @@ def to_model(checkpoint):
     from transformers.modeling_outputs import CausalLMOutput
 
     stage = BY_NAME.get(Path(checkpoint["script"]).stem)
-    if stage is None or stage.label not in ("20", "21", "22"):  # no longer GPT-2, and not yet Qwen3
+    if stage is None or stage.exports_to:
         return to_transformers(checkpoint)
     script, shape = load_script(stage), checkpoint["config"]
 

@@ -12,8 +12,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from ladder.runner import load_script
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL, load_script
 
 NH, HS = 12, 64  # heads, width of a head
 ROUNDS = 5

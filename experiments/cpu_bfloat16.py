@@ -9,8 +9,7 @@ import time
 
 import torch
 
-from ladder.runner import load_script
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL, load_script
 
 
 def gflops(dtype, m=512, k=768, n=3072):

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.logs import read_log
-from ladder.runner import Job, check_flags, command_for, run_job
-from ladder.stages import BY_LABEL
+from ladder.measure.runner import Job, check_flags, command_for, run_job
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import read_log
 
 KEPT = ["MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=100000000000"]  # mallopt(3): one heap, which never shrinks
 ENVIRONMENTS = {

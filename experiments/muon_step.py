@@ -8,8 +8,7 @@ import time
 
 import torch
 
-from ladder.runner import load_script
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL, load_script
 
 
 def optimizers(model):

@@ -4,18 +4,20 @@
         --val-every 60 --recompute-blocks 0 --max-lr LR
 
 Each is the script of rung 24 with the replacements below. LR is what the race found for AdamW. The folder then
-holds logs as after python -m ladder run --race; the same command again goes on with an interrupted one.
+holds logs as after python -m ladder run --race; rerun the same command to resume.
 """
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from ladder.errors import UserError
-from ladder.race import last_val_loss, race, read_sweep
-from ladder.runner import check_flags, run_ladder
-from ladder.stages import BY_LABEL, Stage
+from ladder.measure.race import race
+from ladder.measure.runner import check_flags, run_ladder
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.standings import last_val_loss, read_sweep
 
 BASE = BY_LABEL["24"]  # the last rung of the race
 VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
@@ -56,7 +58,7 @@ def write_variant(name, folder):
         text = text.replace(old, new)
     path = folder / f"{name}.py"
     path.write_text(text, encoding="utf-8")
-    return Stage(name, str(path.resolve()), VARIANTS[name][0], BASE.before)
+    return replace(BASE, label=name, file=str(path.resolve()), title=VARIANTS[name][0], same_losses=None)
 
 
 def main():

@@ -1,1 +1,4 @@
-"""The tool around the scripts: `python -m ladder` measures them, shows them, and keeps the copies in step."""
+"""The tool around the ladder, in three rooms: `scripts` knows the rungs, `show` reads logs, `measure` runs scripts.
+
+The arrows point one way: `measure` uses `show` and `scripts`, `show` uses `scripts`, and `scripts` uses neither.
+"""

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from ladder.errors import UserError
-from ladder.logs import has_steps
-from ladder.stages import BY_LABEL, BY_NAME, ROOT, STAGES
+from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
+from ladder.show.logs import has_steps
 
 RUNS, PROFILES, SURVEYS = Path("logs/ladder"), Path("logs/profile"), Path("logs/survey")  # one folder per run of each
 REFERENCE = ROOT / "logs" / "reference"
@@ -113,7 +113,7 @@ def parse_args(argv=None):
 
 
 def check(args):
-    from ladder.check import BAD, GOOD, check_machine
+    from ladder.measure.check import BAD, GOOD, check_machine
 
     if args.gpus or args.memory:
         return print_cards(args.gpus or 8, args.memory or [16, 24, 40, 80])
@@ -130,7 +130,7 @@ def print_cards(gpus, memories):
     """What some GPUs hold on paper; no machine is looked at."""
     from rich.table import Table
 
-    from ladder.check import plan_cards
+    from ladder.measure.check import plan_cards
 
     table = Table("GPUs", "", "largest --model", "GB a GPU", "GB sent a step", "at most",
                   title="The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
@@ -161,7 +161,7 @@ def newest_run(wanted=has_steps):
 
 def as_started(args):
     """The arguments of the run that --resume continues."""
-    from ladder.report import read_machine
+    from ladder.show.machine import read_machine
 
     if set(args.argv) - {"run", "--resume", "--logs", str(args.logs), f"--logs={args.logs}"}:
         raise UserError("--resume: continues a run with the flags that it was started with; leave the others out")
@@ -185,9 +185,9 @@ def now():
 
 def show(report):
     """A report in the terminal, with what its folder holds of a profile and of a race."""
-    from ladder.race import print_race
-    from ladder.report import print_table
-    from ladder.step_profile import print_profile
+    from ladder.show.profile import print_profile
+    from ladder.show.report import print_table
+    from ladder.show.standings import print_race
 
     print_table(report, console)
     if report.profile:
@@ -197,9 +197,9 @@ def show(report):
 
 
 def run(args):
-    from ladder.race import check_race, n_jobs, race
-    from ladder.report import build_report
-    from ladder.runner import check_flags, locked, parse_rungs, plan, run_ladder
+    from ladder.measure.race import check_race, n_jobs, race
+    from ladder.measure.runner import check_flags, locked, parse_rungs, plan, run_ladder
+    from ladder.show.report import build_report
 
     stop_at_signals()
     args = as_started(args) if args.resume else args
@@ -243,9 +243,10 @@ def run(args):
 
 
 def profile(args):
-    from ladder.plots import plot_profile, save
-    from ladder.runner import locked, parse_rungs
-    from ladder.step_profile import check_profile, print_profile, profile_ladder, read_profile
+    from ladder.measure.runner import locked, parse_rungs
+    from ladder.measure.step_profile import check_profile, profile_ladder
+    from ladder.show.plots import plot_profile, save
+    from ladder.show.profile import print_profile, read_profile
 
     stop_at_signals()
     folder = args.logs or PROFILES / now()
@@ -261,8 +262,8 @@ def profile(args):
 
 
 def survey(args):
-    from ladder.report import build_report
-    from ladder.survey import survey
+    from ladder.measure.survey import survey
+    from ladder.show.report import build_report
 
     stop_at_signals()
     out = args.out or SURVEYS / now()
@@ -276,7 +277,7 @@ def survey(args):
 def max_batch(args, stages):
     from rich.table import Table
 
-    from ladder.runner import largest_batch
+    from ladder.measure.runner import largest_batch
 
     table = Table("rung", "largest B", "tokens/s", "what stopped the next one", title="The largest batch")
     nothing_ran = False
@@ -298,7 +299,7 @@ def reference_folders():
 
 
 def report(args):
-    from ladder.report import as_csv, as_json, build_report, write_readme
+    from ladder.show.report import as_csv, as_json, build_report, write_readme
 
     def read(default):
         return [build_report(folder, args.peak_tflops, B=args.B, T=args.T, model=args.model)
@@ -313,12 +314,12 @@ def report(args):
         write_readme(published)
         messages.print("README.md: tables rewritten")
     if args.png:
-        from ladder.plots import write_plots
+        from ladder.show.plots import write_plots
 
         for path in write_plots(reports, args.png):
             messages.print(str(path), markup=False)
     if args.html:
-        from ladder.page import write_page
+        from ladder.show.page import write_page
 
         write_page(published, args.html)
         messages.print(f"{args.html}: {args.html.stat().st_size / 1e6:.2f} MB")
@@ -333,8 +334,8 @@ def report(args):
 
 
 def compare(args):
-    from ladder.compare import print_comparison
-    from ladder.logs import read_log
+    from ladder.show.compare import print_comparison
+    from ladder.show.logs import read_log
 
     print_comparison(*[read_log(path) for path in args.logs], console)
     return 0
@@ -349,7 +350,7 @@ def find_rung(word):
 
 
 def diff(args):
-    from ladder.lessons import print_lesson, read_lesson
+    from ladder.scripts.lessons import print_lesson, read_lesson
 
     if len(args.rungs) > 2:
         raise UserError("diff takes one rung, or two")
@@ -363,7 +364,7 @@ def diff(args):
 
 def print_effect(before, stage):
     """Under the diff: what the change did on the reference machines."""
-    from ladder.report import build_report, conditions
+    from ladder.show.report import build_report, conditions
 
     for folder in reference_folders() if before and REFERENCE.is_dir() else []:
         reference = build_report(folder)
@@ -381,7 +382,7 @@ def print_effect(before, stage):
 
 
 def propagate(args):
-    from ladder.propagate import propagate
+    from ladder.scripts.propagate import propagate
 
     stage, until = find_rung(args.rung), args.until and find_rung(args.until)
     written = propagate(stage, until=until)

@@ -26,7 +26,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # where a plugin has 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ladder.stages import BY_LABEL  # noqa: E402
+from ladder.scripts.stages import BY_LABEL  # noqa: E402
 
 STEP_LINE = re.compile(
     r"step : (?P<step>\d+) \| loss: (?P<loss>\S+) \| dt: (?P<ms>[\d.]+) ms \| tokens/sec: (?P<tokens_per_second>[\d.]+)"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, rung, train
 
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL
 
 TWO_RUNGS = pytest.mark.parametrize("label", ["0", "16"])
 STEP = ("-B", 1, "-T", 16, "--steps", 1)

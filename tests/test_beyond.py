@@ -14,7 +14,7 @@ from test_ddp import RANK, TWO_RANKS
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL
 
 ACCUMULATION, PREFETCH, VALIDATION, RESUME, PREEMPTION, RECOMPUTE = "11", "12", "13", "14", "15", "16"
 LAST_TWO = list(BY_LABEL)[-2:]

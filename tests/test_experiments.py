@@ -11,7 +11,7 @@ import torch
 from conftest import load_module, losses, run_command, rung, train
 
 from experiments import causal_attention, compress, data_wait, eight_bit_adamw, sampling_speed, variants
-from ladder.logs import read_log
+from ladder.show.logs import read_log
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 TINY = ["--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32"]

@@ -12,10 +12,10 @@ from tensor_bytes import Watch
 from test_beyond import val_lines
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from ladder.check import plan_cards
-from ladder.flops import SHAPES
-from ladder.memory import PROCESS_BYTES, card_bytes, sent_bytes, split_parameters, state_bytes
-from ladder.stages import BY_LABEL
+from ladder.measure.check import plan_cards
+from ladder.scripts.flops import SHAPES
+from ladder.scripts.memory import PROCESS_BYTES, card_bytes, sent_bytes, split_parameters, state_bytes
+from ladder.scripts.stages import BY_LABEL
 
 LOG = f"{BY_LABEL['fsdp'].name}.log"
 RUN = ("-T", 16, "--val-every", 2, "--val-sequences", 3, "--checkpoint-every", 2)

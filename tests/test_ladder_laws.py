@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from ladder.laws import changed_definitions, changed_lines, definitions, plumbing, violations
-from ladder.stages import BANNER, BY_LABEL, STAGES
+from ladder.scripts.laws import changed_definitions, changed_lines, definitions, plumbing, violations
+from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
 
 SOURCES = {stage.file: stage.path.read_text(encoding="utf-8") for stage in STAGES}
 EACH = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
@@ -24,7 +24,7 @@ def test_the_whole_ladder_obeys():
 
 
 def test_below_the_banner_all_scripts_are_the_same():
-    """Byte for byte, and without the help of ladder/laws.py. From rung 23 on --pretrained loads a Qwen3."""
+    """Byte for byte, and without the help of ladder/scripts/laws.py. From rung 23 on --pretrained loads a Qwen3."""
     ends = {stage.label: stage.path.read_bytes().partition(b"\n# ---- the same in every rung ")[2] for stage in STAGES}
     assert len(set(ends.values())) == 2 and len({ends[label] for label in list(ends)[list(ends).index("23") :]}) == 1
     of_gpt2, of_qwen3 = (re.sub(rb"(?ms)^def from_pretrained.*?(?=^def )", b"", ends[label]) for label in ("0", "23"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import make_tokens, rung, train
 
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL
 
 FROM_12 = list(BY_LABEL)[list(BY_LABEL).index("12") :]  # these loaders know their device and split
 B, T = 4, 1000

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, SHORT, STEP_LINE, STEP_SECONDS, read_steps, rung, train
 
-from ladder.stages import BY_LABEL, STAGES
+from ladder.scripts.stages import BY_LABEL, STAGES
 
 ALL_RUNGS = pytest.mark.parametrize("label", BY_LABEL)
 POSITION = {stage.label: position for position, stage in enumerate(STAGES)}
@@ -34,7 +34,8 @@ def test_header_and_steps(label, short_run, tokens):
     if not since(label, "20"):  # test_model.py counts them for all
         parameters = "3,385,088" if since(label, "7") else "3,382,080" if since(label, "1") else "6,598,528"
         assert run.lines[1] == f"# model: tiny | parameters: {parameters}"
-    assert re.fullmatch(r"# device: .+ \(\d+ threads\) \| torch: [\w.+]+ \| precision: .+ \| allocator: .+", run.lines[2])
+    device = r"# device: .+ \(\d+ threads\) \| torch: [\w.+]+ \| precision: .+ \| allocator: .+"
+    assert re.fullmatch(device, run.lines[2])
     assert f"# batch: B=2 T=64 | steps: {N_STEPS} | seed: 1337" in run.lines
     n_tokens = (tokens / "train.bin").stat().st_size // 2
     epoch = (n_tokens - 1) // 128

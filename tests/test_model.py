@@ -9,7 +9,7 @@ import torch
 from conftest import rung
 from torch.nn import functional as F
 
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL
 
 ALL_RUNGS = pytest.mark.parametrize("label", BY_LABEL)
 LABELS = list(BY_LABEL)

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ladder.logs import read_log
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import read_log
 
 RECOMPUTE, CHUNKED, MUON, TRAPEZOID, ROPE, SWIGLU, ZERO_INIT = "16", "17", "18", "19", "20", "23", "24"
 LAST = list(BY_LABEL)[-2]  # fsdp_run.py shards the same model: test_fsdp.py

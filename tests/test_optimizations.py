@@ -3,13 +3,13 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, SHORT, read_steps, record_run, rung, run_command, train
+from conftest import ROOT, SHORT, read_steps, record_run, run_command, rung, train
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL
 
 LABELS = list(BY_LABEL)
 FEW = ("-B", 2, "-T", 32, "--steps", 2)  # for arithmetic that a CPU may have to emulate

@@ -11,10 +11,10 @@ import pytest
 from conftest import ROOT
 from test_race import ADAMW, MUON, VAL_LOSSES, run_race
 
-from ladder.page import prose, write_page
-from ladder.plots import KIND_COLOURS, plot_profile, write_plots
-from ladder.report import build_report
-from ladder.stages import BY_LABEL, STAGES
+from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.show.page import prose, write_page
+from ladder.show.plots import KIND_COLOURS, plot_profile, write_plots
+from ladder.show.report import build_report
 
 PAGE = ROOT / "docs" / "index.html"
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())

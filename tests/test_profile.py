@@ -11,15 +11,23 @@ from conftest import ROOT, run_command
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ladder import runner, survey
 from ladder.errors import UserError
-from ladder.logs import read_log
-from ladder.report import build_report
-from ladder.runner import check_flags
-from ladder.stages import BY_LABEL
-from ladder.step_profile import (
-    CLIP, DATA, KINDS, STEP, STEPS_ON_A_CPU, by_kind, check_profile, floor_ms, kind_of, read_profile,
+from ladder.measure import runner, survey
+from ladder.measure.runner import check_flags
+from ladder.measure.step_profile import (
+    CLIP,
+    DATA,
+    STEP,
+    STEPS_ON_A_CPU,
+    by_kind,
+    check_profile,
+    floor_ms,
+    kind_of,
 )
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import read_log
+from ladder.show.profile import KINDS, read_profile
+from ladder.show.report import build_report
 
 WHOLE = ROOT / "logs" / "reference" / "amd_epyc_avx2_2_cores_B1_T1024"
 N_ROWS, N_EMBD, T, N_HEAD = 3000, 256, 256, 4
@@ -134,8 +142,8 @@ def test_kinds_of_real_names(name, shapes, around, kind):
 
 
 def profile_of(label, tokens, folder, *flags):
-    done = run_command(sys.executable, "-m", "ladder.step_profile", label, folder / "out.json", "--model", "tiny",
-                       "-B", 2, "-T", 128, "--device", "cpu", "--data", tokens, *flags)
+    done = run_command(sys.executable, "-m", "ladder.measure.step_profile", label, folder / "out.json",
+                       "--model", "tiny", "-B", 2, "-T", 128, "--device", "cpu", "--data", tokens, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     rung = json.loads((folder / "out.json").read_text())
     return rung, read_log(folder / f"{rung['name']}.log")

@@ -8,11 +8,11 @@ import pytest
 from conftest import ROOT
 
 import ladder.__main__ as tool
-from ladder import propagate as propagating
 from ladder.errors import UserError
-from ladder.laws import pieces, violations
-from ladder.propagate import Conflict, merge, propagate
-from ladder.stages import BY_LABEL, STAGES
+from ladder.scripts import propagate as propagating
+from ladder.scripts.laws import pieces, violations
+from ladder.scripts.propagate import Conflict, merge, propagate
+from ladder.scripts.stages import BY_LABEL, STAGES
 
 BASELINE = BY_LABEL["0"]
 

@@ -7,22 +7,20 @@ from rich.console import Console
 from test_ladder_tool import ladder
 
 from ladder.errors import UserError
-from ladder.logs import read_log
-from ladder.race import (
+from ladder.measure.race import n_jobs, race, rate_flag
+from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.show.logs import read_log
+from ladder.show.report import build_report, write_readme
+from ladder.show.standings import (
     best_of,
-    curves,
     last_val_loss,
-    n_jobs,
     print_race,
-    race,
+    race_curves,
     race_texts,
-    rate_flag,
     read_sweep,
     standings,
     steps_to,
 )
-from ladder.report import build_report, write_readme
-from ladder.stages import BY_LABEL, BY_NAME
 
 ADAMW, CHUNKED, MUON = (BY_LABEL[label] for label in ("16", "17", "18"))
 STEPS = (10, 20, 30, 40)  # of the validations
@@ -194,7 +192,7 @@ def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
         report = build_report(tmp_path)
         target, [_, muon] = standings(report)
         assert target == 6.0 and muon.tokens == (22.5 * 64, 15 * 64, 30 * 64)
-        for (_, steps, seconds, losses), ms in zip(curves(report), (100, 110), strict=True):
+        for (_, steps, seconds, losses), ms in zip(race_curves(report), (100, 110), strict=True):
             assert seconds == pytest.approx([ms * step / 1000 for step in steps]) and len(losses) == len(steps) == 4
         assert race_texts(report)
     for number in (1, 2, 3):

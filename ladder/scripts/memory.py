@@ -12,10 +12,10 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
     6 on, 16 bits and flash     36                            10   0: the scores are never stored
     17 on, chunks of logits     36                            10   0; the logits of LOSS_CHUNK tokens at most
 
-Tests hold it against what autograd keeps, against the peaks in logs/reference/, and against 131 GB measured for the
-baseline with gpt2, B=64, T=1024. `card_bytes` is a model of the same for several cards, which share a run of rung 24
-(DDP) or of fsdp_run.py, and `sent_bytes` says what they send each other. Run as `python -m ladder.memory DEVICE`, it
-prints the device's free bytes.
+`stages.py` has a, v and s of each rung. Tests hold the model against what autograd keeps and against the peaks in
+logs/reference/. `card_bytes` is a model of the same for several cards, which share a run of rung 24 (DDP) or of
+fsdp_run.py, and `sent_bytes` says what they send each other. `python -m ladder.scripts.memory DEVICE` prints the
+device's free bytes.
 """
 import math
 import sys
@@ -23,31 +23,28 @@ import sys
 import psutil
 import torch
 
-from ladder.flops import SHAPES, VOCAB_SIZE
-from ladder.stages import BY_LABEL
+from ladder.scripts.flops import SHAPES, VOCAB_SIZE
+from ladder.scripts.stages import BY_LABEL
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver's own share is of this size too
 BLOCK_SIZE = 1024
 LOSS_CHUNK = 4096  # tokens whose logits exist at once from rung 17 on: the default of --loss-chunk
 RUN_BY_DEFAULT = [str(number) for number in range(11)]  # the labels of `python -m ladder run`
-BYTES = {label: (36, 10, 0) for label in BY_LABEL}  # label: (a, v, s)
-BYTES |= dict.fromkeys("012", (64, 12, 4)) | dict.fromkeys("345", (36, 12, 6))
-CHUNKED = list(BY_LABEL)[list(BY_LABEL).index("17") :]
 
 
 def step_bytes(model, B, T, label):
     """Bytes that training takes at its peak on the rung `label`."""
-    n_layer, n_head, n_embd = SHAPES[model]
-    n_embeddings = (VOCAB_SIZE * (2 if label == "0" else 1) + BLOCK_SIZE) * n_embd
+    stage, (n_layer, n_head, n_embd) = BY_LABEL[label], SHAPES[model]
+    n_embeddings = (VOCAB_SIZE * (1 if stage.tied else 2) + BLOCK_SIZE) * n_embd
     parameters = n_embeddings + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
-    a, v, s = BYTES[label]
-    logits = v * VOCAB_SIZE * (min(B * T, LOSS_CHUNK) if label in CHUNKED else B * T)
+    a, v, s = stage.memory
+    logits = v * VOCAB_SIZE * (min(B * T, LOSS_CHUNK) if stage.chunked else B * T)
     kept = B * T * a * n_layer * n_embd + logits + s * B * n_layer * n_head * T * T
     return PROCESS_BYTES + 16 * parameters + kept
 
 
 def largest_fitting(model, T, labels, available_bytes):
-    """The largest B at which the hungriest of the rungs fits into the memory; 0 if none does."""
+    """The largest B at which the rung that needs the most memory fits into the memory; 0 if none does."""
     fixed = {label: step_bytes(model, 0, T, label) for label in labels}
     return max(0, min(int((available_bytes - fixed[label]) / (step_bytes(model, 1, T, label) - fixed[label]))
                       for label in labels))
@@ -80,7 +77,7 @@ def card_bytes(model, B, T, ranks, sharded, n_layer=None):
     embedding, block, n_layer = split_parameters(model, n_layer)
     state = state_bytes(model, ranks if sharded else 1, n_layer)
     unsharded = 10 * embedding + (10 * block if sharded else 2 * block * n_layer)
-    a, v, _ = BYTES["fsdp"]
+    a, v, _ = BY_LABEL["fsdp"].memory
     kept = B * T * ((2 if sharded else 4) * n_layer + a) * SHAPES[model][2] + v * VOCAB_SIZE * min(B * T, LOSS_CHUNK)
     return PROCESS_BYTES + state + unsharded + kept
 

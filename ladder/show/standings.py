@@ -1,10 +1,6 @@
-"""How many tokens and seconds each rung needs to the same validation loss.
+"""A race's standings: how many tokens and seconds each rung needs to the same validation loss.
 
-A faster step shows in its milliseconds, a better one only in where it gets to. The comparison is fair where all rungs
-train the same size of model, on the same data, with the same batch and number of steps, and each with its own best
-learning rate. The search tries four, every one twice the one before, and goes on until the best of them has a
-neighbour on each side, or there are ten. Then all rungs run with several seeds, in interleaved rounds. The target is
-the loss that the first rung ends with, in the median, rounded up to two digits.
+The target is the loss that the first rung ends with, in the median, rounded up to two digits.
 """
 import math
 import statistics
@@ -13,14 +9,11 @@ from dataclasses import dataclass
 import pandas
 
 from ladder.errors import UserError
-from ladder.logs import read_log
-from ladder.runner import Job, command_for, load_script
-from ladder.stages import BY_NAME
+from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.show.logs import read_log
 
-MOST_RATES = 10  # that a search tries
-SEED = 1337  # of the first round, and of the search for the learning rates
+WIDE = 130  # characters of a terminal that takes all columns
 IN_THE_README = ["label", "file", "the one change"]  # of the standings; elsewhere "rung" says it
-SAME_LOSS = {"rung_17_chunked_cross_entropy": "rung_16_gradient_checkpointing"}  # to rounding: one search for both
 
 
 @dataclass
@@ -36,21 +29,6 @@ class Racer:
     seconds: tuple
 
 
-def rate_flag(stage):
-    """The flag of the learning rate to search for, and its default: the matrices' where Muon has one of its own."""
-    settings = load_script(stage).Settings
-    return ("--muon-lr", settings.muon_lr) if hasattr(settings, "muon_lr") else ("--max-lr", settings.max_lr)
-
-
-def check_race(stages, settings):
-    """Refuse rungs without a validation."""
-    for stage in stages:
-        if not hasattr(load_script(stage).Settings, "val_every"):
-            raise UserError(f"--race: {stage.file} does not validate; take rungs from 13 on, for example --rungs 16-24")
-    if not settings.val_every:
-        raise UserError("--val-every 0: --race compares validation losses; give the steps from one to the next")
-
-
 def last_val_loss(path):
     """The last validation loss of a log; inf if there is none, or the run broke off or diverged."""
     try:
@@ -64,49 +42,6 @@ def last_val_loss(path):
 def best_of(losses):
     """The learning rate with the lowest loss of {rate: loss}; of two that are equal, the higher."""
     return min(sorted(losses, reverse=True), key=losses.get)
-
-
-def search(stage, flags, log_dir):
-    """Yields the jobs that try a rung's learning rates, each when the ones before are done; returns the best rate."""
-    flag, default = rate_flag(stage)
-    losses, rates = {}, [default * 2**power for power in range(4)]
-    while rates:
-        for rate in rates:
-            folder = log_dir / "sweep" / f"{rate:g}"
-            yield Job(stage.name, command_for(stage, [*flags, flag, f"{rate:g}"], folder), folder)
-            losses[rate] = last_val_loss(folder / f"{stage.name}.log")
-        best = best_of(losses)
-        if losses[best] == math.inf:
-            raise UserError(f"--race: no run of {stage.file} ended with a loss; its logs are in {log_dir}/sweep")
-        rates = [best / 2] if best == min(losses) else [2 * best] if best == max(losses) else []
-        rates = rates if len(losses) < MOST_RATES else []
-    return best
-
-
-def race(stages, flags, log_dir, seeds):
-    """Yields all jobs of a race, each when the ones before are done: the search first, then round by round."""
-    chosen = {}  # the flags of each rung
-    adamw = []  # what the first rungs found for AdamW, which has the embeddings where Muon has the matrices
-    for stage in stages:
-        if SAME_LOSS.get(stage.name) in chosen:
-            chosen[stage.name] = chosen[SAME_LOSS[stage.name]]
-            continue
-        flag, _ = rate_flag(stage)
-        fixed = adamw if flag == "--muon-lr" else []
-        best = yield from search(stage, [*flags, *fixed, "--seed", str(SEED)], log_dir)
-        chosen[stage.name] = [*fixed, flag, f"{best:g}"]
-        adamw = adamw or ([flag, f"{best:g}"] if flag == "--max-lr" else [])
-    for number in range(seeds):
-        folder = log_dir / f"round_{number + 1}"
-        for stage in stages:
-            words = [*flags, *chosen[stage.name], "--seed", str(SEED + number)]
-            yield Job(stage.name, command_for(stage, words, folder), folder)
-
-
-def n_jobs(stages, seeds):
-    """How many jobs a race has, if no search goes on beyond its four learning rates."""
-    names = {stage.name for stage in stages}
-    return sum(0 if SAME_LOSS.get(name) in names else 4 for name in names) + seeds * len(stages)
 
 
 def read_sweep(folder):
@@ -127,8 +62,16 @@ def steps_to(run, loss):
     return math.inf
 
 
-def spread(values):
+def median_and_range(values):
+    """(median, lowest, highest)."""
     return statistics.median(values), min(values), max(values)
+
+
+def searched_by(stage, names):
+    """The stage whose search gave `stage` its learning rates: the first of `names` whose losses it has to rounding."""
+    while stage.name not in names and stage.same_losses is not None:
+        stage = BY_LABEL[stage.before]
+    return stage
 
 
 def finished(runs):
@@ -147,17 +90,17 @@ def standings(report):
         runs = runs_of[row.name]
         steps = [steps_to(run, target) for run in runs]
         ms = statistics.median(run.median_ms for run in runs)
-        losses = report.sweep.get(row.name) or report.sweep[SAME_LOSS[row.name]]
+        losses = report.sweep[searched_by(BY_NAME[row.name], report.sweep).name]
         racers.append(Racer(
             row.name, row.title, f"{best_of(losses):g}", ms,
-            spread([run.val_losses[-1] for run in runs]),
-            spread([n * run.tokens_per_step for n, run in zip(steps, runs, strict=True)]),
-            spread([n * ms / 1000 for n in steps]),
+            median_and_range([run.val_losses[-1] for run in runs]),
+            median_and_range([n * run.tokens_per_step for n, run in zip(steps, runs, strict=True)]),
+            median_and_range([n * ms / 1000 for n in steps]),
         ))
     return target, racers
 
 
-def curves(report):
+def race_curves(report):
     """Yields (name, steps, seconds, losses) of each rung's validations: the median over the seeds at each step."""
     for name, runs in finished(report.runs).items():
         ms = statistics.median(run.median_ms for run in runs)
@@ -208,8 +151,6 @@ def print_race(report, console):
     """The standings in a terminal; a narrow one goes without the spreads."""
     from rich import box
     from rich.table import Table
-
-    from ladder.report import WIDE
 
     texts, caption = race_texts(report)
     table = Table(title="To the same validation loss", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)

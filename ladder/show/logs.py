@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.stages import BY_NAME
+from ladder.scripts.stages import BY_NAME
 
 PEER = "peer_transformers"
+PEER_FILE = f"ladder/measure/{PEER}.py"
 ORDER = [*BY_NAME, PEER]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 COUNT = r"(\d{1,12})"

@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 import textwrap
+from pathlib import Path
 
 import jinja2
 from markdown_it import MarkdownIt
@@ -17,14 +18,15 @@ from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 from ladder.errors import UserError
-from ladder.laws import first_line
-from ladder.lessons import Line, in_diff_order, read_lesson, split_docstring
-from ladder.plots import KIND_COLOURS
-from ladder.race import IN_THE_README, race_texts, standings
-from ladder.race import curves as race_curves
-from ladder.report import describe, table_of, warnings
-from ladder.stages import BANNER, BY_LABEL, BY_NAME, ROOT, STAGES
+from ladder.files import write_whole
+from ladder.scripts.laws import first_line
+from ladder.scripts.lessons import Line, in_diff_order, read_lesson, split_docstring
+from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
+from ladder.show.plots import KIND_COLOURS
+from ladder.show.report import describe, table_of, warnings
+from ladder.show.standings import IN_THE_README, race_curves, race_texts, standings
 
+HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
            Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the colour of the text
 LABEL = r"(?:Gain|Cost|Beware|Sources?):"
@@ -225,7 +227,7 @@ def machine_view(report):
 
 
 def ours(name):
-    return (ROOT / "ladder" / name).read_text(encoding="utf-8")
+    return (HERE / name).read_text(encoding="utf-8")
 
 
 def write_page(reports, path):
@@ -237,7 +239,7 @@ def write_page(reports, path):
     machines.sort(key=lambda machine: (not machine["profile"], -len(machine["rows"].keys() & BY_NAME)))
     default = machines[0]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ROOT / "ladder"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
@@ -246,6 +248,4 @@ def write_page(reports, path):
         style=ours("page.css"), script=ours("page.js"), uplot=ours("uplot.js"),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8", newline="\n")
-    partial.replace(path)
+    write_whole(path, text)

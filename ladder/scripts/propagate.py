@@ -12,9 +12,9 @@ import re
 import subprocess
 
 from ladder.errors import UserError
-from ladder.laws import pieces, plumbing, violations
-from ladder.lessons import split_docstring
-from ladder.stages import BY_LABEL, ROOT, STAGES
+from ladder.scripts.laws import pieces, plumbing, violations
+from ladder.scripts.lessons import split_docstring
+from ladder.scripts.stages import BY_LABEL, ROOT, STAGES
 
 WORD = re.compile(r"\d[\w.]*(?:(?<=[eE])[-+]\d+)?|\w+|\s+|.")  # a number is one word, with its signed exponent
 

@@ -12,16 +12,11 @@ computes half of it, and "causal" counts half of the second term: for gpt2 at T=
 MFU = FLOPs per token * tokens/sec / the highest matrix-product rate measured on that device, over float32, TF32 and
 16 bits. One yardstick for all rungs, so the column rises towards 100 %.
 """
+from ladder.scripts.stages import STAGES, load_script
+
 VOCAB_SIZE = 50257
-SHAPES = {  # --model: (n_layer, n_head, n_embd); a test keeps this equal to the scripts' MODELS
-    "tiny": (2, 2, 64),
-    "mini": (6, 3, 192),
-    "small": (6, 6, 384),
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-}
+SHAPES = {name: (shape.n_layer, shape.n_head, shape.n_embd)  # --model: (n_layer, n_head, n_embd)
+          for name, shape in load_script(STAGES[0]).MODELS.items()}
 
 
 def flops_per_token(model, T, causal=False):

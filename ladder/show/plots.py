@@ -5,10 +5,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from ladder.errors import UserError
-from ladder.logs import PEER
-from ladder.race import curves, standings
-from ladder.report import conditions, where
-from ladder.stages import BY_NAME
+from ladder.scripts.stages import BY_NAME
+from ladder.show.logs import PEER
+from ladder.show.report import conditions, where
+from ladder.show.standings import race_curves, standings
 
 # One colour per kind of work, here and on the page. Blue is what the arithmetic needs; all eight stay apart for
 # colour-blind readers, on white and on black (a test holds that).
@@ -129,7 +129,7 @@ def plot_race(report):
     figure, (by_time, by_rate) = new_figure("To the same validation loss", where(report), columns=2)
     colours, titles = colours_of(report), {row.name: row.title for row in report.rows}
     target, racers = standings(report)
-    for name, _, seconds, losses in curves(report):
+    for name, _, seconds, losses in race_curves(report):
         by_time.plot(seconds, losses, color=colours[name], label=titles[name], linewidth=1.4)
     by_time.axhline(target, color="black", linewidth=0.8, linestyle=":")
     for racer in racers:

@@ -1,6 +1,6 @@
 """Measure this device's matrix-product rates and name the machine; prints JSON. Run by `python -m ladder run`.
 
-    python -m ladder.rates --device cpu
+    python -m ladder.measure.rates --device cpu
 
 The products have the shapes of GPT-2's own layers, (4096, 768) @ (768, 3072) and larger square ones; the best of
 several tries of each counts, since the question is what the chip can do.
@@ -14,8 +14,9 @@ import time
 
 import torch
 
-import speedup_10_fused_adamw as rung_10
+from ladder.scripts.stages import BY_LABEL, load_script
 
+rung_10 = load_script(BY_LABEL["10"])
 SHAPES = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
 SECONDS = 2.0  # of measuring, for each shape and format
 

@@ -2,16 +2,9 @@
 import statistics
 from dataclasses import dataclass
 
-from ladder.report import spread
-from ladder.stages import BY_LABEL, BY_NAME
+from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.show.report import spread
 
-# Rungs that change only how the arithmetic is done must keep the losses of the rung before. How close, in nats: TF32
-# and bfloat16 round each activation to 10 and 7 bits, compile and flash attention round in other places, and training
-# lets such differences grow. Rungs 12 to 17 compute what the rung before computes. The others change the losses.
-LOSS_TOLERANCE = {  # by label
-    "2": 0.05, "3": 0.1, "5": 0.1, "6": 0.1, "12": 0.01, "13": 0.01, "14": 0.01, "15": 0.01, "16": 0.1,
-    "17": 0.1,
-}
 SAME_RUN_TOLERANCE = 1e-6
 
 
@@ -32,7 +25,7 @@ def loss_tolerance(one, other):
     for first, last in ((one.name, other.name), (other.name, one.name)):
         stage, between = BY_NAME.get(last), []
         while stage and stage.name != first:
-            between.append(LOSS_TOLERANCE.get(stage.label))
+            between.append(stage.same_losses)
             stage = BY_LABEL.get(stage.before)
         if stage:
             return None if None in between else sum(between)

@@ -12,13 +12,14 @@ from pathlib import Path
 import pandas
 
 from ladder.errors import UserError
-from ladder.flops import mfu
-from ladder.logs import PEER, read_folder
-from ladder.race import finished, race_texts, read_sweep
-from ladder.stages import BY_LABEL, BY_NAME, ROOT, STAGES
-from ladder.step_profile import read_profile
+from ladder.files import write_whole
+from ladder.scripts.flops import mfu
+from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
+from ladder.show.logs import PEER, PEER_FILE, read_folder
+from ladder.show.machine import read_machine
+from ladder.show.profile import read_profile
+from ladder.show.standings import WIDE, finished, race_texts, read_sweep
 
-WIDE = 130  # characters of a terminal that takes all columns
 LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
 BEYOND_MARKS = ("<!-- beyond:begin -->", "<!-- beyond:end -->")
 RACE_MARKS = ("<!-- race:begin -->", "<!-- race:end -->")
@@ -109,21 +110,6 @@ def common_lowest(losses_of_runs):
     """A loss that all runs reach: the highest of their lowest. Smoothing would need a choice; the lowest does not."""
     finite = [list(filter(math.isfinite, losses)) for losses in losses_of_runs]
     return max((min(losses) for losses in finite if losses), default=None)
-
-
-def read_machine(folder):
-    """What `run` noted about the machine, {} when it did not."""
-    path = Path(folder) / "machine.json"
-    if not path.exists():
-        return {}
-    try:
-        machine = json.loads(path.read_text(encoding="utf-8"))
-        machine["rates"] = {name: float(rate) for name, rate in machine["rates"].items()}
-        if not machine["rates"] or not all(0 < rate < math.inf for rate in machine["rates"].values()):
-            raise ValueError(f"rates: {machine['rates']}")
-        return machine
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): run python -m ladder run again, or delete it") from None
 
 
 def build_report(folder, peak_tflops=None, **stand_ins):
@@ -241,7 +227,7 @@ def as_texts(report):
         known = [f"{seconds:,.1f} {kind}" for kind, seconds in kinds.items() if seconds is not None]
         return ", ".join(known) or f"{row.first_step_s:,.1f}"
 
-    files = {name: stage.file for name, stage in BY_NAME.items()} | {PEER: f"ladder/{PEER}.py"}
+    files = {name: stage.file for name, stage in BY_NAME.items()} | {PEER: PEER_FILE}
     return pandas.DataFrame({
         "label": [BY_NAME[row.name].label if row.name in BY_NAME else "" for row in report.rows],
         "file": ["[`{0}`]({0})".format(files.get(row.name, row.name)) for row in report.rows],
@@ -385,9 +371,7 @@ def write_readme(reports, readme=ROOT / "README.md"):
     text = between_marks(text, LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
     text = between_marks(text, BEYOND_MARKS, [beyond_table(report) for report in beyond], readme)
     text = between_marks(text, RACE_MARKS, [race_table(report) for report in races], readme)
-    partial = readme.with_name(readme.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(readme)
+    write_whole(readme, text)
 
 
 def as_json(reports):

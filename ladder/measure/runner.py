@@ -5,7 +5,6 @@ child with everything that it started, and keeps what is finished.
 """
 import argparse
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -23,9 +22,11 @@ import psutil
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ladder.errors import UserError
-from ladder.logs import PEER, STEP_LINE, read_log
-from ladder.memory import largest_fitting
-from ladder.stages import BY_LABEL, ROOT, STAGES
+from ladder.files import write_whole
+from ladder.measure.allocator import keeping_freed_memory
+from ladder.scripts.memory import largest_fitting
+from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
+from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
 
@@ -61,15 +62,6 @@ def parse_rungs(text):
     return list(dict.fromkeys(stages))
 
 
-def load_script(stage):
-    """A rung's script as a module."""
-    spec = importlib.util.spec_from_file_location(stage.name, stage.path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def split_flags(flags, *names):
     """(the values of the flags called `names`, all other flags)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -91,9 +83,9 @@ def own_flags(stage, flags, log_dir):
 
 def command_for(stage, flags, log_dir, processes=2):
     """The command line of a rung, or of the peer (None)."""
-    script = stage.path if stage else ROOT / f"ladder/{PEER}.py"
+    script = stage.path if stage else ROOT / PEER_FILE
     start = [sys.executable]
-    if script.name in ("ddp_run.py", "fsdp_run.py"):
+    if stage and stage.torchrun:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return [*start, str(script), *own_flags(stage or BY_LABEL["10"], flags, log_dir), "--log-dir", str(log_dir)]
 
@@ -175,7 +167,7 @@ def run_job(job, seconds, device, on_line=lambda line: None):
     limit = MEMORY_SHARE * psutil.virtual_memory().available if device == "cpu" else None  # a GPU refuses by itself
     child = subprocess.Popen(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=Path.cwd(),
-        start_new_session=os.name == "posix",
+        start_new_session=os.name == "posix", env=os.environ | (keeping_freed_memory() if device == "cpu" else {}),
     )
     verdict, last = [], ""
     watcher = threading.Thread(target=watch, args=(child, seconds, limit, verdict), daemon=True)
@@ -210,12 +202,12 @@ def is_finished(job):
 
 
 def run_module(name, *words):
-    """What `python -m ladder.NAME` prints. A child, because a process that has touched a GPU keeps memory there."""
-    command = [sys.executable, "-m", f"ladder.{name}", *words]
+    """What `python -m NAME` prints. A child, because a process that has touched a GPU keeps memory there."""
+    command = [sys.executable, "-m", name, *words]
     child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     if child.returncode:
         reason = child.stderr.strip() or f"exit code {child.returncode}"
-        raise UserError(f"python -m ladder.{name} failed: {reason.splitlines()[-1]}")
+        raise UserError(f"python -m {name} failed: {reason.splitlines()[-1]}")
     return child.stdout
 
 
@@ -224,13 +216,12 @@ def write_machine(folder, device, **more):
 
     Of a file that is there already it keeps the higher rates and all else: a shared machine is not always at its best.
     """
-    path, partial = folder / "machine.json", folder / "machine.json.partial"
-    measured = json.loads(run_module("rates", "--device", device)) | more
+    path = folder / "machine.json"
+    measured = json.loads(run_module("ladder.measure.rates", "--device", device)) | more
     machine = json.loads(path.read_text(encoding="utf-8")) if path.exists() else measured
     for name, rate in measured["rates"].items():
         machine["rates"][name] = max(rate, machine["rates"].get(name, 0))
-    partial.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, json.dumps(machine, indent=2) + "\n")
 
 
 @contextlib.contextmanager
@@ -311,7 +302,7 @@ def largest_batch(stage, flags, log_dir, seconds, processes, say):
     settings = check_flags([stage], flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
     shares = processes if stage.label in ("ddp", "fsdp") and settings.device == "cpu" else 1
-    available = MEMORY_SHARE * int(run_module("memory", settings.device)) / shares
+    available = MEMORY_SHARE * int(run_module("ladder.scripts.memory", settings.device)) / shares
     B = start = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 
     def attempt(B):

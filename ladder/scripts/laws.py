@@ -4,7 +4,7 @@ import difflib
 import functools
 import itertools
 
-from ladder.stages import BANNER, BY_LABEL, STAGES
+from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
 
 
 def first_line(node):

@@ -1,6 +1,6 @@
 """The peer: Hugging Face transformers' own GPT-2, trained with everything a user would switch on.
 
-    python ladder/peer_transformers.py -B 1 -T 1024 --steps 12
+    python ladder/measure/peer_transformers.py -B 1 -T 1024 --steps 12
 
 It is rung 10 with another model: the same data, autocast and GradScaler, compilation, fused AdamW, clipping, learning
 rate, clock and log, around transformers' GPT2LMHeadModel with SDPA attention and without dropout. Rung 10 should not be
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.nn as nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import speedup_10_fused_adamw as rung_10  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Where the time of a step goes: some steady steps of a rung under torch.profiler, by kind of work.
 
-    python -m ladder.step_profile 10 FILE --model gpt2 -B 1 -T 1024
+    python -m ladder.measure.step_profile 10 FILE --model gpt2 -B 1 -T 1024
 
 The rung's own `train` runs, in a process of its own, and FILE gets the milliseconds as JSON. On a CPU each operator
 counts with the time that it spends outside the operators it calls, on a GPU with the time of the kernels it launches. A
@@ -18,20 +18,14 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 from ladder.errors import UserError
-from ladder.flops import flops_per_token
-from ladder.logs import STEP_LINE, has_steps, read_folder, read_log
-from ladder.stages import BY_LABEL, BY_NAME
+from ladder.files import write_whole
+from ladder.measure.runner import Job, check_flags, own_flags, run_job, split_flags, write_machine
+from ladder.scripts.flops import flops_per_token
+from ladder.scripts.stages import BY_LABEL, BY_NAME, load_script
+from ladder.show.logs import STEP_LINE, has_steps, read_folder, read_log
+from ladder.show.machine import read_machine
+from ladder.show.profile import KINDS, read_profile
 
-KINDS = {  # kind of work: what belongs to it
-    "matrix products": "the linear layers of the blocks",
-    "head": "lm_head's product",
-    "attention": "scores, mask, softmax, weighted sum, copies between heads",
-    "normalization and pointwise": "LayerNorm, GELU, residuals, embeddings, biases, conversions",
-    "cross-entropy": "everything on the logits but the head's product",
-    "optimizer": "AdamW, clipping, zeroing the gradients",
-    "data": "the batch, and its copy to the device",
-    "waiting": "no operator at work: Python, autograd, freeing memory; on a GPU, no kernel running",
-}
 STEP, DATA, CLIP = "ladder: step", "ladder: data", "ladder: clip"  # ranges around parts of `train`
 PRODUCT = re.compile(r"(\b|_)(addmm|mm|matmul|linear)\b|triton_tem_")
 GENERATED = re.compile(r"cpp_fused_|triton_[a-z]+_fused_")
@@ -95,8 +89,6 @@ def profile_rung(label, flags, folder):
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from ladder.runner import load_script
-
     torch._inductor.config.cpp.enable_kernel_profile = True  # else a CPU's generated kernels have no names
     script = load_script(BY_LABEL[label])
     settings = script.parse_settings([*flags, "--log-dir", str(folder)])
@@ -149,34 +141,11 @@ def floor_ms(run, rates):
     precision = run.headers["precision"]
     name = next((name for name in ("bfloat16", "float16") if precision.startswith(name)), "float32")
     name = "tf32" if name == "float32" and "in TF32" in precision else name
-    causal = list(BY_NAME).index(run.name) >= list(BY_NAME).index(BY_LABEL["6"].name)
-    return 1000 * flops_per_token(run.model, run.T, causal) * run.tokens_per_step / rates[name]
-
-
-def read_profile(folder):
-    """The profile that `python -m ladder profile` put into a folder, or None."""
-    path = Path(folder) / "profile.json"
-    if not path.exists():
-        return None
-    try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
-        for rung in profile["rungs"]:
-            numbers = [*rung["parts_ms"].values(), rung["step_ms"], rung["plain_ms"], rung["floor_ms"]]
-            known = rung["name"] in BY_NAME and list(rung["parts_ms"]) == list(KINDS)
-            if not known or not all(0 <= ms < math.inf for ms in numbers):
-                raise ValueError(f"{rung['name']}: not a rung's times by kind of work")
-        if not profile["rungs"] or not {"model", "B", "T", "name"} <= profile.keys():
-            raise ValueError("it lacks the rungs, or of what they are")
-        return profile
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete it, and run python -m ladder profile again") from None
+    return 1000 * flops_per_token(run.model, run.T, BY_NAME[run.name].causal) * run.tokens_per_step / rates[name]
 
 
 def check_profile(stages, flags, folder):
     """The Settings of a profile in `folder`; raises UserError if it cannot be made or belongs elsewhere."""
-    from ladder.report import read_machine
-    from ladder.runner import check_flags, split_flags
-
     if set(stages) - {BY_LABEL[str(number)] for number in range(11)}:
         raise UserError("--rungs: a profile is made of rungs 0 to 10")
     for flag in ("--steps", "--compile-mode", "--pretrained"):
@@ -206,9 +175,6 @@ def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
     folder/machine.json serve for the floor; where there is none they are measured first. It ends at the `deadline` (of
     time.monotonic), with the rungs that are finished then.
     """
-    from ladder.report import read_machine
-    from ladder.runner import Job, own_flags, run_job, write_machine
-
     settings = check_profile(stages, flags, folder)
     if not (folder / "machine.json").exists():
         write_machine(folder, settings.device)
@@ -223,7 +189,7 @@ def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
         name = f"{number} of {repeat * len(stages)} {stage.name}"
         with console.status(name) as status, TemporaryDirectory() as scratch:
             result = Path(scratch) / "result.json"
-            command = [sys.executable, "-m", "ladder.step_profile", stage.label, str(result)]
+            command = [sys.executable, "-m", "ladder.measure.step_profile", stage.label, str(result)]
 
             def show(line, name=name, status=status):
                 if match := STEP_LINE.match(line):
@@ -243,31 +209,8 @@ def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
                             for name in BY_NAME if name in rounds_of]
         times = f"{rung['step_ms']:,.1f} ms/step under the profiler, {rung['plain_ms']:,.1f} without"
         console.print(f"{stage.name}: {times}", markup=False)
-        partial = folder / "profile.json.partial"
-        partial.write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
-        partial.replace(folder / "profile.json")
+        write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
     return failed
-
-
-def print_profile(profile, console):
-    """The profile as a table: ms per step, by kind of work."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=f"ms per step, {profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}",
-                  caption="step: under the profiler; floor: its matrix products at the measured rate",
-                  caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                  pad_edge=False)
-    wide = console.width >= 130
-    words = KINDS if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
-    for heading in ("rung", *words, "step", *(["plain"] if wide else []), "floor"):
-        table.add_column(heading, justify="left" if heading == "rung" else "right")
-    for rung in profile["rungs"]:
-        stage = BY_NAME[rung["name"]]
-        values = [*rung["parts_ms"].values(), rung["step_ms"], *([rung["plain_ms"]] if wide else []), rung["floor_ms"]]
-        times = (f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for ms in values)
-        table.add_row(stage.title if wide else stage.label, *times)
-    console.print(table)
 
 
 if __name__ == "__main__":

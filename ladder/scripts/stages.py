@@ -1,0 +1,114 @@
+"""The one list of the rungs: file, title, the rung it starts from, the definitions it may change, and its other facts.
+
+The tests enforce it, and everything that shows the ladder reads it. A definition is a function, a class, or a method
+("GPT.forward"), by name; "imports" stands for the import statements. The module docstring may always change. Below the
+banner every script is the same, byte for byte, except for the definitions there that a rung may change by name.
+"""
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BANNER = "# ---- the same in every rung "  # begins the line between a script's lesson and its plumbing
+STAGES, BY_LABEL = [], {}  # filled below
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rung of the ladder."""
+
+    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "fsdp"
+    file: str  # relative to the repository's root
+    title: str
+    before: str | None  # the label of the rung it starts from
+    may_change: frozenset
+    same_losses: float | None = None  # nats: how close its losses stay to the rung before; None: it changes them
+    torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
+    # From here on what a rung does not say itself is as in the rung it starts from.
+    tied: bool = False  # one matrix is both embedding and output layer
+    causal: bool = False  # attention computes no scores above the diagonal
+    memory: tuple = (64, 12, 4)  # bytes of a vector entry, a logit and a score: see memory.py
+    chunked: bool = False  # the logits of a whole batch never exist at once
+    exports_to: str | None = "gpt2"  # transformers' model type, None where it has no such model
+
+    @property
+    def path(self):
+        return ROOT / self.file
+
+    @property
+    def name(self):
+        """The file's name without its suffix: also the name of its log."""
+        return self.path.stem
+
+
+def rung(label, file, title, before=None, *may_change, **facts):
+    """Add a rung to the list."""
+    inherited = ("tied", "causal", "memory", "chunked", "exports_to") if before else ()
+    facts = {name: getattr(BY_LABEL[before], name) for name in inherited} | facts
+    BY_LABEL[label] = Stage(label, file, title, before, frozenset(may_change), **facts)
+    STAGES.append(BY_LABEL[label])
+
+
+def load_script(stage):
+    """A rung's script as a module."""
+    spec = importlib.util.spec_from_file_location(stage.name, stage.path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+rung("0", "baseline.py", "baseline")
+rung("1", "speedup_01_weight_tying.py", "weight tying", "0", "GPT.__init__", tied=True)
+# How close losses stay where a rung changes only how the arithmetic is done: TF32 and bfloat16 round each activation to
+# 10 and 7 bits, compile and flash attention round in other places, and training lets such differences grow.
+rung("2", "speedup_02_tf32.py", "TF32", "1", "train", same_losses=0.05)
+rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2", "autocast_dtype", "train",
+     same_losses=0.1, memory=(36, 12, 6))
+rung("4", "speedup_04_residual_scaling.py", "residual scaling", "3",
+     "CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights")
+rung("5", "speedup_05_compile.py", "torch.compile", "4", "imports", "Settings", "compile_model", "train",
+     same_losses=0.1)
+rung("6", "speedup_06_flash_attn.py", "flash attention", "5",
+     "CausalSelfAttention.__init__", "CausalSelfAttention.forward", same_losses=0.1, causal=True, memory=(36, 10, 0))
+rung("7", "speedup_07_vocab_pad.py", "vocabulary padding", "6", "GPT.__init__", "GPT.forward")
+rung("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", "7", "train")
+rung("9", "speedup_09_cosine_lr.py", "cosine learning rate", "8", "Settings", "get_lr", "train")
+rung("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", "9", "GPT.configure_optimizers", "train")
+rung("ddp", "ddp_run.py", "DistributedDataParallel", "10", "imports", "init_ranks", "train", torchrun=True)
+# Beyond speed: what a long training run needs.
+rung("11", "beyond/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
+     "imports", "Settings", "count_micro_steps", "train")
+rung("12", "beyond/rung_12_prefetch.py", "prefetch", "11", "DataLoaderLite", "free_memory", "train", same_losses=0.01)
+rung("13", "beyond/rung_13_validation.py", "validation", "12", "Settings", "DataLoaderLite", "evaluate", "train",
+     same_losses=0.01)
+rung("14", "beyond/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
+     "Settings", "load_checkpoint", "train", same_losses=0.01)
+rung("15", "beyond/rung_15_preemption.py", "preemption", "14",
+     "imports", "read_newest", "load_checkpoint", "train", same_losses=0.01)
+rung("16", "beyond/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
+     "imports", "Settings", "GPT.__init__", "GPT.forward", "train", same_losses=0.1)
+# From GPT-2 to a modern transformer: fewer tokens to the same loss.
+rung("17", "beyond/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
+     "Settings", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train", same_losses=0.1, chunked=True)
+rung("18", "beyond/rung_18_muon.py", "Muon", "17",
+     "Settings", "GPT.configure_optimizers", "orthogonalize", "MuonAdamW", "train")
+rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18",
+     "Settings", "load_checkpoint", "get_lr", "train")
+rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
+     "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None)
+rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
+     "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT")
+rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
+     "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT")
+rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT", "from_pretrained",
+     exports_to="qwen3")
+rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
+# Larger models.
+rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train")
+rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
+     "imports", "orthogonalize", "MuonAdamW.step", "evaluate", "read_newest", "load_checkpoint", "rename_next",
+     "save_sharded", "save_whole", "compile_model", "shard", "train", torchrun=True)
+
+BY_NAME = {stage.name: stage for stage in STAGES}

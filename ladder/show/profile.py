@@ -1,0 +1,58 @@
+"""The profile of a folder: where the time of each rung's step goes, as `python -m ladder profile` has measured it."""
+import json
+import math
+from pathlib import Path
+
+from ladder.errors import UserError
+from ladder.scripts.stages import BY_NAME
+
+KINDS = {  # kind of work: what belongs to it
+    "matrix products": "the linear layers of the blocks",
+    "head": "lm_head's product",
+    "attention": "scores, mask, softmax, weighted sum, copies between heads",
+    "normalization and pointwise": "LayerNorm, GELU, residuals, embeddings, biases, conversions",
+    "cross-entropy": "everything on the logits but the head's product",
+    "optimizer": "AdamW, clipping, zeroing the gradients",
+    "data": "the batch, and its copy to the device",
+    "waiting": "no operator at work: Python, autograd, freeing memory; on a GPU, no kernel running",
+}
+
+
+def read_profile(folder):
+    """The profile that `python -m ladder profile` put into a folder, or None."""
+    path = Path(folder) / "profile.json"
+    if not path.exists():
+        return None
+    try:
+        profile = json.loads(path.read_text(encoding="utf-8"))
+        for rung in profile["rungs"]:
+            numbers = [*rung["parts_ms"].values(), rung["step_ms"], rung["plain_ms"], rung["floor_ms"]]
+            known = rung["name"] in BY_NAME and list(rung["parts_ms"]) == list(KINDS)
+            if not known or not all(0 <= ms < math.inf for ms in numbers):
+                raise ValueError(f"{rung['name']}: not a rung's times by kind of work")
+        if not profile["rungs"] or not {"model", "B", "T", "name"} <= profile.keys():
+            raise ValueError("it lacks the rungs, or of what they are")
+        return profile
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it, and run python -m ladder profile again") from None
+
+
+def print_profile(profile, console):
+    """The profile as a table: ms per step, by kind of work."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=f"ms per step, {profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}",
+                  caption="step: under the profiler; floor: its matrix products at the measured rate",
+                  caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+                  pad_edge=False)
+    wide = console.width >= 130
+    words = KINDS if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
+    for heading in ("rung", *words, "step", *(["plain"] if wide else []), "floor"):
+        table.add_column(heading, justify="left" if heading == "rung" else "right")
+    for rung in profile["rungs"]:
+        stage = BY_NAME[rung["name"]]
+        values = [*rung["parts_ms"].values(), rung["step_ms"], *([rung["plain_ms"]] if wide else []), rung["floor_ms"]]
+        times = (f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for ms in values)
+        table.add_row(stage.title if wide else stage.label, *times)
+    console.print(table)
