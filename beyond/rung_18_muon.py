@@ -40,6 +40,7 @@ import sys
 import time
 import zipfile
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -349,21 +350,13 @@ def compile_model(model, mode, device):
 
 
 def init_ranks(settings):
-    """(rank, world size) of this process under torchrun, else (0, 1); exits with a one-line error if it cannot."""
+    """(rank, world size) of this process under torchrun, else (0, 1)."""
     if "RANK" not in os.environ:
         return 0, 1
-    if settings.device == "mps":
-        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
     if settings.device == "cuda":
-        local_rank, n_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local_rank >= n_gpus:
-            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {n_gpus}")
-        if settings.compile_mode in ("reduce-overhead", "max-autotune"):  # tied weights, pytorch #169545
-            sys.exit(f"error: --compile-mode {settings.compile_mode}: no CUDA graphs under DDP; use default")
-        torch.cuda.set_device(local_rank)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
-    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # its number on this machine
+    backend = "nccl" if settings.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=1))  # not NCCL's 10 minutes: saving may take longer
     return dist.get_rank(), dist.get_world_size()
 
 
