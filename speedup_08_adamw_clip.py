@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -283,6 +284,19 @@ def check_torchrun(settings):
             sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {torch.cuda.device_count()}")
         if (mode := getattr(settings, "compile_mode", "")) in ("reduce-overhead", "max-autotune"):
             sys.exit(f"error: --compile-mode {mode}: no CUDA graphs under DDP (pytorch issue 169545); use default")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
+
+
+def make_folder(folder, foreign=None):
+    """Make `folder`; exits with a one-line error if it is not writable, or holds `foreign`: another script's files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        sys.exit(f"error: {folder}: cannot be written ({error.strerror}); give another folder")
+    if foreign and (folder / foreign).exists():
+        sys.exit(f"error: {folder}: holds checkpoints of another format, {foreign}; give another --checkpoint-dir")
 
 
 def open_tokens(folder, split, n_needed):
@@ -404,7 +418,7 @@ class Log:
 
     def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
         self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
-        settings.log_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(settings.log_dir)
         self.path = settings.log_dir / f"{SCRIPT.stem}.log"
         if RANK == 0:
             self.path.write_text("")

@@ -152,6 +152,17 @@ def test_what_cannot_work_under_torchrun_is_refused(device, nccl, gpus, mode, re
         rung("ddp").parse_settings(flags)
 
 
+@pytest.mark.parametrize("restarts, agent_store, refused", [("3", "True", True), ("3", "False", False), ("0", "True", False)])
+def test_restarts_that_cannot_work_are_refused(restarts, agent_store, refused, monkeypatch):
+    """torchrun says in these variables what it was given: --max-restarts and TORCH_DISABLE_SHARE_RDZV_TCP_STORE."""
+    for name, value in {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": restarts,
+                        "TORCHELASTIC_USE_AGENT_STORE": agent_store}.items():
+        monkeypatch.setenv(name, value)
+    needed = "^error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it"
+    with pytest.raises(SystemExit, match=needed) if refused else contextlib.nullcontext():
+        rung("ddp").parse_settings(["--device", "cpu"])
+
+
 def test_the_backend_its_patience_and_the_gpu_of_a_rank(monkeypatch):
     """On the second machine of two; a save by rank 0 may take longer than NCCL's default of ten minutes."""
     module, calls = rung("ddp"), []
