@@ -324,14 +324,15 @@ def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
 
 
 def read_newest(paths, run, model, optimizer):
-    """Load the first of the checkpoints `paths` that is not damaged; returns its notes, exits with one line if none."""
+    """Restore the first of the checkpoints `paths` that is not damaged: its notes; exits with one line if all are."""
     for path in paths:
         with contextlib.suppress(Exception, dcp.CheckpointException):  # a damaged file can raise any exception
             info = json.loads(path.joinpath("notes.json").read_text(encoding="utf-8"))
             if all(info["step"] <= each["steps"] * (1 - each.get("decay_share", 1)) for each in (info["run"], run)):
                 info["run"] |= {key: run[key] for key in ("steps", "decay_share")}  # no decay yet: they may change
             if other := [f"{key} {old}, not {run.get(key)}" for key, old in info["run"].items() if old != run.get(key)]:
-                sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
+                sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal,"
+                         " the steps done depend on them")
             model_state, optimizer_state = shards.get_state_dict(model, optimizer)
             dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
             shards.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
@@ -340,17 +341,19 @@ def read_newest(paths, run, model, optimizer):
     sys.exit(f"error: --resume: {paths[0]}: no checkpoint here can be read; delete them to start over")
 
 
-def load_checkpoint(path, settings, run, model, optimizer):
-    """Load the checkpoint at `path`; returns its notes, or None. Exits with one line if it is another run's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name("lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
+def load_checkpoint(path, settings, run, model, optimizer, scaler):
+    """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
+    make_folder(path.parent, foreign="newest.pt")
     paths = [path.with_name(name) for name in ("next", "newest", "previous")]
     paths = [path for path in paths if path.joinpath("notes.json").exists()]  # written last
     if not paths:
-        return None
+        return 0, ""
     if not settings.resume:
-        sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
-    return read_newest(paths, run, model, optimizer)
+        sys.exit(f"error: {path}: from an earlier run; add --resume, or give another --checkpoint-dir and --log-dir")
+    checkpoint = read_newest(paths, run, model, optimizer)
+    if checkpoint["scaler"]:  # empty if autocast was not in float16
+        scaler.load_state_dict(checkpoint["scaler"])
+    return checkpoint["step"], checkpoint["log"]
 
 
 def rename_next(path):
@@ -494,17 +497,15 @@ def train(settings):
     stop = []  # no longer empty once a signal has come
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.append(True))
-    path, done, every = settings.checkpoint_dir / "newest", 0, settings.checkpoint_every
-    if checkpoint := load_checkpoint(path, settings, run, model, optimizer):
-        scaler.load_state_dict(checkpoint["scaler"] or scaler.state_dict())  # a scaler disabled then has no state
-        done = checkpoint["step"]
-        if done == settings.steps:
-            print(f"{path}: this run is finished, all of its {done} steps are done")
-            return save_whole(settings, model, loader, done)
+    path, every = settings.checkpoint_dir / "newest", settings.checkpoint_every
+    done, old_log = load_checkpoint(path, settings, run, model, optimizer, scaler)
+    if done == settings.steps:
+        print(f"{path}: this run is finished, all of its {done} steps are done")
+        return save_whole(settings, model, loader, done)
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
-        old = re.sub(r"steps: \d+", f"steps: {settings.steps}", checkpoint["log"], count=1)
-        log.path.write_text(old, encoding="utf-8")
+        old_log = re.sub(r"steps: \d+", f"steps: {settings.steps}", old_log, count=1)
+        log.path.write_text(old_log, encoding="utf-8")
     log.line(f"# checkpoints: every {every} steps | steps done before: {done}")
     batch = loader.batch(done * micro_steps * world_size + rank)
 

@@ -236,19 +236,22 @@ def read_newest(paths):
     sys.exit(f"error: --resume: {paths[0]}: no checkpoint here can be read; delete them to start over")
 
 
-def load_checkpoint(path, settings, run):
-    """The checkpoint at `path`, or None; exits with a one-line error if it cannot continue the run `run`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name("lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
+def load_checkpoint(path, settings, run, model, optimizer, scaler):
+    """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
+    make_folder(path.parent, foreign="newest")
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
-        return None
+        return 0, ""
     if not settings.resume:
-        sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
+        sys.exit(f"error: {path}: from an earlier run; add --resume, or give another --checkpoint-dir and --log-dir")
     checkpoint = read_newest(paths)
     if other := [f"{key} {old}, not {run.get(key)}" for key, old in checkpoint["run"].items() if old != run.get(key)]:
-        sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
-    return checkpoint
+        sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal, the steps done depend on them")
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    if checkpoint["scaler"]:  # empty if autocast was not in float16
+        scaler.load_state_dict(checkpoint["scaler"])
+    return checkpoint["step"], checkpoint["log"]
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
@@ -336,17 +339,14 @@ def train(settings):
     stop = []  # no longer empty once a signal has come
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.append(True))
-    path, done, every = settings.checkpoint_dir / "newest.pt", 0, settings.checkpoint_every
-    if checkpoint := load_checkpoint(path, settings, run):
-        for name, part in {"model": model, "optimizer": optimizer, "scaler": scaler}.items():
-            part.load_state_dict(checkpoint[name] or part.state_dict())  # a scaler disabled then has no state
-        done = checkpoint["step"]
-        if done == settings.steps:
-            print(f"{path}: this run is finished, all of its {done} steps are done")
-            sys.exit(settings.save and rank == 0 and save_checkpoint(settings.save, model, loader, done))
+    path, every = settings.checkpoint_dir / "newest.pt", settings.checkpoint_every
+    done, old_log = load_checkpoint(path, settings, run, model, optimizer, scaler)
+    if done == settings.steps:
+        print(f"{path}: this run is finished, all of its {done} steps are done")
+        return save_model(settings, model, loader, done)
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
-        log.path.write_text(checkpoint["log"], encoding="utf-8")
+        log.path.write_text(old_log, encoding="utf-8")
     log.line(f"# checkpoints: every {every} steps | steps done before: {done}")
     batch = loader.batch(done * micro_steps * world_size + rank)
 
