@@ -10,9 +10,8 @@ rank makes the same optimizer step. So N ranks with batch B compute what one pro
 Gain: up to N times the tokens per second, as far as the link between the GPUs keeps up.
 Cost: every step moves the gradients of all parameters between the ranks, in buckets: 4 bytes each, which a ring
 all-reduce sends twice. The gradients are views of these buckets, so they are in memory only once.
-DDP wraps the model first and torch.compile comes after, so that the compiler knows where DDP cuts the gradients into
-buckets. NCCL moves them between GPUs, gloo between CPUs. tokens/sec counts all ranks; the loss is their mean; the log
-is rank 0's, and so is its peak memory.
+DDP wraps the model before torch.compile does, so that the compiler knows where the buckets end. tokens/sec counts all
+ranks, the loss is their mean, the peak memory is rank 0's.
 
 Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"; PyTorch's notes on
 DistributedDataParallel (the section on TorchDynamo) and on torchrun.
@@ -162,7 +161,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
+        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -5,7 +5,7 @@ product with every row. Tokens with similar meanings should be close in both, so
 
 Gain: 50257 * 768 = 38.6M fewer parameters (163.0M -> 124.4M), so less memory for weights, gradients and AdamW's two
 moments, and a shorter optimizer step. The matrix products stay the same.
-Cost: none known at this size; the original GPT-2 is trained this way.
+Cost: none known at this size; GPT-2 itself was trained this way.
 Beware: `wte.weights = ...` (with an s) raises no error and ties nothing. Check the parameter count in the log.
 
 Sources: Press & Wolf 2017, "Using the Output Embedding to Improve Language Models"; Vaswani et al. 2017, section 3.4.

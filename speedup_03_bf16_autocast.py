@@ -2,16 +2,16 @@
 
 bfloat16 is float32 cut in half: the same 8 bits of exponent, 7 bits of mantissa. Under torch.autocast each operation
 picks its type: matrix products run in bfloat16; the loss, which needs the precision, in float32 (on GPUs softmax and
-LayerNorm too). Parameters, gradients and optimizer states stay float32, and so does the residual stream. The backward
-pass uses the types of the forward pass, so it stays outside the `with` block.
+LayerNorm too). Parameters, gradients, optimizer states and the residual stream stay float32, and TF32 stays on for
+products that remain in float32. The backward pass uses the forward pass's types: it stays outside the `with` block.
 
 Gain: half the bytes to move for activations, and matrix units that run 16-bit products faster than 32-bit ones.
 Cost: activations keep two to three decimal digits instead of seven; the loss follows rung 2's to about two decimals.
 GPUs without bfloat16 arithmetic (T4, V100 and older) use float16, whose range is small: a GradScaler multiplies the
 loss so that small gradients do not underflow, divides the gradients again before the optimizer step, and skips a step
 whose gradients overflowed. With bfloat16 the scaler is disabled and passes everything through.
-A CPU without bfloat16 instructions (AVX512-BF16) emulates them, slower than float32 (pytorch pull request 86550), and
-without AVX-512 tens of times slower (experiments/cpu_bfloat16.py): there autocast stays off.
+On CPUs without bfloat16 instructions (AVX512-BF16) autocast stays off: emulated, bfloat16 is slower than float32, and
+without AVX-512 tens of times slower (pytorch pull request 86550, experiments/cpu_bfloat16.py).
 
 Sources: Micikevicius et al. 2018, "Mixed Precision Training"; PyTorch's "Automatic Mixed Precision" documentation.
 """

@@ -6,13 +6,10 @@ elementwise operations, normalizations and reductions, so that many intermediate
 
 Gain: fewer kernels, less memory traffic, no Python between operations. Matrix products still run in cuBLAS, or on a CPU
 in MKL or oneDNN.
-Cost: the first step compiles, which takes tens of seconds; the median leaves it out. torch caches compiled graphs on
-disk, so a second run starts faster: the log's "first step" says how many graphs were compiled and how many cached (the
-forward pass, the backward pass, and the probe that finds out whether torch can compile here).
+Cost: the first step compiles, which takes tens of seconds; the median leaves it out.
 The uncompiled `model` shares its weights with the compiled one: use it to save, evaluate or sample.
---compile-mode is torch.compile's: reduce-overhead (CUDA graphs), max-autotune (also benchmarks kernels), or none.
-Where torch cannot compile (no C++ compiler, no Triton) the run stays eager and "compile" in the log says so. It stays
-eager on Apple GPUs, too, where the generated kernels are not reliable yet (pytorch issues 150121 and 152155).
+Where torch cannot compile, the run stays eager and "compile" in the log says so. The modes, the cache on disk and what
+"graphs compiled" counts: docs/measuring.md.
 
 Source: Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and
 Graph Compilation"; torch.compile in PyTorch's documentation.

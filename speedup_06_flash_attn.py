@@ -3,9 +3,10 @@
 Written out, attention materializes a (B, n_head, T, T) tensor of scores, masks it, and takes its softmax, each time
 through memory: far more bytes than its inputs and output have. FlashAttention works block by block in fast on-chip
 memory, with a running maximum and sum for the softmax, and recomputes the scores in the backward pass instead of
-keeping them: a few more operations, far fewer bytes. With is_causal it also skips the masked blocks, half of the work.
+keeping them: a few more operations, far fewer bytes. With is_causal it also skips the blocks that are masked entirely:
+on a CPU 19 % less time forward and 29 % less backward, measured at T=1024 (experiments/causal_attention.txt).
 
-Gain: memory grows with T instead of T * T, and time falls; both the more, the longer T is. The mask buffer goes too.
+Gain: memory grows with T instead of T * T, and time falls; longer sequences gain more. The mask buffer goes too.
 Cost: none; the result is the same attention up to rounding.
 torch picks the kernel: FlashAttention or cuDNN's on GPUs from Ampere on, a memory-efficient one on older GPUs, its own
 on CPUs.

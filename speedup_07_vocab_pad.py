@@ -8,8 +8,8 @@ The extra rows belong to no token: they are never an input and never a target, a
 that they get no probability and no gradient.
 
 Gain: faster kernels for the output projection and its gradients, on GPUs.
-Cost: 36,096 parameters that do nothing. A matrix of another shape draws other random numbers, so this rung starts from
-other weights than rung 6 with the same seed.
+Cost: 36,096 parameters that do nothing. Changing the shape changes the random initialization, so this rung starts from
+different weights than rung 6 with the same seed.
 
 Source: Andrej Karpathy's build-nanogpt; NVIDIA's "Matrix Multiplication Background User's Guide" (tile quantization).
 """

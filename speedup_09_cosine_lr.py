@@ -1,15 +1,16 @@
 """Rung 9, cosine learning rate: warm up, then decay.
 
+Two settings of one recipe: the schedule, and its peak, GPT-3's 6e-4, twice the constant rate until here. --max-lr 3e-4
+shows what the schedule does by itself.
+
 At the start AdamW's averages hold few gradients and the weights are random, so steps should be small. In the middle
 they can be larger than would be safe as a constant rate; towards the end smaller ones let the loss settle. So the rate
-climbs linearly to --max-lr over --warmup-steps, then follows half a cosine down to a tenth of it at the last step. The
-peak is GPT-3's 6e-4, twice the constant rate until here; --max-lr 3e-4 shows what the schedule does by itself.
+climbs linearly to --max-lr over --warmup-steps, then follows half a cosine down to a tenth of it at the last step.
 
 Gain: a lower loss after the same number of steps, in runs long enough for the schedule to play out. Speed and memory
 stay the same.
 Cost: the number of steps has to be known beforehand. A run no longer than --warmup-steps never leaves the warm-up.
-The default of 10 warm-up steps suits a demonstration of 50 steps. GPT-3 warmed up over the first 375 million tokens:
-715 steps of 524,288 tokens.
+The default of 10 warm-up steps suits a demonstration of 50 steps; GPT-3 warmed up for 715 of 524,288 tokens.
 
 Sources: Brown et al. 2020 (GPT-3), appendix B and table 2.1 (6e-4 for 125M parameters); Loshchilov & Hutter 2017,
 "SGDR: Stochastic Gradient Descent with Warm Restarts".

@@ -2,14 +2,12 @@
 
 Two settings of one optimizer. Until here AdamW ran unfused, and torch's default weight decay of 0.01 acted on every
 parameter.
-
 Unfused, AdamW is about ten elementwise operations on each of 148 tensors, each a trip through memory (on a GPU torch
 groups the tensors, but each operation is still a trip). The fused kernel reads weight, gradient and both moments once
 and writes all but the gradient back.
-
 Weight decay pulls weights towards zero, so that no single one grows large. GPT-3 uses 0.1. It is meant for the weights
-of matrix products, linear layers and embeddings: the tensors with two dimensions. Biases and LayerNorm gains only
-shift and scale, and do not decay.
+of matrix products, linear layers and embeddings: the two-dimensional tensors. Biases and LayerNorm gains only shift
+and scale, and do not decay.
 
 Gain: a shorter optimizer step. The decay changes what long runs learn, not the time of a step.
 Cost: none. torch has the fused kernel for CUDA, Apple GPUs and CPUs.
@@ -159,7 +157,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
+        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

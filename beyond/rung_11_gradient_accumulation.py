@@ -161,7 +161,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
+        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -7,11 +7,9 @@ the batch was fetched when the step began, and the device sat idle for as long a
 - a larger one stays memory-mapped, and the next batch is fetched while the device is still busy with this one, into
   pinned memory (which the operating system cannot move), from where the GPU copies it without Python waiting.
 
-Gain: no step begins with a wait for its batch (experiments/data_wait.py measures that wait); how much that
-wait cost shows in `dt`.
+Gain: no step begins with a wait for its batch (experiments/data_wait.py measures that wait, which is part of `dt`).
 Cost: 8 bytes of device memory per token of the file, or one more batch. The batches and their order stay the same.
-No effect on a CPU, which reads the mapped file and has nowhere to copy a batch. On Apple GPUs only the first way
-helps: torch copies from pageable memory there, and waits.
+No effect on a CPU, which has nowhere to copy a batch. On Apple GPUs only the first way helps: torch waits for copies.
 
 Source: PyTorch's tutorial on pin_memory and non_blocking; torch.cuda.mem_get_info in its documentation.
 """
@@ -162,7 +160,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
+        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -8,15 +8,12 @@ moments, the gradient scaler, the step. --resume continues from the newest:
 Give --resume from the start: without a checkpoint the run begins at step 1, and after a crash you rerun the same
 command. No data position is saved: the loader computes it from the step. No RNG state either: nothing here draws
 random numbers once the weights are initialized.
+The file is written under a temporary name and then renamed, so that no kill can leave half of one.
 
 Gain: a crash costs only the steps since the last checkpoint. On a CPU the repeated steps are bit-for-bit identical; on
 a GPU they may differ in the last digits, because the order of some sums varies from run to run.
-Cost: 12 bytes per parameter on disk (1.5 GB for GPT-2), twice that while a new checkpoint is being written, and the
-time to write it, which `dt` leaves out.
-A checkpoint is written under a temporary name and then renamed, so no kill can leave half of one. Rank 0 writes it and
-every rank reads it: several machines need a shared folder. -B and the number of ranks may change as long as
---total-batch stays the same; after the first epoch another -B wraps around the file at another token.
-torch.distributed.checkpoint would spread the file over the ranks; under DDP each has everything, so one file will do.
+Cost: 12 bytes per parameter on disk (1.5 GB for GPT-2), twice that while saving, and the time, which `dt` leaves out.
+What may change between two parts of a run: docs/long_runs.md.
 
 Source: "Saving and loading a general checkpoint" in PyTorch's tutorials.
 """
@@ -172,7 +169,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
+        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

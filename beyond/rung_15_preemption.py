@@ -1,22 +1,17 @@
 """Rung 15, preemption: a run that survives being stopped, restarted or damaged.
 
 Clusters send SIGTERM before they take a machine away; Ctrl-C sends SIGINT. Both now end the run after the current step,
-with a checkpoint of it (unless --checkpoint-every is 0) and exit code 0; the ranks agree on the step. It also handles:
+with a checkpoint of it and exit code 0; the ranks agree on the step. It also handles:
 
 - a damaged checkpoint: the newest two are kept, and --resume falls back to the older one (torch writes CRC-32 sums into
   its files, but does not check them when it reads);
 - NaN in the weights: never saved (float16 skips a step whose gradients overflow, so the weights are sound there);
 - a second run with the same --checkpoint-dir: refused;
-- a rank that dies: torchrun starts all ranks again, up to --max-restarts times, and --resume continues.
-
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    torchrun --standalone --nproc_per_node=8 --max-restarts=3 beyond/rung_15_preemption.py --steps 20000 --resume
-
-Without that variable torchrun gives restarted ranks the addresses of the dead ones (pytorch issue 135712).
+- a rank that dies: torchrun starts all ranks again, up to --max-restarts times, and --resume continues (it needs
+  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: docs/long_runs.md has the command).
 
 Gain: none of these costs more than the steps since the last good checkpoint.
-Cost: a second checkpoint on the disk. After SIGTERM torchrun itself ends with exit code 1, and kills ranks that need
-more than 30 seconds to save.
+Cost: a second checkpoint on the disk.
 
 Source: torchrun in PyTorch's documentation; pytorch issue 135712.
 """
@@ -175,7 +170,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
+        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -9,8 +9,8 @@ one block in memory instead of those of n_layer blocks.
 
 Gain: a larger -B, a longer -T or a larger model on the same device, with the same loss and gradients.
 Cost: up to one more forward pass through the blocks, about a third more compute for them.
-The logits and their gradient are not saved by this: they lie outside the blocks.
-Also called activation checkpointing. It has nothing to do with the checkpoints of rung 14, which save the run on disk.
+The logits and their gradient take as much memory as before: they lie outside the blocks.
+Also called activation checkpointing. It has nothing to do with rung 14's checkpoints, which save the run on disk.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; torch.utils.checkpoint in its documentation.
 """
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # keeps x, (B, T, C), alone
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # keeps only x, (B, T, C)
             else:
                 x = block(x)
         x = self.transformer.ln_f(x)
@@ -175,7 +175,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
+        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -201,7 +201,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # keeps x, (B, T, C), alone
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # keeps only x, (B, T, C)
             else:
                 x = block(x)
         x = self.transformer.ln_f(x)
@@ -211,7 +211,7 @@ class GPT(nn.Module):
         return ChunkedCrossEntropy.apply(x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
+        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -197,7 +197,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # keeps x, (B, T, C), alone
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # keeps only x, (B, T, C)
             else:
                 x = block(x)
         x = self.transformer.ln_f(x)
