@@ -37,9 +37,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -322,14 +324,15 @@ def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
 
 
 def read_newest(paths, run, model, optimizer):
-    """Load the first of the checkpoints `paths` that is not damaged; returns its notes, exits with one line if none."""
+    """Restore the first of the checkpoints `paths` that is not damaged: its notes; exits with one line if all are."""
     for path in paths:
         with contextlib.suppress(Exception, dcp.CheckpointException):  # a damaged file can raise any exception
             info = json.loads(path.joinpath("notes.json").read_text(encoding="utf-8"))
             if all(info["step"] <= each["steps"] * (1 - each.get("decay_share", 1)) for each in (info["run"], run)):
                 info["run"] |= {key: run[key] for key in ("steps", "decay_share")}  # no decay yet: they may change
             if other := [f"{key} {old}, not {run.get(key)}" for key, old in info["run"].items() if old != run.get(key)]:
-                sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
+                sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal,"
+                         " the steps done depend on them")
             model_state, optimizer_state = shards.get_state_dict(model, optimizer)
             dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
             shards.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
@@ -338,17 +341,19 @@ def read_newest(paths, run, model, optimizer):
     sys.exit(f"error: --resume: {paths[0]}: no checkpoint here can be read; delete them to start over")
 
 
-def load_checkpoint(path, settings, run, model, optimizer):
-    """Load the checkpoint at `path`; returns its notes, or None. Exits with one line if it is another run's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name("lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
+def load_checkpoint(path, settings, run, model, optimizer, scaler):
+    """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
+    make_folder(path.parent, foreign="newest.pt")
     paths = [path.with_name(name) for name in ("next", "newest", "previous")]
     paths = [path for path in paths if path.joinpath("notes.json").exists()]  # written last
     if not paths:
-        return None
+        return 0, ""
     if not settings.resume:
-        sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
-    return read_newest(paths, run, model, optimizer)
+        sys.exit(f"error: {path}: from an earlier run; add --resume, or give another --checkpoint-dir and --log-dir")
+    checkpoint = read_newest(paths, run, model, optimizer)
+    if checkpoint["scaler"]:  # empty if autocast was not in float16
+        scaler.load_state_dict(checkpoint["scaler"])
+    return checkpoint["step"], checkpoint["log"]
 
 
 def rename_next(path):
@@ -378,16 +383,16 @@ def save_sharded(path, model, optimizer, notes):
         return f"{newer} could not be written ({error})"
 
 
-def save_whole(path, model, loader, step):
-    """Gather the parameters for --save on rank 0, which writes them. Returns an error message, or None on success."""
-    if not path:
-        return None
+def save_whole(settings, model, loader, step):
+    """Gather the parameters for --save on rank 0, which writes them."""
+    if not settings.save:
+        return
     options = shards.StateDictOptions(full_state_dict=True, cpu_offload=True)
     parameters = shards.get_model_state_dict(model, options=options)  # {} on the other ranks
     if RANK == 0:
         whole = GPT(model.config)
         whole.load_state_dict(parameters)
-        return save_checkpoint(path, whole, loader, step)
+        save_model(settings, whole, loader, step)
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
@@ -420,21 +425,13 @@ def compile_model(model, mode, device):
 
 
 def init_ranks(settings):
-    """(rank, world size) of this process under torchrun, else (0, 1); exits with a one-line error if it cannot."""
+    """(rank, world size) of this process under torchrun, else (0, 1)."""
     if "RANK" not in os.environ:
         return 0, 1
-    if settings.device == "mps":
-        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
     if settings.device == "cuda":
-        local_rank, n_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local_rank >= n_gpus:
-            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {n_gpus}")
-        if settings.compile_mode in ("reduce-overhead", "max-autotune"):  # tied weights, pytorch #169545
-            sys.exit(f"error: --compile-mode {settings.compile_mode}: no CUDA graphs under DDP; use default")
-        torch.cuda.set_device(local_rank)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
-    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # its number on this machine
+    backend = "nccl" if settings.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=1))  # not NCCL's 10 minutes: saving may take longer
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -500,17 +497,15 @@ def train(settings):
     stop = []  # no longer empty once a signal has come
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.append(True))
-    path, done, every = settings.checkpoint_dir / "newest", 0, settings.checkpoint_every
-    if checkpoint := load_checkpoint(path, settings, run, model, optimizer):
-        scaler.load_state_dict(checkpoint["scaler"] or scaler.state_dict())  # a scaler disabled then has no state
-        done = checkpoint["step"]
-        if done == settings.steps:
-            print(f"{path}: this run is finished, all of its {done} steps are done")
-            sys.exit(save_whole(settings.save, model, loader, done))
+    path, every = settings.checkpoint_dir / "newest", settings.checkpoint_every
+    done, old_log = load_checkpoint(path, settings, run, model, optimizer, scaler)
+    if done == settings.steps:
+        print(f"{path}: this run is finished, all of its {done} steps are done")
+        return save_whole(settings, model, loader, done)
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
-        old = re.sub(r"steps: \d+", f"steps: {settings.steps}", checkpoint["log"], count=1)
-        log.path.write_text(old, encoding="utf-8")
+        old_log = re.sub(r"steps: \d+", f"steps: {settings.steps}", old_log, count=1)
+        log.path.write_text(old_log, encoding="utf-8")
     log.line(f"# checkpoints: every {every} steps | steps done before: {done}")
     batch = loader.batch(done * micro_steps * world_size + rank)
 
@@ -560,17 +555,13 @@ def train(settings):
     new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
     log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
     log.finish()
-    if problem := save_whole(settings.save, model, loader, step):
-        sys.exit(f"error: --save: {problem}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        time.sleep(0.5)  # let gloo's threads finish; otherwise Python may abort on exit
+    save_whole(settings, model, loader, step)
 
 
 # ---- the same in every rung ------------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__)
-RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); rank 0 alone prints and logs
+RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); only rank 0 prints, logs and saves
 MODELS = {  # what --model accepts; sizes with tied embeddings
     "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
     "mini": GPTConfig(n_layer=6, n_head=3, n_embd=192),  # 12M parameters: what two CPU cores can compare
@@ -609,7 +600,35 @@ def parse_settings(argv=None):
     folder = settings.save.parent if settings.save else Path()
     if settings.save and (settings.save.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK))):
         sys.exit(f"error: --save {settings.save}: cannot be written; name a file in a folder that exists")
+    if "RANK" in os.environ:
+        check_torchrun(settings)
     return settings
+
+
+def check_torchrun(settings):
+    """Exit with a one-line error where the processes that torchrun has started cannot train together."""
+    if settings.device == "mps":
+        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
+    if settings.device == "cuda":
+        if not torch.distributed.is_nccl_available():
+            sys.exit("error: --device cuda: this torch lacks NCCL, as on Windows; use WSL, or --device cpu")
+        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {torch.cuda.device_count()}")
+        if (mode := getattr(settings, "compile_mode", "")) in ("reduce-overhead", "max-autotune"):
+            sys.exit(f"error: --compile-mode {mode}: no CUDA graphs under DDP (pytorch issue 169545); use default")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
+
+
+def make_folder(folder, foreign=None):
+    """Make `folder`; exits with a one-line error if it is not writable, or holds `foreign`: another script's files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        sys.exit(f"error: {folder}: cannot be written ({error.strerror}); give another folder")
+    if foreign and (folder / foreign).exists():
+        sys.exit(f"error: {folder}: holds checkpoints of another format, {foreign}; give another --checkpoint-dir")
 
 
 def open_tokens(folder, split, n_needed):
@@ -698,6 +717,12 @@ def save_checkpoint(path, model, loader, step, **more):
         return f"{path} could not be written ({getattr(error, 'strerror', 'is the disk full?')})"
 
 
+def save_model(settings, model, loader, step):
+    """Write the trained model to --save's file; exits with a one-line error if that fails."""
+    if settings.save and RANK == 0 and (problem := save_checkpoint(settings.save, model, loader, step)):
+        sys.exit(f"error: --save: {problem}")
+
+
 def device_name(device):
     """The name of the chip."""
     if device != "cpu":
@@ -734,7 +759,7 @@ class Log:
 
     def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
         self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
-        settings.log_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(settings.log_dir)
         self.path = settings.log_dir / f"{SCRIPT.stem}.log"
         if RANK == 0:
             self.path.write_text("")
@@ -773,8 +798,11 @@ class Log:
         """Log the median step time after warm-up: 5 steps (2 in runs of up to 10), on an accelerator 3 s if longer."""
         n = len(self.seconds)
         warm_up = min(5 if n > 10 else 2, n - 1)
-        if self.device != "cpu":  # the first step does not count, as it compiles; half of the steps count in any case
-            warm_up = max(warm_up, min(2 + (np.cumsum(self.seconds[1:]) < 3).sum(), n // 2))
+        if self.device != "cpu":
+            needed = 2 + (np.cumsum(self.seconds[1:]) < 3).sum()  # 3 s after the first step, during which it compiles
+            warm_up = max(warm_up, min(needed, n - 10))  # 10 steps are left for the median
+            if warm_up < needed:
+                self.line("# warm-up: less than 3 s, so the median may be too high; give more --steps")
         if self.device == "cuda":
             self.line(f"# memory reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e9:.2f} GB")
         dt, first = np.median(self.seconds[warm_up:]), self.last - n + warm_up + 1
@@ -786,6 +814,9 @@ def main(argv=None):
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no such method
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character of a file's name
     train(parse_settings(argv))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # under torchrun
+        torch.distributed.destroy_process_group()
+        time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
 
 
 if __name__ == "__main__":

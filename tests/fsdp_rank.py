@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 start, end = dist.init_process_group, dist.destroy_process_group
-dist.init_process_group = lambda backend: dist.is_initialized() or start(backend)
+dist.init_process_group = lambda backend, **how: dist.is_initialized() or start(backend, **how)
 dist.destroy_process_group = lambda: None
 
 
