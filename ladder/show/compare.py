@@ -6,6 +6,7 @@ from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.report import spread
 
 SAME_RUN_TOLERANCE = 1e-6
+MIN_COUNTED = 3  # steps after the warm-up, for a verdict on the speed
 
 
 @dataclass
@@ -57,7 +58,14 @@ def differing(one, other):
     """{what: (A's, B's)} of the settings in which two runs are known to differ."""
     a, b = (run.setting() | {"tokens per step": run.tokens_per_step, "seed": run.headers.get("seed")}
             for run in (one, other))
-    return {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
+    known = {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
+    allocators = tuple(run.allocator or "unknown" for run in (one, other))
+    on_gpu = "torch" in allocators  # where there is no other
+    return known | ({"allocator": allocators} if len(set(allocators)) > 1 and not on_gpu else {})
+
+
+def counted_steps(run):
+    return len(run.ms) - run.warm_up
 
 
 def speed_verdict(one, other, faster, beyond_noise, different):
@@ -66,8 +74,12 @@ def speed_verdict(one, other, faster, beyond_noise, different):
     verdict = f"The second makes {word} of the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms a step, medians)"
     if work := [what for what in ("model", "B", "T") if what in different]:
         return f"{verdict}, with a different {' and '.join(work)}: no measure of what a change in the code brings."
+    if too_few := [run for run in (one, other) if counted_steps(run) < MIN_COUNTED]:
+        counts = " and ".join(f"{run.path} has {counted_steps(run)}" for run in too_few)
+        return f"{verdict}: too few steps to say. After the warm-up, {counts}; {MIN_COUNTED} are the least."
     overlap = "within the noise (the middle halves of the steps' times overlap)"
-    return f"{verdict}: {'larger than the noise' if beyond_noise else overlap}."
+    memory = ", and part of it may be the allocator's" if "allocator" in different else ""
+    return f"{verdict}: {'larger than the noise' if beyond_noise else overlap}{memory}."
 
 
 def compare(one, other):
@@ -84,9 +96,10 @@ def compare(one, other):
     (one_low, one_high), (other_low, other_high) = (
         [ms / done for ms in spread([run])] for run, done in zip((one, other), work, strict=True)
     )
-    beyond_noise = one_low > other_high or other_low > one_high
+    enough = min(counted_steps(one), counted_steps(other)) >= MIN_COUNTED
+    beyond_noise = enough and (one_low > other_high or other_low > one_high)
     different = differing(one, other)
-    apart = [what for what in different if what != "device"]
+    apart = [what for what in different if what not in ("device", "allocator")]
     if not rows:
         losses = "The logs have no step in common."
     elif apart == ["B"]:  # ranks or micro-steps make up for it

@@ -96,6 +96,11 @@ class Run:
         return re.sub(r" \(\d+ threads\)", "", self.headers["device"]) if "device" in self.headers else None
 
     @property
+    def allocator(self):
+        """What handed out the device's memory; None in logs that do not say, as those before there was this header."""
+        return self.headers.get("allocator")
+
+    @property
     def data(self):
         return self.headers.get("data")
 
@@ -133,12 +138,8 @@ def read_headers(lines):
     return headers
 
 
-def read_log(path, B=None, T=None, model=None):
-    """Read one log file. B, T and model stand in where it has no headers.
-
-    Raises UserError if it has no step line, or a number that cannot be.
-    """
-    path = Path(path)
+def read_lines(path):
+    """The lines of a log; not the last one if it has no end, as where a run was killed while it wrote."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -149,9 +150,16 @@ def read_log(path, B=None, T=None, model=None):
         raise UserError(f"{path} is not a text file, so not a log") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
 
-    # A run that was killed while it wrote may end in the middle of a line: that line is not used.
-    lines = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
+
+def read_log(path, B=None, T=None, model=None):
+    """Read one log file. B, T and model stand in where it has no headers.
+
+    Raises UserError if it has no step line, or a number that cannot be.
+    """
+    path = Path(path)
+    lines = read_lines(path)
     headers = read_headers(lines)
     batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
     ranks = re.fullmatch(COUNT, headers.get("ranks", "1"))
@@ -168,22 +176,27 @@ def read_log(path, B=None, T=None, model=None):
         ranks=int(ranks[1]),
     )
     for line in lines:
-        if match := STEP_LINE.match(line):
-            run.steps.append(int(match[1]))
-            run.losses.append(float(match[2]))
-            run.ms.append(float(match[3]))
-            run.own_tokens += [float(match[4]) * run.ms[-1] / 1000] if match[4] else []
-        elif match := VAL_LINE.match(line):
-            run.val_steps.append(int(match[1]))
-            run.val_losses.append(float(match[2]))
-        elif match := MEDIAN_LINE.match(line):
-            run.peak_memory_gb = float(match[1]) if math.isfinite(float(match[1])) else None
-            run.first_counted_step = int(match[2])
+        add_line(run, line)
     if not run.ms:
         raise UserError(f"{path} has no step line: not the log of a training run, or of one without a step")
     if not all(0 < ms < math.inf for ms in run.ms):
         raise UserError(f"{path} is damaged: a step takes {next(ms for ms in run.ms if not 0 < ms < math.inf)} ms")
     return run
+
+
+def add_line(run, line):
+    """Add what a line of the log says of a step, a validation or the median; nothing if it is none of these."""
+    if match := STEP_LINE.match(line):
+        run.steps.append(int(match[1]))
+        run.losses.append(float(match[2]))
+        run.ms.append(float(match[3]))
+        run.own_tokens += [float(match[4]) * run.ms[-1] / 1000] if match[4] else []
+    elif match := VAL_LINE.match(line):
+        run.val_steps.append(int(match[1]))
+        run.val_losses.append(float(match[2]))
+    elif match := MEDIAN_LINE.match(line):
+        run.peak_memory_gb = float(match[1]) if math.isfinite(float(match[1])) else None
+        run.first_counted_step = int(match[2])
 
 
 def read_folder(folder, **stand_ins):

@@ -12,6 +12,7 @@ from ladder.errors import UserError
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import read_log
 
+FEWEST_STEPS = 50  # of a race: below, most of a run is warm-up
 WIDE = 130  # characters of a terminal that takes all columns
 IN_THE_README = ["label", "file", "the one change"]  # of the standings; elsewhere "rung" says it
 
@@ -100,6 +101,23 @@ def standings(report):
     return target, racers
 
 
+def doubts(report, racers):
+    """Yields what speaks against the learning rates of a race, as short clauses."""
+    by_name, steps = {racer.name: racer for racer in racers}, finished(report.runs)[racers[0].name][0].steps[-1]
+    if steps < FEWEST_STEPS:
+        yield f"{steps} steps are too few to choose a learning rate, take {FEWEST_STEPS} or more"
+    for name, losses in report.sweep.items():
+        if name not in by_name:
+            continue
+        label, best = f"rung {BY_NAME[name].label}'s", best_of(losses)
+        finite = list(filter(math.isfinite, losses.values()))
+        _, low, high = by_name[name].val_loss
+        if best in (min(losses), max(losses)):
+            yield f"{label} best rate, {best:g}, is at the edge of those tried"
+        if len(finite) == len(losses) and max(finite) - min(finite) <= high - low:
+            yield f"{label} search is flat: its rates differ by no more than its seeds do"
+
+
 def race_curves(report):
     """Yields (name, steps, seconds, losses) of each rung's validations: the median over the seeds at each step."""
     for name, runs in finished(report.runs).items():
@@ -140,11 +158,13 @@ def race_texts(report):
     n_seeds = len(finished(report.runs)[first.name])
     low, high = (f([len(losses) for losses in report.sweep.values()]) for f in (min, max))
     n_rates = f"{low}" if low == high else f"{low} to {high}"
+    doubtful = "; ".join(doubts(report, racers))
     return texts, (
         f"{target:.2f} is the median of the validation losses that rung {label} ends with, rounded up. Each rung has "
         f"the best of {n_rates} learning rates, searched with the first seed: Muon's where it has Muon (AdamW then "
         f"keeps rung {label}'s), else AdamW's. The numbers are the median of {n_seeds} seeds, the spreads their "
-        "lowest and highest. Seconds are steps times the rung's ms/step: compiling and validating do not count.")
+        "lowest and highest. Seconds are steps times the rung's ms/step: compiling and validating do not count."
+        + (f" Doubtful: {doubtful}." if doubtful else ""))
 
 
 def print_race(report, console):
