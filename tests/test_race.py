@@ -7,7 +7,8 @@ from rich.console import Console
 from test_ladder_tool import ladder
 
 from ladder.errors import UserError
-from ladder.measure.race import n_jobs, race, rate_flag
+from ladder.measure.race import describe_race, n_jobs, race, rate_flag, search_progress
+from ladder.measure.runner import Job
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import read_log
 from ladder.show.report import build_report, write_readme
@@ -51,14 +52,18 @@ def run_race(folder, best, stages, seeds=2, slow=None, **values):
 
     In the round `slow` the machine takes 1.2 times as long.
     """
-    jobs = []
-    for job in race(stages, ["--model", "tiny", "--seed", "7"], folder, seeds):
-        jobs.append(job)
-        rate = float(flag_of(job, rate_flag(BY_NAME[job.name])[0]))
-        end = 4 + abs(math.log2(rate / best[job.name]))
-        write_log(job, values.get(job.name, lambda end, job: (9, 8, 7, end))(end, job),
-                  MS.get(job.name, 100.0) * (1.2 if job.log_dir.name == slow else 1))
-    return jobs
+    done = []
+
+    def run(jobs):
+        for job in jobs:
+            rate = float(flag_of(job, rate_flag(BY_NAME[job.name])[0]))
+            end = 4 + abs(math.log2(rate / best[job.name]))
+            write_log(job, values.get(job.name, lambda end, job: (9, 8, 7, end))(end, job),
+                      MS.get(job.name, 100.0) * (1.2 if job.log_dir.name == slow else 1))
+            done.append(job)
+
+    race(stages, ["--model", "tiny", "--seed", "7"], folder, seeds, run)
+    return done
 
 
 def searched(jobs, stage):
@@ -132,7 +137,7 @@ def test_a_run_that_broke_off_has_no_last_loss(tmp_path):
     ((9, 6, 8, 5), 7, 10 + 10 * 2 / 3), (("nan", "nan", 7, 6), 6.75, 32.5),
 ])
 def test_steps_to_a_loss(tmp_path, val_losses, loss, steps):
-    [job] = [job for job, _ in zip(race([ADAMW], [], tmp_path, 1), range(1), strict=False)]
+    job = Job(ADAMW.name, [], tmp_path)
     write_log(job, val_losses, 100.0)
     assert steps_to(read_log(job.log_dir / f"{job.name}.log"), loss) == pytest.approx(steps)
 

@@ -9,12 +9,11 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import filelock
@@ -28,6 +27,7 @@ from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
+SIGKILL = 9  # which the kernel sends when memory runs out; Windows' signal module lacks the name
 
 
 @dataclass
@@ -93,9 +93,10 @@ def check_flags(stages, flags):
     """Let each script itself refuse its flags, and the first the data, before anything is written; its Settings."""
     if any(split_flags(flags, "--log-dir", "--save")[0]):
         raise UserError("--log-dir, --save: not for the scripts here; logs go to --logs, and models are not kept")
-    settings = [load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages][0]
-    load_script(stages[0]).open_tokens(settings.data, "train", settings.B * settings.T + 1)
-    return settings
+    settings = {stage: load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages}
+    first = settings[stages[0]]
+    load_script(stages[0]).open_tokens(first.data, "train", first.B * first.T + 1)
+    return first
 
 
 def plan(stages, flags, log_dir, repeat=1, peers=False, processes=2):
@@ -188,7 +189,7 @@ def run_job(job, seconds, device, on_line=lambda line: None):
     if child.returncode == 0:
         return Outcome(job.name, "ok", "; ".join(errors))
     reason = errors[-1] if errors else last
-    if "out of memory" in reason or child.returncode == -signal.SIGKILL:
+    if "out of memory" in reason or child.returncode == -SIGKILL:
         return Outcome(job.name, "out of memory", reason)
     return Outcome(job.name, "failed", "; ".join(errors) or last or f"exit code {child.returncode}")
 
@@ -237,85 +238,116 @@ def locked(folder, resume, flag="--logs"):
         raise UserError(f"{folder}: another run is using it; wait for its end, or give another --logs") from None
 
 
-def run_ladder(jobs, n_jobs, settings, arguments, log_dir, seconds, resume, console, deadline=math.inf):
-    """Run all jobs with a progress bar; returns their outcomes. Stops early at Ctrl-C, with what is finished.
+@dataclass
+class Runner:
+    """Runs the jobs of one folder one after the other, under a progress bar while it is entered; keeps how each ended.
 
-    `n_jobs` is how many there probably are: of some, which one comes next depends on the ones before.
-
-    `arguments` are the command line, noted with the machine for --resume. A job may take `seconds`, and ends at the
-    `deadline` (of time.monotonic); what it cuts short leaves no log.
+    Ctrl-C ends it with what is finished. At the `deadline` the job in progress is stopped, and its log deleted.
     """
-    outcomes = []
-    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn()]
-    with Progress(*columns, console=console) as progress:
-        steps = settings.steps
-        bar = progress.add_task("machine", total=n_jobs * steps, what="matrix-product rates")
-        if not resume:
-            write_machine(log_dir, settings.device, arguments=arguments)
-        for number, job in enumerate(jobs):
-            n_jobs = max(n_jobs, number + 1)
-            progress.update(bar, description=f"{number + 1} of {n_jobs} {job.name}", completed=number * steps,
-                            total=n_jobs * steps, what="starting")
-            if resume and is_finished(job):
-                outcomes.append(Outcome(job.name, "skipped", "finished before"))
-                continue
 
-            def show(line, number=number):
-                if match := STEP_LINE.match(line):
-                    done = number * steps + int(match[1])
-                    progress.update(bar, completed=done, what=f"step {match[1]}/{steps} loss {match[2]} {match[3]} ms")
+    settings: object  # of the first rung: steps and device
+    log_dir: Path
+    seconds: float  # that a job may take
+    console: object
+    resume: bool = False  # skip what is finished
+    deadline: float = math.inf  # of time.monotonic()
+    n_jobs: int = 0  # how many there probably are
+    outcomes: list = field(default_factory=list)
 
-            if (left := deadline - time.monotonic()) < 1:
+    def __enter__(self):
+        columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"),
+                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
+        self.progress = Progress(*columns, console=self.console)
+        self.bar = self.progress.add_task("machine", what="")
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_):
+        self.progress.stop()
+
+    def left(self):
+        return self.deadline - time.monotonic()
+
+    def failed(self):
+        return [outcome for outcome in self.outcomes if outcome.status not in ("ok", "skipped")]
+
+    def measure_machine(self, **more):
+        """Before the jobs and after them, since the rates drift; `more` goes into machine.json as well."""
+        if self.left() > 0:
+            self.show("machine", "matrix-product rates")
+            write_machine(self.log_dir, self.settings.device, **more)
+
+    def run(self, jobs):
+        """Run the jobs, up to the deadline."""
+        for job in jobs:
+            if self.left() < 1:
                 break
-            outcome = run_job(job, min(seconds, left), settings.device, show)
-            outcomes.append(outcome)
-            if outcome.status == "timed out" and left < seconds:
+            if self.resume and is_finished(job):
+                self.outcomes.append(Outcome(job.name, "skipped", "finished before"))
+                continue
+            self.n_jobs = max(self.n_jobs, len(self.outcomes) + 1)
+            description = f"{len(self.outcomes) + 1} of {self.n_jobs} {job.name}"
+            self.show(description, "starting")
+            outcome = run_job(job, min(self.seconds, self.left()), self.settings.device,
+                              lambda line, description=description: self.show_step(description, line))
+            if outcome.status == "timed out" and self.left() < 1:
                 (job.log_dir / f"{job.name}.log").unlink(missing_ok=True)
                 break
-            say = progress.console.print
-            if outcome.status != "ok":
-                say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
-                continue
+            self.finish(job, outcome)
+
+    def show(self, description, what, step=0):
+        steps = self.settings.steps
+        self.progress.update(self.bar, description=description, what=what, total=self.n_jobs * steps,
+                             completed=len(self.outcomes) * steps + step)
+
+    def show_step(self, description, line):
+        if match := STEP_LINE.match(line):
+            what = f"step {match[1]}/{self.settings.steps} loss {match[2]} {match[3]} ms"
+            self.show(description, what, int(match[1]))
+
+    def finish(self, job, outcome):
+        """Keep the outcome, and print a line for it."""
+        say, run = self.progress.console.print, None
+        if outcome.status == "ok":
             try:
                 run = read_log(job.log_dir / f"{job.name}.log")
             except UserError as error:  # a full disk, say, of which the script has warned
-                outcomes[-1] = Outcome(job.name, "failed", outcome.reason or str(error))
-                say(f"{job.name}: failed: {outcomes[-1].reason}", style="red", markup=False)
-                continue
-            name = (job.log_dir / job.name).relative_to(log_dir)
-            say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step", markup=False)
-            if outcome.reason:
-                say(f"  {outcome.reason}", style="yellow", markup=False)
-        if time.monotonic() < deadline:
-            write_machine(log_dir, settings.device)
-        progress.update(bar, completed=n_jobs * steps, what="done")
-    return outcomes
+                outcome = Outcome(job.name, "failed", outcome.reason or str(error))
+        self.outcomes.append(outcome)
+        if run is None:
+            say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
+            return
+        name = (job.log_dir / job.name).relative_to(self.log_dir)
+        say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step", markup=False)
+        if outcome.reason:
+            say(f"  {outcome.reason}", style="yellow", markup=False)
 
 
-def largest_batch(stage, flags, log_dir, seconds, processes, say):
+def largest_batch(stage, flags, log_dir, seconds, processes, say, deadline=math.inf):
     """(B, tokens/sec at B, why the next one did not run) for the largest B of a rung, per process.
 
-    The search starts where the memory model says that the memory ends, since every B costs a compilation.
+    The search starts at the B that the memory model predicts, since every B costs a compilation. An attempt may take
+    `seconds`, and the search ends at the `deadline` (of time.monotonic), whatever it has found by then.
     """
     settings = check_flags([stage], flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
-    shares = processes if stage.label in ("ddp", "fsdp") and settings.device == "cpu" else 1
+    ranks = processes if stage.torchrun else 1
+    shares = ranks if settings.device == "cpu" else 1  # of the memory
     available = MEMORY_SHARE * int(run_module("ladder.scripts.memory", settings.device)) / shares
     B = start = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 
     def attempt(B):
         more = ["-B", str(B), "--steps", "3"]
         if hasattr(settings, "total_batch"):  # one micro-step: more of them take more time, not more memory
-            more += ["--total-batch", str(B * settings.T)]
+            more += ["--total-batch", str(B * settings.T * ranks)]
         job = Job(stage.name, command_for(stage, [*flags, *more], log_dir, processes), log_dir)
-        outcome = run_job(job, seconds, settings.device)
+        outcome = run_job(job, min(seconds, deadline - time.monotonic()), settings.device)
         say(f"{stage.name}: B={B} {outcome.status}")
         speed = read_log(log_dir / f"{job.name}.log").tokens_per_second if outcome.status == "ok" else None
         return speed, outcome
 
     best, speed, failed, why = 0, None, None, ""
-    while failed is None or failed - best > max(1, best // 8):
+    while (failed is None or failed - best > max(1, best // 8)) and time.monotonic() < deadline:
         result, outcome = attempt(B)
         if result is None:
             failed, why = B, f"{outcome.status}: {outcome.reason}"
