@@ -206,6 +206,35 @@ def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
     assert build_report(tmp_path).sweep == {}  # nothing to compare yet
 
 
+def test_the_caption_says_where_a_search_is_doubtful(tmp_path):
+    """Nothing of a good one; a best rate at the edge, rates that differ less than the seeds, a race of 40 steps."""
+    best = {ADAMW.name: 1.2e-3}
+
+    def caption(name, best=best, **values):
+        run_race(tmp_path / name, best, [ADAMW], 2, **values)
+        return race_texts(build_report(tmp_path / name))[1]
+
+    assert "40 steps are too few to choose a learning rate, take 50 or more" in caption("short")
+    assert "edge" not in caption("short again") and "flat" not in caption("short once more")
+    assert "rung 16's best rate, 0.3072, is at the edge" in caption("edge", {ADAMW.name: 1e6})
+    seeds = {"round_1": (9, 8, 7, 5), "round_2": (9, 8, 7, 9)}  # further apart than the four rates
+    noisy = caption("flat", **{ADAMW.name: lambda end, job: seeds.get(job.log_dir.name, (9, 8, 7, end))})
+    assert "rung 16's search is flat: its rates differ by no more than its seeds do" in noisy and "edge" not in noisy
+
+
+def test_the_plan_of_a_race_and_how_far_its_search_is(tmp_path):
+    stages = [ADAMW, CHUNKED, MUON]
+    plan = describe_race(stages, 3)
+    assert "at least 17 runs: 4 learning rates or more for each of 2 rungs, then 3 seeds of 3 rungs" in plan
+    assert "--max-lr 0.0006 to 0.0048 (rung 16); --muon-lr 0.002 to 0.016 (rung 18)" in plan
+    assert "finished 0 of at least 8 runs (rung 16: 0, rung 18: 0)" in search_progress(stages, tmp_path)
+    for rate, losses in ((0.0006, (9, 8, 7, 6)), (0.0012, (9, 8, 7, 6))):
+        write_log(Job(ADAMW.name, [], tmp_path / "sweep" / f"{rate:g}"), losses, 100.0)
+    path = tmp_path / "sweep" / "0.0012" / f"{ADAMW.name}.log"
+    path.write_text(path.read_text()[:600])  # the one that Ctrl-C has stopped
+    assert "finished 1 of at least 8 runs (rung 16: 1, rung 18: 0)" in search_progress(stages, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_race_for_real(tokens, tmp_path):
     """It ends with the standings, the seed of the search runs as it ran there, and --resume repeats no search."""

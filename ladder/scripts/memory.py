@@ -17,6 +17,7 @@ logs/reference/. `card_bytes` is a model of the same for several cards, which sh
 fsdp_run.py, and `sent_bytes` says what they send each other. `python -m ladder.scripts.memory DEVICE` prints the
 device's free bytes.
 """
+import bisect
 import math
 import sys
 
@@ -45,9 +46,8 @@ def step_bytes(model, B, T, label):
 
 def largest_fitting(model, T, labels, available_bytes):
     """The largest B at which the rung that needs the most memory fits into the memory; 0 if none does."""
-    fixed = {label: step_bytes(model, 0, T, label) for label in labels}
-    return max(0, min(int((available_bytes - fixed[label]) / (step_bytes(model, 1, T, label) - fixed[label]))
-                      for label in labels))
+    return bisect.bisect_right(range(1, 1_000_000), available_bytes,
+                               key=lambda B: max(step_bytes(model, B, T, label) for label in labels))
 
 
 def split_parameters(model, n_layer=None):
