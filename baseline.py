@@ -330,13 +330,13 @@ def device_name(device):
 
 
 def allocator(device):
-    """What hands out the device's memory; on a CPU freed memory goes back to the system or, "kept", it does not."""
+    """What hands out the device's memory; on a CPU "default" is what the system and this build of torch have."""
     if device != "cpu":
         return "torch"
     libraries = Path("/proc/self/maps").read_text() if os.path.exists("/proc/self/maps") else ""
     preloaded = re.search(r"/lib(tcmalloc|jemalloc|mimalloc)[^/]*\.so", libraries)
     kept = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"} <= os.environ.keys()  # glibc keeps what is freed
-    return preloaded[1] if preloaded else "malloc, memory kept" if kept else "malloc"
+    return preloaded[1] if preloaded else "glibc, memory kept" if kept else "default"
 
 
 def peak_memory(device):

@@ -5,7 +5,7 @@
 
 The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 on, with the same logits; transformers has no model for
 the rungs between. GPT-2's "Conv1D" layers store their matrices transposed, the rows that pad the vocabulary (rung 7)
-are cut off, and the embeddings stay untied where they were (baseline.py, which alone can train such a model further).
+are cut off, and the embeddings stay untied where they were (baseline.py, the only script that trains such a model on).
 """
 import argparse
 import logging
@@ -36,8 +36,18 @@ def to_transformers(checkpoint):
     return convert(config, weights).eval()
 
 
+def refuse_folder(path):
+    """Exit with one line where `path` is a folder of checkpoints: which file has the model, or how to get it."""
+    folder = Path(path)
+    if (folder / ".metadata").exists() or (folder / "newest" / ".metadata").exists():  # of torch.distributed.checkpoint
+        sys.exit(f"error: {path}: sharded checkpoints, not a model; resume with --save FILE, then give FILE")
+    if (folder / "newest.pt").exists():
+        sys.exit(f"error: {path}: a folder of checkpoints, not a model; give {folder / 'newest.pt'}")
+
+
 def load_checkpoint(path, convert=to_transformers):
     """(The model in a checkpoint file, as `convert` makes it; the name of its tokenizer); exits with one line."""
+    refuse_folder(path)
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the sums that torch.save writes
             if file.testzip():

@@ -4,8 +4,8 @@
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50      # a Hugging Face name or folder
 
 The weights become a transformers model (export.py), whose generate() has the key-value cache, the sampling and the
-streaming. Rungs 20 to 22, for which transformers has no model, compute by their own script, without a cache. A prompt
-that leaves no room for the new tokens in the model's longest sequence is cut at its front.
+streaming. Rungs 20 to 22, for which transformers has no model, run with their own script's model, without a cache. A
+prompt that leaves no room for the new tokens in the model's longest sequence loses its beginning.
 """
 import argparse
 import logging
@@ -17,10 +17,8 @@ import torch
 
 from data import prepare
 from data.prepare import END_OF_TEXT
-from export import load_checkpoint, to_transformers
+from export import load_checkpoint, refuse_folder, to_transformers
 from ladder.scripts.stages import BY_NAME, load_script
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Tokenizer:
@@ -33,7 +31,7 @@ class Tokenizer:
         try:
             self.tokens = prepare.ByteTokenizer() if name == prepare.ByteTokenizer.name else prepare.fetch_merges()
         except prepare.NoMerges as error:
-            sys.exit(f"error: {error}; the model reads and writes in them: try again with a network")
+            sys.exit(f"error: GPT-2's tokenizer: {error}; the model needs it: try again with a network")
 
     def encode(self, text):
         return self.tokens.encode_to_numpy(text, disallowed_special=()).tolist()
@@ -69,7 +67,7 @@ def to_model(checkpoint):
 
 
 def from_hugging_face(name):
-    """A transformers GPT-2 or Qwen3 from a folder or the hub; exits with one line when there is none by this name."""
+    """A transformers GPT-2 or Qwen3 from a folder or the Hugging Face hub; exits with one line when there is none."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -89,6 +87,7 @@ def load_model(name, device):
 
     Exits with one line when there is none, or one with other tokens than GPT-2's.
     """
+    refuse_folder(name)
     if Path(name).is_file() or name.endswith(".pt"):
         model, tokenizer = load_checkpoint(name, to_model)
     else:
@@ -103,16 +102,17 @@ def load_model(name, device):
 
 def parse_args(argv=None):
     """The command line's flags; exits with one line when a value is out of range."""
+    found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint file, a Hugging Face folder or a name")
     parser.add_argument("--prompt", default="", help="default: <|endoftext|>, the start of a document")
     parser.add_argument("--num-samples", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="of the k likeliest tokens; 0: all (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="the likeliest p of the mass (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens, up to this probability")
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
-    parser.add_argument("--device", default=DEVICE, help="default: %(default)s")
+    parser.add_argument("--device", default=found[0], help="default: %(default)s")
     args = parser.parse_args(argv)
     for flag, value, in_range, need in [
         ("--num-samples", args.num_samples, args.num_samples >= 1, "at least 1"),

@@ -5,10 +5,12 @@
     python data/prepare.py --text corpus/ --out data/mine       # a folder of .txt, .jsonl and .parquet files
     python data/prepare.py --hf HuggingFaceFW/fineweb-edu --name sample-10BT --out data/edu
 
-A .txt file is one document; so is each line of a .jsonl file and each row of a .parquet file or dataset. Memory does
-not grow with the corpus. Without a network, Python's language reference and GPT-2's single-byte tokens stand in.
+Each line of a .jsonl file is a document, as is each row of a .parquet file or dataset; a .txt file is one, or several
+with <|endoftext|> between them. Memory does not grow with the corpus. Without a network, Python's language reference
+and GPT-2's single-byte tokens stand in.
 """
 import argparse
+import codecs
 import contextlib
 import hashlib
 import io
@@ -18,6 +20,7 @@ import re
 import shutil
 import sys
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from multiprocessing.pool import ThreadPool
@@ -32,6 +35,8 @@ from tqdm import tqdm
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 VOCAB_SIZE, END_OF_TEXT = 50257, 50256  # GPT-2's 50,000 merges, 256 bytes and <|endoftext|>, which is the last
+SEPARATOR = "<|endoftext|>"
+SUFFIXES = (".txt", ".jsonl", ".parquet")
 PIECE_CHARACTERS = 1 << 14  # far below the million blanks in a row that make tiktoken panic
 LAST_CUT = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)  # no token spans a non-blank and the blank after it
 
@@ -62,7 +67,7 @@ def warn(message):
 def fetch_merges(seconds=60):
     """tiktoken's gpt2 Encoding. Raise NoMerges when it cannot be fetched within `seconds`."""
     try:
-        with ThreadPool(1) as pool:  # a daemon thread, because tiktoken waits for a silent network without end
+        with ThreadPool(1) as pool:  # a daemon thread, because tiktoken waits for a silent network forever
             return pool.apply_async(tiktoken.get_encoding, ["gpt2"]).get(seconds)
     except Exception as error:  # requests and tiktoken raise many kinds
         raise NoMerges(f"tiktoken could not fetch GPT-2's merges ({type(error).__name__})") from error
@@ -94,8 +99,10 @@ def default_text(url=TINY_SHAKESPEARE_URL, seconds=60):
         return fallback_text(), "python_topics"
 
 
-def documents_of(source, field):
+def documents_of(source, field, encoding):
     """Yield the documents of a file, or of a Hugging Face dataset (name, config, split), as open text files."""
+    if codecs.lookup(encoding).name == "utf-8":
+        encoding = "utf-8-sig"  # a byte order mark is not text
     if isinstance(source, tuple):
         import datasets
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what our error line says
@@ -109,9 +116,10 @@ def documents_of(source, field):
         columns = [field] if field in file.schema_arrow.names else None  # None: all, for the error line
         batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=8, columns=columns))
     elif source.suffix.lower() == ".jsonl":  # `datasets` would fail where a line has a key that the first 10 MB lack
-        batches = ([json.loads(line) if line.strip() else {field: None}] for line in open(source, "rb"))
+        lines = open(source, encoding=encoding, newline="\n")
+        batches = ([json.loads(line) if line.strip() else {field: None}] for line in lines)
     else:
-        yield open(source, encoding="utf-8-sig", newline="")  # "sig": a byte order mark is not text
+        yield open(source, encoding=encoding, newline="")
         return
     for record in chain.from_iterable(batches):
         if not isinstance(record, dict) or field not in record or not isinstance(record[field], str | None):
@@ -119,23 +127,47 @@ def documents_of(source, field):
         yield io.StringIO((record[field] or "").encode(errors="replace").decode())  # JSON may hold half surrogate pairs
 
 
-def read(source, field):
+def read(source, field, encoding):
     """Yield (does a document begin here?, piece); the pieces encode, one by one, to the tokens of their document."""
     place, number = f"--hf {source[0]}" if isinstance(source, tuple) else source, 1
+    suffix = None if isinstance(source, tuple) else source.suffix.lower()
+    separated = suffix not in (None, ".jsonl", ".parquet")  # a record is one document, its <|endoftext|> is text
     try:
-        for document in documents_of(source, field):
+        for document in documents_of(source, field, encoding):
             begins, rest = True, ""
             while block := document.read(PIECE_CHARACTERS):
-                rest += block
+                *ended, rest = (rest + block).split(SEPARATOR) if separated else [rest + block]
+                for text in ended:
+                    if text:
+                        yield begins, text
+                    begins = True
                 if len(rest) >= PIECE_CHARACTERS:
-                    end = cut.end() if (cut := LAST_CUT.match(rest)) else len(rest)
+                    end = cut.end() if (cut := LAST_CUT.match(rest)) else len(rest) - len(SEPARATOR)  # none is cut
                     yield begins, rest[:end]
                     begins, rest = False, rest[end:]
             if rest:
                 yield begins, rest
             number += 1
     except Exception as error:  # json, pyarrow, datasets and huggingface_hub raise many kinds
-        sys.exit(f"error: {place}: document {number} cannot be read ({error!r:.300}); check the file and the flags")
+        wrong, cure = f"document {number} cannot be read ({error!r:.300})", "check the file and the flags"
+        if isinstance(error, UnicodeError) and suffix not in (None, ".parquet"):
+            wrong, cure = f"not {encoding}", "give its --encoding, for example utf-16 or latin-1"
+        elif isinstance(error, json.JSONDecodeError) and suffix == ".jsonl":
+            wrong, cure = f"line {number} is not JSON ({error.msg})", "write each document as one line (jq -c .)"
+        sys.exit(f"error: {place}: {wrong}; {cure}")
+
+
+def files_in(text):
+    """The files to read: `text` itself, or those in that folder in the order of their names."""
+    if not text.exists():
+        sys.exit(f"error: --text {text}: no such file or folder; check the path")
+    if not text.is_dir():
+        return [text]
+    files = sorted(file for file in text.rglob("*") if file.is_file())
+    if left_out := Counter(file.suffix.lower() for file in files if file.suffix.lower() not in SUFFIXES):
+        counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in sorted(left_out.items()))
+        warn(f"{text}: files left out: {left_out.total()} ({counts}); only .txt, .jsonl and .parquet are read")
+    return [file for file in files if file.suffix.lower() in SUFFIXES]
 
 
 def encode(pieces, tokenizer):
@@ -158,7 +190,7 @@ def write_tokens(pieces, source, tokenizer, folder):
         for (begins, text), tokens in tqdm(encode(pieces, tokenizer), "encoding", unit=" pieces", disable=None):
             if begins and n_documents:
                 train.write(END_OF_TEXT.to_bytes(2, "little"))
-                sha256.update(b"<|endoftext|>")
+                sha256.update(SEPARATOR.encode())
             n_documents += begins
             train.write(tokens)
             sha256.update(text.encode("utf-8"))
@@ -182,7 +214,7 @@ def clean_up(partial, out):
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def prepare(text, out, hf=None, field="text"):
+def prepare(text, out, hf=None, field="text", encoding="UTF-8"):
     """Write the tokens of `text` (a file or a folder), of the dataset `hf` (name, config, split) or of the default text
     to the folder `out`, or leave it as it was. Return the metadata."""
     partial = out.with_name(out.name + ".partial")
@@ -201,11 +233,10 @@ def prepare(text, out, hf=None, field="text"):
         clean_up(partial, out)  # what a killed run left
         (partial / "new").mkdir(parents=True)
         if hf:
-            pieces, source = read(hf, field), "/".join(filter(None, hf[:2]))
+            pieces, source = read(hf, field, encoding), "/".join(filter(None, hf[:2]))
         elif text:
-            suffixes = {".txt", ".jsonl", ".parquet"}
-            files = sorted(f for f in text.rglob("*") if f.suffix.lower() in suffixes) if text.is_dir() else [text]
-            pieces, source = chain.from_iterable(read(file, field) for file in files), text.resolve().name
+            pieces = chain.from_iterable(read(file, field, encoding) for file in files_in(text))
+            source = text.resolve().name
         else:
             default, source = default_text()
             pieces = iter([(True, default)])
@@ -233,13 +264,21 @@ def main(argv=None):
     parser.add_argument("--name", help="a configuration of the dataset, if it has several")
     parser.add_argument("--split", help="a split of the dataset (default: train)")
     parser.add_argument("--field", help="the field of .jsonl, .parquet or dataset that is the text (default: text)")
+    parser.add_argument("--encoding", help="how .txt and .jsonl files are encoded (default: UTF-8)")
     parser.add_argument("--out", type=Path, default=Path("data/tokens"), help="a folder (default: %(default)s)")
     args = parser.parse_args(argv)
     if not args.hf and (args.name or args.split or args.field and not args.text):
-        sys.exit("error: --name, --split, --field: choose from a dataset; give --hf too (or --text, for --field)")
+        sys.exit("error: --name, --split, --field: are for a dataset; give --hf too (or --text, for --field)")
+    if args.encoding and not args.text:
+        sys.exit("error: --encoding: says how text files are encoded; give --text too")
+    encoding = args.encoding or "UTF-8"
+    try:
+        codecs.lookup(encoding)
+    except LookupError:
+        sys.exit(f"error: --encoding {encoding}: unknown; give one that Python knows, for example utf-16 or latin-1")
     try:
         hf = (args.hf, args.name, args.split or "train") if args.hf else None
-        meta = prepare(args.text, args.out.resolve(), hf, args.field or "text")
+        meta = prepare(args.text, args.out.resolve(), hf, args.field or "text", encoding)
     except (OSError, ValueError, KeyboardInterrupt) as error:
         sys.exit(f"error: --out {args.out}: not written ({str(error) or 'stopped'}); run the same command again")
     print(f"{args.out}: {meta['source']} ({meta['tokenizer']} tokens), {meta['documents']:,} documents, "

@@ -72,8 +72,8 @@ def add_run(verbs):
 def add_profile(verbs):
     profile = verbs.add_parser("profile", help="where the time of a step goes; unknown flags go to the scripts")
     profile.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
-    profile.add_argument("--repeat", type=positive, default=1, metavar="N",
-                         help="N rounds, best an odd number: the median step counts")
+    profile.add_argument("--repeat", type=positive, default=3, metavar="N",
+                         help="N rounds, best an odd number: the median step counts (default: %(default)s)")
     profile.add_argument("--logs", type=Path, metavar="FOLDER",
                          help=f"of a run, to be shown with it (default: {PROFILES}/DATE_TIME)")
 

@@ -66,10 +66,37 @@ def test_a_folder_is_read_in_the_order_of_names(prepare, tmp_path, capsys):
     write_jsonl(corpus / "b" / "part.JSONL", DOCUMENTS[1:3])
     (corpus / "a.txt").write_text(DOCUMENTS[0])
     (corpus / "empty.txt").write_text("")
-    (corpus / "picture.png").write_bytes(b"\xff\xfe")
     prepare.main(["--text", str(corpus), "--out", str(tmp_path / "out")])
     assert documents_in(tmp_path / "out") == DOCUMENTS
-    assert "corpus (gpt2-bytes tokens), 5 documents" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "corpus (gpt2-bytes tokens), 5 documents" in said.out and "left out" not in said.err
+    for name in ("picture.png", "read.md", "b/more.MD", "no_suffix"):
+        (corpus / name).write_bytes(b"\xff\xfe")
+    prepare.main(["--text", str(corpus), "--out", str(tmp_path / "out")])
+    assert documents_in(tmp_path / "out") == DOCUMENTS
+    said = capsys.readouterr().err
+    assert f"WARNING: {corpus}: files left out: 4 (1 without suffix, 2 .md, 1 .png); " in said
+
+
+def test_end_of_text_separates_the_documents_of_a_txt_file(prepare, merges, tmp_path, monkeypatch):
+    """As tiktoken encodes it with special tokens allowed, wherever a block or a piece ends; in a record it is text."""
+    prepare.load_tokenizer = lambda: merges
+    end, texts = "<|endoftext|>", ["One.\n", "\nTwo " * 50, " ", "\u65e5\u672c" * 60, "x", "no <|endoftext> at all\n"]
+    (tmp_path / "a.txt").write_text(f"{end}{end.join(texts[:3])}{end}{end}{end.join(texts[3:])}{end}")
+    for size in range(30, 60):
+        monkeypatch.setattr(prepare, "PIECE_CHARACTERS", size)
+        meta = prepare.prepare(tmp_path / "a.txt", tmp_path / "out")
+        assert meta["documents"] == len(texts)
+        tokens = read_tokens(tmp_path / "out")
+        parts = np.split(tokens, np.flatnonzero(tokens == END))
+        assert [merges.decode(part[part != END].tolist()) for part in parts] == texts
+    monkeypatch.undo()
+    prepare.load_tokenizer = lambda: merges
+    prepare.prepare(tmp_path / "a.txt", tmp_path / "out")
+    assert read_tokens(tmp_path / "out").tolist() == merges.encode(end.join(texts), allowed_special="all")
+    write_jsonl(tmp_path / "a.jsonl", texts=[end.join(texts)])
+    assert prepare.prepare(tmp_path / "a.jsonl", tmp_path / "out")["documents"] == 1
+    assert END not in read_tokens(tmp_path / "out")
 
 
 def test_lines_with_other_keys_and_types(prepare, tmp_path):
@@ -122,14 +149,16 @@ def test_a_dataset_asked_wrongly(flags, reason, dataset, prepare, tmp_path, monk
 
 
 @pytest.mark.parametrize("name, content, reason", [
-    ("a.jsonl", b'{"text": "good"}\n\n{"text": "cut', "a.jsonl: document 3 cannot be read .JSONDecodeError"),
+    ("a.jsonl", b'{"text": "good"}\n\n{"text": "cut', "a.jsonl: line 3 is not JSON .Unterminated .*; write each"),
+    ("a.jsonl", b'{\n  "text": "pretty"\n}\n', "a.jsonl: line 1 is not JSON .*; write each document as one line"),
+    ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl: not UTF-8; give its --encoding"),
     ("a.jsonl", b'{"text": "good"}\n{"body": ""}\n', "document 2 cannot be .*no string in field 'text' of {'body'"),
     ("a.jsonl", b'["x"]\n', "no string in field 'text' of \\['x'"),
     ("a.jsonl", b'{"text": 0}\n', "no string in field 'text' of {'text': 0}"),
     ("a.jsonl", b'{"text": ""}\n', "0 tokens are too few"),
     ("a.jsonl", b"[" * 200_000, "RecursionError"),
     ("a.parquet", b"PAR1 no parquet", "a.parquet: document 1 cannot be read .ArrowInvalid"),
-    ("a.txt", b"caf\xe9 au lait", "a.txt: document 1 cannot be read .UnicodeDecodeError"),
+    ("a.txt", b"caf\xe9 au lait", "a.txt: not UTF-8; give its --encoding"),
     ("a.pdf", b"%PDF", "0 tokens are too few; give more text \\(.txt, .jsonl or .parquet\\)"),
 ])
 def test_corpora_that_cannot_be_used(name, content, reason, prepare, tmp_path):
@@ -171,7 +200,7 @@ def test_pieces_never_cut_a_token(prepare, merges, tmp_path, monkeypatch):
         for _ in range(50):
             text = "".join(random.choices(parts, k=300))
             (tmp_path / "text").write_bytes(text.encode())
-            pieces = [piece for _, piece in prepare.read(tmp_path / "text", "text")]
+            pieces = [piece for _, piece in prepare.read(tmp_path / "text", "text", "utf-8")]
             assert "".join(pieces) == text and len(pieces) > 2
             together = [token for piece in pieces for token in merges.encode_ordinary(piece)]
             assert together == merges.encode_ordinary(text)
@@ -202,7 +231,7 @@ def test_text_without_blanks_and_a_million_blanks(prepare, merges, tmp_path):
     (tmp_path / "text.txt").write_text(text)
     write_jsonl(tmp_path / "text.jsonl", [text])
     for path in (tmp_path / "text.txt", tmp_path / "text.jsonl"):
-        assert max(len(piece) for _, piece in prepare.read(path, "text")) <= 2 * prepare.PIECE_CHARACTERS
+        assert max(len(piece) for _, piece in prepare.read(path, "text", "utf-8")) <= 2 * prepare.PIECE_CHARACTERS
         prepare.prepare(path, tmp_path / "out")
         assert merges.decode(read_tokens(tmp_path / "out").tolist()) == text
 

@@ -209,7 +209,8 @@ def test_a_name_that_the_terminal_cannot_show(tmp_path):
 
 
 @pytest.mark.parametrize("content, reason", [
-    (b"", "0 tokens are too few"), (b"\xff\xfe\x00caf\xe9", "UnicodeDecodeError"), (None, "No such file"),
+    (b"", "0 tokens are too few"), ("latin: caf\xe9 au lait".encode("latin-1"), "not UTF-8; give its --encoding"),
+    ("utf-16".encode("utf-16"), "not UTF-8; give its --encoding"), (None, "no such file or folder"),
 ])
 def test_texts_that_cannot_be_used(content, reason, tmp_path):
     if content is not None:
@@ -223,6 +224,18 @@ def test_a_byte_order_mark_is_no_text(prepare, tmp_path):
     (tmp_path / "text").write_bytes("\ufefftwo \ufeffwords\r\n".encode())
     prepare.prepare(tmp_path / "text", tmp_path / "tokens")
     assert text_in(tmp_path / "tokens") == "two \ufeffwords\r\n"
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "UTF-8"])
+def test_a_text_in_another_encoding(encoding, prepare, tmp_path):
+    (tmp_path / "text.txt").write_bytes("caf\xe9 au lait\r\n".encode(encoding))
+    (tmp_path / "text.jsonl").write_bytes('{"text": "caf\xe9 au lait\\r\\n"}\n{"text": "x"}\n'.encode(encoding))
+    for name, end in [("text.txt", ""), ("text.jsonl", "\ufffdx")]:  # <|endoftext|> is no byte
+        prepare.main(["--text", str(tmp_path / name), "--encoding", encoding, "--out", str(tmp_path / "tokens")])
+        assert text_in(tmp_path / "tokens") == "caf\xe9 au lait\r\n" + end
+    wrong = "utf-16" if encoding == "UTF-8" else "UTF-8"
+    with pytest.raises(SystemExit, match=f"text.txt: not {wrong}; give its --encoding"):
+        prepare.main(["--text", str(tmp_path / "text.txt"), "--encoding", wrong, "--out", str(tmp_path / "tokens")])
 
 
 def test_a_tiny_text_works(prepare, tmp_path):
@@ -371,6 +384,8 @@ def test_the_second_of_two_that_found_no_data_uses_the_firsts(prepare, tmp_path)
     (["--name", "x"], "--hf too"),
     (["--split", "x"], "--hf too"),
     (["--field", "x"], "--hf too"),
+    (["--encoding", "utf-16"], "--encoding: .*; give --text too"),
+    (["--text", __file__, "--encoding", "klingon"], "error: --encoding klingon: unknown; "),
     (["--text", __file__, "--out", "/"], "error: --out /: .*; run"),
     (["--text", __file__, "--out", __file__], "Not a directory"),
     (["--text", __file__, "--out", 200 * "long"], "File name too long"),

@@ -15,21 +15,27 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ladder.errors import UserError
-from ladder.measure import runner, survey
+from ladder.measure import runner, step_profile, survey
 from ladder.measure.runner import check_flags
 from ladder.measure.step_profile import (
     CLIP,
     DATA,
     STEP,
     STEPS_ON_A_CPU,
+    Probe,
     by_kind,
     check_profile,
     floor_ms,
     kind_of,
+    logit_widths,
+    profile_ladder,
+    shapes_in,
 )
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
-from ladder.show.profile import KINDS, read_profile
+from ladder.show.page import profile_data
+from ladder.show.plots import plot_profile
+from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile
 from ladder.show.report import build_report
 
 WHOLE = ROOT / "logs" / "reference" / "amd_epyc_avx2_2_cores_B1_T1024"
@@ -76,8 +82,8 @@ def work():
     }
 
 
-def profiled(*functions, times=1):
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+def profiled(*functions, times=1, record_shapes=False):
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=record_shapes) as profiler:
         for _ in range(times):
             with record_function(STEP):
                 for function in functions:
@@ -85,10 +91,16 @@ def profiled(*functions, times=1):
     return profiler.events()
 
 
+def kinds_of(*functions, times=1):
+    """by_kind as a profile has it: the shapes are those of a step before."""
+    shapes = shapes_in(profiled(*functions, record_shapes=True))
+    return by_kind(profiled(*functions, times=times), shapes, {N_ROWS}, "cpu")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_work_of_one_kind_is_all_of_that_kind(work, kind):
     work[kind]()
-    rounds = [by_kind(profiled(*[work[kind]] * 5), {N_ROWS}, "cpu") for _ in range(3)]
+    rounds = [kinds_of(*[work[kind]] * 5) for _ in range(3)]
     parts, step = max(rounds, key=lambda found: found[0][kind] / found[1])  # other work may interrupt one of them
     assert sum(parts.values()) == pytest.approx(step)
     # Each call costs a few operators' worth of Python, and gradients are added up outside of the kind.
@@ -107,14 +119,120 @@ def test_parts_are_as_large_as_the_clock_says(work):
             work[kind]()
         clock[kind] += 1000 * (time.perf_counter() - started)
 
-    profiled(*(lambda kind=kind: timed(kind) for kind in work))  # warm-up
+    everything = [lambda kind=kind: timed(kind) for kind in work]
+    shapes = shapes_in(profiled(*everything, record_shapes=True))
     clock = dict.fromkeys(work, 0.0)
-    parts, step = by_kind(profiled(*(lambda kind=kind: timed(kind) for kind in work), times=3), {N_ROWS}, "cpu")
+    parts, step = by_kind(profiled(*everything, times=3), shapes, {N_ROWS}, "cpu")
     truth = {kind: ms / 3 for kind, ms in clock.items()}
     assert sum(truth.values()) == pytest.approx(step, rel=0.05)
     assert sum(parts.values()) == pytest.approx(step)
     for kind in work:
         assert parts[kind] == pytest.approx(truth[kind], rel=0.25, abs=0.05 * step), (kind, parts, truth)
+
+
+def test_shapes_of_one_step_are_those_of_the_next():
+    """By the place of an operator among those of its name, whatever else runs between them."""
+    x, narrow, wide = torch.ones(8, 16), torch.ones(16, 4), torch.ones(16, N_ROWS)
+    shapes = shapes_in(profiled(lambda: x @ narrow, lambda: x @ wide, record_shapes=True))
+    assert shapes["aten::mm", 1] == [[8, 16], [16, 4]] and shapes["aten::mm", 2] == [[8, 16], [16, N_ROWS]]
+    parts, _ = by_kind(profiled(lambda: x @ narrow, lambda: x + 1, lambda: x @ wide), shapes, {N_ROWS}, "cpu")
+    assert parts["matrix products"] > 0 and parts["head"] > 0
+
+
+class Steps:
+    """A GPT and a `train` of nothing but its steps, which the Probe follows."""
+
+    def __init__(self, device):
+        self.probe, self.recorded = Probe(device), []
+
+    def run(self, monkeypatch):
+        def profiler(activities, record_shapes):
+            self.recorded.append(record_shapes)
+            return SimpleNamespace(start=lambda: None, stop=lambda: None, events=list)
+
+        monkeypatch.setattr(torch.profiler, "profile", profiler)
+        monkeypatch.setattr(step_profile, "shapes_in", lambda events: {})
+        for step in range(1, self.probe.steps + 1):
+            self.probe.after_step(step)
+        return self.recorded
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_timed_steps_record_no_shapes(device, monkeypatch):
+    assert Steps(device).run(monkeypatch) == [True, False]
+
+
+def test_a_gpus_products_are_the_heads_also_where_inductor_pads_them():
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=50257), lm_head=torch.nn.Linear(2, 50257))
+    for width in (50257, 50260, 50264):
+        assert kind_of("aten::mm", [[4096, 768], [768, width]], [], logit_widths(model)) == "head"
+    assert kind_of("aten::mm", [[4096, 768], [768, 3072]], [], logit_widths(model)) == "matrix products"
+
+
+@pytest.mark.parametrize("device, named", [("cpu", True), ("cuda", False)])
+def test_kernels_get_their_names_only_where_that_costs_no_compilation(device, named, monkeypatch, tmp_path):
+    """The setting is part of the key of Inductor's cache: on a GPU a profile would compile everything again."""
+    from torch._inductor import config
+
+    class Ended(Exception):
+        pass
+
+    def train(settings):
+        raise Ended
+
+    script = SimpleNamespace(parse_settings=lambda flags: SimpleNamespace(device=device), train=train, Log=object,
+                             DataLoaderLite=SimpleNamespace(batch=None))
+    monkeypatch.setattr(step_profile, "load_script", lambda stage: script)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
+    with config.patch({"cpp.enable_kernel_profile": False}):
+        with pytest.raises(Ended):
+            step_profile.profile_rung("10", [], tmp_path)
+        assert config.cpp.enable_kernel_profile is named
+
+
+def fake_rung(name, step_ms, plain_ms):
+    parts = dict.fromkeys(KINDS, 0.0) | {"matrix products": step_ms}
+    return {"name": name, "step_ms": step_ms, "plain_ms": plain_ms, "floor_ms": 50.0, "parts_ms": parts}
+
+
+def profile_with(answers, folder, monkeypatch, stages, repeat):
+    """profile_ladder where the k-th profile of a rung is (under the profiler, plain) of `answers`; what it printed."""
+    answers = {label: iter(times) for label, times in answers.items()}
+
+    def once(stage, *_):
+        return fake_rung(stage.name, *next(answers[stage.label])), SimpleNamespace(status="ok")
+
+    monkeypatch.setattr(step_profile, "profile_once", once)
+    settings = SimpleNamespace(model="gpt2", B=1, T=64, device="cpu")
+    monkeypatch.setattr(step_profile, "check_profile", lambda *_: settings)
+    (folder / "machine.json").write_text(json.dumps({"rates": {"float32": 1e12}, "device": "cpu", "name": "a CPU"}))
+    console = Console(file=io.StringIO(), width=140)
+    assert profile_ladder([BY_LABEL[label] for label in stages], [], folder, console, repeat) == []
+    assert all(next(rest, None) is None for rest in answers.values()), "fewer profiles than expected"
+    return console.file.getvalue()
+
+
+def test_an_unreliable_profile_is_repeated_then_marked(tmp_path, monkeypatch):
+    """In the table, in the picture and on the page."""
+    text = profile_with({"0": [(125.0, 100.0), (104.0, 100.0)], "3": [(250.0, 100.0), (240.0, 100.0)]},
+                        tmp_path, monkeypatch, ["0", "3"], 1)
+    assert text.count("once more") == 2 and text.count("more than 10 % apart") == 1
+    found = read_profile(tmp_path)
+    assert [rung["step_ms"] for rung in found["rungs"]] == [104.0, 250.0]
+    assert [is_reliable(rung) for rung in found["rungs"]] == [True, False]
+    console = Console(file=io.StringIO(), width=140)
+    print_profile(found, console)
+    table = console.file.getvalue()
+    assert "bfloat16 autocast (!)" in table and "baseline (!)" not in table and UNRELIABLE in table
+    drawn = [text.get_text() for text in plot_profile(found).axes[0].texts]
+    assert drawn == [" 104", " 250 unreliable: 100 without the profiler"]
+    report = SimpleNamespace(rows=[], profile=found)
+    assert [entry["reliable"] for entry in profile_data(report)] == [True, False]
+
+
+def test_the_median_round_is_one_of_the_reliable_ones(tmp_path, monkeypatch):
+    profile_with({"0": [(101.0, 100.0), (300.0, 100.0), (102.0, 100.0), (99.0, 100.0)]}, tmp_path, monkeypatch, "0", 3)
+    assert [rung["step_ms"] for rung in read_profile(tmp_path)["rungs"]] == [101.0]
 
 
 @pytest.mark.parametrize("name, shapes, around, kind", [

@@ -188,6 +188,27 @@ def test_other_files(saved, sample, export, tmp_path):
         export.main([str(saved["10"]), str(tmp_path)])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_folders_of_checkpoints(saved, sample, export, tmp_path):
+    """As a sharded script and as the others leave them: neither is a model, and one line says where it is."""
+    from torch.distributed import checkpoint
+
+    (tmp_path / "sharded").mkdir()
+    checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "sharded" / "newest", no_dist=True)
+    for folder, advice in [("sharded", "resume with --save FILE"), ("sharded/newest", "resume with --save FILE"),
+                           (saved["16"].parent, f"give {saved['16']}$")]:
+        for main, more in [(export.main, [str(tmp_path / "out")]), (sample.main, [])]:
+            with pytest.raises(SystemExit, match=f"^error: .*{folder}: .* not a model; {advice}"):
+                main([str(tmp_path / folder), *more])
+
+
+@pytest.mark.parametrize("there, expected", [(["cuda", "mps"], "cuda"), (["mps"], "mps"), ([], "cpu")])
+def test_the_device_is_the_accelerator_if_there_is_one(there, expected, sample, monkeypatch):
+    for name in ("cuda", "mps"):
+        monkeypatch.setattr(getattr(torch, name), "is_available", lambda name=name: name in there)
+    assert sample.parse_args(["model.pt"]).device == expected
+
+
 def test_other_models_are_not_sampled(sample, tmp_path):
     """transformers loads them all, and draws what is missing at random."""
     from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM

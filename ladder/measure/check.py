@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import torch
 from torch.nn.attention import SDPBackend
 
+from ladder.measure.allocator import keeping_freed_memory
 from ladder.measure.rates import nvidia_gpus, rung_10
 from ladder.scripts.memory import card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters
 from ladder.scripts.stages import ROOT
@@ -151,6 +153,20 @@ def check_data(folder):
     return Finding(NEUTRAL, "data", detail + advice) if fallback else Finding(GOOD, "data", detail)
 
 
+def check_allocator(device):
+    """Where memory that a script frees on a CPU goes; torch's wheels for Windows have mimalloc built in."""
+    if device != "cpu" or sys.platform != "linux":
+        return
+    variables = keeping_freed_memory()
+    kept = "python -m ladder keeps freed memory in the process; a script by itself: docs/measuring.md"
+    if "MIMALLOC_PURGE_DELAY" in variables:
+        yield Finding(GOOD, "allocator", f"mimalloc: {kept}")
+    elif variables:
+        yield Finding(NEUTRAL, "allocator", f"glibc's: {kept}; mimalloc needs less memory: pip install cmeel-mimalloc")
+    else:
+        yield Finding(NEUTRAL, "allocator", "as LD_PRELOAD or MALLOC_… of this environment say")
+
+
 def check_files():
     free = shutil.disk_usage(ROOT).free
     yield Finding(GOOD if free > 2e9 else BAD, "free disk",
@@ -166,7 +182,7 @@ def check_machine(device=None):
     """All findings, and the command recommended for this machine."""
     device = device or pick_device()
     findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
-                *check_files()]
+                *check_allocator(device), *check_files()]
     model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
     return findings, f"python -m ladder run --model {model} -B {B} -T {T}{' --steps 10' if device == 'cpu' else ''}"
 

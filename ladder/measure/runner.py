@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ladder.errors import UserError
 from ladder.files import write_whole
+from ladder.measure.allocator import keeping_freed_memory
 from ladder.scripts.memory import largest_fitting
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
@@ -167,7 +168,7 @@ def run_job(job, seconds, device, on_line=lambda line: None):
     limit = MEMORY_SHARE * psutil.virtual_memory().available if device == "cpu" else None  # a GPU refuses by itself
     child = subprocess.Popen(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=Path.cwd(),
-        start_new_session=os.name == "posix",
+        start_new_session=os.name == "posix", env=os.environ | (keeping_freed_memory() if device == "cpu" else {}),
     )
     verdict, last = [], ""
     watcher = threading.Thread(target=watch, args=(child, seconds, limit, verdict), daemon=True)

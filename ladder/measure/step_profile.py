@@ -13,9 +13,9 @@ import re
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 from ladder.errors import UserError
 from ladder.files import write_whole
@@ -24,12 +24,12 @@ from ladder.scripts.flops import flops_per_token
 from ladder.scripts.stages import BY_LABEL, BY_NAME, load_script
 from ladder.show.logs import STEP_LINE, has_steps, read_folder, read_log
 from ladder.show.machine import read_machine
-from ladder.show.profile import KINDS, read_profile
+from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, read_profile
 
 STEP, DATA, CLIP = "ladder: step", "ladder: data", "ladder: clip"  # ranges around parts of `train`
 PRODUCT = re.compile(r"(\b|_)(addmm|mm|matmul|linear)\b|triton_tem_")
 GENERATED = re.compile(r"cpp_fused_|triton_[a-z]+_fused_")
-STEPS_ON_A_CPU, STEPS_ON_A_GPU = (2, 3, 3), (20, 30, 10)  # warm-up, without the profiler, with it
+STEPS_ON_A_CPU, STEPS_ON_A_GPU = (2, 3, 3), (20, 30, 10)  # warm-up, without the profiler, timed under it
 
 
 def kind_of(name, shapes, around, logit_widths):
@@ -57,24 +57,47 @@ def kind_of(name, shapes, around, logit_widths):
     return "normalization and pointwise"
 
 
-def by_kind(events, logit_widths, device):
-    """({kind: ms}, ms) of one step: of the profiler's `events` inside the ranges called STEP, and of these ranges."""
-    steps = [event for event in events if event.name == STEP and event.device_type.name == "CPU"]
-    parts = dict.fromkeys(KINDS, 0.0)
+def steps_of(events):
+    """The ranges called STEP among the profiler's events, each the whole of one step."""
+    return [event for event in events if event.name == STEP and event.device_type.name == "CPU"]
+
+
+def inside(events, step):
+    """The CPU events of one step, from first to last."""
+    first, end = step.time_range.start, step.time_range.end
+    found = [event for event in events if event.device_type.name == "CPU" and first <= event.time_range.start < end]
+    return sorted(found, key=lambda event: event.time_range.start)
+
+
+def numbered(events):
+    """Yields ((name, k), event): the k-th event of its name. In every step the same operators run in the same order."""
+    count = Counter()
     for event in events:
-        start = event.time_range.start
-        if event.device_type.name != "CPU" or not any(
-                step.time_range.start <= start < step.time_range.end for step in steps):
-            continue
-        shapes, around, parent = event.input_shapes or [], [], event.cpu_parent
+        count[event.name] += 1
+        yield (event.name, count[event.name]), event
+
+
+def shapes_in(events):
+    """{(name, k): its inputs' shapes} of the one step among the profiler's events."""
+    return {place: event.input_shapes for place, event in numbered(inside(events, steps_of(events)[0]))}
+
+
+def by_kind(events, shapes, logit_widths, device):
+    """({kind: ms}, ms) of one step: of the profiler's `events` inside the ranges called STEP, and of these ranges.
+
+    `shapes` are shapes_in(...) of another step.
+    """
+    steps, parts = steps_of(events), dict.fromkeys(KINDS, 0.0)
+    for place, event in (one for step in steps for one in numbered(inside(events, step))):
+        around, parent = [], event.cpu_parent
         while parent is not None:
             around.append(parent.name)
             parent = parent.cpu_parent
         if device == "cpu":
-            parts[kind_of(event.name, shapes, around, logit_widths)] += event.self_cpu_time_total / 1000
+            parts[kind_of(event.name, shapes.get(place, []), around, logit_widths)] += event.self_cpu_time_total / 1000
         for kernel in event.kernels if not event.is_user_annotation else []:  # a range does no work itself
             name = kernel.name if kernel.name.startswith("Mem") else event.name
-            kind = kind_of(name, shapes, around, logit_widths)
+            kind = kind_of(name, shapes.get(place, []), around, logit_widths)
             parts["normalization and pointwise" if kind == "waiting" else kind] += kernel.duration / 1000
     total = sum(step.time_range.elapsed_us() for step in steps) / 1000
     if device != "cpu":
@@ -84,56 +107,93 @@ def by_kind(events, logit_widths, device):
     return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps)
 
 
-def profile_rung(label, flags, folder):
-    """Train the rung `label` with `flags`, its log in `folder`; the measured times as a dict, see `measured`."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
+def logit_widths(model):
+    """The possible last dimensions of the logits; Inductor pads a GPU's products to multiples of 4 or 8."""
+    widths = {model.config.vocab_size, len(model.lm_head.weight)}
+    return {-(-width // multiple) * multiple for width in widths for multiple in (1, 4, 8)}
 
-    torch._inductor.config.cpp.enable_kernel_profile = True  # else a CPU's generated kernels have no names
+
+class Probe:
+    """Follows the steps of a `train`: some without the profiler, one for the shapes of the operators, some timed.
+
+    The profiler does not record shapes in the steps that it times: what it keeps for them lies scattered over the heap,
+    which under glibc's malloc then grows in every step, and so does the step's time.
+    """
+
+    def __init__(self, device):
+        self.warm_up, self.plain, self.profiled = STEPS_ON_A_CPU if device == "cpu" else STEPS_ON_A_GPU
+        self.steps = self.warm_up + self.plain + 1 + self.profiled
+        self.device, self.range, self.profiler = device, None, None
+
+    def start(self, record_shapes):
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device == "cuda" else [])
+        self.profiler = profile(activities=activities, record_shapes=record_shapes)
+        self.profiler.start()
+
+    def after_step(self, step):
+        """Called between two steps: ends the range of the one, and begins that of the next."""
+        from torch.profiler import record_function
+
+        if self.range:
+            self.range.__exit__(None, None, None)
+            self.range = None
+        shapes_step = self.warm_up + self.plain + 1
+        if step == shapes_step - 1:
+            self.start(record_shapes=True)
+        elif step == shapes_step:
+            self.profiler.stop()
+            self.shapes = shapes_in(self.profiler.events())
+            self.start(record_shapes=False)
+        elif step == self.steps:
+            self.profiler.stop()
+        if shapes_step - 1 <= step < self.steps:
+            self.range = record_function(STEP)
+            self.range.__enter__()
+
+
+def in_range(name, function):
+    """`function`, with the profiler's range `name` around each call."""
+    from torch.profiler import record_function
+
+    def call(*args, **kwargs):
+        with record_function(name):
+            return function(*args, **kwargs)
+    return call
+
+
+def profile_rung(label, flags, folder):
+    """Train the rung `label` with `flags`, its log in `folder`; the measured times as a dict."""
+    import torch
+
     script = load_script(BY_LABEL[label])
     settings = script.parse_settings([*flags, "--log-dir", str(folder)])
-    on_cpu = settings.device == "cpu"
-    warm_up, plain, profiled = STEPS_ON_A_CPU if on_cpu else STEPS_ON_A_GPU
-    settings.steps = warm_up + plain + 1 + profiled  # the profiler's own first step does not count
-    seen = SimpleNamespace(range=None, model=None)
-    profiler = profile(activities=[ProfilerActivity.CPU] + ([] if on_cpu else [ProfilerActivity.CUDA]),
-                       record_shapes=True)
-
-    def in_range(name, function):
-        def call(*args, **kwargs):
-            with record_function(name):
-                return function(*args, **kwargs)
-        return call
+    if settings.device == "cpu":
+        torch._inductor.config.cpp.enable_kernel_profile = True  # else a CPU's generated kernels have no names
+    probe, models = Probe(settings.device), []
+    settings.steps = probe.steps
 
     class Log(script.Log):
         """The script's own log; between two of its steps lies exactly one step of training."""
 
         def __init__(self, settings, model, *rest, **more):
             super().__init__(settings, model, *rest, **more)
-            seen.model = model
+            models.append(model)
 
         def step(self, step, *values, **more):
-            if seen.range:
-                seen.range.__exit__(None, None, None)
             super().step(step, *values, **more)
-            if step == warm_up + plain:
-                profiler.start()
-            if warm_up + plain < step < settings.steps:
-                seen.range = record_function(STEP)
-                seen.range.__enter__()
-            elif step == settings.steps:
-                profiler.stop()
+            probe.after_step(step)
 
     script.Log = Log
     script.DataLoaderLite.batch = in_range(DATA, script.DataLoaderLite.batch)
     torch.nn.utils.clip_grad_norm_ = in_range(CLIP, torch.nn.utils.clip_grad_norm_)
     script.train(settings)
 
-    logit_widths = {seen.model.config.vocab_size, len(seen.model.lm_head.weight)}
-    parts, step_ms = by_kind(profiler.events(), logit_widths, settings.device)
+    parts, step_ms = by_kind(probe.profiler.events(), probe.shapes, logit_widths(models[0]), settings.device)
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
-    return {"name": run.name, "step_ms": step_ms, "plain_ms": statistics.median(run.ms[warm_up : warm_up + plain]),
-            "parts_ms": parts}
+    plain_ms = statistics.median(run.ms[probe.warm_up : probe.warm_up + probe.plain])
+    return {"name": run.name, "step_ms": step_ms, "plain_ms": plain_ms, "parts_ms": parts}
 
 
 def floor_ms(run, rates):
@@ -168,48 +228,68 @@ def check_profile(stages, flags, folder):
     return settings
 
 
+def profile_once(stage, flags, machine, seconds, say):
+    """(one profile of a rung, None if it failed; the job's Outcome). `say` shows how far it is."""
+    with TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.json"
+        command = [sys.executable, "-m", "ladder.measure.step_profile", stage.label, str(result)]
+
+        def show(line):
+            if match := STEP_LINE.match(line):
+                say(f"step {match[1]}, {match[3]} ms")
+
+        job = Job(stage.name, [*command, *own_flags(stage, flags, Path(scratch))], Path(scratch))
+        outcome = run_job(job, seconds, machine["device"], show)
+        if outcome.status != "ok":
+            return None, outcome
+        rung = json.loads(result.read_text())
+        rung["floor_ms"] = floor_ms(read_log(Path(scratch) / f"{stage.name}.log"), machine["rates"])
+    return rung, outcome
+
+
+def middle(rounds):
+    """Of a rung's rounds the one with the median step, of the reliable ones if there are any."""
+    rounds = sorted([one for one in rounds if is_reliable(one)] or rounds, key=lambda one: one["step_ms"])
+    return rounds[len(rounds) // 2]
+
+
 def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
     """Profile the stages, one after the other, into folder/profile.json; returns the outcomes of those that failed.
 
-    Of `repeat` rounds a rung's median step counts; rungs that folder/profile.json has besides stay. The rates of
-    folder/machine.json serve for the floor; where there is none they are measured first. It ends at the `deadline` (of
-    time.monotonic), with the rungs that are finished then.
+    Each rung's median round of `repeat` is kept; an unreliable one is tried once more. Rungs that folder/profile.json
+    has besides stay. The rates of folder/machine.json serve for the floor; where there is none they are measured first.
+    It ends at the `deadline` (of time.monotonic), with the rungs that are finished then.
     """
     settings = check_profile(stages, flags, folder)
     if not (folder / "machine.json").exists():
         write_machine(folder, settings.device)
-    machine = read_machine(folder)
-    profile = {"model": settings.model, "B": settings.B, "T": settings.T, "name": machine.get("name"),
+    machine = {"device": settings.device, "name": None} | read_machine(folder)
+    profile = {"model": settings.model, "B": settings.B, "T": settings.T, "name": machine["name"],
                "device": settings.device, "rounds": repeat}
-    before = {rung["name"]: [rung] for rung in (read_profile(folder) or {"rungs": []})["rungs"]}
+    kept = {rung["name"]: rung for rung in (read_profile(folder) or {"rungs": []})["rungs"]}
     failed, found = [], {}
-    for number, stage in enumerate(stages * repeat, 1):
-        if time.monotonic() > deadline:
-            break
-        name = f"{number} of {repeat * len(stages)} {stage.name}"
-        with console.status(name) as status, TemporaryDirectory() as scratch:
-            result = Path(scratch) / "result.json"
-            command = [sys.executable, "-m", "ladder.measure.step_profile", stage.label, str(result)]
-
-            def show(line, name=name, status=status):
-                if match := STEP_LINE.match(line):
-                    status.update(f"{name}: step {match[1]}, {match[3]} ms")
-
-            job = Job(stage.name, [*command, *own_flags(stage, flags, Path(scratch))], Path(scratch))
-            outcome = run_job(job, max(1, deadline - time.monotonic()), settings.device, show)
-            if outcome.status != "ok":
+    jobs = list(stages) * repeat
+    for number, stage in enumerate(jobs, 1):
+        for last_try in (False, True):
+            if (left := deadline - time.monotonic()) < 1:
+                return failed
+            name = f"{number} of {len(jobs)} {stage.name}"
+            with console.status(name) as status:
+                rung, outcome = profile_once(stage, flags, machine, left, lambda done, name=name, status=status:
+                                             status.update(f"{name}: {done}"))
+            if rung is None:
                 failed.append(outcome)
                 console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
-                continue
-            rung = json.loads(result.read_text())
-            rung["floor_ms"] = floor_ms(read_log(Path(scratch) / f"{stage.name}.log"), machine["rates"])
-        found.setdefault(stage.name, []).append(rung)
-        rounds_of = before | found
-        profile["rungs"] = [sorted(rounds_of[name], key=lambda one: one["step_ms"])[len(rounds_of[name]) // 2]
-                            for name in BY_NAME if name in rounds_of]
-        times = f"{rung['step_ms']:,.1f} ms/step under the profiler, {rung['plain_ms']:,.1f} without"
-        console.print(f"{stage.name}: {times}", markup=False)
-        write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
+                break
+            found.setdefault(stage.name, []).append(rung)
+            kept[stage.name] = middle(found[stage.name])
+            profile["rungs"] = [kept[name] for name in BY_NAME if name in kept]
+            write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
+            word = "" if is_reliable(rung) else f": {UNRELIABLE}" if last_try else ": once more"
+            console.print(f"{stage.name}: {rung['step_ms']:,.1f} ms/step under the profiler, "
+                          f"{rung['plain_ms']:,.1f} without{word}", markup=False)
+            if is_reliable(rung):
+                break
     return failed
 
 

@@ -14,19 +14,19 @@ function number(value, digits = 0) {
 }
 
 // Bars, one below the other. A row has a title, the label of a rung to link to, parts [colour, value, kind], the lines
-// of its tip ("name: text"), and perhaps a floor to mark, or a spread from low to high.
+// of its tip ("name: text"), and perhaps a floor to mark, a spread from low to high, or a doubt, which makes it pale.
 function bars(rows, digits) {
   const length = row => sum(row.parts.map(part => part[1]));
   const most = Math.max(...rows.map(row => Math.max(length(row), row.high ?? 0, row.floor ?? 0)));
   const at = value => `${(100 * value / most).toFixed(2)}%`;
   return `<div class="bars">${join(rows, row => `<div class="row">
     <a class="name" ${row.label ? `href="#rung-${row.label}"><span>${row.label}</span>` : ">"}${row.title}</a>
-    <div class="bar" tabindex="0" role="img" aria-label="${[row.title, ...row.tip].join("; ")}">
+    <div class="bar${row.doubt ? " doubtful" : ""}" tabindex="0" role="img" aria-label="${[row.title, ...row.tip].join("; ")}">
     ${join(row.parts, ([colour, value, kind]) => `<i data-kind="${kind}"
       style="width:${at(value)};background:${colour}"></i>`)}
     ${row.floor ? `<i class="floor" style="left:${at(row.floor)}"></i>` : ""}
     ${row.high ? `<i class="spread" style="left:${at(row.low)};width:${at(row.high - row.low)}"></i>` : ""}
-    <b style="margin-left:${at(row.high ? row.high - length(row) : 0)}">${number(length(row), digits)}</b>
+    <b style="margin-left:${at(row.high ? row.high - length(row) : 0)}">${row.doubt ?? number(length(row), digits)}</b>
     </div></div>`)}</div>`;
 }
 
@@ -34,12 +34,13 @@ function bars(rows, digits) {
 function profileBars(entries, name = entry => entry, only = null) {
   const digits = digitsOf(sum(entries[0].parts));
   return bars(entries.map(entry => ({
-    title: name(entry).title, label: name(entry).label, floor: only === null ? entry.floor : null,
+    title: name(entry).title, label: name(entry).label, doubt: entry.reliable ? null : "unreliable", floor: only === null ? entry.floor : null,
     parts: kinds.map(([kind, colour], i) => [colour, entry.parts[i], kind]).filter((part, i) => i === (only ?? i)),
     tip: [...kinds.map(([kind], i) =>
       `${kind}: ${number(entry.parts[i], digits)} ms, ${number(100 * entry.parts[i] / sum(entry.parts))} %`),
     `the whole step: ${number(sum(entry.parts), digits)} ms`, `floor: ${number(entry.floor, digits)} ms`,
-    `without the profiler: ${number(entry.plain, digits)} ms`],
+    `without the profiler: ${number(entry.plain, digits)} ms`,
+    ...entry.reliable ? [] : ["unreliable: the two differ by more than 10 %"]],
   })), digits);
 }
 
@@ -97,6 +98,7 @@ function effect(machine, {name, label, before, beforeLabel}) { // what a lesson 
     ${line(`tokens to ${now.target}`, old?.tokens_to, now.tokens_to)}
     ${line(`seconds to ${now.target}`, old?.seconds_to, now.seconds_to, {digits: now.seconds_to < 20 ? 1 : 0})}</tbody>
     <tbody>${time ? join(kinds, ([kind, colour], i) => {
+      if (!time.reliable || oldTime && !oldTime.reliable) return "";
       const [from, to, whole] = [oldTime?.parts[i], time.parts[i], sum(steps[0].parts)];
       if (Math.max(from ?? 0, to) < 0.005 * whole) return "";
       const same = Math.abs(to - from) < 0.02 * whole ? {told: "", css: "same"} : {}; // what changed stands out

@@ -23,6 +23,7 @@ from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import Line, in_diff_order, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.plots import KIND_COLOURS
+from ladder.show.profile import is_reliable
 from ladder.show.report import describe, table_of, warnings
 from ladder.show.standings import IN_THE_README, race_curves, race_texts, standings
 
@@ -210,6 +211,7 @@ def profile_data(report):
     return [
         {"name": rung["name"], "title": titles.get(rung["name"], rung["name"]), "label": label_of(rung["name"]),
          "plain": rounded(rung["plain_ms"], 4), "floor": rounded(rung["floor_ms"], 4),
+         "reliable": is_reliable(rung),
          "parts": [rounded(rung["parts_ms"][kind], 4) for kind in KIND_COLOURS]}
         for rung in report.profile["rungs"]
     ] if report.profile else []

@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 from ladder.errors import UserError
 from ladder.scripts.stages import BY_NAME
 from ladder.show.logs import PEER
+from ladder.show.profile import is_reliable
 from ladder.show.report import conditions, where
 from ladder.show.standings import race_curves, standings
 
@@ -75,10 +76,13 @@ def plot_profile(profile):
     for kind, colour in KIND_COLOURS.items():
         ms = [rung["parts_ms"][kind] for rung in rungs]
         handles.append(axes.barh(range(len(rungs)), ms, left=starts, color=colour, label=kind, height=0.76))
+        for bar, rung in zip(handles[-1], rungs, strict=True):
+            bar.set_alpha(1 if is_reliable(rung) else 0.25)
         starts = [start + more for start, more in zip(starts, ms, strict=True)]
     digits = 0 if max(starts) >= 200 else 1
     for i, rung in enumerate(rungs):
-        axes.text(starts[i], i, f" {starts[i]:,.{digits}f}", va="center", fontsize=9)
+        doubt = "" if is_reliable(rung) else f" unreliable: {rung['plain_ms']:,.{digits}f} without the profiler"
+        axes.text(starts[i], i, f" {starts[i]:,.{digits}f}{doubt}", va="center", fontsize=9)
         for colour, width in (("white", 3.5), ("black", 1.5)):
             floor = axes.vlines(rung["floor_ms"], i - 0.46, i + 0.46, color=colour, linewidth=width, label="floor")
     axes.set_yticks(range(len(rungs)), [rung_title(rung["name"]) for rung in rungs], fontsize=9)

@@ -17,6 +17,14 @@ KINDS = {  # kind of work: what belongs to it
     "waiting": "no operator at work: Python, autograd, freeing memory; on a GPU, no kernel running",
 }
 
+MOST_OFF = 0.1  # how much longer or shorter a step may be under the profiler for its parts to be believed
+UNRELIABLE = "unreliable, as the step under the profiler and the plain step are more than 10 % apart"
+
+
+def is_reliable(rung):
+    """Whether a rung's profile is of the step that the rung makes without the profiler."""
+    return abs(rung["step_ms"] / rung["plain_ms"] - 1) <= MOST_OFF
+
 
 def read_profile(folder):
     """The profile that `python -m ladder profile` put into a folder, or None."""
@@ -43,7 +51,8 @@ def print_profile(profile, console):
     from rich.table import Table
 
     table = Table(title=f"ms per step, {profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}",
-                  caption="step: under the profiler; floor: its matrix products at the measured rate",
+                  caption="step: under the profiler; floor: its matrix products at the measured rate"
+                  + ("" if all(map(is_reliable, profile["rungs"])) else f"\n(!) {UNRELIABLE}"),
                   caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
                   pad_edge=False)
     wide = console.width >= 130
@@ -54,5 +63,6 @@ def print_profile(profile, console):
         stage = BY_NAME[rung["name"]]
         values = [*rung["parts_ms"].values(), rung["step_ms"], *([rung["plain_ms"]] if wide else []), rung["floor_ms"]]
         times = (f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for ms in values)
-        table.add_row(stage.title if wide else stage.label, *times)
+        mark = "" if is_reliable(rung) else " (!)"
+        table.add_row((stage.title if wide else stage.label) + mark, *times)
     console.print(table)
