@@ -3,7 +3,7 @@
     check       what this machine has, and what each rung will gain from it
     run         run the rungs one after the other, then show the table
     profile     where the time of a step goes, rung by rung
-    survey      all of this in a given time, for machines that are not yours
+    survey      all of this in a given time, for machines that you use only once
     report      the table, plots and the tutorial page, from logs
     compare     two logs, step by step
     diff        one lesson: the text, the change, the measured effect
@@ -26,11 +26,11 @@ from ladder.errors import UserError
 from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 from ladder.show.logs import has_steps
 
-RUNS, PROFILES, SURVEYS = Path("logs/ladder"), Path("logs/profile"), Path("logs/survey")  # one folder per run of each
+RUNS, PROFILES, SURVEYS = Path("logs/ladder"), Path("logs/profile"), Path("logs/survey")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"
-PLAIN = {"✓": "+", "✗": "x", "–": "-", "×": "x"}  # where a terminal's encoding lacks them
+PLAIN = {"✓": "+", "✗": "x", "–": "-", "×": "x"}  # for terminals whose encoding lacks them
 console = Console(highlight=False)
-messages = Console(highlight=False, stderr=True)  # what is not the answer itself: --json and --csv own the output
+messages = Console(highlight=False, stderr=True)  # what is not the answer itself: stdout belongs to --json and --csv
 
 
 def positive(text):
@@ -73,13 +73,13 @@ def add_profile(verbs):
     profile = verbs.add_parser("profile", help="where the time of a step goes; unknown flags go to the scripts")
     profile.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
     profile.add_argument("--repeat", type=positive, default=3, metavar="N",
-                         help="N rounds, best an odd number: the median step counts (default: %(default)s)")
+                         help="N rounds, preferably odd: the median round counts (default: %(default)s)")
     profile.add_argument("--logs", type=Path, metavar="FOLDER",
                          help=f"of a run, to be shown with it (default: {PROFILES}/DATE_TIME)")
 
 
 def add_survey(verbs):
-    survey = verbs.add_parser("survey", help="all of this in a given time; unknown flags go to the scripts")
+    survey = verbs.add_parser("survey", help="measure all of this in a given time; unknown flags go to the scripts")
     survey.add_argument("--minutes", type=positive_number, default=10, help="(default: %(default)s)")
     survey.add_argument("--out", type=Path, metavar="FOLDER", help=f"a new folder (default: {SURVEYS}/DATE_TIME)")
 
@@ -138,7 +138,7 @@ def check(args):
 
 
 def print_cards(gpus, memories):
-    """What some GPUs hold on paper; this machine does not matter."""
+    """What some GPUs hold on paper, whatever this machine is."""
     from rich.table import Table
 
     from ladder.measure.check import plan_cards
@@ -164,7 +164,7 @@ def print_cards(gpus, memories):
 
 
 def newest_run(wanted=has_steps):
-    """The folder of the newest run; one that was killed before its first step has nothing to show."""
+    """The folder of the newest run; runs killed before their first step have nothing to show."""
     runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in runs:
         if wanted(path.parent):
@@ -177,18 +177,18 @@ def as_started(args):
     from ladder.show.machine import read_machine
 
     if set(args.argv) - {"run", "--resume", "--logs", str(args.logs), f"--logs={args.logs}"}:
-        raise UserError("--resume: continues a run with the flags that it was started with; leave the others out")
+        raise UserError("--resume: continues a run with the flags it was started with; leave all others out")
     folder = args.logs or newest_run(wanted=Path.exists)
     arguments = read_machine(folder).get("arguments")
     if arguments is None:
-        raise UserError(f"--resume: {folder} holds no run of python -m ladder; start one without --resume")
+        raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
     started = parse_args(arguments)
     started.logs, started.resume = folder, True
     return started
 
 
 def stop_at_signals():
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
 
 
@@ -197,7 +197,7 @@ def now():
 
 
 def show(report):
-    """A report in the terminal, with what its folder holds of a profile and of a race."""
+    """A report in the terminal, with the profile and the race in its folder, if any."""
     from ladder.show.profile import print_profile
     from ladder.show.report import print_table
     from ladder.show.standings import print_race
@@ -234,7 +234,7 @@ def run(args):
             interrupted = True
         finally:
             started = has_steps(logs) or args.resume or any(logs.glob("sweep/*/*.log"))
-            if not started:  # nothing to show or to resume: no run to be found as the newest
+            if not started:  # nothing to show or resume: it must not be found as the newest run
                 shutil.rmtree(logs, ignore_errors=True)  # (Windows keeps the lock)
     if interrupted and started:
         print_stop(args, stages, logs)
@@ -264,7 +264,7 @@ def measure(args, stages, runner):
 
 
 def print_stop(args, stages, logs):
-    """After Ctrl-C: how to resume, and of a race that is still searching how far it is."""
+    """After Ctrl-C: how to resume, and how far the search of a race is."""
     from ladder.measure.race import search_progress
 
     if args.race and not has_steps(logs):
@@ -296,7 +296,7 @@ def profile(args):
     stop_at_signals()
     folder = args.logs or PROFILES / now()
     stages = parse_rungs(args.rungs)
-    check_profile(stages, args.flags, folder)  # before the folder is made
+    check_profile(stages, args.flags, folder)  # before creating the folder
     with locked(folder, resume=True):
         failed = profile_ladder(stages, args.flags, folder, console, args.repeat)
     if found := read_profile(folder):
@@ -408,7 +408,7 @@ def diff(args):
 
 
 def print_effect(before, stage):
-    """Under the diff: what the change did on the reference machines."""
+    """Below the diff: the measured effect on the reference machines."""
     from ladder.show.report import build_report, conditions, within_noise
 
     def times(row):
@@ -448,7 +448,7 @@ def propagate(args):
 
 
 def plain(error):
-    """What to write in place of characters that the terminal's encoding lacks; a handler for codecs."""
+    """Replaces characters that the terminal's encoding lacks; an error handler for codecs."""
     return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
 
 

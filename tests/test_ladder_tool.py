@@ -412,7 +412,7 @@ def test_damaged_files_are_named_and_the_others_reported(tmp_path, call):
     (tmp_path / "machine.json").write_text('{"rates": {}}')
     code, output, _ = call("report", tmp_path)
     assert code == 0 and "81,920" in output
-    lines = [line for line in output.splitlines() if line.startswith("! passed over: ")]
+    lines = [line for line in output.splitlines() if line.startswith("! skipped: ")]
     named = {"binary.log": "not a text file", "folder.log": "is a folder", "ranks.log": "'x' is not a number",
              "no_ranks.log": "'0' is not a number", "still.log": "0.0 ms", "machine.json": "is damaged"}
     for name, why in named.items():
@@ -521,7 +521,7 @@ def test_compare_does_not_judge_what_does_not_compare(tmp_path):
     assert "larger than the noise" in text and result.faster == pytest.approx(2) and "Different" not in text
     for change, what in ((("gpt2\n", "tiny\n"), "model"), (("B=4", "B=8"), "B"), (("T=1024", "T=512"), "T")):
         text, result = sentences(change)
-        assert f"Different {what}: " in text and f"with a different {what}: no measure" in text, text
+        assert f"Different {what}: " in text and f"with a different {what}: this does not measure" in text, text
         assert "noise" not in text and "The losses do not compare step by step" in text
     assert "4.00 times" in sentences(("B=4", "B=8"))[0]
     for change, what in ((("a (gpt2", "b (gpt2"), "data"), (("seed: 1", "seed: 2"), "seed")):
@@ -578,10 +578,10 @@ def test_a_report_names_its_allocators_and_warns_of_several(tmp_path, call):
         for script, name in zip(("baseline", "speedup_01_weight_tying"), names, strict=True):
             write_log(tmp_path / f"round_{number}" / f"{script}.log", header=ALLOCATORS.format(script, "EPYC", name))
     output = " ".join(call("report", tmp_path)[1].split())
-    assert "! the runs had different memory allocators (malloc: baseline, weight tying; tcmalloc: weight tying)" in output
-    assert "EPYC, memory from malloc and tcmalloc" in output
+    assert "! the runs had different memory allocators (malloc: baseline, weight tying; tcmalloc: weight " in output
+    assert "EPYC (allocator: malloc and tcmalloc)" in output
     output = " ".join(call("report", tmp_path / "round_1")[1].split())
-    assert "allocators" not in output and "EPYC, memory from malloc, unknown model" in output
+    assert "allocators" not in output and "EPYC (allocator: malloc), unknown model" in output
 
 
 def test_a_ratio_within_the_noise_is_called_so(tmp_path, monkeypatch, call):
@@ -738,7 +738,7 @@ def test_memory_model_against_what_autograd_keeps():
 
 
 @pytest.mark.parametrize("GB", [8, 16, 24, 40, 80, 141])
-def test_the_recommended_batch_fits_the_hungriest_rung(GB):
+def test_the_recommended_batch_fits_every_rung(GB):
     model, B, T = recommend(GB * 1e9, accelerator=True)
     assert (model, T) == ("gpt2", 1024)
     worst = max(step_bytes(model, B, T, label) for label in RUN_BY_DEFAULT)

@@ -354,8 +354,8 @@ def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
     assert build_report(tmp_path).profile is None
     (tmp_path / "profile.json").write_text(json.dumps(read_profile(WHOLE) | {"T": 64}))
     report = build_report(tmp_path)
-    assert report.profile is None and "B=1 T=64, and the logs are not" in report.passed_over[0]
-    assert build_report(WHOLE).profile and not build_report(WHOLE).passed_over
+    assert report.profile is None and "B=1 T=64, and the logs are not" in report.skipped[0]
+    assert build_report(WHOLE).profile and not build_report(WHOLE).skipped
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 1e12}, "device": "cuda"}))
     with pytest.raises(UserError, match="of another device"):

@@ -18,7 +18,7 @@ SEED = 1337  # of the first round, and of the search for the learning rates
 
 
 def rate_flag(stage):
-    """The flag of the learning rate to search for, and its default: the matrices' where Muon has one of its own."""
+    """The flag of the learning rate to search for, and its default: Muon's if it has Muon."""
     settings = load_script(stage).Settings
     return ("--muon-lr", settings.muon_lr) if hasattr(settings, "muon_lr") else ("--max-lr", settings.max_lr)
 
@@ -59,11 +59,11 @@ def search(stage, flags, log_dir, run, processes):
 
 
 def race(stages, flags, log_dir, seeds, run, processes=2):
-    """Run a race: the search first, then round by round. `run` runs a list of jobs to their end."""
+    """Run a race: the search, then round by round. `run` runs a list of jobs and returns when they have ended."""
     chosen = {}  # the flags of each rung
-    adamw = []  # what the first rungs found for AdamW, which has the embeddings where Muon has the matrices
+    adamw = []  # what the first rungs found for AdamW, which keeps the embeddings when Muon takes the matrices
     for stage in stages:
-        if (same := searched_by(stage, chosen)).name in chosen:  # to rounding: one search for both
+        if (same := searched_by(stage, chosen)).name in chosen:  # same losses: one search for both
             chosen[stage.name] = chosen[same.name]
             continue
         flag, _ = rate_flag(stage)
@@ -78,13 +78,13 @@ def race(stages, flags, log_dir, seeds, run, processes=2):
 
 
 def searching(stages):
-    """Those of the rungs that get a search of their own."""
+    """The rungs that get a search of their own."""
     names = [stage.name for stage in stages]
     return [stage for place, stage in enumerate(stages) if searched_by(stage, names[:place]).name not in names[:place]]
 
 
 def n_jobs(stages, seeds):
-    """How many jobs a race has, if no search goes on beyond its first learning rates."""
+    """How many jobs a race has, if no search continues beyond its first learning rates."""
     return FIRST_RATES * len(searching(stages)) + seeds * len(stages)
 
 

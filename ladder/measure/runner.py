@@ -1,7 +1,7 @@
 """Run the rungs one after the other as a user would, in child processes, and measure the machine in the same run.
 
-A rung that fails, runs out of memory or takes too long is shown as such, and the others still run. Ctrl-C stops the
-child with everything that it started, and keeps what is finished.
+A rung that fails, runs out of memory or takes too long is reported, and the others still run. Ctrl-C stops the child
+and everything it started, and keeps what is finished.
 """
 import argparse
 import contextlib
@@ -42,7 +42,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """How a job ended: "ok", "skipped", "failed", "out of memory" or "timed out"; `reason` is its last word."""
+    """How a job ended: "ok", "skipped", "failed", "out of memory" or "timed out"; `reason` says why."""
 
     name: str
     status: str
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def parse_rungs(text):
-    """The stages of "0-2,ddp", each once; raises UserError for anything that is not a rung."""
+    """The stages of "0-2,ddp", without duplicates; raises UserError for anything that is not a rung."""
     labels, stages = list(BY_LABEL), []
     for part in text.replace(" ", "").split(","):
         ends = part.split("-")
@@ -72,7 +72,7 @@ def split_flags(flags, *names):
 
 
 def own_flags(stage, flags, log_dir):
-    """`flags` as the script of a rung takes them; a measurement meets no checkpoint, and leaves none behind."""
+    """`flags` as a rung's script takes them; a measurement neither finds nor leaves a checkpoint."""
     names = {field.name for field in fields(load_script(stage).Settings)}
     if "compile_mode" not in names:
         _, flags = split_flags(flags, "--compile-mode")
@@ -91,9 +91,9 @@ def command_for(stage, flags, log_dir, processes=2):
 
 
 def check_flags(stages, flags):
-    """Let each script itself refuse its flags, and the first the data, before anything is written; its Settings."""
+    """Let each script check its own flags, and the first one the data, before anything is written; its Settings."""
     if any(split_flags(flags, "--log-dir", "--save")[0]):
-        raise UserError("--log-dir, --save: not for the scripts here; logs go to --logs, and models are not kept")
+        raise UserError("--log-dir, --save: not for the scripts here; logs go to --logs, and no model is saved")
     settings = {stage: load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages}
     first = settings[stages[0]]
     load_script(stages[0]).open_tokens(first.data, "train", first.B * first.T + 1)
@@ -118,7 +118,7 @@ def process_tree(pid):
 
 
 def stop(child):
-    """End a child and everything that it started."""
+    """Kill a child and everything it started."""
     tree = process_tree(child.pid)
     for process in tree:
         try:
@@ -132,8 +132,8 @@ def stop(child):
 def holds_more(pid, limit):
     """Whether a process and its children hold more than `limit` bytes; pages that they share count once.
 
-    Only where the quick count, shared pages several times, is above the limit, the exact one is made: it walks through
-    all pages, and 5 times a second of that took a fifth of a core from the measured script.
+    The exact count walks through all pages, and took a fifth of a core from the measured script at 5 times a second. So
+    it is made only when the quick count, in which shared pages count several times, is above the limit.
     """
     def total(count):
         held = 0
@@ -150,7 +150,7 @@ def holds_more(pid, limit):
 
 
 def watch(child, seconds, limit, verdict):
-    """Stop the child when its time is over or it holds more than `limit` bytes; the reason goes to `verdict`."""
+    """Stop the child when its time is up or it holds more than `limit` bytes; the reason goes to `verdict`."""
     deadline = time.monotonic() + seconds
     while child.poll() is None:
         if time.monotonic() > deadline:
@@ -165,7 +165,7 @@ def watch(child, seconds, limit, verdict):
 
 def run_job(job, seconds, device, on_line=lambda line: None):
     """Run one job to its end; `on_line` sees its output. KeyboardInterrupt stops the child first."""
-    limit = MEMORY_SHARE * psutil.virtual_memory().available if device == "cpu" else None  # a GPU refuses by itself
+    limit = MEMORY_SHARE * psutil.virtual_memory().available if device == "cpu" else None  # a GPU refuses on its own
     child = subprocess.Popen(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=Path.cwd(),
         start_new_session=os.name == "posix", env=os.environ | (keeping_freed_memory() if device == "cpu" else {}),
@@ -203,7 +203,7 @@ def is_finished(job):
 
 
 def run_module(name, *words):
-    """What `python -m NAME` prints. A child, because a process that has touched a GPU keeps memory there."""
+    """What `python -m NAME` prints, in a child process: one that has used a GPU keeps memory there."""
     command = [sys.executable, "-m", name, *words]
     child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     if child.returncode:
@@ -215,7 +215,7 @@ def run_module(name, *words):
 def write_machine(folder, device, **more):
     """Measure the machine and write its matrix-product rates, its names and `more` to folder/machine.json.
 
-    Of a file that is there already it keeps the higher rates and all else: a shared machine is not always at its best.
+    If the file exists, the higher rates win and everything else stays: a shared machine is not always at its best.
     """
     path = folder / "machine.json"
     measured = json.loads(run_module("ladder.measure.rates", "--device", device)) | more
@@ -236,14 +236,14 @@ def locked(folder, resume, flag="--logs"):
         with filelock.FileLock(folder / "lock", timeout=0):
             yield
     except filelock.Timeout:
-        raise UserError(f"{folder}: another run is using it; wait for its end, or give another --logs") from None
+        raise UserError(f"{folder}: another run is using it; wait for it to end, or give a different --logs") from None
 
 
 @dataclass
 class Runner:
-    """Runs the jobs of one folder one after the other, under a progress bar while it is entered; keeps how each ended.
+    """Runs the jobs of one folder one after the other and keeps how each ended; as a context, it shows a progress bar.
 
-    Ctrl-C ends it with what is finished. At the `deadline` the job in progress is stopped, and its log deleted.
+    At the `deadline` the job in progress is stopped, and its log deleted.
     """
 
     settings: object  # of the first rung: steps and device
@@ -273,7 +273,7 @@ class Runner:
         return [outcome for outcome in self.outcomes if outcome.status not in ("ok", "skipped")]
 
     def measure_machine(self, **more):
-        """Before the jobs and after them, since the rates drift; `more` goes into machine.json as well."""
+        """Called before and after the jobs, since the rates drift; `more` also goes into machine.json."""
         if self.left() > 0:
             self.show("machine", "matrix-product rates")
             write_machine(self.log_dir, self.settings.device, **more)
@@ -307,12 +307,12 @@ class Runner:
             self.show(description, what, int(match[1]))
 
     def finish(self, job, outcome):
-        """Keep the outcome, and print a line for it."""
+        """Keep the outcome, and print one line about it."""
         say, run = self.progress.console.print, None
         if outcome.status == "ok":
             try:
                 run = read_log(job.log_dir / f"{job.name}.log")
-            except UserError as error:  # a full disk, say, of which the script has warned
+            except UserError as error:  # for example a full disk, about which the script has warned
                 outcome = Outcome(job.name, "failed", outcome.reason or str(error))
         self.outcomes.append(outcome)
         if run is None:

@@ -1,6 +1,6 @@
-"""All that a machine can say about the ladder in a given time, the most important first.
+"""Everything that can be measured on a machine in a given time, the most important first.
 
-The folders that a survey leaves can be committed as they are, in logs/reference/.
+The folders that a survey writes can be committed to logs/reference/ as they are.
 """
 import json
 import re
@@ -37,7 +37,7 @@ ALIASES = {"-B": "--batch-size", "-T": "--seq-len"}
 
 
 def with_defaults(flags, minutes):
-    """`flags` and, where they leave them open, model, B, T and steps, chosen for the memory and the time there is."""
+    """`flags`, with model, B, T and steps chosen for the available memory and time unless given."""
     if split_flags(flags, "--compile-mode", "--pretrained")[0]:
         raise UserError("--compile-mode, --pretrained: not for a survey; leave them out")
     settings = check_flags([BY_LABEL["10"]], flags)
@@ -72,7 +72,7 @@ class Survey:
 
     @property
     def unsized(self):
-        """The flags without the number of steps, which some parts choose themselves."""
+        """The flags without the number of steps, which some parts set themselves."""
         return split_flags(self.flags, "--steps")[1]
 
     def run(self, jobs, folder):
@@ -80,8 +80,8 @@ class Survey:
             runner.run(jobs)
             runner.measure_machine()
 
-    def run_beside(self, stages, what, *more):
-        """Run rungs that do not compare with the ladder, into a folder of their own."""
+    def run_apart(self, stages, what, *more):
+        """Run rungs that are not comparable with the ladder, into a folder of their own."""
         folder = self.out / f"{self.name}_{what}"
         folder.mkdir()
         shutil.copy(self.main / "machine.json", folder)
@@ -100,7 +100,8 @@ class Survey:
         return [jobs[n * number : n * (number + 1)] for number in range(ROUNDS)]
 
     def profile(self):
-        profile_ladder(LADDER, self.unsized, self.main, self.console, deadline=self.deadline)
+        rounds = ROUNDS if self.left() > 60 * SHORT / 2 else 1
+        profile_ladder(LADDER, self.unsized, self.main, self.console, rounds, self.deadline)
 
     def largest_batches(self):
         found = []
@@ -109,19 +110,19 @@ class Survey:
                 B, speed, why = largest_batch(stage, self.unsized, Path(scratch), JOB_SECONDS, 1, self.console.print,
                                               self.deadline)
             if self.left() < 1:
-                break  # it was the end of the survey that stopped the search
+                break  # the end of the survey cut this search short
             found.append({"rung": stage.name, "B": B, "tokens_per_second": speed, "stopped_by": why})
         (self.main / "largest_batch.json").write_text(json.dumps(found, indent=1) + "\n")
 
     def beyond(self):
         total_batch = 4 * self.settings.B * self.settings.T
-        self.run_beside(BEYOND, "beyond", "--steps", "8", "--total-batch", str(total_batch))
+        self.run_apart(BEYOND, "beyond", "--steps", "8", "--total-batch", str(total_batch))
 
     def cuda_graphs(self):
-        self.run_beside([BY_LABEL["10"]], "cuda_graphs", "--steps", "30", "--compile-mode", "reduce-overhead")
+        self.run_apart([BY_LABEL["10"]], "cuda_graphs", "--steps", "30", "--compile-mode", "reduce-overhead")
 
     def parts(self):
-        """Yields (title, method) of what this device can do, the most important first."""
+        """Yields (title, method) for what this device can do, the most important first."""
         device = self.settings.device
         yield "the ladder and transformers' GPT-2, first round", self.first_round
         if device != "mps":  # where torch.profiler sees nothing
@@ -135,7 +136,7 @@ class Survey:
 
 
 def name_machine(out, settings, console):
-    """Write what is known of the machine to out/machine and out/check.txt; returns its name, fit for a folder."""
+    """Describe the machine in out/machine and out/check.txt; returns its name, for use in folder names."""
     scratch = out / "machine"
     scratch.mkdir()
     write_machine(scratch, settings.device)
@@ -161,7 +162,7 @@ def survey(minutes, out, flags, console):
                 console.print(f"{title}: {this.left() / 60:.1f} minutes left", style="bold", markup=False)
                 work()
         except KeyboardInterrupt:
-            console.print("stopped; what is finished stays")
+            console.print("stopped; finished results are kept")
     for folder in [path for path in out.iterdir() if path.is_dir() and not has_steps(path)]:
-        shutil.rmtree(folder)  # nothing came of it
+        shutil.rmtree(folder)  # nothing was measured
     return sorted(path for path in out.iterdir() if path.is_dir())

@@ -1,7 +1,8 @@
 """The table and the plots: what each rung did on a machine, from its logs.
 
 Rows are rungs; a rung with several rounds (`run --repeat`) shows the median of the rounds' medians, and their spread.
-Runs that differ in data, model, B, T or device are never put in one comparison without a word: they are refused.
+Runs that differ in data, model, B, T or device are never compared: they are refused. Runs under different memory
+allocators come with a warning.
 """
 import json
 import math
@@ -73,7 +74,7 @@ class Report:
     runs: dict  # {name: [Run, ...]}
     profile: dict | None  # where each rung's step time goes, as profile.json has it
     sweep: dict  # of a race, {rung: {learning rate: validation loss}}; else {}
-    passed_over: list = field(default_factory=list)  # why files of the folder were not used
+    skipped: list = field(default_factory=list)  # why files of the folder were not used
 
 
 def check_comparable(runs, folder):
@@ -124,17 +125,17 @@ def within_noise(one, other):
     return low <= other_high and other_low <= high
 
 
-def read_or_pass_over(read, folder, passed_over, default):
-    """What `read` finds in a folder; where the file is damaged, `default`, and the reason goes to `passed_over`."""
+def read_or_skip(read, folder, skipped, default):
+    """What `read` finds in a folder; `default` if the file is damaged, and the reason goes to `skipped`."""
     try:
         return read(folder)
     except UserError as error:
-        passed_over.append(str(error))
+        skipped.append(str(error))
         return default
 
 
 def row_of(name, rounds, rates, common_loss, common_val_loss):
-    """The row of a rung by itself; compare_rows adds what it is beside the others."""
+    """The row of one rung; compare_rows adds how it compares with others."""
     ms = statistics.median(run.median_ms for run in rounds)
     low, high = spread(rounds)
     tokens, ranks = rounds[0].tokens_per_step, rounds[0].ranks
@@ -168,7 +169,7 @@ def row_of(name, rounds, rates, common_loss, common_val_loss):
 
 
 def compare_rows(rows):
-    """Set what each rung's speed is beside the baseline's and beside that of the rung it starts from."""
+    """Set how each rung's speed compares with the baseline's and with that of the rung it starts from."""
     by_name = {row.name: row for row in rows if row.tokens_per_second}
     baseline = by_name.get(STAGES[0].name)
     for row in by_name.values():
@@ -186,13 +187,13 @@ def build_report(folder, peak_tflops=None, **stand_ins):
 
     `peak_tflops` (1e12 FLOP/s of the device) stands in where no rate was measured.
     """
-    runs, passed_over = read_folder(folder, **stand_ins)
+    runs, skipped = read_folder(folder, **stand_ins)
     check_comparable(runs, folder)
-    machine = read_or_pass_over(read_machine, folder, passed_over, {})
-    profile = read_or_pass_over(read_profile, folder, passed_over, None)
+    machine = read_or_skip(read_machine, folder, skipped, {})
+    profile = read_or_skip(read_profile, folder, skipped, None)
     first = next(iter(runs.values()))[0]
     if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
-        passed_over.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
+        skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
                            "and the logs are not")
         profile = None
     if peak_tflops and not machine:
@@ -204,7 +205,7 @@ def build_report(folder, peak_tflops=None, **stand_ins):
     compare_rows(rows)
     return Report(
         Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs,
-        profile, read_sweep(Path(folder)) if finished(runs) else {}, passed_over,
+        profile, read_sweep(Path(folder)) if finished(runs) else {}, skipped,
     )
 
 
@@ -223,8 +224,8 @@ def where(report):
     data = (setting["data"] or "unknown data").split(" | ")[0]
     batch = f"B={setting['B']} T={setting['T']}" if setting["B"] else "unknown batch"
     known = [name for name in allocators(report) if name not in ("unknown", "torch")]
-    memory = f", memory from {' and '.join(known)}" if known else ""
-    return f"{setting['device'] or 'unknown device'}{memory}, {setting['model'] or 'unknown model'}, {batch}, {data}"
+    allocator = f" (allocator: {' and '.join(known)})" if known else ""
+    return f"{setting['device'] or 'unknown device'}{allocator}, {setting['model'] or 'unknown model'}, {batch}, {data}"
 
 
 def conditions(report):
@@ -306,9 +307,9 @@ def table_of(report):
 
 
 def warnings(report):
-    """What a reader of the table must know: impossible values, runs that did not finish, different lengths."""
-    for reason in report.passed_over:
-        yield f"passed over: {reason}"
+    """What a reader of the table must know: impossible values, different allocators, unfinished or shorter runs."""
+    for reason in report.skipped:
+        yield f"skipped: {reason}"
     for row in report.rows:
         yield from wrong_unit(row, report.runs[row.name][0])
         if row.mfu and row.mfu > 1:
@@ -317,8 +318,8 @@ def warnings(report):
             yield f"{row.title}: the run did not finish ({row.last_step} steps)"
     if len(under := allocators(report)) > 1:
         parts = "; ".join(f"{name}: {', '.join(titles)}" for name, titles in under.items())
-        yield (f"the runs had different memory allocators ({parts}): on a CPU that alone changes the time of a step by "
-               "up to a third")
+        yield (f"the runs had different memory allocators ({parts}): on a CPU they can "
+               "change the time of a step by a third")
     if len({row.last_step for row in report.rows}) > 1:
         yield "the runs have different numbers of steps: their last losses do not compare"
     if not report.machine:
