@@ -158,7 +158,7 @@ def test_a_conflict_is_shown_and_nothing_is_written(repository):
     assert list(propagate(BASELINE, repository, until=BY_LABEL["5"])) == [stage.file for stage in STAGES[1:6]]
     with pytest.raises(UserError, match="speedup_06_flash_attn.py: the fix conflicts"):
         propagate(BY_LABEL["5"], repository)
-    with pytest.raises(UserError, match="uncommitted changes.*go on from there: .* propagate speedup_05_compile.py"):
+    with pytest.raises(UserError, match="uncommitted changes.*continue from there: .* propagate speedup_05_compile.py"):
         propagate(BASELINE, repository)
     edit(repository / "speedup_06_flash_attn.py", changes[1])
     assert list(propagate(BY_LABEL["6"], repository)) == [stage.file for stage in STAGES[7:]]
