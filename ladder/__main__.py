@@ -1,6 +1,7 @@
 """python -m ladder: measure the ladder on this machine, and show it.
 
     check       what this machine has, and what each rung will gain from it
+    smoke       does everything work here? every script, for four steps
     run         run the rungs one after the other, then show the table
     profile     where the time of a step goes, rung by rung
     survey      all of this in a given time, for machines that are not yours
@@ -78,6 +79,12 @@ def parse_args(argv=None):
     survey = verbs.add_parser("survey", help="all of this in a given time; unknown flags go to the scripts")
     survey.add_argument("--minutes", type=positive_number, default=10, help="(default: %(default)s)")
     survey.add_argument("--out", type=Path, metavar="FOLDER", help=f"a new folder (default: {SURVEYS}/DATE_TIME)")
+
+    smoke = verbs.add_parser("smoke", help="does everything work here? every script, for four steps")
+    for flag, text in (("--device", "the accelerator if there is one"), ("--model", "mini, on a CPU tiny"),
+                       ("--data", "data/tokens, prepared if it is not there")):
+        smoke.add_argument(flag, help=f"(default: {text})")
+    smoke.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder (default: logs/smoke/DATE_TIME)")
 
     report = verbs.add_parser(
         "report", help="the table, plots and the page", description="Without LOG_FOLDER, --html and --readme show "
@@ -274,6 +281,15 @@ def survey(args):
     return 0 if folders else 1
 
 
+def smoke(args):
+    from ladder.measure.smoke import smoke
+
+    stop_at_signals()
+    flags = {"--device": args.device, "--model": args.model, "--data": args.data}
+    words = [word for flag, value in flags.items() if value for word in (flag, value)]
+    return smoke(words, args.out or Path("logs/smoke") / now(), console)
+
+
 def max_batch(args, stages):
     from rich.table import Table
 
@@ -409,7 +425,7 @@ def main(argv=None):
         stream.reconfigure(errors="plain")
     args = parse_args(argv)
     verbs = {"check": check, "run": run, "profile": profile, "survey": survey, "report": report, "compare": compare,
-             "diff": diff, "propagate": propagate}
+             "diff": diff, "propagate": propagate, "smoke": smoke}
     try:
         return verbs[args.verb](args)
     except UserError as error:
