@@ -71,6 +71,12 @@ def test_a_script_that_fails_is_shown_and_the_others_go_on(fake):
     assert {trial["name"]: trial["status"] for trial in summary["trials"]}["whole"] == "ok"
 
 
+def test_the_end_of_a_rank_s_output_is_shown_and_not_what_torchrun_says(fake):
+    report = r"[rank0]: ValueError: no such kernel\nE1 failed (exitcode: 1) local_rank: 0" + 9 * r"\nhost : <N/A>"
+    code, output, _ = fake(a=(logs([], more=f"print('{report}'); sys.exit(1)"), {}))
+    assert code == 1 and "failed: a: [rank0]: ValueError: no such kernel\n" in output and "<N/A>" not in output
+
+
 @pytest.mark.parametrize("losses, first, reason", [
     (GOOD[:3], 1, r"it logged the steps [1, 2, 3], not [1, 2, 3, 4]"),
     (GOOD, 3, r"it logged the steps [1, 2, 3, 4], not [3, 4]"),  # a resume that starts over
@@ -127,6 +133,7 @@ def test_ctrl_c_stops_all_with_everything_that_they_have_started(tmp_path, token
     running.send_signal(signal.SIGINT)
     output, _ = running.communicate(timeout=20)
     assert running.returncode == 130 and "stopped" in output and "Traceback" not in output, output
+    assert "1/9" not in output  # a trial that was stopped has not failed
     assert len(children) >= 4 and not [each for each in children if each.is_running() and each.status() != "zombie"]
 
 

@@ -170,11 +170,12 @@ class Smoke:
 
             outcome = run_job(trial, SECONDS, self.device, keep)
         trial.seconds = time.monotonic() - started
+        lines = list(takewhile(lambda line: "failed (exitcode:" not in line, lines))  # torchrun's report says nothing
         judge(trial, outcome, lines)
         self.show(trial, lines)
 
     def show(self, trial, lines):
-        """The line of a trial that has ended; of a broken one also the end of its output, without torchrun's report."""
+        """The line of a trial that has ended; of a broken one also the end of its output."""
         if self.stopped.is_set():
             return
         with self.lock:
@@ -184,8 +185,7 @@ class Smoke:
                 words = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values())
             count = f"{len(self.done):3}/{self.n_trials}"
             self.say(f"{count} {trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {words}".rstrip())
-            own = list(takewhile(lambda line: "torch/distributed/elastic" not in line, lines))
-            for line in own[-8:] if trial.status in BROKEN else []:
+            for line in lines[-8:] if trial.status in BROKEN else []:
                 self.say(f"        | {line.rstrip()}")
 
     def finish(self):
@@ -205,6 +205,8 @@ class Smoke:
 def judge(trial, outcome, lines):
     """Write into a trial how it ended."""
     trial.status, trial.reason = outcome.status, outcome.reason
+    if outcome.status == "failed" and "rror" not in outcome.reason and lines:  # the end of torchrun's report
+        trial.reason = lines[-1].strip()
     trial.losses = {int(found[1]): float(found[2]) for found in map(STEP_LINE.match, lines) if found}
     header = [part for line in lines if line.startswith("# ") for part in line.strip("# \n").split(" | ")]
     trial.lacks = [part for part in header if any(words in part for words in LACKS)]
