@@ -30,7 +30,7 @@ from ladder.scripts.memory import free_memory
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import STEP_LINE
 
-STEPS, SECONDS = 4, 300  # of a trial: its training steps, the time that it may take
+STEPS, SECONDS = 4, 600  # of a trial: its training steps, the time that it may take (beside others, on slow cores)
 SAME = 0.05  # nats: how close losses stay where only the place or the order of the arithmetic changes
 PATCHES = {  # the function with which a script asks about its device, and another answer
     "float16": ("autocast_dtype", torch.float16),  # a T4's
