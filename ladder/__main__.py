@@ -1,6 +1,7 @@
 """python -m ladder: measure the ladder on this machine, and show it.
 
     check       what this machine has, and what each rung will gain from it
+    smoke       does everything work here? every script, for four steps
     run         run the rungs one after the other, then show the table
     profile     where the time of a step goes, rung by rung
     survey      all of this in a given time, for machines that you use only once
@@ -84,6 +85,14 @@ def add_survey(verbs):
     survey.add_argument("--out", type=Path, metavar="FOLDER", help=f"a new folder (default: {SURVEYS}/DATE_TIME)")
 
 
+def add_smoke(verbs):
+    smoke = verbs.add_parser("smoke", help="does everything work here? every script, for four steps")
+    for flag, text in (("--device", "the accelerator if there is one"), ("--model", "mini, on a CPU tiny"),
+                       ("--data", "data/tokens, prepared if it is not there")):
+        smoke.add_argument(flag, help=f"(default: {text})")
+    smoke.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder (default: logs/smoke/DATE_TIME)")
+
+
 def add_report(verbs):
     report = verbs.add_parser(
         "report", help="the table, plots and the page", description="Without LOG_FOLDER, --html and --readme show "
@@ -105,7 +114,7 @@ def add_report(verbs):
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (add_check, add_run, add_profile, add_survey, add_report):
+    for add in (add_check, add_run, add_profile, add_survey, add_smoke, add_report):
         add(verbs)
     compare = verbs.add_parser("compare", help="two logs, step by step")
     compare.add_argument("logs", nargs=2, type=Path, metavar="LOG")
@@ -319,6 +328,15 @@ def survey(args):
     return 0 if folders else 1
 
 
+def smoke(args):
+    from ladder.measure.smoke import smoke
+
+    stop_at_signals()
+    flags = {"--device": args.device, "--model": args.model, "--data": args.data}
+    words = [word for flag, value in flags.items() if value for word in (flag, value)]
+    return smoke(words, args.out or Path("logs/smoke") / now(), console)
+
+
 def max_batch(args, stages):
     from rich.table import Table
 
@@ -459,7 +477,7 @@ def main(argv=None):
     args = parse_args(argv)
     sys.argv[0] = f"python -m ladder {args.verb}"  # what the scripts' own parsers call themselves in an error
     verbs = {"check": check, "run": run, "profile": profile, "survey": survey, "report": report, "compare": compare,
-             "diff": diff, "propagate": propagate}
+             "diff": diff, "propagate": propagate, "smoke": smoke}
     try:
         return verbs[args.verb](args)
     except UserError as error:
