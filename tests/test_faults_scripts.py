@@ -18,7 +18,7 @@ from conftest import losses, own_settings, read_steps, run_command, rung, train
 from test_ddp import TWO_RANKS
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ladder.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL
 
 FSDP = [label for label, stage in BY_LABEL.items() if stage.name.startswith("fsdp")]
 LATEST = ["24", *FSDP]

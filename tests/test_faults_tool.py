@@ -1,14 +1,13 @@
 """Small faults in the tool that no other test notices, each with the test that does: on logs with known numbers."""
-import json
 
 import pytest
 from test_ladder_tool import MEDIAN, write_log
 from test_race import ADAMW, flag_of, run_race
 
-from ladder.logs import read_log
-from ladder.report import build_report
-from ladder.runner import plan
-from ladder.stages import BY_LABEL
+from ladder.show.logs import read_log
+from ladder.show.report import build_report
+from ladder.measure.runner import plan
+from ladder.scripts.stages import BY_LABEL
 
 
 def test_each_round_of_a_race_has_a_seed_of_its_own(tmp_path):
