@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import losses, own_settings, read_steps, run_command, rung, train
+from test_beyond import tokens_of, val_lines
 from test_ddp import TWO_RANKS
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -276,3 +277,58 @@ def test_a_model_is_on_the_disk_before_it_gets_its_name(tmp_path, tokens, monkey
     monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_size, path.exists())) or fsync(file))
     train(rung("24"), tmp_path, tokens, *ONE, "--steps", 1, "--val-every", 0, "--checkpoint-every", 0, "--save", path)
     assert synced == [(path.stat().st_size, False)]
+
+
+@pytest.mark.parametrize("label", ["0", "24"])
+def test_the_last_batch_needs_a_token_after_it(label, tmp_path):
+    """35 tokens are two batches of 17 and the target of the last; of 34 the second would lack that."""
+    for n_tokens, n_batches in ((34, 1), (35, 2)):
+        module, folder = rung(label), tokens_of(tmp_path / f"{label}_{n_tokens}", range(n_tokens))
+        loader = module.DataLoaderLite(folder, 1, 17, *(["cpu"] if label == "24" else []))
+        assert loader.n_batches == n_batches and loader.batch(n_batches - 1)[1][0, -1] == 17 * n_batches
+        assert torch.equal(loader.batch(n_batches)[1], loader.batch(0)[1])
+
+
+def test_the_text_takes_a_tenth_of_the_free_memory_at_most(tokens):
+    """8 bytes a token; the rest is for the model."""
+    module = rung("24")
+    n_tokens = (tokens / "train.bin").stat().st_size // 2
+    for free, on_device in ((80 * n_tokens, True), (80 * n_tokens - 1, False)):
+        module.free_memory = lambda device, free=free: free
+        assert module.DataLoaderLite(tokens, 1, 16, "cpu").on_device is on_device
+
+
+def test_a_rank_takes_its_own_batches(tokens, tmp_path, monkeypatch):
+    """Rank 1 of 2 every second one, also those that are fetched ahead (alone here, so all sums are its own)."""
+    module, asked = rung("24"), []
+    batch = module.DataLoaderLite.batch
+    module.DataLoaderLite.batch = lambda self, i: asked.append(i) or batch(self, i)
+    for name, value in IN_A_GROUP_OF_ONE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "get_rank", lambda *group: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
+    train(module, tmp_path, tokens, "-B", 1, "-T", 8, "--total-batch", 32, "--steps", 2, "--val-every", 0)
+    assert asked == [1, 3, 5, 7, 9]
+
+
+def test_no_more_is_validated_than_there_is(tmp_path):
+    """40 tokens are two sequences of 16; a third one would be the first again."""
+    folder = tokens_of(tmp_path / "tokens", range(100), range(40))
+    logs = [train(rung("24"), tmp_path / n, folder, *ONE, "--steps", 1, "--checkpoint-every", 0, "--val-sequences", n)
+            for n in ("2", "3")]
+    assert all("validation: every 25 steps on 2 of 2 sequences" in log.read_text() for log in logs)
+    assert val_lines(logs[0]) == val_lines(logs[1])
+
+
+def test_the_logged_loss_keeps_no_graph(tokens, tmp_path, monkeypatch):
+    """Else the activations of all micro-steps of a step are kept at once."""
+    item, graphs = torch.Tensor.item, []
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: graphs.append(tensor.grad_fn) or item(tensor))
+    train(rung("24"), tmp_path, tokens, "-B", 1, "-T", 8, "--total-batch", 16, "--steps", 1, "--val-every", 0)
+    assert graphs and set(graphs) == {None}
+
+
+def test_a_decay_of_a_step_and_a_half():
+    """Not in whole steps: the rate of the last is 1 of 1.5 parts."""
+    get_lr = rung("24").get_lr
+    assert [get_lr(step, 5, 1.0, 0, 0.3) for step in (3, 4, 5)] == pytest.approx([1, 1, 2 / 3])
