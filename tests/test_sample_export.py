@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,24 @@ def test_sampling_flags(saved, sample, numbers, capsys):
     assert text("--top-p", 1e-6) == text("--temperature", 0.001) == text("--temperature", 0)
     assert len({text("--temperature", 0.8), text("--temperature", 5), text("--temperature", 0)}) == 3
     assert text("--top-p", 0.5, "--prompt", "").strip()
+
+
+def test_what_the_model_is_given(sample, monkeypatch):
+    """Of an empty prompt the token that begins a document."""
+    given = []
+    config = SimpleNamespace(max_position_embeddings=100)
+    model = SimpleNamespace(config=config, generate=lambda x, **more: given.append((x.tolist(), more["max_new_tokens"])))
+    monkeypatch.setattr(sample, "load_model", lambda name, device: (model, "gpt2-bytes"))
+    for prompt in ("", "ab"):
+        sample.main(["model", "--prompt", prompt, "--max-new-tokens", "3", "--device", "cpu"])
+    assert given == [([[50256]], 3), ([sample.Tokenizer("gpt2-bytes").encode("ab")], 3)]
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
+def test_a_prompt_that_spells_the_end_of_a_document_is_text(sample):
+    tokenizer = sample.Tokenizer("gpt2")
+    ids = tokenizer.encode("<|endoftext|>")
+    assert len(ids) > 1 and tokenizer.decode(ids) == "<|endoftext|>"
 
 
 def test_a_prompt_is_cut_at_its_front(saved, sample, capsys):
