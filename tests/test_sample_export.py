@@ -128,7 +128,8 @@ def test_what_the_model_is_given(sample, monkeypatch):
     """Of an empty prompt the token that begins a document."""
     given = []
     config = SimpleNamespace(max_position_embeddings=100)
-    model = SimpleNamespace(config=config, generate=lambda x, **more: given.append((x.tolist(), more["max_new_tokens"])))
+    model = SimpleNamespace(
+        config=config, generate=lambda x, **more: given.append((x.tolist(), more["max_new_tokens"])))
     monkeypatch.setattr(sample, "load_model", lambda name, device: (model, "gpt2-bytes"))
     for prompt in ("", "ab"):
         sample.main(["model", "--prompt", prompt, "--max-new-tokens", "3", "--device", "cpu"])
