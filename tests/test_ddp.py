@@ -152,7 +152,9 @@ def test_what_cannot_work_under_torchrun_is_refused(device, nccl, gpus, mode, re
         rung("ddp").parse_settings(flags)
 
 
-@pytest.mark.parametrize("restarts, agent_store, refused", [("3", "True", True), ("3", "False", False), ("0", "True", False)])
+@pytest.mark.parametrize("restarts, agent_store, refused", [
+    ("3", "True", True), ("3", "False", False), ("0", "True", False),
+])
 def test_restarts_that_cannot_work_are_refused(restarts, agent_store, refused, monkeypatch):
     """torchrun says in these variables what it was given: --max-restarts and TORCH_DISABLE_SHARE_RDZV_TCP_STORE."""
     for name, value in {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": restarts,
