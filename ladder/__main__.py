@@ -101,7 +101,7 @@ def add_report(verbs):
     report.add_argument("--logs", action="append", default=[], type=Path, metavar="FOLDER", help="the same")
     report.add_argument("--png", type=Path, metavar="FOLDER", help="write the plots there")
     report.add_argument("--html", type=Path, metavar="FILE", help="write the tutorial page")
-    report.add_argument("--readme", action="store_true", help="rewrite the README's tables")
+    report.add_argument("--readme", action="store_true", help="rewrite the tables of README.md and docs/")
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
     report.add_argument("--csv", action="store_true", help="print CSV instead of the table")
     for flag in ("-B", "-T"):
@@ -362,7 +362,7 @@ def reference_folders():
 
 
 def report(args):
-    from ladder.show.report import as_csv, as_json, build_report, write_readme
+    from ladder.show.report import as_csv, as_json, build_report, write_tables
 
     def read(default):
         return [build_report(folder, args.peak_tflops, B=args.B, T=args.T, model=args.model)
@@ -374,8 +374,8 @@ def report(args):
     else:
         reports = read(lambda: [newest_run()])
     if args.readme:
-        write_readme(published)
-        messages.print("README.md: tables rewritten")
+        write_tables(published)
+        messages.print("README.md, docs/*.md: tables rewritten")
     if args.png:
         from ladder.show.plots import write_plots
 

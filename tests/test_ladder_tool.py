@@ -29,7 +29,7 @@ from ladder.scripts.memory import PROCESS_BYTES, RUN_BY_DEFAULT, recommend, step
 from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
 from ladder.show.compare import compare
 from ladder.show.logs import PEER, read_log
-from ladder.show.report import beyond_table, build_report, check_comparable, markdown_table, warnings, write_readme
+from ladder.show.report import beyond_table, build_report, check_comparable, markdown_table, warnings, write_tables
 
 LADDER = [sys.executable, "-m", "ladder"]
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
@@ -657,19 +657,22 @@ def test_links_lead_somewhere():
             assert link.startswith("http") or (page.parent / link).exists(), (page, link)
 
 
-def test_the_readme_table_is_the_reference_logs(tmp_path, measured):
-    """The committed README says what the committed logs say."""
-    copy = tmp_path / "README.md"
-    shutil.copy(ROOT / "README.md", copy)
-    write_readme([build_report(folder) for folder in REFERENCE], copy)
-    assert copy.read_text() == (ROOT / "README.md").read_text()
+def test_the_committed_tables_are_the_reference_logs(tmp_path, measured):
+    """README.md and docs/ say what the committed logs say."""
+    (tmp_path / "docs").mkdir()
+    tables = ["README.md", "docs/results.md", "docs/long_runs.md", "docs/race.md"]
+    for file in tables:
+        shutil.copy(ROOT / file, tmp_path / file)
+    write_tables([build_report(folder) for folder in REFERENCE], tmp_path)
+    for file in tables:
+        assert (tmp_path / file).read_text() == (ROOT / file).read_text(), "run python -m ladder report --readme"
     table = markdown_table(build_report(measured[0]))
     assert "| 1 | [`speedup_01_weight_tying.py`](speedup_01_weight_tying.py) | weight tying |" in table
     rows = [line for line in table.splitlines() if line.startswith("|")]
     assert len(rows) == 4 and {row.count("|") for row in rows} == {12} and "PaLM" in table
-    copy.write_text("no markers")
-    with pytest.raises(UserError, match="must hold"):
-        write_readme([], copy)
+    (tmp_path / "docs" / "race.md").write_text("no markers")
+    with pytest.raises(UserError, match="docs/race.md must hold"):
+        write_tables([], tmp_path)
 
 
 def test_seconds_to_a_validation_loss(tmp_path, call):
@@ -905,7 +908,7 @@ def test_without_folders_each_output_shows_its_own(tmp_path, monkeypatch, call):
 
     monkeypatch.setitem(sys.modules, "ladder.show.plots", SimpleNamespace(write_plots=maker("png")))
     monkeypatch.setitem(sys.modules, "ladder.show.page", SimpleNamespace(write_page=maker("html")))
-    monkeypatch.setattr("ladder.show.report.write_readme", maker("readme"))
+    monkeypatch.setattr("ladder.show.report.write_tables", maker("readme"))
     own, reference, page = ["mine"], [folder.name for folder in REFERENCE], ["--html", tmp_path / "page.html"]
     for words, expected in (
         (["--png", "x"], {"png": own}),

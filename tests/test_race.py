@@ -11,7 +11,7 @@ from ladder.measure.race import describe_race, n_jobs, race, rate_flag, search_p
 from ladder.measure.runner import Job
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import read_log
-from ladder.show.report import build_report, write_readme
+from ladder.show.report import build_report, write_tables
 from ladder.show.standings import (
     best_of,
     last_val_loss,
@@ -169,13 +169,15 @@ def test_the_standings(tmp_path):
         output = console.file.getvalue()
         assert "18 Muon" in output and "69%" in output and "…" not in output
         assert ("1.6–3.3" in output) == (width == 140)
-    readme = tmp_path / "README.md"
-    marks = [f"<!-- {name}:{end} -->" for name in ("ladder", "beyond", "race") for end in ("begin", "end")]
-    readme.write_text("\n".join(marks))
-    write_readme([report], readme)
-    text = readme.read_text()
-    assert text.index("race:begin") < text.index("rung_18_muon.py") < text.index("race:end")
-    assert "rung_18" not in text[: text.index("race:begin")]
+    (tmp_path / "docs").mkdir()
+    for file, name in {"README": "ladder", "docs/results": "ladder", "docs/long_runs": "beyond",
+                       "docs/race": "race"}.items():
+        (tmp_path / f"{file}.md").write_text(f"<!-- {name}:begin -->\n<!-- {name}:end -->")
+    write_tables([report], tmp_path)
+    text = (tmp_path / "docs" / "race.md").read_text()
+    assert text.index("race:begin") < text.index("(../beyond/rung_18_muon.py)") < text.index("race:end")
+    assert all("rung_18" not in (tmp_path / file).read_text()
+               for file in ("README.md", "docs/results.md", "docs/long_runs.md"))
 
 
 def test_with_two_seeds_the_first_rung_reaches_the_target_with_both(tmp_path):

@@ -14,6 +14,8 @@ import pandas
 
 from ladder.errors import UserError
 from ladder.files import write_whole
+from ladder.scripts.cards import CARDS
+from ladder.scripts.floor import floor_data
 from ladder.scripts.flops import mfu
 from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 from ladder.show.logs import PEER, PEER_FILE, read_folder
@@ -373,6 +375,20 @@ def markdown_table(report):
     return f"{table}\n\n{conditions(report)}. {median_of(report)}, the loss that of step {last_steps(report, '/')}."
 
 
+def short_table(report):
+    """The README's table: each rung's speed and its spread, and what is counted and published for an A100."""
+    floors = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
+    texts, rows = as_texts(report), report.rows
+    texts["speed"] = [f"{row.tokens_per_second:,.0f} ({row.tokens_per_second * row.ms / row.ms_high:,.0f}–"
+                      f"{row.tokens_per_second * row.ms / row.ms_low:,.0f})" for row in rows]
+    stages = [BY_NAME.get(row.name) for row in rows]
+    texts["a100"] = [f"{floors[stage.label]:,.0f} / {stage.lecture_ms or NOTHING}"
+                     if stage and stage.label in floors else NOTHING for stage in stages]
+    table = markdown(texts, {"file": "file", "title": "the one change", "speed": "tokens/sec here",
+                             "times_baseline": "× baseline", "a100": "A100: floor / published, ms"}, 2)
+    return f"{table}\n\n{where(report)}; the median of {max(row.rounds for row in rows)} rounds, lowest to highest."
+
+
 def median_of(report):
     """What the ms/step of a table are, for its caption."""
     rounds = max(row.rounds for row in report.rows)
@@ -407,17 +423,26 @@ def between_marks(text, marks, tables, readme):
     return "\n".join([head + begin, "\n\n".join(tables), end + tail])
 
 
-def write_readme(reports, readme=ROOT / "README.md"):
-    """Put the ladder's tables and those of the rungs beyond between their marks; raises UserError without marks."""
-    reports = sorted((one for one in reports if len(one.rows) > 1), key=lambda report: -len(report.rows))
+def write_tables(reports, root=ROOT):
+    """Put all tables between their marks in README.md and docs/; raises UserError where the marks are missing.
+
+    The README shows the machine with the most rungs, of several the one where they gain the most.
+    """
+    reports = [report for report in reports if len(report.rows) > 1]
     races = [report for report in reports if report.sweep]
     beyond = [report for report in reports if BEYOND & report.runs.keys() and report not in races]
-    ladder = [report for report in reports if report not in [*beyond, *races]]
-    text = readme.read_text(encoding="utf-8")
-    text = between_marks(text, LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
-    text = between_marks(text, BEYOND_MARKS, [beyond_table(report) for report in beyond], readme)
-    text = between_marks(text, RACE_MARKS, [race_table(report) for report in races], readme)
-    write_whole(readme, text)
+    ladder = sorted((report for report in reports if report not in [*beyond, *races]), reverse=True,
+                    key=lambda report: (len(report.rows), max(row.times_baseline or 0 for row in report.rows)))
+    for file, marks, tables in [
+        ("README.md", LADDER_MARKS, [short_table(report) for report in ladder[:1]]),
+        ("docs/results.md", LADDER_MARKS, [markdown_table(report) for report in ladder]),
+        ("docs/long_runs.md", BEYOND_MARKS, [beyond_table(report) for report in beyond]),
+        ("docs/race.md", RACE_MARKS, [race_table(report) for report in races]),
+    ]:
+        if file.startswith("docs/"):
+            tables = [table.replace("](", "](../") for table in tables]
+        text = between_marks((root / file).read_text(encoding="utf-8"), marks, tables, file)
+        write_whole(root / file, text)
 
 
 def as_json(reports):
