@@ -186,7 +186,7 @@ def as_started(args):
     from ladder.show.machine import read_machine
 
     if set(args.argv) - {"run", "--resume", "--logs", str(args.logs), f"--logs={args.logs}"}:
-        raise UserError("--resume: continues a run with the flags it was started with; leave all others out")
+        raise UserError("--resume: continues a run with the flags it was started with; leave the others out")
     folder = args.logs or newest_run(wanted=Path.exists)
     arguments = read_machine(folder).get("arguments")
     if arguments is None:
