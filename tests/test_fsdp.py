@@ -208,6 +208,7 @@ def test_a_killed_rank_comes_back(one_process, tmp_path, tokens):
     assert_same_losses(tmp_path / "run" / LOG, one_process)
 
 
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # meant: what the crash has left
 def test_alone_it_is_rung_24(tmp_path, tokens, one_process):
     """To the bit, and after a crash, too: what remains of the save that it interrupted does not matter."""
     whole = alone("fsdp", tmp_path / "whole", tokens, "-B", 2, *SIX)

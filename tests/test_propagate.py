@@ -115,7 +115,9 @@ def test_a_method_goes_to_the_end_of_its_class(repository):
 def test_propagate_starts_at_the_rung_that_was_fixed(repository):
     edit(repository / "speedup_08_adamw_clip.py", ("model.parameters(), 1.0)", "model.parameters(), 2.0)"))
     later = [stage.file for stage in STAGES[STAGES.index(BY_LABEL["9"]) :]]
+    (repository / later[0]).chmod(0o755)  # a file stays executable
     assert list(propagate(BY_LABEL["8"], repository)) == later
+    assert (repository / later[0]).stat().st_mode & 0o777 == 0o755
     assert "2.0)" not in (repository / "speedup_07_vocab_pad.py").read_text()
 
 
