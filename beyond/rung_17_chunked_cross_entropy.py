@@ -1,25 +1,17 @@
 """Rung 17, chunked cross-entropy: the logits of a whole batch never exist at once.
 
 With 50,257 logits per token, the output layer needs more memory than all blocks together once these are recomputed
-(rung 16): the logits, their log-softmax and their gradient, about 10 bytes per logit uncompiled (compiled, in float32
-on a CPU, 4.5 were measured). But the loss is a mean over tokens, and the gradient of a token's loss with respect
-to its logits needs nothing else: it is the softmax, minus 1 at the target. So the forward pass takes --loss-chunk
-tokens at a time, and while a chunk's logits are there it also computes what they add to the gradients of the output
-matrix and of the chunk's hidden vectors. The backward pass only scales those.
+(rung 16). But the loss is a mean over tokens, and the gradient of a token's loss with respect to its logits needs
+nothing else: it is the softmax, minus 1 at the target. So the forward pass takes --loss-chunk tokens at a time and,
+while a chunk's logits exist, also adds its share to the gradients of the output matrix and of the hidden vectors. The
+backward pass only scales those.
 
-    python beyond/rung_17_chunked_cross_entropy.py -B 64 --total-batch 524288
-
-Gain: that memory for 50,304 * --loss-chunk logits instead of 50,304 * B * T, so the memory of the logits no longer
-grows with B or T. A 12M model with 16,384 tokens, compiled, peaks at 1.7 GB instead of 4.3 (experiments/README.md).
-Cost: no extra matrix products, but the three there are run in pieces, which must stay large enough to be efficient. The
-gradient of the output matrix exists from the forward pass on.
-A batch of no more than --loss-chunk tokens, 4,096, is one chunk, and nothing is saved.
-torch.utils.checkpoint (rung 16) around each chunk would be shorter and save as much, for a fourth matrix product.
-Gradients are divided by the number of tokens last, in float32: float16 would lose more of the small ones before that.
-torch 2.13 has this as F.linear_cross_entropy with `options`; that ignores autocast, and torch.compile cannot trace it.
-
-Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al. 2024, "Liger Kernel",
-which computes the gradients in the forward pass.
+Gain: memory, not speed. It no longer grows with B or T for the logits: a 12M model with 16,384 tokens peaks at 1.7 GB
+instead of 4.3 (measured, experiments/README.md).
+Cost: no extra matrix products: the existing three are split into chunks, which must stay large enough to be efficient.
+The gradient of the output matrix exists from the forward pass on.
+A batch of up to --loss-chunk tokens is a single chunk; this saves no memory.
+Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al. 2024, "Liger Kernel".
 """
 import argparse
 import contextlib
@@ -151,10 +143,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
             if ctx.needs_input_grad[0]:  # not in evaluate()
-                logits_grad = log_probs.exp_()
-                logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 1
+                is_target = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
+                logits_grad = log_probs.exp_().add_(is_target, alpha=-1).to(logits.dtype)
                 rows_grad.copy_(logits_grad @ weight)
-                weight_grad += logits_grad.T @ rows
+                root = len(ids) ** 0.5  # divided by it, no sum over the chunk exceeds float16's range
+                weight_grad += root * (logits_grad.T @ (rows / root)).float()
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 

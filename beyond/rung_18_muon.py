@@ -158,10 +158,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
             if ctx.needs_input_grad[0]:  # not in evaluate()
-                logits_grad = log_probs.exp_()
-                logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 1
+                is_target = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
+                logits_grad = log_probs.exp_().add_(is_target, alpha=-1).to(logits.dtype)
                 rows_grad.copy_(logits_grad @ weight)
-                weight_grad += logits_grad.T @ rows
+                root = len(ids) ** 0.5  # divided by it, no sum over the chunk exceeds float16's range
+                weight_grad += root * (logits_grad.T @ (rows / root)).float()
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 

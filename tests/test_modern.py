@@ -9,7 +9,9 @@ import torch
 from conftest import ROOT, load_module, losses, record_run, run_command, rung, train
 from safetensors.torch import save_file
 from test_ddp import RANK, TWO_RANKS
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,6 +72,44 @@ def test_17_float16_keeps_small_probabilities():
     assert torch.allclose(torch.autograd.grad(loss, weight)[0][1:], torch.tensor(1 / n_rows), rtol=1e-3)
 
 
+def test_17_float16_does_not_overflow_when_all_targets_are_equal():
+    """The gradient of that target's row is a sum over the whole chunk: here 4,096 * 20, beyond float16's 65,504."""
+    x = torch.full((4096, 4), 20.0, requires_grad=True)
+    weight = torch.zeros(128, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        loss = rung(CHUNKED).ChunkedCrossEntropy.apply(x, weight, torch.zeros(4096, dtype=int), 128, 4096)
+    expected = torch.full((128, 4), 20 / 128) - 20 * (torch.arange(128) == 0)[:, None]
+    assert torch.allclose(torch.autograd.grad(loss, weight)[0], expected, rtol=1e-3)
+
+
+def graphs_of(forward, *leaves):
+    """The graphs of a compiled function's forward and backward pass: [(name of the operation, its FakeTensor)]."""
+    found = []
+
+    def look(graph, inputs):
+        found.extend((str(node.target), node.meta.get("val")) for node in graph.graph.nodes if node.op != "placeholder")
+        return make_boxed_func(graph.forward)
+
+    torch.autograd.grad(torch.compile(forward, backend=aot_autograd(fw_compiler=look))(), leaves)
+    return found
+
+
+def test_17_one_16_bit_gradient_of_the_logits():
+    """Cast once for both products, and no float32 copy is written to subtract 1 at the targets."""
+    x, weight, targets = output_layer()
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16):
+            return rung_17.ChunkedCrossEntropy.apply(x, weight, targets, 1000, 50)
+
+    rung_17 = rung(CHUNKED)
+    of_logits = [(name, value) for name, value in graphs_of(loss, x, weight)
+                 if isinstance(value, torch.Tensor) and value.numel() == 50 * 1024]
+    assert of_logits and not any("index_put" in name or "scatter_" in name and value.dtype == torch.float32
+                                 for name, value in of_logits if "slice" not in name)
+    assert len([name for name, value in of_logits if "_to_copy" in name and value.dtype == torch.bfloat16]) == 1
+
+
 class Largest(TorchDispatchMode):
     """Remembers the size of the largest tensor that an operation returns."""
 
@@ -119,20 +159,23 @@ def test_17_validation_computes_no_gradients(monkeypatch):
         assert torch.allclose(model.eval()(x, y), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_17_compiled_in_one_graph(dtype):
-    """With the whole model around it, as `train` compiles it."""
+@pytest.mark.parametrize("dtype, backend", [
+    (torch.float32, "aot_eager"), (torch.bfloat16, "aot_eager"),
+    pytest.param(torch.float32, "inductor", marks=pytest.mark.slow),  # 2.13's ignores alpha in `add_(a @ b, alpha=…)`
+])
+def test_17_compiled_in_one_graph(dtype, backend):
+    """With the whole model around it, as `train` compiles it; the last chunk is smaller."""
     model, x, y = tiny(CHUNKED)
     model.loss_chunk = 50
     counters.clear()
     found = []
-    for forward in (model, torch.compile(model, backend="aot_eager")):
+    for forward in (model, torch.compile(model, backend=backend)):
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             loss = forward(x, y)
         found.append(loss_and_gradients(loss, *model.parameters()))
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     for eager, compiled in zip(*found, strict=True):
-        assert torch.allclose(eager, compiled, rtol=1e-5, atol=1e-7)
+        assert torch.allclose(eager, compiled, rtol=1e-5, atol=1e-7 if backend == "aot_eager" else 1e-5)
 
 
 @pytest.mark.slow
