@@ -220,33 +220,36 @@ class GPT(nn.Module):
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        groups += [{"params": embeddings, "weight_decay": weight_decay}]
-        return MuonAdamW(groups, betas=(0.9, 0.95), fused=True)
+        return MuonAdamW([*groups, {"params": embeddings}], weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
 
 
-def orthogonalize(matrix):
-    """(m, n) -> (m, n) with the same singular vectors and singular values near 1: five Newton-Schulz iterations."""
-    wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
-    x = (wide / (wide.norm() + 1e-7)).to(torch.float16 if matrix.is_cuda else torch.float32)
-    for _ in range(5):
-        gram = x @ x.T  # (min(m, n), min(m, n))
+def orthogonalize(matrices):
+    """(N, m, n) -> (N, m, n): the same singular vectors, singular values near 1; five Newton-Schulz iterations."""
+    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    x = F.normalize(wide, dim=(-2, -1), eps=1e-7).to(torch.float16 if wide.is_cuda else torch.float32)
+    for _ in range(5):  # s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small s more than triple, large s stay near 1
+        gram = x @ x.mT  # (N, min(m, n), min(m, n))
         x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
-    return x if wide is matrix else x.T
+    return x if wide is matrices else x.mT
 
 
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices in the first group, AdamW for the others, which expects a "step" in each state it loads."""
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         if getattr(self, "found_inf", False):
             return  # float16: the scaler has found an overflow
-        muon = self.param_groups[0]
+        muon, stacks = self.param_groups[0], {}  # matrices of one shape are computed together: few kernels
+        for i, p in enumerate(muon["params"]):
+            stacks.setdefault((p.shape, i * p.numel() // 2**27), []).append(p)  # of a large model only a few layers
+            self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
+        for stack in stacks.values():
+            grads, momenta = torch.stack([p.grad for p in stack]), [self.state[p]["momentum"] for p in stack]
+            torch._foreach_lerp_(momenta, grads.unbind(), 0.05)  # and in the next line Nesterov's look ahead
+            update = 0.2 * max(stack[0].shape) ** 0.5 * orthogonalize(grads.lerp(torch.stack(momenta), 0.95))
+            torch._foreach_sub_(stack, (update + muon["weight_decay"] * torch.stack(stack)).unbind(), alpha=muon["lr"])
         for p in muon["params"]:
-            state = self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
-            state["momentum"].lerp_(p.grad, 0.05)
-            update = 0.2 * max(p.shape) ** 0.5 * orthogonalize(p.grad.lerp(state["momentum"], 0.95))  # Nesterov's
-            p.mul_(1 - muon["lr"] * muon["weight_decay"]).sub_(update, alpha=muon["lr"])
             p.grad = None  # so AdamW skips it
         super().step()
 
@@ -407,9 +410,10 @@ def train(settings):
         val_loader = DataLoaderLite(settings.data, 1, settings.T, device, "val")
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
-    shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "muon_lr", "warmup_steps",
+    shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "warmup_steps",
               "decay_share")
     run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"], "script": SCRIPT.stem}
+    run["muon_lr"] = settings.muon_lr
     try:  # kept in `settings`: a lock is released when its object is garbage-collected
         settings.lock = rank == 0 and filelock.FileLock(settings.checkpoint_dir / "lock").acquire(timeout=0)
     except filelock.Timeout:
