@@ -78,15 +78,15 @@ class GPTConfig:
     n_embd: int = 768
 
 
-def rotary_angles(T, head_size, device):
+def rotary_angles(T, head_size):
     """Cosine and sine of position * 10000^(-2i/hs), float32, (T, hs/2) each."""
-    radians_per_token = 1.0 / 10_000 ** (torch.arange(0, head_size, 2, device=device) / head_size)  # (hs/2,)
-    angles = torch.arange(T, device=device)[:, None] * radians_per_token  # (T, hs/2)
+    radians_per_token = 1.0 / 10_000 ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
+    angles = torch.arange(T)[:, None] * radians_per_token  # (T, hs/2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x, cos, sin):
-    """Rotate the points (x[i], x[i + hs/2]) of queries or keys by the angles of their position: (B, nh, T, hs)."""
+    """Rotate the pairs (x[i], x[i + hs/2]) of queries or keys by the angles of their position: (B, nh, T, hs)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -187,6 +187,9 @@ class GPT(nn.Module):
         ))
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # one parameter (n_rows, n_embd) under two names
+        cos, sin = rotary_angles(config.block_size, config.n_embd // config.n_head)
+        self.register_buffer("cos", cos, persistent=False)  # computed once, and not part of a checkpoint
+        self.register_buffer("sin", sin, persistent=False)
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -199,7 +202,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), only the mean cross-entropy, in nats."""
         B, T = idx.shape
-        cos, sin = rotary_angles(T, self.config.n_embd // self.config.n_head, idx.device)  # (T, hs/2) each
+        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs/2) each
         x = self.transformer.wte(idx)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
@@ -399,7 +402,7 @@ def train(settings):
         model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
     model.loss_chunk = settings.loss_chunk or settings.B * settings.T
     optimizer = model.configure_optimizers(weight_decay=0.1)
-    ddp_model = DDP(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
+    ddp_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False) if dist.is_initialized() else model
     step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
     notes["batches"] = "on the device" if loader.on_device else "prefetched" if device == "cuda" else "memory-mapped"

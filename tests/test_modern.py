@@ -417,7 +417,7 @@ def test_20_scores_depend_on_distance_alone():
     """One query and one key at all positions: the scores are the same along every diagonal, and differ between them."""
     module, T, hs = rung(ROPE), 64, 32
     q, k = torch.randn(2, 1, 1, 1, hs, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    cos, sin = (part.double() for part in module.rotary_angles(T, hs, "cpu"))
+    cos, sin = (part.double() for part in module.rotary_angles(T, hs))
     q, k = (module.rotate(vector.expand(1, 1, T, hs), cos, sin)[0, 0] for vector in (q, k))
     scores = q @ k.T
     of_distance = [scores.diagonal(-distance) for distance in range(T)]
@@ -436,7 +436,7 @@ def test_20_the_rotation_is_that_of_transformers():
                          rope_parameters={"rope_type": "default", "rope_theta": 10_000})
     q, k = torch.randn(2, 2, nh, T, hs, generator=torch.Generator().manual_seed(0))
     expected = apply_rotary_pos_emb(q, k, *Qwen3RotaryEmbedding(config)(q, torch.arange(T)[None]))
-    angles = module.rotary_angles(T, hs, q.device)
+    angles = module.rotary_angles(T, hs)
     for ours, theirs in zip((module.rotate(q, *angles), module.rotate(k, *angles)), expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
 
@@ -444,10 +444,29 @@ def test_20_the_rotation_is_that_of_transformers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_20_angles_are_in_float32(dtype):
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        cos, sin = rung(ROPE).rotary_angles(1024, 64, torch.device("cpu"))
+        cos, sin = rung(ROPE).rotary_angles(1024, 64)
     assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (1024, 32)
     assert cos[1000, 0].item() == pytest.approx(math.cos(1000), abs=1e-5)
     assert sin[1000, 16].item() == pytest.approx(math.sin(10.0), abs=1e-5)  # 10,000 ** -0.5 radians per token
+
+
+@pytest.mark.parametrize("label", [ROPE, LAST])
+def test_20_compiled_steps_compute_no_angles(label):
+    """Inductor would compute them anew for every element of queries and keys, in every block and direction."""
+    model, x, y = tiny(label)
+    names = [name for name, _ in graphs_of(lambda: model(x, y), *model.parameters())]
+    assert any("mm" in name for name in names)
+    assert not any(name.startswith(("aten.cos", "aten.sin", "aten.pow.Scalar")) for name in names)
+
+
+@pytest.mark.parametrize("label", [ROPE, LAST])
+def test_20_the_angles_are_in_no_checkpoint_and_on_every_device(label):
+    module = rung(label)
+    with torch.device("meta"):
+        model = module.GPT(module.MODELS["tiny"])
+    assert not {"cos", "sin"} & model.state_dict().keys()
+    assert {name: buffer.shape for name, buffer in model.named_buffers()} == {"cos": (1024, 16), "sin": (1024, 16)}
+    assert model.cos.device.type == "meta"
 
 
 def test_20_positions_come_from_the_rotation_alone():
