@@ -93,7 +93,7 @@ def command_for(stage, flags, log_dir, processes=2):
     """The command line of a rung, or of the peer (None)."""
     script = stage.path if stage else ROOT / f"ladder/{PEER}.py"
     start = [sys.executable]
-    if script.name in ("ddp_run.py", "fsdp_run.py"):
+    if script.name in ("ddp_run.py", "fsdp_run.py", "fsdp_sharded_checkpoint.py"):
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return [*start, str(script), *own_flags(stage or BY_LABEL["10"], flags, log_dir), "--log-dir", str(log_dir)]
 
@@ -310,7 +310,7 @@ def largest_batch(stage, flags, log_dir, seconds, processes, say):
     """
     settings = check_flags([stage], flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
-    shares = processes if stage.label in ("ddp", "fsdp") and settings.device == "cpu" else 1
+    shares = processes if stage.label in ("ddp", "fsdp", "dcp") and settings.device == "cpu" else 1
     available = MEMORY_SHARE * int(run_module("memory", settings.device)) / shares
     B = start = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 

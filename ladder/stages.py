@@ -15,7 +15,7 @@ BANNER = "# ---- the same in every rung "  # begins the line between a script's 
 class Stage:
     """One rung of the ladder."""
 
-    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "fsdp"
+    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "fsdp", "dcp"
     file: str  # relative to the repository's root
     title: str
     before: str | None = None  # the label of the rung it starts from
@@ -79,8 +79,9 @@ STAGES = [
     # Larger models.
     rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train"),
     rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
-         "imports", "orthogonalize", "MuonAdamW.step", "evaluate", "read_newest", "load_checkpoint", "rename_next",
-         "save_sharded", "save_whole", "compile_model", "shard", "train"),
+         "imports", "orthogonalize", "evaluate", "load_checkpoint", "compile_model", "shard", "gather", "train"),
+    rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
+         "imports", "read_newest", "load_checkpoint", "rename_next", "save_sharded", "train"),
 ]
 
 BY_LABEL = {stage.label: stage for stage in STAGES}
