@@ -616,38 +616,58 @@ def new_model(settings, loader):
 
 
 def from_pretrained(name):
-    """A GPT with the weights of a Hugging Face Qwen3 (name or folder); exits with a one-line error if there is none."""
-    from transformers import AutoConfig, Qwen3ForCausalLM
+    """A GPT with the weights of a Hugging Face GPT-2, from rung 23 on a Qwen3 (name or folder); exits with one line."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    names = {"transformer.wte": "model.embed_tokens", "transformer.h": "model.layers", "transformer.ln_f": "model.norm",
-             "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", ".attn.": ".self_attn.", "c_proj": "o_proj"}
     try:
         hf = AutoConfig.from_pretrained(name)
-        config = GPTConfig(
-            hf.max_position_embeddings, hf.vocab_size, hf.num_hidden_layers, hf.num_attention_heads, hf.hidden_size)
-        needed = {
-            "model_type": "qwen3", "num_key_value_heads": config.n_head, "head_dim": config.n_embd // config.n_head,
-            "intermediate_size": config.n_hidden, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000}, "sliding_window": None,
-            "tie_word_embeddings": True,
-        }
-        for key, ours in needed.items():
-            if getattr(hf, key, None) != ours:
-                raise ValueError(f"its {key} is {getattr(hf, key, None)}, not {ours}")
-        hf_model, report = Qwen3ForCausalLM.from_pretrained(name, output_loading_info=True)
+        model = GPT(config_of(hf, name))
+        hf_model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
         if report["missing_keys"]:  # transformers has drawn them at random
             raise ValueError("it lacks weights")
     except Exception as error:  # no network, no such name, a damaged file: any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give a Qwen3 of this script's shape")
-    model, hf_weights = GPT(config), hf_model.state_dict()
-    for key, weight in model.state_dict().items():
-        for ours, theirs in names.items():
-            key = key.replace(ours, theirs)
-        parts = [key.replace("c_attn", f"{part}_proj") for part in ("qkv" if "c_attn" in key else "q")]
-        whole = torch.cat([hf_weights[part] for part in parts])
-        weight[: len(whole)] = whole  # a padded vocabulary (rung 7) has more rows
+        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give another name or folder")
+    if model.lm_head.weight is model.transformer.wte.weight and not hf.tie_word_embeddings:
+        sys.exit(f"error: --pretrained {name}: its embeddings are untied; use baseline.py")
+    names = {"model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
+             "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn": "attn", "o_proj": "c_proj"}
+    weights, found = model.state_dict(), hf_model.state_dict()
+    for key in [key for key in found if "q_proj" in key]:  # a Qwen3 has three matrices where c_attn is one
+        parts = [found.pop(key.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        found[key.replace("q_proj", "c_attn")] = torch.cat(parts)
+    for key, weight in found.items():
+        if hf.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            weight = weight.t()  # GPT-2's Conv1D stores (in, out), nn.Linear (out, in)
+        for theirs, ours in names.items():
+            key = key.replace(theirs, ours)
+        weights[key][: len(weight)] = weight  # a padded vocabulary (rung 7) has more rows
     return model
+
+
+def config_of(hf, name):
+    """The GPTConfig of a Hugging Face configuration; exits with a one-line error if this script has another model."""
+    rungs = {"gpt2": "a GPT-2; use rung 19 or one before", "qwen3": "a Qwen3; use rung 23 or later"}
+    kind = "qwen3" if hasattr(GPTConfig, "n_hidden") else "20 to 22" if "rotate" in globals() else "gpt2"
+    if hf.model_type != kind:
+        other = "not a GPT-2 checkpoint; give the name or the folder of one"
+        sys.exit(f"error: --pretrained {name}: {rungs.get(hf.model_type, other)}")
+    config = GPTConfig(
+        hf.max_position_embeddings, hf.vocab_size, hf.num_hidden_layers, hf.num_attention_heads, hf.hidden_size)
+    if kind == "gpt2":
+        needed = {"activation_function": "gelu_new", "n_inner": hf.n_inner and 4 * config.n_embd,
+                  "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5}
+    else:
+        needed = {"num_key_value_heads": config.n_head, "head_dim": config.n_embd // config.n_head,
+                  "intermediate_size": config.n_hidden, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+                  "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000},
+                  "sliding_window": None, "tie_word_embeddings": True}
+    for key, ours in needed.items():
+        if (found := getattr(hf, key, None)) != ours:
+            title = {"gpt2": "GPT-2", "qwen3": "Qwen3"}[kind]
+            sys.exit(f"error: --pretrained {name}: not a {title} checkpoint that fits here (its {key} is {found}, not"
+                     f" {ours}); give one of this script's shape")
+    return config
 
 
 def save_checkpoint(path, model, loader, step, **more):

@@ -74,7 +74,7 @@ STAGES = [
          "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT"),
     rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
          "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT"),
-    rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT", "from_pretrained"),
+    rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT"),
     rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights"),
     # Larger models.
     rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train"),

@@ -486,7 +486,7 @@ def test_20_positions_come_from_the_rotation_alone():
 
 @pytest.mark.parametrize("label", ["20", "21", "22"])
 def test_20_weights_of_gpt2_are_refused(label, hf_folder):
-    with pytest.raises(SystemExit, match="^error: --pretrained .*: GPT-2's weights do not fit here; use rung 19 or"):
+    with pytest.raises(SystemExit, match="^error: --pretrained .*: a GPT-2; use rung 19 or one before"):
         rung(label).from_pretrained(hf_folder)
 
 
@@ -635,18 +635,29 @@ def test_23_other_shapes_are_refused(change, reason, qwen3, tmp_path):
     """By their configuration: an 8B model is not loaded to find that out."""
     config = json.loads((qwen3 / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(SystemExit, match=f"^error: --pretrained .*: cannot be loaded \\({reason}") as stop:
+    with pytest.raises(SystemExit, match=f"^error: --pretrained .*: not a Qwen3 .*\\({reason}") as stop:
         rung(SWIGLU).from_pretrained(tmp_path)
-    assert stop.value.code.endswith("; give a Qwen3 of this script's shape") and "\n" not in stop.value.code
+    assert stop.value.code.endswith("; give one of this script's shape") and "\n" not in stop.value.code
+
+
+@pytest.mark.parametrize("label", ["0", "10", "22"])
+def test_23_earlier_rungs_refuse_a_qwen3_in_one_line(label, qwen3, capfd):
+    """Without the tables of missing weights with which transformers loads it as a GPT-2."""
+    with pytest.raises(SystemExit) as stop:
+        rung(label).from_pretrained(qwen3)
+    assert stop.value.code == f"error: --pretrained {qwen3}: a Qwen3; use rung 23 or later"
+    assert capfd.readouterr() == ("", "")
 
 
 def test_23_gpt2_and_damaged_folders_are_refused(hf_folder, qwen3, tmp_path):
+    with pytest.raises(SystemExit, match="^error: --pretrained .*: a GPT-2; use rung 19 or one before$"):
+        rung(SWIGLU).from_pretrained(hf_folder)
+
     def refusal(folder):
         with pytest.raises(SystemExit, match="^error: --pretrained .*: cannot be loaded") as stop:
             rung(SWIGLU).from_pretrained(folder)
         return stop.value.code
 
-    assert "(its model_type is gpt2, not qwen3)" in refusal(hf_folder)
     assert "cannot be loaded (" in refusal(tmp_path / "nowhere")
     (tmp_path / "config.json").write_bytes((qwen3 / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((qwen3 / "model.safetensors").read_bytes()[:1000])
