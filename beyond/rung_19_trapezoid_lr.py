@@ -1,19 +1,16 @@
 """Rung 19, trapezoid learning rate: warm up, hold, decay to zero.
 
 A cosine (rung 9) lowers the rate from the end of the warm-up on, down to a tenth. A trapezoid holds the highest rate,
-and only over the last --decay-share of the steps lowers it, linearly and to zero. Large steps make progress, but also
+and lowers it only over the last --decay-share of the steps, linearly and to zero. Large steps make progress, but also
 keep the weights jumping around the minimum; the decay ends that, and a final rate above zero would leave some of it.
-Also called WSD (warm-up, stable, decay).
-
-    python beyond/rung_19_trapezoid_lr.py --decay-share 0.4
+Also called WSD (warm-up, stable, decay). Muon's rate and AdamW's have the same shape.
 
 Gain: until the decay begins, the rates do not depend on the number of steps. A run that was stopped before it (Ctrl-C)
 can be resumed with other --steps: longer, or with an early decay.
-Cost: the loss before the decay is no longer the loss that the run will end with.
-Muon's rate and AdamW's have the same shape. The last step has a rate above zero; the one after it would have none.
+Cost: the loss before the decay is not the loss that the run will end with.
 
-Sources: Hu et al. 2024, "MiniCPM" (WSD); Haegele et al. 2024, "Scaling Laws and Compute-Optimal
-Training Beyond Fixed Training Durations".
+Sources: Hu et al. 2024, "MiniCPM" (WSD); Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed
+Training Durations".
 """
 import argparse
 import contextlib

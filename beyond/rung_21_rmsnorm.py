@@ -1,13 +1,12 @@
 """Rung 21, RMSNorm and no biases: scale, but do not shift.
 
 LayerNorm subtracts the mean of a token's C features, divides them by their standard deviation, multiplies each by a
-learned gain and adds a learned bias. RMSNorm divides by the root mean square and multiplies by the gain: it leaves the
-two shifts out. The biases of the linear layers are shifts, too, and go with them.
+learned gain and adds a learned bias. RMSNorm divides by the root mean square and multiplies by the gain: it leaves out
+both shifts. The biases of the linear layers are shifts too, so they go as well. eps is 1e-6, as in Qwen3.
 
-Gain: fewer operations per norm, and 11 * C fewer parameters per block.
+Gain: fewer operations per norm, and 11 * C fewer parameters per block. No gain in our race (12M parameters, README.md):
+the spread of its loss overlaps that of the rung before.
 Cost: none in time or memory.
-No gain in our race (12M parameters, README.md): the spread of its loss overlaps that of the rung before.
-eps is 1e-6, as in Qwen3, instead of LayerNorm's 1e-5.
 
 Sources: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization"; Touvron et al. 2023, "LLaMA" (both).
 """

@@ -3,10 +3,10 @@
 A score is the dot product of a query and a key, divided by hs^0.5. Nothing limits their lengths: they can grow until
 the softmax puts all weight on one token, where its gradient vanishes. So the queries and keys of every head go through
 an RMSNorm: up to the learned gains each gets the length hs^0.5, and no score can exceed hs^0.5.
+The norm, in float32, comes before the rotation (rung 20), which changes no length. All heads of a block share the gain.
 
 Gain: scores bounded by the learned gains, however long q and k become.
 Cost: two norms over hs numbers per head and token, and 2 * hs parameters per block.
-The norm, in float32, comes before the rotation (rung 20), which changes no length. All heads of a block share the gain.
 
 Sources: Henry et al. 2020, "Query-Key Normalization for Transformers"; Dehghani et al. 2023, "Scaling Vision
 Transformers to 22 Billion Parameters"; Qwen3 Technical Report, 2025.

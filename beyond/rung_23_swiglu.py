@@ -2,18 +2,14 @@
 
 GPT-2's feed-forward network maps C numbers to 4 * C, applies GELU to each, and maps back to C. A gated one has two
 matrices side by side, gate and up: SiLU(gate(x)) * up(x), elementwise, and then down. It can multiply features
-with each other, where GELU only sees one sum at a time.
+with each other, where GELU only sees one sum at a time. With a hidden width of 8/3 * C, rounded up to a multiple of 64
+for whole tiles (rung 7), three matrices have as many parameters as the two had, 8 * C^2, and take as much arithmetic.
 
-Three matrices instead of two: with a hidden width of 8/3 * C they have the same 8 * C^2 parameters, and take as much
-arithmetic. 8/3 * C is rounded up to a multiple of 64, for whole tiles (rung 7): for C = 768 it is 2048 exactly.
-
-Gain: products of features, with as many parameters.
+Gain: products of features, with as many parameters. No gain in our race (12M parameters, README.md): the spread of its
+loss overlaps that of the rung before.
 Cost: one more elementwise operation and its tensors.
-No gain in our race (12M parameters, README.md): the spread of its loss overlaps that of the rung before.
-With rungs 20 to 22 this is the architecture of Qwen3 with as many key-value heads as query heads: from the same weights
-transformers' Qwen3ForCausalLM computes the same logits. export.py writes such a model and --pretrained loads it. The
-Qwen3 models on the hub have other shapes: there several query heads share a key-value head.
-
+With rungs 20 to 22 this is Qwen3's architecture, with one key-value head per query head: transformers'
+Qwen3ForCausalLM computes the same logits. export.py writes such a model and --pretrained loads it (docs/modern.md).
 Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Qwen3 Technical Report, 2025.
 """
 import argparse

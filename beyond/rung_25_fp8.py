@@ -1,31 +1,17 @@
 """Rung 25, FP8: the large matrix products of the blocks in 8-bit floating point.
 
-The tensor cores of Ada and Hopper GPUs (compute capability 8.9 and 9.0) and newer ones multiply 8-bit numbers at twice
-the rate of bfloat16. There are two formats: E4M3 (4 bits of exponent, 3 of mantissa, largest number 448) for weights
-and activations, E5M2 (largest number 57,344) for gradients, which need range more than precision. So short a range has
-to be placed well: before a product, each input is multiplied by a scale that maps its largest number to the largest of
-the format (dynamic tensorwise scaling), and the product, accumulated in more bits, is divided by both. Only products
-change: weights, gradients and optimizer states stay in float32, and a checkpoint can be resumed with FP8 or without.
-
-torchao replaces nn.Linear with a module that does so in all three products of a layer, one forward and two backward,
-and keeps its weight. Scaling and casting cost memory traffic, even when compiled, which only large products win back:
-for 1024 tokens, 2048 inputs and 1024 outputs torchao measured 0.80 times the speed of bfloat16 on an H100. Its own
-filter leaves layers with up to 1024 outputs (and 4096 inputs) alone, as --float8-from does. What remains is c_attn,
-gate_proj and up_proj in GPT-2 (124M), 48 % of the arithmetic of all linear layers, and all layers of the blocks in
-gpt2-xl, 95 %.
-The output layer stays in bfloat16: rung 17 computes its products without a module, and the embedding shares its weight.
-
     pip install torchao
     python beyond/rung_25_fp8.py --model gpt2-xl
 
-Gain: up to twice the rate in these products. Llama 3 8B on eight H100s: 1.25 times the tokens/sec (torchao,
-with the communication in FP8, too).
-Cost: an input of a product is rounded by up to 6 % (E4M3) or 12.5 % (E5M2), where bfloat16 rounds by 0.4 %; entries far
-below the tensor's largest lose more, or become zero. Small models may become slower.
-No effect on CPUs, on Apple GPUs and on older NVIDIA GPUs; "float8" in the log says so.
+The tensor cores of Ada, Hopper and newer GPUs (compute capability 8.9 and up) multiply 8-bit numbers at twice the rate
+of bfloat16: E4M3 (4 bits of exponent, 3 of mantissa, up to 448) for weights and activations, E5M2 (up to 57,344) for
+gradients, which need range more than precision. So short a range has to be placed well: before a product, each input
+is scaled so that its largest number becomes the format's largest. torchao's linear layer does that in all three of its
+products. Weights, gradients and optimizer states stay in float32. Elsewhere it has no effect, and the log says so.
 
-Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; torchao/float8/README.md, "Performance" (the
-example in its earlier versions), and torchao's filter, _auto_filter_for_recipe.
+Gain: up to twice the rate in these products. Published for Llama 3 8B on eight H100s: 1.25 times the tokens/sec.
+Cost: inputs are rounded by up to 6 % (E4M3) or 12.5 % (E5M2); scaling takes time that small layers do not win back.
+Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; torchao/float8/README.md. More: docs/modern.md.
 """
 import argparse
 import contextlib
