@@ -238,7 +238,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="newest")
+    make_folder(path.parent, foreign="*/notes.json")
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -464,13 +464,13 @@ def check_torchrun(settings):
 
 
 def make_folder(folder, foreign=None):
-    """Make `folder`; exits with a one-line error if it is not writable, or holds `foreign`: another script's files."""
+    """Make `folder`; exits with a one-line error if it is not writable, or holds what matches `foreign`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         sys.exit(f"error: {folder}: cannot be written ({error.strerror}); give another folder")
-    if foreign and (folder / foreign).exists():
+    if foreign and any(folder.glob(foreign)):
         sys.exit(f"error: {folder}: holds checkpoints of another format, {foreign}; give another --checkpoint-dir")
 
 
@@ -509,29 +509,58 @@ def new_model(settings, loader):
 
 
 def from_pretrained(name):
-    """A GPT with the weights of a Hugging Face GPT-2 (name or folder); exits with a one-line error if there is none."""
-    from transformers import GPT2LMHeadModel
+    """A GPT with the weights of a Hugging Face GPT-2, from rung 23 on a Qwen3 (name or folder); exits with one line."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        hf_model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        hf = AutoConfig.from_pretrained(name)
+        model = GPT(config_of(hf, name))
+        hf_model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+        if report["missing_keys"]:  # transformers has drawn them at random
+            raise ValueError("it lacks weights")
     except Exception as error:  # no network, no such name, a damaged file: any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give a GPT-2's name or folder")
-    hf = hf_model.config
-    plain = hf.activation_function == "gelu_new" and hf.n_inner in (None, 4 * hf.n_embd) and hf.scale_attn_weights
-    if report["missing_keys"] or not plain or hf.scale_attn_by_inverse_layer_idx or hf.layer_norm_epsilon != 1e-5:
-        sys.exit(f"error: --pretrained {name}: not a GPT-2 checkpoint; give the name or the folder of one")
-    model = GPT(GPTConfig(hf.n_positions, hf.vocab_size, hf.n_layer, hf.n_head, hf.n_embd))
+        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give another name or folder")
     if model.lm_head.weight is model.transformer.wte.weight and not hf.tie_word_embeddings:
         sys.exit(f"error: --pretrained {name}: its embeddings are untied; use baseline.py")
-    weights = model.state_dict()
-    if not hf_model.state_dict().keys() <= weights.keys():
-        sys.exit(f"error: --pretrained {name}: GPT-2's weights do not fit here; use rung 19 or one before")
-    for key, weight in hf_model.state_dict().items():
-        if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+    names = {"model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
+             "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn": "attn", "o_proj": "c_proj"}
+    weights, found = model.state_dict(), hf_model.state_dict()
+    for key in [key for key in found if "q_proj" in key]:  # a Qwen3 has three matrices where c_attn is one
+        parts = [found.pop(key.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        found[key.replace("q_proj", "c_attn")] = torch.cat(parts)
+    for key, weight in found.items():
+        if hf.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             weight = weight.t()  # GPT-2's Conv1D stores (in, out), nn.Linear (out, in)
+        for theirs, ours in names.items():
+            key = key.replace(theirs, ours)
         weights[key][: len(weight)] = weight  # a padded vocabulary (rung 7) has more rows
     return model
+
+
+def config_of(hf, name):
+    """The GPTConfig of a Hugging Face configuration; exits with a one-line error if this script has another model."""
+    rungs = {"gpt2": "a GPT-2; use rung 19 or one before", "qwen3": "a Qwen3; use rung 23 or later"}
+    kind = "qwen3" if hasattr(GPTConfig, "n_hidden") else "20 to 22" if "rotate" in globals() else "gpt2"
+    if hf.model_type != kind:
+        other = "not a GPT-2 checkpoint; give the name or the folder of one"
+        sys.exit(f"error: --pretrained {name}: {rungs.get(hf.model_type, other)}")
+    config = GPTConfig(
+        hf.max_position_embeddings, hf.vocab_size, hf.num_hidden_layers, hf.num_attention_heads, hf.hidden_size)
+    if kind == "gpt2":
+        needed = {"activation_function": "gelu_new", "n_inner": hf.n_inner and 4 * config.n_embd,
+                  "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5}
+    else:
+        needed = {"num_key_value_heads": config.n_head, "head_dim": config.n_embd // config.n_head,
+                  "intermediate_size": config.n_hidden, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+                  "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000},
+                  "sliding_window": None, "tie_word_embeddings": True}
+    for key, ours in needed.items():
+        if (found := getattr(hf, key, None)) != ours:
+            title = {"gpt2": "GPT-2", "qwen3": "Qwen3"}[kind]
+            sys.exit(f"error: --pretrained {name}: not a {title} checkpoint that fits here (its {key} is {found}, not"
+                     f" {ours}); give one of this script's shape")
+    return config
 
 
 def save_checkpoint(path, model, loader, step, **more):

@@ -66,7 +66,7 @@ def add_run(verbs):
                          "compare over this many seeds the tokens and seconds to a validation loss (from rung 13)")
     instead.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
     run.add_argument("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each rung (default: 3600)")
-    run.add_argument("--processes", type=positive, default=2, help="of ddp and fsdp (default: %(default)s)")
+    run.add_argument("--processes", type=positive, default=2, help="of ddp, fsdp and dcp (default: %(default)s)")
     run.add_argument("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {RUNS}/DATE_TIME)")
 
 
@@ -408,7 +408,7 @@ def find_rung(word):
     """The stage called "7", "07" or "ddp", or by its file's name."""
     stage = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
     if stage is None:
-        raise UserError(f"no rung {word}: there are 0 to {STAGES[-2].label}, ddp and fsdp, or their file names")
+        raise UserError(f"no rung {word}: there are 0 to {STAGES[-3].label}, ddp, fsdp and dcp, or their file names")
     return stage
 
 

@@ -18,7 +18,7 @@ STAGES, BY_LABEL = [], {}  # filled below
 class Stage:
     """One rung of the ladder."""
 
-    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "fsdp"
+    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "fsdp", "dcp"
     file: str  # relative to the repository's root
     title: str
     before: str | None  # the label of the rung it starts from
@@ -99,18 +99,21 @@ rung("18", "beyond/rung_18_muon.py", "Muon", "17",
 rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18",
      "Settings", "load_checkpoint", "get_lr", "train")
 rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
-     "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None)
+     "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", "train", exports_to=None)
 rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
      "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT")
 rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
      "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT")
-rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT", "from_pretrained",
+rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT",
      exports_to="qwen3")
 rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
 # Larger models.
 rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train")
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
-     "imports", "orthogonalize", "MuonAdamW.step", "evaluate", "read_newest", "load_checkpoint", "rename_next",
-     "save_sharded", "save_whole", "compile_model", "shard", "train", torchrun=True)
+     "imports", "orthogonalize", "evaluate", "load_checkpoint", "compile_model", "shard", "gather", "train",
+     torchrun=True)
+rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
+     "imports", "read_newest", "load_checkpoint", "rename_next", "save_sharded", "train",
+     same_losses=0.01, torchrun=True)
 
 BY_NAME = {stage.name: stage for stage in STAGES}
