@@ -461,7 +461,7 @@ def train(settings):
     done, old_log = load_checkpoint(path, settings, run, model, optimizer, scaler)
     if done == settings.steps:
         print(f"{path}: this run is finished, all of its {done} steps are done")
-        return save_model(settings, gather(model, optimizer)[0], loader, done)
+        return settings.save and save_model(settings, gather(model, optimizer)[0], loader, done)
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
         old_log = re.sub(r"steps: \d+", f"steps: {settings.steps}", old_log, count=1)
@@ -519,7 +519,8 @@ def train(settings):
     new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
     log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
     log.finish()
-    save_model(settings, gather(model, optimizer)[0], loader, step)
+    if settings.save:
+        save_model(settings, gather(model, optimizer)[0], loader, step)
 
 
 # ---- the same in every rung ------------------------------------------------------------------------------------------
