@@ -7,6 +7,7 @@
     report      the table, plots and the tutorial page, from logs
     compare     two logs, step by step
     diff        one lesson: the text, the change, the measured effect
+    floor       what a step costs at least on any GPU, counted; no GPU is needed
     propagate   carry a fix through all later rungs
 """
 import argparse
@@ -99,6 +100,15 @@ def parse_args(argv=None):
 
     diff = verbs.add_parser("diff", help="one lesson: N, or two rungs A B")
     diff.add_argument("rungs", nargs="+", metavar="N")
+
+    floor = verbs.add_parser("floor", help="what a step costs at least on any GPU, counted; no GPU is needed")
+    floor.add_argument("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its "
+                       "numbers, NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
+    floor.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+    floor.add_argument("--model", default="gpt2", help="(default: %(default)s)")
+    floor.add_argument("-B", type=positive, default=16, help="sequences per step (default: %(default)s)")
+    floor.add_argument("-T", type=positive, default=1024, help="tokens per sequence (default: %(default)s)")
+    floor.add_argument("--save", action="store_true", help="count again what ladder/scripts/floors.json keeps")
 
     propagate = verbs.add_parser("propagate", help="carry the uncommitted fix in a rung through all later rungs")
     propagate.add_argument("rung", help="its file, or N")
@@ -381,6 +391,26 @@ def print_effect(before, stage):
         )
 
 
+def floor(args):
+    from ladder.measure.runner import parse_rungs
+    from ladder.scripts.cards import find_card
+    from ladder.scripts.floor import check_setting, kernels_of, row_of, save_store
+    from ladder.show.floors import print_floors
+
+    cards = [find_card(name) for name in args.gpu or ["A100"]]
+    labels = [stage.label for stage in parse_rungs(args.rungs)]
+    check_setting(labels, args.model, args.B, args.T, args.save)
+    counted = {}
+    for label in labels:
+        with messages.status(f"counting rung {label}"):
+            counted[label] = kernels_of(label, args.model, args.B, args.T, stored=not args.save)
+    if args.save:
+        save_store(counted)
+    print_floors([row_of(label, kernels, cards) for label, kernels in counted.items()], cards,
+                 f"{args.model}, B={args.B} T={args.T}", console)
+    return 0
+
+
 def propagate(args):
     from ladder.scripts.propagate import propagate
 
@@ -409,7 +439,7 @@ def main(argv=None):
         stream.reconfigure(errors="plain")
     args = parse_args(argv)
     verbs = {"check": check, "run": run, "profile": profile, "survey": survey, "report": report, "compare": compare,
-             "diff": diff, "propagate": propagate}
+             "diff": diff, "floor": floor, "propagate": propagate}
     try:
         return verbs[args.verb](args)
     except UserError as error:
