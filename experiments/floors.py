@@ -1,8 +1,11 @@
 """Does a counted floor lie below every published or measured step? And how far?
 
-    python -m experiments.floors
+    python -m experiments.floors [FOLDER_OF_LOGS ...]
+
+The folders are CPUs' besides those of logs/reference.
 """
 import json
+import sys
 from pathlib import Path
 
 from ladder.scripts.cards import CARDS
@@ -58,11 +61,11 @@ def one_card(name, cases):
         print(f"| {label} | {B} | " + " | ".join(f"{ms:.1f}" for ms in floor_ms(kernels(label, B, {}), card)) + " |")
 
 
-def cpus(folder):
+def cpu(folder):
     """The matrix products of each rung at its CPU's measured rates: all of the floor, as no bandwidth was measured."""
     rates = read_machine(folder)["rates"]
     print(f"\n{folder.name}: {json.dumps({name: round(rate / 1e9) for name, rate in rates.items()})} GFLOP/s\n")
-    print("| rung | products, ms | measured, ms | share |\n|--:|--:|--:|--:|")
+    print("| rung | products, ms | fastest round, ms | share |\n|--:|--:|--:|--:|")
     for name, runs in read_folder(folder)[0].items():
         if name in BY_NAME and runs[0].ranks == 1:
             run, stage = min(runs, key=lambda run: run.median_ms), BY_NAME[name]
@@ -80,8 +83,8 @@ def main():
     compare("nanoGPT's README: 250 -> 135 ms (bench.py: B=12), and 600,000 iterations of 5 micro-steps in 4 days",
             NANOGPT, a100)
     one_card("RTX 3080", [("0", 1), ("10", 1), ("0", 4)])
-    for folder in sorted([*ROOT.glob("logs/reference/*_B1_T1024*"), *Path("../shared/measured").glob("*_B1_T1024*")]):
-        cpus(folder)
+    for folder in [*sorted(ROOT.glob("logs/reference/*_B1_T1024*")), *map(Path, sys.argv[1:])]:
+        cpu(folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ CLOCKED_HIGHER = 1.25  # what a card may be faster than its datasheet; an RTX 50
 
 
 def print_floors(rows, cards, setting, console):
-    """One line per rung: what was counted, and the floor on each card; of a single card also its two parts."""
+    """One line per rung: what was counted, and the floor on each card; for a single card also its parts and FLOPs."""
     from rich import box
     from rich.table import Table
 
@@ -15,16 +15,16 @@ def print_floors(rows, cards, setting, console):
                                     f"float32 / TF32 / 16 bits, {card.bandwidth:,g} GB/s ({card.source})"
                                     for card in cards))
     table.add_column("rung")
-    for heading in ("TFLOP", "in", "GB", "launches", *(f"ms, {card.name}" for card in cards)):
+    alone = len(cards) == 1
+    for heading in [*["TFLOP"] * alone, "GB", "launches", *(f"{card.name}, ms" for card in cards),
+                    *["products", "traffic"] * alone]:
         table.add_column(heading, justify="right")
-    for heading in ("products", "traffic") if len(cards) == 1 else ():
-        table.add_column(f"{heading} only", justify="right")
     for row in rows:
-        ms = [row["ms"][card.name] for card in cards]
-        parts = [ms[0]["products"], ms[0]["traffic"]] if len(cards) == 1 else []
-        numbers = [f"{x:,.1f}" for x in (*(one["floor"] for one in ms), *parts)]
-        table.add_row(f"{row['label']} {row['title']}", f"{sum(row['tflop'].values()):.2f}", ", ".join(row["tflop"]),
-                      f"{row['gb']:,.1f}", f"{row['launches']:,}", *numbers)
+        tflop = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
+        floors = [row["ms"][card.name]["floor"] for card in cards]
+        parts = [row["ms"][cards[0].name][part] for part in ("products", "traffic")]
+        table.add_row(f"{row['label']} {row['title']}", *[tflop] * alone, f"{row['gb']:,.1f}", f"{row['launches']:,}",
+                      *(f"{ms:,.1f}" for ms in [*floors, *parts * alone]))
     console.print(table)
 
 
