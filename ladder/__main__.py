@@ -8,6 +8,7 @@
     report      the table, plots and the tutorial page, from logs
     compare     two logs, step by step
     diff        one lesson: the text, the change, the measured effect
+    floor       what a step costs at least on any GPU, counted; no GPU is needed
     propagate   carry a fix through all later rungs
 """
 import argparse
@@ -111,10 +112,21 @@ def add_report(verbs):
                         help="the device's rate for MFU, in 1e12 FLOP/s, where none was measured (machine.json)")
 
 
+def add_floor(verbs):
+    floor = verbs.add_parser("floor", help="what a step costs at least on any GPU, counted; no GPU is needed")
+    floor.add_argument("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its "
+                       "numbers, NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
+    floor.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+    floor.add_argument("--model", default="gpt2", help="(default: %(default)s)")
+    floor.add_argument("-B", type=positive, default=16, help="sequences per step (default: %(default)s)")
+    floor.add_argument("-T", type=positive, default=1024, help="tokens per sequence (default: %(default)s)")
+    floor.add_argument("--save", action="store_true", help="count again what ladder/scripts/floors.json keeps")
+
+
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (add_check, add_run, add_profile, add_survey, add_smoke, add_report):
+    for add in (add_check, add_run, add_profile, add_survey, add_smoke, add_floor, add_report):
         add(verbs)
     compare = verbs.add_parser("compare", help="two logs, step by step")
     compare.add_argument("logs", nargs=2, type=Path, metavar="LOG")
@@ -448,6 +460,26 @@ def print_effect(before, stage):
         )
 
 
+def floor(args):
+    from ladder.measure.runner import parse_rungs
+    from ladder.scripts.cards import find_card
+    from ladder.scripts.floor import check_setting, kernels_of, row_of, save_store
+    from ladder.show.floors import print_floors
+
+    cards = [find_card(name) for name in args.gpu or ["A100"]]
+    labels = [stage.label for stage in parse_rungs(args.rungs)]
+    check_setting(labels, args.model, args.B, args.T, args.save)
+    counted = {}
+    for label in labels:
+        with messages.status(f"counting rung {label}"):
+            counted[label] = kernels_of(label, args.model, args.B, args.T, stored=not args.save)
+    if args.save:
+        save_store(counted)
+    print_floors([row_of(label, kernels, cards) for label, kernels in counted.items()], cards,
+                 f"{args.model}, B={args.B} T={args.T}", console)
+    return 0
+
+
 def propagate(args):
     from ladder.scripts.propagate import propagate
 
@@ -477,7 +509,7 @@ def main(argv=None):
     args = parse_args(argv)
     sys.argv[0] = f"python -m ladder {args.verb}"  # what the scripts' own parsers call themselves in an error
     verbs = {"check": check, "run": run, "profile": profile, "survey": survey, "report": report, "compare": compare,
-             "diff": diff, "propagate": propagate, "smoke": smoke}
+             "diff": diff, "floor": floor, "propagate": propagate, "smoke": smoke}
     try:
         return verbs[args.verb](args)
     except UserError as error:

@@ -18,6 +18,7 @@ from ladder.scripts.cards import CARDS
 from ladder.scripts.floor import floor_data
 from ladder.scripts.flops import mfu
 from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
+from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
 from ladder.show.logs import PEER, PEER_FILE, read_folder
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
@@ -316,6 +317,10 @@ def warnings(report):
         yield from wrong_unit(row, report.runs[row.name][0])
         if row.mfu and row.mfu > 1:
             yield f"{row.title}: MFU {row.mfu:.0%} is {IMPOSSIBLE}"
+        fastest = fastest_ms(report.runs[row.name][0])
+        if fastest and row.ms < fastest[0]:
+            yield (f"{row.title}: {row.ms:,.1f} ms, and the matrix products alone take {fastest[0]:,.1f} ms at "
+                   f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
         if not row.complete:
             yield f"{row.title}: the run did not finish ({row.last_step} steps)"
     if len(under := allocators(report)) > 1:

@@ -1,0 +1,42 @@
+"""The counted floors in a terminal, and what they say of a log: no card is faster than its arithmetic."""
+from ladder.scripts.cards import card_of
+from ladder.scripts.flops import flops_per_token
+
+CLOCKED_HIGHER = 1.25  # what a card may be faster than its datasheet; an RTX 5090 was measured at 1.21 times it
+
+
+def print_floors(rows, cards, setting, console):
+    """One line per rung: what was counted, and the floor on each card; for a single card also its parts and FLOPs."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=f"Floors, counted: {setting}", box=box.SIMPLE_HEAD, caption_justify="left",
+                  caption="\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in "
+                                    f"float32 / TF32 / 16 bits, {card.bandwidth:,g} GB/s ({card.source})"
+                                    for card in cards))
+    table.add_column("rung")
+    alone = len(cards) == 1
+    for heading in [*["TFLOP"] * alone, "GB", "launches", *(f"{card.name}, ms" for card in cards),
+                    *["products", "traffic"] * alone]:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        tflop = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
+        floors = [row["ms"][card.name]["floor"] for card in cards]
+        parts = [row["ms"][cards[0].name][part] for part in ("products", "traffic")]
+        table.add_row(f"{row['label']} {row['title']}", *[tflop] * alone, f"{row['gb']:,.1f}", f"{row['launches']:,}",
+                      *(f"{ms:,.1f}" for ms in [*floors, *parts * alone]))
+    console.print(table)
+
+
+def fastest_ms(run):
+    """(ms, card) that a log's matrix products alone take on its card, at more than the datasheet's rate; or None.
+
+    Not the whole floor: small tensors stay in a card's cache, which the floor does not count on.
+    """
+    card, per_token = card_of(run.device), flops_per_token(run.model, run.T, causal=True)
+    precision = run.headers.get("precision", "16 bits")
+    if card is None or per_token is None or run.tokens_per_step is None or "float8" in run.headers:
+        return None
+    number_format = "16 bits" if "16" in precision else "tf32" if "in TF32" in precision else "float32"
+    rate = CLOCKED_HIGHER * run.ranks * card.rate(number_format)
+    return 1000 * per_token * run.tokens_per_step / rate, card

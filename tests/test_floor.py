@@ -1,0 +1,242 @@
+"""ladder/scripts/floor.py, cards.py: what is counted equals closed forms, and no floor lies above what was measured."""
+import contextlib
+import itertools
+import math
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ladder.__main__ import main
+from ladder.scripts import floor, kernels
+from ladder.scripts.cards import CARDS, card_of, find_card
+from ladder.scripts.flops import SHAPES, VOCAB_SIZE, flops_per_token
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.floors import fastest_ms
+from ladder.show.logs import read_log
+
+B, T = 2, 64
+EAGER = {"compile_mode": "none"}
+PUBLISHED = {"0": 1000, "2": 333, "3": 300, "5": 130, "6": 96, "7": 93}  # Karpathy's lecture: A100, B=16, T=1024, ms
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """counted(label, **settings): a step of the tiny model; each is counted once."""
+    found = {}
+
+    def counted(label, **settings):
+        if (label, *settings) not in found:
+            found[label, *settings] = kernels.count(label, "tiny", B, T, **settings)
+        return found[label, *settings]
+
+    return counted
+
+
+def flops(step):
+    return sum(kernel.flops for kernel in step)
+
+
+def test_explicit_attention_has_the_closed_forms_flops(counted):
+    assert flops(counted("0")) == flops_per_token("tiny", T) * B * T
+
+
+def test_causal_attention_has_half_the_flops_and_computes_the_scores_twice(counted):
+    n_layer, _, n_embd = SHAPES["tiny"]
+    recomputed = n_layer * n_embd * T  # of each token: the scores again, in the backward pass
+    expected = (flops_per_token("tiny", T, causal=True) + recomputed) * B * T
+    assert flops(counted("6", **EAGER)) == expected
+
+
+@pytest.mark.parametrize("label, number_format", [("0", "float32"), ("2", "tf32"), ("3", "16 bits")])
+def test_products_count_in_the_rungs_number_format(label, number_format, counted):
+    assert {kernel.number_format for kernel in counted(label) if kernel.flops} == {number_format}
+    assert torch.get_float32_matmul_precision() == "highest"  # what a script sets is undone
+
+
+@pytest.mark.parametrize("op, shapes, expected", [
+    (aten.add.Tensor, [(8, 4), (8, 4)], 3 * 128),
+    (aten.add.Tensor, [(8, 4), (4,)], 2 * 128 + 16),  # a bias is read once
+    (aten.mul_.Tensor, [(8, 4), (8, 4)], 3 * 128),  # in place: two reads, one write
+    (aten.copy_.default, [(8, 4), (8, 4)], 2 * 128),
+    (aten.mm.default, [(8, 4), (4, 2)], 4 * (32 + 8 + 16)),
+    (aten.gelu.default, [(8, 4)], 2 * 128),
+    (aten.ones_like.default, [(8, 4)], 128),
+])
+def test_bytes_of_an_operation(op, shapes, expected):
+    with FakeTensorMode():
+        args = [torch.empty(shape) for shape in shapes]
+        assert kernels.count_bytes(op, args, op(*args)) == expected
+
+
+def test_only_the_rows_and_logits_that_are_looked_up_count():
+    with FakeTensorMode():
+        table, ids = torch.empty(50257, 8), torch.empty(16, dtype=torch.int64)
+        assert kernels.count_bytes(aten.embedding.default, (table, ids), aten.embedding(table, ids)) == 8 * 16 + 2 * 512
+        logits = torch.empty(16, 50257)
+        out = aten.nll_loss_forward(logits, ids, None, 1, -100)
+        assert kernels.count_bytes(aten.nll_loss_forward.default, (logits, ids, None, 1, -100), out) == 2 * 8 * 16
+
+
+def test_an_expanded_tensor_is_in_memory_once_and_a_view_is_no_kernel():
+    with FakeTensorMode():
+        assert kernels.size(torch.empty(1, 4).expand(100, 4)) == 16
+    views = aten.view.default, aten.t.default, aten._unsafe_view.default, aten.detach.default, aten.expand.default
+    assert not any(map(kernels.is_kernel, views))
+    assert all(map(kernels.is_kernel, (aten.clone.default, aten.mul_.Tensor, aten._fused_adamw_.default)))
+
+
+def test_optimizers_launch_few_kernels_over_all_tensors(counted):
+    unfused, fused = (counted(label, **EAGER) for label in ("9", "10"))
+    assert len(fused) < len(unfused) < len(fused) + 30  # about ten operations, not ten for each tensor
+    with FakeTensorMode():
+        many = [torch.empty(10) for _ in range(148)]
+        assert kernels.count_launches(aten._foreach_mul_.Scalar, (many, 2.0)) == 2  # 110 tensors to a launch
+        one = [torch.empty(kernels.CHUNK * kernels.BLOCKS * 3)]
+        assert kernels.count_launches(aten._foreach_add_.List, (one, one)) == 3
+
+
+def test_adamw_reads_four_tensors_and_writes_three():
+    with FakeTensorMode():
+        lists = [[torch.empty(1000)] for _ in range(4)]
+        assert kernels.count_bytes(aten._fused_adamw_.default, (*lists, [], []), ()) == 7 * 4000
+
+
+def test_autocast_keeps_in_float32_what_cuda_keeps():
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    softmax = kernels.in_float32(torch.nn.functional.softmax)
+    assert softmax(x, dim=-1).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert softmax(x, dim=-1).dtype == torch.float32
+
+
+def test_floor_is_the_slower_of_arithmetic_and_memory_kernel_by_kernel():
+    card = find_card("mine:1,2,4,1000")
+    step = floor.total([kernels.Kernel("16 bits", 8 * 10**12, 10**12), kernels.Kernel("", 0, 10**12, 3)] * 2)
+    assert floor.floor_ms(step, card) == pytest.approx((6000, 4000, 4000))
+    row = floor.row_of("10", step, [card])
+    assert (row["tflop"], row["gb"], row["launches"]) == ({"16 bits": 16}, 4000, 8)
+
+
+def test_stored_counts_belong_to_the_scripts_as_they_are():
+    stored = floor.read_store()
+    assert list(stored) == floor.COUNTED
+    stale = [label for label, rung in stored.items() if rung["lesson"] != floor.lesson_hash(label)]
+    assert not stale, f"rungs {stale} have changed: python -m ladder floor --save --rungs {','.join(stale)}"
+
+
+def test_stored_products_are_the_closed_forms():
+    for row in floor.floor_data([])["rungs"]:
+        stage = BY_LABEL[row["label"]]
+        n_layer, _, n_embd = SHAPES["gpt2"]
+        expected = flops_per_token("gpt2", 1024, stage.causal) + n_layer * n_embd * 1024 * stage.causal
+        padding = 6 * (50304 - VOCAB_SIZE) * n_embd * (int(row["label"]) >= 7)
+        assert sum(row["tflop"].values()) == pytest.approx((expected + padding) * 16 * 1024 / 1e12, rel=1e-9)
+
+
+def test_every_floor_lies_below_the_published_step_and_falls_with_it():
+    rows = {row["label"]: row["ms"]["A100"] for row in floor.floor_data([CARDS["A100"]])["rungs"]}
+    for label, published in PUBLISHED.items():
+        assert 0.3 * published < rows[label]["floor"] < published
+        assert max(rows[label]["products"], rows[label]["traffic"]) <= rows[label]["floor"]
+    floors = [rows[label]["floor"] for label in PUBLISHED]
+    assert all(before > 0.99 * after for before, after in itertools.pairwise(floors))
+
+
+def test_the_optimizer_alone_takes_longer_than_the_earlier_series_claimed():
+    parameters = 124_439_808  # fused AdamW reads and writes 28 bytes of each, at any batch size
+    assert 1000 * 28 * parameters / (1e9 * CARDS["RTX 3080"].bandwidth) > 4.5
+
+
+@pytest.mark.parametrize("device, name", [
+    ("NVIDIA A100-SXM4-40GB", "A100"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"), ("Tesla T4", "T4"),
+    ("Tesla V100-SXM2-16GB", "V100"), ("NVIDIA GeForce RTX 3090", "RTX 3090"), ("NVIDIA GeForce RTX 3090 Ti", None),
+    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", None), ("NVIDIA L4", "L4"), ("NVIDIA L40S", None),
+    ("AMD EPYC", None), (None, None),
+])
+def test_cards_are_known_by_the_drivers_name(device, name):
+    card = card_of(device)
+    assert (card and card.name) == name
+
+
+def write_log(path, ms, precision="bfloat16 autocast", device="NVIDIA GeForce RTX 3080"):
+    path.write_text(f"# script: speedup_10_fused_adamw.py\n# model: gpt2\n# device: {device} | precision: {precision}\n"
+                    f"# batch: B=4 T=1024 | steps: 1 | seed: 1\nstep : 1 | loss: 9.0 | dt: {ms} ms\n")
+    return path
+
+
+@pytest.mark.parametrize("ms, device, impossible", [
+    (14, "NVIDIA GeForce RTX 3080", True), (100, "NVIDIA GeForce RTX 3080", False),
+    (14, "NVIDIA H100 80GB HBM3", False), (0.1, "some other GPU", False),
+])
+def test_report_calls_a_log_impossible_that_beats_its_cards_arithmetic(ms, device, impossible, tmp_path, capsys):
+    log = write_log(tmp_path / "speedup_10_fused_adamw.log", ms, device=device)
+    products = fastest_ms(read_log(log))
+    assert main(["report", str(tmp_path)]) == 0
+    assert ("matrix products alone take" in " ".join(capsys.readouterr().out.split())) == impossible
+    if "3080" in device:
+        assert products[0] == pytest.approx(1000 * flops_per_token("gpt2", 1024, True) * 4096 / (1.25 * 59.5e12))
+
+
+def test_command_prints_what_is_stored_for_several_cards(capsys):
+    assert main(["floor", "--gpu", "a100", "mine:19.5,156,312,1555", "--rungs", "0,10"]) == 0
+    out = capsys.readouterr().out
+    assert "0 baseline" in out and "10 fused" in out and "mine, ms" in out
+    row = floor.floor_data([CARDS["A100"]], ["0"])["rungs"][0]
+    assert out.count(f"{row['ms']['A100']['floor']:,.1f}") == 2
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--gpu", "nonsense"], "--gpu nonsense"), (["--gpu", "mine:1,2"], "--gpu mine"),
+    (["--gpu", "mine:1,2,3,-4"], "--gpu mine"), (["--model", "llama"], "--model llama"), (["-T", "2048"], "-T 2048"),
+    (["--rungs", "11"], "--rungs 11"), (["--rungs", "x"], "--rungs x"), (["--save", "-B", "3"], "--save"),
+])
+def test_bad_input_is_one_line(flags, word, capsys):
+    assert main(["floor", *flags]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {word}") and err.count("\n") == 1
+
+
+def test_every_card_names_its_source_and_the_docs_name_every_card():
+    text = (ROOT / "docs" / "floors.md").read_text()
+    for card in CARDS.values():
+        assert card.source and card.float32 <= card.tf32 <= card.bits16 and card.name in text
+        assert math.isfinite(card.bandwidth)
+
+
+def compiled_kernels(function, *shapes):
+    """What `function`, compiled, launches on float32 tensors of these shapes."""
+    module, recorder = torch.nn.Module(), kernels.Recorder()
+    module.forward = function
+    with contextlib.ExitStack() as stack:
+        for name, value in kernels.patches(recorder):
+            stack.enter_context(mock.patch(name, value))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(recorder)
+        args, compiled = [torch.empty(shape) for shape in shapes], torch.compile(module)
+        compiled(*args)
+        recorder.on = True
+        compiled(*args)
+    return recorder.kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function, shapes, expected", [
+    (lambda x, y: torch.relu(x * 2 + y).exp(), [(64, 128)] * 2, [3 * 32768]),  # what is fused stays inside
+    (lambda x, y: (x @ y).exp(), [(64, 128), (128, 64)], [2 * 32768 + 16384, 2 * 16384]),  # a product is a call
+    (lambda x, y: x[:4] + y, [(64, 128), (4, 128)], [3 * 2048]),  # of a slice only what is used
+    (lambda x, _: x.sum(1), [(64, 64), (1,)], [16384 + 256]),
+])
+def test_bytes_of_compiled_kernels(function, shapes, expected):
+    assert [kernel.bytes for kernel in compiled_kernels(function, *shapes)] == expected
+
+
+@pytest.mark.slow
+def test_compiled_rung_has_the_same_products_in_fewer_kernels(counted):
+    eager, compiled = counted("10", **EAGER), counted("10")
+    assert flops(compiled) == flops(eager)
+    assert len(compiled) < 0.8 * len(eager)
+    assert sum(kernel.bytes for kernel in compiled) < 0.7 * sum(kernel.bytes for kernel in eager)
