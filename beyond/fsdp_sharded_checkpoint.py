@@ -498,7 +498,7 @@ def train(settings):
         done = checkpoint["step"]
         if done == settings.steps:
             print(f"{path}: this run is finished, all of its {done} steps are done")
-            whole, _ = gather(model, optimizer)
+            whole = gather(model, optimizer)[0] if settings.save else None
             sys.exit(settings.save and rank == 0 and save_checkpoint(settings.save, whole, loader, done))
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
@@ -553,7 +553,7 @@ def train(settings):
     new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
     log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
     log.finish()
-    whole, _ = gather(model, optimizer)
+    whole = gather(model, optimizer)[0] if settings.save else None
     if settings.save and rank == 0 and (problem := save_checkpoint(settings.save, whole, loader, step)):
         sys.exit(f"error: --save: {problem}")
     if dist.is_initialized():
