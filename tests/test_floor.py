@@ -223,12 +223,12 @@ def compiled_kernels(function, *shapes):
     return recorder.kernels
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function, shapes, expected", [
     (lambda x, y: torch.relu(x * 2 + y).exp(), [(64, 128)] * 2, [3 * 32768]),  # what is fused stays inside
     (lambda x, y: (x @ y).exp(), [(64, 128), (128, 64)], [2 * 32768 + 16384, 2 * 16384]),  # a product is a call
     (lambda x, y: x[:4] + y, [(64, 128), (4, 128)], [3 * 2048]),  # of a slice only what is used
     (lambda x, _: x.sum(1), [(64, 64), (1,)], [16384 + 256]),
+    (lambda x, _: (x - x.amax(1, keepdim=True)).exp(), [(64, 128), (1,)], [2 * 32768]),  # nor does the maximum leave
 ])
 def test_bytes_of_compiled_kernels(function, shapes, expected):
     assert [kernel.bytes for kernel in compiled_kernels(function, *shapes)] == expected
