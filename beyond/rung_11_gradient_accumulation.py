@@ -23,8 +23,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -159,7 +161,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
 
     def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay on the tensors of two dimensions alone: embeddings and linear layers."""
+        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -210,21 +212,13 @@ def compile_model(model, mode, device):
 
 
 def init_ranks(settings):
-    """(rank, world size) of this process under torchrun, else (0, 1); exits with a one-line error if it cannot."""
+    """(rank, world size) of this process under torchrun, else (0, 1)."""
     if "RANK" not in os.environ:
         return 0, 1
-    if settings.device == "mps":
-        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
     if settings.device == "cuda":
-        local_rank, n_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local_rank >= n_gpus:
-            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {n_gpus}")
-        if settings.compile_mode in ("reduce-overhead", "max-autotune"):  # tied weights, pytorch #169545
-            sys.exit(f"error: --compile-mode {settings.compile_mode}: no CUDA graphs under DDP; use default")
-        torch.cuda.set_device(local_rank)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
-    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # its number on this machine
+    backend = "nccl" if settings.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=1))  # not NCCL's 10 minutes: saving may take longer
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -291,17 +285,13 @@ def train(settings):
     new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
     log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
     log.finish()
-    if settings.save and rank == 0 and (problem := save_checkpoint(settings.save, model, loader, step)):
-        sys.exit(f"error: --save: {problem}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        time.sleep(0.5)  # let gloo's threads finish; otherwise Python may abort on exit
+    save_model(settings, model, loader, step)
 
 
 # ---- the same in every rung ------------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__)
-RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); rank 0 alone prints and logs
+RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); only rank 0 prints, logs and saves
 MODELS = {  # what --model accepts; sizes with tied embeddings
     "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
     "mini": GPTConfig(n_layer=6, n_head=3, n_embd=192),  # 12M parameters: what two CPU cores can compare
@@ -340,7 +330,35 @@ def parse_settings(argv=None):
     folder = settings.save.parent if settings.save else Path()
     if settings.save and (settings.save.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK))):
         sys.exit(f"error: --save {settings.save}: cannot be written; name a file in a folder that exists")
+    if "RANK" in os.environ:
+        check_torchrun(settings)
     return settings
+
+
+def check_torchrun(settings):
+    """Exit with a one-line error where the processes that torchrun has started cannot train together."""
+    if settings.device == "mps":
+        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
+    if settings.device == "cuda":
+        if not torch.distributed.is_nccl_available():
+            sys.exit("error: --device cuda: this torch lacks NCCL, as on Windows; use WSL, or --device cpu")
+        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {torch.cuda.device_count()}")
+        if (mode := getattr(settings, "compile_mode", "")) in ("reduce-overhead", "max-autotune"):
+            sys.exit(f"error: --compile-mode {mode}: no CUDA graphs under DDP (pytorch issue 169545); use default")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
+
+
+def make_folder(folder, foreign=None):
+    """Make `folder`; exits with a one-line error if it is not writable, or holds what matches `foreign`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        sys.exit(f"error: {folder}: cannot be written ({error.strerror}); give another folder")
+    if foreign and any(folder.glob(foreign)):
+        sys.exit(f"error: {folder}: holds checkpoints of another format, {foreign}; give another --checkpoint-dir")
 
 
 def open_tokens(folder, split, n_needed):
@@ -378,29 +396,58 @@ def new_model(settings, loader):
 
 
 def from_pretrained(name):
-    """A GPT with the weights of a Hugging Face GPT-2 (name or folder); exits with a one-line error if there is none."""
-    from transformers import GPT2LMHeadModel
+    """A GPT with the weights of a Hugging Face GPT-2, from rung 23 on a Qwen3 (name or folder); exits with one line."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        hf_model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        hf = AutoConfig.from_pretrained(name)
+        model = GPT(config_of(hf, name))
+        hf_model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+        if report["missing_keys"]:  # transformers has drawn them at random
+            raise ValueError("it lacks weights")
     except Exception as error:  # no network, no such name, a damaged file: any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give a GPT-2's name or folder")
-    hf = hf_model.config
-    plain = hf.activation_function == "gelu_new" and hf.n_inner in (None, 4 * hf.n_embd) and hf.scale_attn_weights
-    if report["missing_keys"] or not plain or hf.scale_attn_by_inverse_layer_idx or hf.layer_norm_epsilon != 1e-5:
-        sys.exit(f"error: --pretrained {name}: not a GPT-2 checkpoint; give the name or the folder of one")
-    model = GPT(GPTConfig(hf.n_positions, hf.vocab_size, hf.n_layer, hf.n_head, hf.n_embd))
+        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give another name or folder")
     if model.lm_head.weight is model.transformer.wte.weight and not hf.tie_word_embeddings:
         sys.exit(f"error: --pretrained {name}: its embeddings are untied; use baseline.py")
-    weights = model.state_dict()
-    if not hf_model.state_dict().keys() <= weights.keys():
-        sys.exit(f"error: --pretrained {name}: GPT-2's weights do not fit here; use rung 19 or one before")
-    for key, weight in hf_model.state_dict().items():
-        if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+    names = {"model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
+             "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn": "attn", "o_proj": "c_proj"}
+    weights, found = model.state_dict(), hf_model.state_dict()
+    for key in [key for key in found if "q_proj" in key]:  # a Qwen3 has three matrices where c_attn is one
+        parts = [found.pop(key.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        found[key.replace("q_proj", "c_attn")] = torch.cat(parts)
+    for key, weight in found.items():
+        if hf.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             weight = weight.t()  # GPT-2's Conv1D stores (in, out), nn.Linear (out, in)
+        for theirs, ours in names.items():
+            key = key.replace(theirs, ours)
         weights[key][: len(weight)] = weight  # a padded vocabulary (rung 7) has more rows
     return model
+
+
+def config_of(hf, name):
+    """The GPTConfig of a Hugging Face configuration; exits with a one-line error if this script has another model."""
+    rungs = {"gpt2": "a GPT-2; use rung 19 or one before", "qwen3": "a Qwen3; use rung 23 or later"}
+    kind = "qwen3" if hasattr(GPTConfig, "n_hidden") else "20 to 22" if "rotate" in globals() else "gpt2"
+    if hf.model_type != kind:
+        other = "not a GPT-2 checkpoint; give the name or the folder of one"
+        sys.exit(f"error: --pretrained {name}: {rungs.get(hf.model_type, other)}")
+    config = GPTConfig(
+        hf.max_position_embeddings, hf.vocab_size, hf.num_hidden_layers, hf.num_attention_heads, hf.hidden_size)
+    if kind == "gpt2":
+        needed = {"activation_function": "gelu_new", "n_inner": hf.n_inner and 4 * config.n_embd,
+                  "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5}
+    else:
+        needed = {"num_key_value_heads": config.n_head, "head_dim": config.n_embd // config.n_head,
+                  "intermediate_size": config.n_hidden, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+                  "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000},
+                  "sliding_window": None, "tie_word_embeddings": True}
+    for key, ours in needed.items():
+        if (found := getattr(hf, key, None)) != ours:
+            title = {"gpt2": "GPT-2", "qwen3": "Qwen3"}[kind]
+            sys.exit(f"error: --pretrained {name}: not a {title} checkpoint that fits here (its {key} is {found}, not"
+                     f" {ours}); give one of this script's shape")
+    return config
 
 
 def save_checkpoint(path, model, loader, step, **more):
@@ -418,6 +465,12 @@ def save_checkpoint(path, model, loader, step, **more):
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         partial.unlink(missing_ok=True)
         return f"{path} could not be written ({getattr(error, 'strerror', 'is the disk full?')})"
+
+
+def save_model(settings, model, loader, step):
+    """Write the trained model to --save's file; exits with a one-line error if that fails."""
+    if settings.save and RANK == 0 and (problem := save_checkpoint(settings.save, model, loader, step)):
+        sys.exit(f"error: --save: {problem}")
 
 
 def device_name(device):
@@ -456,7 +509,7 @@ class Log:
 
     def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
         self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
-        settings.log_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(settings.log_dir)
         self.path = settings.log_dir / f"{SCRIPT.stem}.log"
         if RANK == 0:
             self.path.write_text("")
@@ -495,8 +548,11 @@ class Log:
         """Log the median step time after warm-up: 5 steps (2 in runs of up to 10), on an accelerator 3 s if longer."""
         n = len(self.seconds)
         warm_up = min(5 if n > 10 else 2, n - 1)
-        if self.device != "cpu":  # the first step does not count, as it compiles; half of the steps count in any case
-            warm_up = max(warm_up, min(2 + (np.cumsum(self.seconds[1:]) < 3).sum(), n // 2))
+        if self.device != "cpu":
+            needed = 2 + (np.cumsum(self.seconds[1:]) < 3).sum()  # 3 s after the first step, during which it compiles
+            warm_up = max(warm_up, min(needed, n - 10))  # 10 steps are left for the median
+            if warm_up < needed:
+                self.line("# warm-up: less than 3 s, so the median may be too high; give more --steps")
         if self.device == "cuda":
             self.line(f"# memory reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e9:.2f} GB")
         dt, first = np.median(self.seconds[warm_up:]), self.last - n + warm_up + 1
@@ -508,6 +564,9 @@ def main(argv=None):
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no such method
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character of a file's name
     train(parse_settings(argv))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # under torchrun
+        torch.distributed.destroy_process_group()
+        time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
 
 
 if __name__ == "__main__":

@@ -1,31 +1,17 @@
 """Rung 18, Muon: orthogonalize the update of a matrix.
 
 AdamW treats a matrix as a list of numbers. But the momentum of a linear layer, taken as a matrix, has a few large
-singular values and many small ones: most of a step goes into a few directions. Muon keeps the directions and makes all
-of them equally long: the momentum U S V^T becomes U V^T, the nearest matrix with orthonormal rows or columns. That
-takes no SVD: five Newton-Schulz iterations, an odd polynomial in the matrix, bring the singular values to between 0.68
-and 1.21 with matrix products alone; only those below 0.15 % of the norm stay smaller.
+singular values and many small ones: most of a step goes into a few directions. Muon makes all directions equally long:
+the momentum U S V^T becomes U V^T, the nearest matrix with orthonormal rows or columns. That takes no SVD: five
+Newton-Schulz iterations, an odd polynomial of the matrix, bring the singular values s close to 1 with matrix products
+only. Scaling by 0.2 * max(m, n)^0.5 matches AdamW's typical update size.
+Muon trains the matrices of the blocks, at --muon-lr; embeddings, biases and LayerNorms stay with AdamW.
 
-The entries of an orthogonal (m, n) matrix have a root mean square of max(m, n)^-0.5. Times 0.2 * max(m, n)^0.5, updates
-are as large as AdamW's usually are, so its learning rates carry over. Muon tolerates larger ones, though, so it has a
-flag of its own: in the README's race 0.004 was best, where AdamW's was 0.0012.
-
-    python beyond/rung_18_muon.py --muon-lr 2e-3 --max-lr 6e-4
-
-Muon trains the matrices of the blocks; c_attn counts as one: splitting it into q, k and v, as others do, gave no gain
-beyond the spread (experiments/README.md). The embedding is a table (and, tied, the output layer); it, the biases and
-the LayerNorms stay with AdamW. The log's lr is AdamW's.
-
-Gain: no direction of a matrix dominates its steps. One moment per matrix instead of two saves 4 bytes per parameter.
-Cost: per step and matrix, 10 * m * n * min(m, n) + 5 * min(m, n)^3 multiply-adds, however many tokens the step has: in
-GPT-2 (124M) 0.3 % of the arithmetic of 524,288 tokens (T=1024), 43 % of that of 4,096. Under DDP every rank makes all
-updates.
-torch.optim.Muon with adjust_lr_fn="match_rms_adamw" makes the same update, always with bfloat16 products, which many
-CPUs have to emulate. Here they are in float32 on a CPU and in float16 on a GPU: no entry is much larger than 1, so it
-cannot overflow, and it is more precise than bfloat16.
-
-Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
-Scalable for LLM Training" (the factor 0.2 and the weight decay).
+Gain: no direction dominates a matrix's steps, so it takes fewer of them; one moment instead of two per parameter.
+Cost: counted, 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step, however few tokens the step has: in
+GPT-2 (124M) 0.3 % of the arithmetic of 524,288 tokens, 43 % of that of 4,096. Details: docs/modern.md.
+Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (the polynomial); Liu et al.
+2025, "Muon is Scalable for LLM Training" (the factor 0.2 and the weight decay).
 """
 import argparse
 import contextlib
@@ -37,9 +23,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -158,10 +146,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
             if ctx.needs_input_grad[0]:  # not in evaluate()
-                logits_grad = log_probs.exp_()
-                logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 1
+                is_target = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
+                logits_grad = log_probs.exp_().add_(is_target, alpha=-1).to(logits.dtype)
                 rows_grad.copy_(logits_grad @ weight)
-                weight_grad += logits_grad.T @ rows
+                root = len(ids) ** 0.5  # divided by it, no sum over the chunk exceeds float16's range
+                weight_grad += root * (logits_grad.T @ (rows / root)).float()
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
@@ -206,7 +195,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # keeps x, (B, T, C), alone
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # keeps only x, (B, T, C)
             else:
                 x = block(x)
         x = self.transformer.ln_f(x)
@@ -221,33 +210,35 @@ class GPT(nn.Module):
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        groups += [{"params": embeddings, "weight_decay": weight_decay}]
-        return MuonAdamW(groups, betas=(0.9, 0.95), fused=True)
+        return MuonAdamW([*groups, {"params": embeddings}], weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
 
 
-def orthogonalize(matrix):
-    """(m, n) -> (m, n) with the same singular vectors and singular values near 1: five Newton-Schulz iterations."""
-    wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
-    x = (wide / (wide.norm() + 1e-7)).to(torch.float16 if matrix.is_cuda else torch.float32)
-    for _ in range(5):
-        gram = x @ x.T  # (min(m, n), min(m, n))
+def orthogonalize(matrices):
+    """(N, m, n) -> (N, m, n): the same singular vectors, singular values near 1; five Newton-Schulz iterations."""
+    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    x = F.normalize(wide, dim=(-2, -1), eps=1e-7).to(torch.float16 if wide.is_cuda else torch.float32)
+    for _ in range(5):  # s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small s more than triple, large s stay near 1
+        gram = x @ x.mT  # (N, min(m, n), min(m, n))
         x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
-    return x if wide is matrix else x.T
+    return x if wide is matrices else x.mT
 
 
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices in the first group, AdamW for the others, which expects a "step" in each state it loads."""
-
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         if getattr(self, "found_inf", False):
             return  # float16: the scaler has found an overflow
-        muon = self.param_groups[0]
+        muon, stacks = self.param_groups[0], {}  # matrices of one shape are computed together: few kernels
+        for i, p in enumerate(muon["params"]):
+            stacks.setdefault((p.shape, i * p.numel() // 2**27), []).append(p)  # of a large model only a few layers
+            self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
+        for stack in stacks.values():
+            grads, momenta = torch.stack([p.grad for p in stack]), [self.state[p]["momentum"] for p in stack]
+            torch._foreach_lerp_(momenta, grads.unbind(), 0.05)  # and in the next line Nesterov's look ahead
+            update = 0.2 * max(stack[0].shape) ** 0.5 * orthogonalize(grads.lerp(torch.stack(momenta), 0.95))
+            torch._foreach_sub_(stack, (update + muon["weight_decay"] * torch.stack(stack)).unbind(), alpha=muon["lr"])
         for p in muon["params"]:
-            state = self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
-            state["momentum"].lerp_(p.grad, 0.05)
-            update = 0.2 * max(p.shape) ** 0.5 * orthogonalize(p.grad.lerp(state["momentum"], 0.95))  # Nesterov's
-            p.mul_(1 - muon["lr"] * muon["weight_decay"]).sub_(update, alpha=muon["lr"])
             p.grad = None  # so AdamW skips it
         super().step()
 
@@ -306,19 +297,22 @@ def read_newest(paths):
     sys.exit(f"error: --resume: {paths[0]}: no checkpoint here can be read; delete them to start over")
 
 
-def load_checkpoint(path, settings, run):
-    """The checkpoint at `path`, or None; exits with a one-line error if it cannot continue the run `run`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name("lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
+def load_checkpoint(path, settings, run, model, optimizer, scaler):
+    """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
+    make_folder(path.parent, foreign="*/notes.json")
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
-        return None
+        return 0, ""
     if not settings.resume:
-        sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
+        sys.exit(f"error: {path}: from an earlier run; add --resume, or give another --checkpoint-dir and --log-dir")
     checkpoint = read_newest(paths)
     if other := [f"{key} {old}, not {run.get(key)}" for key, old in checkpoint["run"].items() if old != run.get(key)]:
-        sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
-    return checkpoint
+        sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal, the steps done depend on them")
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    if checkpoint["scaler"]:  # empty if autocast was not in float16
+        scaler.load_state_dict(checkpoint["scaler"])
+    return checkpoint["step"], checkpoint["log"]
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
@@ -349,21 +343,13 @@ def compile_model(model, mode, device):
 
 
 def init_ranks(settings):
-    """(rank, world size) of this process under torchrun, else (0, 1); exits with a one-line error if it cannot."""
+    """(rank, world size) of this process under torchrun, else (0, 1)."""
     if "RANK" not in os.environ:
         return 0, 1
-    if settings.device == "mps":
-        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
     if settings.device == "cuda":
-        local_rank, n_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local_rank >= n_gpus:
-            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {n_gpus}")
-        if settings.compile_mode in ("reduce-overhead", "max-autotune"):  # tied weights, pytorch #169545
-            sys.exit(f"error: --compile-mode {settings.compile_mode}: no CUDA graphs under DDP; use default")
-        torch.cuda.set_device(local_rank)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
-    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # its number on this machine
+    backend = "nccl" if settings.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=1))  # not NCCL's 10 minutes: saving may take longer
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -406,8 +392,9 @@ def train(settings):
         val_loader = DataLoaderLite(settings.data, 1, settings.T, device, "val")
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
-    shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "muon_lr", "warmup_steps")
+    shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "warmup_steps")
     run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"], "script": SCRIPT.stem}
+    run["muon_lr"] = settings.muon_lr
     try:  # kept in `settings`: a lock is released when its object is garbage-collected
         settings.lock = rank == 0 and filelock.FileLock(settings.checkpoint_dir / "lock").acquire(timeout=0)
     except filelock.Timeout:
@@ -415,17 +402,14 @@ def train(settings):
     stop = []  # no longer empty once a signal has come
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.append(True))
-    path, done, every = settings.checkpoint_dir / "newest.pt", 0, settings.checkpoint_every
-    if checkpoint := load_checkpoint(path, settings, run):
-        for name, part in {"model": model, "optimizer": optimizer, "scaler": scaler}.items():
-            part.load_state_dict(checkpoint[name] or part.state_dict())  # a scaler disabled then has no state
-        done = checkpoint["step"]
-        if done == settings.steps:
-            print(f"{path}: this run is finished, all of its {done} steps are done")
-            sys.exit(settings.save and rank == 0 and save_checkpoint(settings.save, model, loader, done))
+    path, every = settings.checkpoint_dir / "newest.pt", settings.checkpoint_every
+    done, old_log = load_checkpoint(path, settings, run, model, optimizer, scaler)
+    if done == settings.steps:
+        print(f"{path}: this run is finished, all of its {done} steps are done")
+        return save_model(settings, model, loader, done)
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
-        log.path.write_text(checkpoint["log"], encoding="utf-8")
+        log.path.write_text(old_log, encoding="utf-8")
     log.line(f"# checkpoints: every {every} steps | steps done before: {done}")
     batch = loader.batch(done * micro_steps * world_size + rank)
 
@@ -478,17 +462,13 @@ def train(settings):
     new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
     log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
     log.finish()
-    if settings.save and rank == 0 and (problem := save_checkpoint(settings.save, model, loader, step)):
-        sys.exit(f"error: --save: {problem}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        time.sleep(0.5)  # let gloo's threads finish; otherwise Python may abort on exit
+    save_model(settings, model, loader, step)
 
 
 # ---- the same in every rung ------------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__)
-RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); rank 0 alone prints and logs
+RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); only rank 0 prints, logs and saves
 MODELS = {  # what --model accepts; sizes with tied embeddings
     "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
     "mini": GPTConfig(n_layer=6, n_head=3, n_embd=192),  # 12M parameters: what two CPU cores can compare
@@ -527,7 +507,35 @@ def parse_settings(argv=None):
     folder = settings.save.parent if settings.save else Path()
     if settings.save and (settings.save.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK))):
         sys.exit(f"error: --save {settings.save}: cannot be written; name a file in a folder that exists")
+    if "RANK" in os.environ:
+        check_torchrun(settings)
     return settings
+
+
+def check_torchrun(settings):
+    """Exit with a one-line error where the processes that torchrun has started cannot train together."""
+    if settings.device == "mps":
+        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
+    if settings.device == "cuda":
+        if not torch.distributed.is_nccl_available():
+            sys.exit("error: --device cuda: this torch lacks NCCL, as on Windows; use WSL, or --device cpu")
+        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {torch.cuda.device_count()}")
+        if (mode := getattr(settings, "compile_mode", "")) in ("reduce-overhead", "max-autotune"):
+            sys.exit(f"error: --compile-mode {mode}: no CUDA graphs under DDP (pytorch issue 169545); use default")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
+
+
+def make_folder(folder, foreign=None):
+    """Make `folder`; exits with a one-line error if it is not writable, or holds what matches `foreign`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        sys.exit(f"error: {folder}: cannot be written ({error.strerror}); give another folder")
+    if foreign and any(folder.glob(foreign)):
+        sys.exit(f"error: {folder}: holds checkpoints of another format, {foreign}; give another --checkpoint-dir")
 
 
 def open_tokens(folder, split, n_needed):
@@ -565,29 +573,58 @@ def new_model(settings, loader):
 
 
 def from_pretrained(name):
-    """A GPT with the weights of a Hugging Face GPT-2 (name or folder); exits with a one-line error if there is none."""
-    from transformers import GPT2LMHeadModel
+    """A GPT with the weights of a Hugging Face GPT-2, from rung 23 on a Qwen3 (name or folder); exits with one line."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        hf_model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        hf = AutoConfig.from_pretrained(name)
+        model = GPT(config_of(hf, name))
+        hf_model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+        if report["missing_keys"]:  # transformers has drawn them at random
+            raise ValueError("it lacks weights")
     except Exception as error:  # no network, no such name, a damaged file: any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give a GPT-2's name or folder")
-    hf = hf_model.config
-    plain = hf.activation_function == "gelu_new" and hf.n_inner in (None, 4 * hf.n_embd) and hf.scale_attn_weights
-    if report["missing_keys"] or not plain or hf.scale_attn_by_inverse_layer_idx or hf.layer_norm_epsilon != 1e-5:
-        sys.exit(f"error: --pretrained {name}: not a GPT-2 checkpoint; give the name or the folder of one")
-    model = GPT(GPTConfig(hf.n_positions, hf.vocab_size, hf.n_layer, hf.n_head, hf.n_embd))
+        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give another name or folder")
     if model.lm_head.weight is model.transformer.wte.weight and not hf.tie_word_embeddings:
         sys.exit(f"error: --pretrained {name}: its embeddings are untied; use baseline.py")
-    weights = model.state_dict()
-    if not hf_model.state_dict().keys() <= weights.keys():
-        sys.exit(f"error: --pretrained {name}: GPT-2's weights do not fit here; use rung 19 or one before")
-    for key, weight in hf_model.state_dict().items():
-        if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+    names = {"model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
+             "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn": "attn", "o_proj": "c_proj"}
+    weights, found = model.state_dict(), hf_model.state_dict()
+    for key in [key for key in found if "q_proj" in key]:  # a Qwen3 has three matrices where c_attn is one
+        parts = [found.pop(key.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        found[key.replace("q_proj", "c_attn")] = torch.cat(parts)
+    for key, weight in found.items():
+        if hf.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             weight = weight.t()  # GPT-2's Conv1D stores (in, out), nn.Linear (out, in)
+        for theirs, ours in names.items():
+            key = key.replace(theirs, ours)
         weights[key][: len(weight)] = weight  # a padded vocabulary (rung 7) has more rows
     return model
+
+
+def config_of(hf, name):
+    """The GPTConfig of a Hugging Face configuration; exits with a one-line error if this script has another model."""
+    rungs = {"gpt2": "a GPT-2; use rung 19 or one before", "qwen3": "a Qwen3; use rung 23 or later"}
+    kind = "qwen3" if hasattr(GPTConfig, "n_hidden") else "20 to 22" if "rotate" in globals() else "gpt2"
+    if hf.model_type != kind:
+        other = "not a GPT-2 checkpoint; give the name or the folder of one"
+        sys.exit(f"error: --pretrained {name}: {rungs.get(hf.model_type, other)}")
+    config = GPTConfig(
+        hf.max_position_embeddings, hf.vocab_size, hf.num_hidden_layers, hf.num_attention_heads, hf.hidden_size)
+    if kind == "gpt2":
+        needed = {"activation_function": "gelu_new", "n_inner": hf.n_inner and 4 * config.n_embd,
+                  "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5}
+    else:
+        needed = {"num_key_value_heads": config.n_head, "head_dim": config.n_embd // config.n_head,
+                  "intermediate_size": config.n_hidden, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+                  "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000},
+                  "sliding_window": None, "tie_word_embeddings": True}
+    for key, ours in needed.items():
+        if (found := getattr(hf, key, None)) != ours:
+            title = {"gpt2": "GPT-2", "qwen3": "Qwen3"}[kind]
+            sys.exit(f"error: --pretrained {name}: not a {title} checkpoint that fits here (its {key} is {found}, not"
+                     f" {ours}); give one of this script's shape")
+    return config
 
 
 def save_checkpoint(path, model, loader, step, **more):
@@ -605,6 +642,12 @@ def save_checkpoint(path, model, loader, step, **more):
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         partial.unlink(missing_ok=True)
         return f"{path} could not be written ({getattr(error, 'strerror', 'is the disk full?')})"
+
+
+def save_model(settings, model, loader, step):
+    """Write the trained model to --save's file; exits with a one-line error if that fails."""
+    if settings.save and RANK == 0 and (problem := save_checkpoint(settings.save, model, loader, step)):
+        sys.exit(f"error: --save: {problem}")
 
 
 def device_name(device):
@@ -643,7 +686,7 @@ class Log:
 
     def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
         self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
-        settings.log_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(settings.log_dir)
         self.path = settings.log_dir / f"{SCRIPT.stem}.log"
         if RANK == 0:
             self.path.write_text("")
@@ -682,8 +725,11 @@ class Log:
         """Log the median step time after warm-up: 5 steps (2 in runs of up to 10), on an accelerator 3 s if longer."""
         n = len(self.seconds)
         warm_up = min(5 if n > 10 else 2, n - 1)
-        if self.device != "cpu":  # the first step does not count, as it compiles; half of the steps count in any case
-            warm_up = max(warm_up, min(2 + (np.cumsum(self.seconds[1:]) < 3).sum(), n // 2))
+        if self.device != "cpu":
+            needed = 2 + (np.cumsum(self.seconds[1:]) < 3).sum()  # 3 s after the first step, during which it compiles
+            warm_up = max(warm_up, min(needed, n - 10))  # 10 steps are left for the median
+            if warm_up < needed:
+                self.line("# warm-up: less than 3 s, so the median may be too high; give more --steps")
         if self.device == "cuda":
             self.line(f"# memory reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e9:.2f} GB")
         dt, first = np.median(self.seconds[warm_up:]), self.last - n + warm_up + 1
@@ -695,6 +741,9 @@ def main(argv=None):
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no such method
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character of a file's name
     train(parse_settings(argv))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # under torchrun
+        torch.distributed.destroy_process_group()
+        time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ zero the branches add nothing at first: the model starts as its embedding and it
 stands in the way of a gradient. They do not stay zero, because the gradient of a matrix comes from its input and from
 the gradient of its output, not from itself.
 
-Gain: at initialization the model computes the same function at any depth.
+Gain: at initialization the model computes the same function at any depth. No gain in our race (12M parameters,
+README.md): the spread of its loss overlaps that of the rung before.
 Cost: none in time or memory. In the first step the other matrices of the blocks get no gradient: it would have to pass
 through a zero matrix.
-No gain in our race (12M parameters, README.md): the spread of its loss overlaps that of the rung before.
 
 Source: Zhang et al. 2019, "Fixup Initialization".
 """
@@ -22,9 +22,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -84,15 +86,15 @@ class GPTConfig:
         return math.ceil(8 * self.n_embd / 3 / 64) * 64
 
 
-def rotary_angles(T, head_size, device):
+def rotary_angles(T, head_size):
     """Cosine and sine of position * 10000^(-2i/hs), float32, (T, hs/2) each."""
-    radians_per_token = 1.0 / 10_000 ** (torch.arange(0, head_size, 2, device=device) / head_size)  # (hs/2,)
-    angles = torch.arange(T, device=device)[:, None] * radians_per_token  # (T, hs/2)
+    radians_per_token = 1.0 / 10_000 ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
+    angles = torch.arange(T)[:, None] * radians_per_token  # (T, hs/2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x, cos, sin):
-    """Rotate the points (x[i], x[i + hs/2]) of queries or keys by the angles of their position: (B, nh, T, hs)."""
+    """Rotate the pairs (x[i], x[i + hs/2]) of queries or keys by the angles of their position: (B, nh, T, hs)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -165,10 +167,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
             if ctx.needs_input_grad[0]:  # not in evaluate()
-                logits_grad = log_probs.exp_()
-                logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 1
+                is_target = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
+                logits_grad = log_probs.exp_().add_(is_target, alpha=-1).to(logits.dtype)
                 rows_grad.copy_(logits_grad @ weight)
-                weight_grad += logits_grad.T @ rows
+                root = len(ids) ** 0.5  # divided by it, no sum over the chunk exceeds float16's range
+                weight_grad += root * (logits_grad.T @ (rows / root)).float()
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
@@ -194,6 +197,9 @@ class GPT(nn.Module):
         ))
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # one parameter (n_rows, n_embd) under two names
+        cos, sin = rotary_angles(config.block_size, config.n_embd // config.n_head)
+        self.register_buffer("cos", cos, persistent=False)  # computed once, and not part of a checkpoint
+        self.register_buffer("sin", sin, persistent=False)
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -206,7 +212,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), only the mean cross-entropy, in nats."""
         B, T = idx.shape
-        cos, sin = rotary_angles(T, self.config.n_embd // self.config.n_head, idx.device)  # (T, hs/2) each
+        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs/2) each
         x = self.transformer.wte(idx)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
@@ -225,33 +231,36 @@ class GPT(nn.Module):
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        groups += [{"params": embeddings, "weight_decay": weight_decay}]
-        return MuonAdamW(groups, betas=(0.9, 0.95), fused=True)
+        return MuonAdamW([*groups, {"params": embeddings}], weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
 
 
-def orthogonalize(matrix):
-    """(m, n) -> (m, n) with the same singular vectors and singular values near 1: five Newton-Schulz iterations."""
-    wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
-    x = (wide / (wide.norm() + 1e-7)).to(torch.float16 if matrix.is_cuda else torch.float32)
-    for _ in range(5):
-        gram = x @ x.T  # (min(m, n), min(m, n))
+def orthogonalize(matrices):
+    """(N, m, n) -> (N, m, n): the same singular vectors, singular values near 1; five Newton-Schulz iterations."""
+    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    x = F.normalize(wide, dim=(-2, -1), eps=1e-7).to(torch.float16 if wide.is_cuda else torch.float32)
+    for _ in range(5):  # s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small s more than triple, large s stay near 1
+        gram = x @ x.mT  # (N, min(m, n), min(m, n))
         x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
-    return x if wide is matrix else x.T
+    return x if wide is matrices else x.mT
 
 
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices in the first group, AdamW for the others, which expects a "step" in each state it loads."""
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         if getattr(self, "found_inf", False):
             return  # float16: the scaler has found an overflow
-        muon = self.param_groups[0]
+        muon, stacks = self.param_groups[0], {}  # matrices of one shape are computed together: few kernels
+        for i, p in enumerate(muon["params"]):
+            stacks.setdefault((p.shape, i * p.numel() // 2**27), []).append(p)  # of a large model only a few layers
+            self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
+        for stack in stacks.values():
+            grads, momenta = torch.stack([p.grad for p in stack]), [self.state[p]["momentum"] for p in stack]
+            torch._foreach_lerp_(momenta, grads.unbind(), 0.05)  # and in the next line Nesterov's look ahead
+            update = 0.2 * max(stack[0].shape) ** 0.5 * orthogonalize(grads.lerp(torch.stack(momenta), 0.95))
+            torch._foreach_sub_(stack, (update + muon["weight_decay"] * torch.stack(stack)).unbind(), alpha=muon["lr"])
         for p in muon["params"]:
-            state = self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
-            state["momentum"].lerp_(p.grad, 0.05)
-            update = 0.2 * max(p.shape) ** 0.5 * orthogonalize(p.grad.lerp(state["momentum"], 0.95))  # Nesterov's
-            p.mul_(1 - muon["lr"] * muon["weight_decay"]).sub_(update, alpha=muon["lr"])
             p.grad = None  # so AdamW skips it
         super().step()
 
@@ -310,21 +319,24 @@ def read_newest(paths):
     sys.exit(f"error: --resume: {paths[0]}: no checkpoint here can be read; delete them to start over")
 
 
-def load_checkpoint(path, settings, run):
-    """The checkpoint at `path`, or None; exits with a one-line error if it cannot continue the run `run`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name("lock").touch()  # fail now if the folder is not writable (rung 15 locks this file)
+def load_checkpoint(path, settings, run, model, optimizer, scaler):
+    """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
+    make_folder(path.parent, foreign="*/notes.json")
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
-        return None
+        return 0, ""
     if not settings.resume:
-        sys.exit(f"error: {path}: the checkpoint of an earlier run; add --resume, or give another --checkpoint-dir")
+        sys.exit(f"error: {path}: from an earlier run; add --resume, or give another --checkpoint-dir and --log-dir")
     checkpoint = read_newest(paths)
     if all(checkpoint["step"] <= each["steps"] * (1 - each.get("decay_share", 1)) for each in (checkpoint["run"], run)):
         checkpoint["run"] |= {key: run[key] for key in ("steps", "decay_share")}  # no decay yet: they may change
     if other := [f"{key} {old}, not {run.get(key)}" for key, old in checkpoint["run"].items() if old != run.get(key)]:
-        sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal")
-    return checkpoint
+        sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal, the steps done depend on them")
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    if checkpoint["scaler"]:  # empty if autocast was not in float16
+        scaler.load_state_dict(checkpoint["scaler"])
+    return checkpoint["step"], checkpoint["log"]
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
@@ -353,21 +365,13 @@ def compile_model(model, mode, device):
 
 
 def init_ranks(settings):
-    """(rank, world size) of this process under torchrun, else (0, 1); exits with a one-line error if it cannot."""
+    """(rank, world size) of this process under torchrun, else (0, 1)."""
     if "RANK" not in os.environ:
         return 0, 1
-    if settings.device == "mps":
-        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
     if settings.device == "cuda":
-        local_rank, n_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local_rank >= n_gpus:
-            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {n_gpus}")
-        if settings.compile_mode in ("reduce-overhead", "max-autotune"):  # tied weights, pytorch #169545
-            sys.exit(f"error: --compile-mode {settings.compile_mode}: no CUDA graphs under DDP; use default")
-        torch.cuda.set_device(local_rank)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
-    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # its number on this machine
+    backend = "nccl" if settings.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=1))  # not NCCL's 10 minutes: saving may take longer
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -403,7 +407,7 @@ def train(settings):
         model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
     model.loss_chunk = settings.loss_chunk or settings.B * settings.T
     optimizer = model.configure_optimizers(weight_decay=0.1)
-    ddp_model = DDP(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
+    ddp_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False) if dist.is_initialized() else model
     step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
     notes["batches"] = "on the device" if loader.on_device else "prefetched" if device == "cuda" else "memory-mapped"
@@ -412,9 +416,10 @@ def train(settings):
         val_loader = DataLoaderLite(settings.data, 1, settings.T, device, "val")
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
-    shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "muon_lr", "warmup_steps",
+    shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "warmup_steps",
               "decay_share")
     run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"], "script": SCRIPT.stem}
+    run["muon_lr"] = settings.muon_lr
     try:  # kept in `settings`: a lock is released when its object is garbage-collected
         settings.lock = rank == 0 and filelock.FileLock(settings.checkpoint_dir / "lock").acquire(timeout=0)
     except filelock.Timeout:
@@ -422,18 +427,15 @@ def train(settings):
     stop = []  # no longer empty once a signal has come
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.append(True))
-    path, done, every = settings.checkpoint_dir / "newest.pt", 0, settings.checkpoint_every
-    if checkpoint := load_checkpoint(path, settings, run):
-        for name, part in {"model": model, "optimizer": optimizer, "scaler": scaler}.items():
-            part.load_state_dict(checkpoint[name] or part.state_dict())  # a scaler disabled then has no state
-        done = checkpoint["step"]
-        if done == settings.steps:
-            print(f"{path}: this run is finished, all of its {done} steps are done")
-            sys.exit(settings.save and rank == 0 and save_checkpoint(settings.save, model, loader, done))
+    path, every = settings.checkpoint_dir / "newest.pt", settings.checkpoint_every
+    done, old_log = load_checkpoint(path, settings, run, model, optimizer, scaler)
+    if done == settings.steps:
+        print(f"{path}: this run is finished, all of its {done} steps are done")
+        return save_model(settings, model, loader, done)
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if done and rank == 0:
-        old = re.sub(r"steps: \d+", f"steps: {settings.steps}", checkpoint["log"], count=1)
-        log.path.write_text(old, encoding="utf-8")
+        old_log = re.sub(r"steps: \d+", f"steps: {settings.steps}", old_log, count=1)
+        log.path.write_text(old_log, encoding="utf-8")
     log.line(f"# checkpoints: every {every} steps | steps done before: {done}")
     batch = loader.batch(done * micro_steps * world_size + rank)
 
@@ -487,17 +489,13 @@ def train(settings):
     new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
     log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
     log.finish()
-    if settings.save and rank == 0 and (problem := save_checkpoint(settings.save, model, loader, step)):
-        sys.exit(f"error: --save: {problem}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        time.sleep(0.5)  # let gloo's threads finish; otherwise Python may abort on exit
+    save_model(settings, model, loader, step)
 
 
 # ---- the same in every rung ------------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__)
-RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); rank 0 alone prints and logs
+RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); only rank 0 prints, logs and saves
 MODELS = {  # what --model accepts; sizes with tied embeddings
     "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
     "mini": GPTConfig(n_layer=6, n_head=3, n_embd=192),  # 12M parameters: what two CPU cores can compare
@@ -536,7 +534,35 @@ def parse_settings(argv=None):
     folder = settings.save.parent if settings.save else Path()
     if settings.save and (settings.save.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK))):
         sys.exit(f"error: --save {settings.save}: cannot be written; name a file in a folder that exists")
+    if "RANK" in os.environ:
+        check_torchrun(settings)
     return settings
+
+
+def check_torchrun(settings):
+    """Exit with a one-line error where the processes that torchrun has started cannot train together."""
+    if settings.device == "mps":
+        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
+    if settings.device == "cuda":
+        if not torch.distributed.is_nccl_available():
+            sys.exit("error: --device cuda: this torch lacks NCCL, as on Windows; use WSL, or --device cpu")
+        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {torch.cuda.device_count()}")
+        if (mode := getattr(settings, "compile_mode", "")) in ("reduce-overhead", "max-autotune"):
+            sys.exit(f"error: --compile-mode {mode}: no CUDA graphs under DDP (pytorch issue 169545); use default")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
+
+
+def make_folder(folder, foreign=None):
+    """Make `folder`; exits with a one-line error if it is not writable, or holds what matches `foreign`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        sys.exit(f"error: {folder}: cannot be written ({error.strerror}); give another folder")
+    if foreign and any(folder.glob(foreign)):
+        sys.exit(f"error: {folder}: holds checkpoints of another format, {foreign}; give another --checkpoint-dir")
 
 
 def open_tokens(folder, split, n_needed):
@@ -574,38 +600,58 @@ def new_model(settings, loader):
 
 
 def from_pretrained(name):
-    """A GPT with the weights of a Hugging Face Qwen3 (name or folder); exits with a one-line error if there is none."""
-    from transformers import AutoConfig, Qwen3ForCausalLM
+    """A GPT with the weights of a Hugging Face GPT-2, from rung 23 on a Qwen3 (name or folder); exits with one line."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    names = {"transformer.wte": "model.embed_tokens", "transformer.h": "model.layers", "transformer.ln_f": "model.norm",
-             "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", ".attn.": ".self_attn.", "c_proj": "o_proj"}
     try:
         hf = AutoConfig.from_pretrained(name)
-        config = GPTConfig(
-            hf.max_position_embeddings, hf.vocab_size, hf.num_hidden_layers, hf.num_attention_heads, hf.hidden_size)
-        needed = {
-            "model_type": "qwen3", "num_key_value_heads": config.n_head, "head_dim": config.n_embd // config.n_head,
-            "intermediate_size": config.n_hidden, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000}, "sliding_window": None,
-            "tie_word_embeddings": True,
-        }
-        for key, ours in needed.items():
-            if getattr(hf, key, None) != ours:
-                raise ValueError(f"its {key} is {getattr(hf, key, None)}, not {ours}")
-        hf_model, report = Qwen3ForCausalLM.from_pretrained(name, output_loading_info=True)
+        model = GPT(config_of(hf, name))
+        hf_model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
         if report["missing_keys"]:  # transformers has drawn them at random
             raise ValueError("it lacks weights")
     except Exception as error:  # no network, no such name, a damaged file: any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give a Qwen3 of this script's shape")
-    model, hf_weights = GPT(config), hf_model.state_dict()
-    for key, weight in model.state_dict().items():
-        for ours, theirs in names.items():
-            key = key.replace(ours, theirs)
-        parts = [key.replace("c_attn", f"{part}_proj") for part in ("qkv" if "c_attn" in key else "q")]
-        whole = torch.cat([hf_weights[part] for part in parts])
-        weight[: len(whole)] = whole  # a padded vocabulary (rung 7) has more rows
+        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give another name or folder")
+    if model.lm_head.weight is model.transformer.wte.weight and not hf.tie_word_embeddings:
+        sys.exit(f"error: --pretrained {name}: its embeddings are untied; use baseline.py")
+    names = {"model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
+             "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn": "attn", "o_proj": "c_proj"}
+    weights, found = model.state_dict(), hf_model.state_dict()
+    for key in [key for key in found if "q_proj" in key]:  # a Qwen3 has three matrices where c_attn is one
+        parts = [found.pop(key.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        found[key.replace("q_proj", "c_attn")] = torch.cat(parts)
+    for key, weight in found.items():
+        if hf.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            weight = weight.t()  # GPT-2's Conv1D stores (in, out), nn.Linear (out, in)
+        for theirs, ours in names.items():
+            key = key.replace(theirs, ours)
+        weights[key][: len(weight)] = weight  # a padded vocabulary (rung 7) has more rows
     return model
+
+
+def config_of(hf, name):
+    """The GPTConfig of a Hugging Face configuration; exits with a one-line error if this script has another model."""
+    rungs = {"gpt2": "a GPT-2; use rung 19 or one before", "qwen3": "a Qwen3; use rung 23 or later"}
+    kind = "qwen3" if hasattr(GPTConfig, "n_hidden") else "20 to 22" if "rotate" in globals() else "gpt2"
+    if hf.model_type != kind:
+        other = "not a GPT-2 checkpoint; give the name or the folder of one"
+        sys.exit(f"error: --pretrained {name}: {rungs.get(hf.model_type, other)}")
+    config = GPTConfig(
+        hf.max_position_embeddings, hf.vocab_size, hf.num_hidden_layers, hf.num_attention_heads, hf.hidden_size)
+    if kind == "gpt2":
+        needed = {"activation_function": "gelu_new", "n_inner": hf.n_inner and 4 * config.n_embd,
+                  "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5}
+    else:
+        needed = {"num_key_value_heads": config.n_head, "head_dim": config.n_embd // config.n_head,
+                  "intermediate_size": config.n_hidden, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+                  "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000},
+                  "sliding_window": None, "tie_word_embeddings": True}
+    for key, ours in needed.items():
+        if (found := getattr(hf, key, None)) != ours:
+            title = {"gpt2": "GPT-2", "qwen3": "Qwen3"}[kind]
+            sys.exit(f"error: --pretrained {name}: not a {title} checkpoint that fits here (its {key} is {found}, not"
+                     f" {ours}); give one of this script's shape")
+    return config
 
 
 def save_checkpoint(path, model, loader, step, **more):
@@ -623,6 +669,12 @@ def save_checkpoint(path, model, loader, step, **more):
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         partial.unlink(missing_ok=True)
         return f"{path} could not be written ({getattr(error, 'strerror', 'is the disk full?')})"
+
+
+def save_model(settings, model, loader, step):
+    """Write the trained model to --save's file; exits with a one-line error if that fails."""
+    if settings.save and RANK == 0 and (problem := save_checkpoint(settings.save, model, loader, step)):
+        sys.exit(f"error: --save: {problem}")
 
 
 def device_name(device):
@@ -661,7 +713,7 @@ class Log:
 
     def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
         self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
-        settings.log_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(settings.log_dir)
         self.path = settings.log_dir / f"{SCRIPT.stem}.log"
         if RANK == 0:
             self.path.write_text("")
@@ -700,8 +752,11 @@ class Log:
         """Log the median step time after warm-up: 5 steps (2 in runs of up to 10), on an accelerator 3 s if longer."""
         n = len(self.seconds)
         warm_up = min(5 if n > 10 else 2, n - 1)
-        if self.device != "cpu":  # the first step does not count, as it compiles; half of the steps count in any case
-            warm_up = max(warm_up, min(2 + (np.cumsum(self.seconds[1:]) < 3).sum(), n // 2))
+        if self.device != "cpu":
+            needed = 2 + (np.cumsum(self.seconds[1:]) < 3).sum()  # 3 s after the first step, during which it compiles
+            warm_up = max(warm_up, min(needed, n - 10))  # 10 steps are left for the median
+            if warm_up < needed:
+                self.line("# warm-up: less than 3 s, so the median may be too high; give more --steps")
         if self.device == "cuda":
             self.line(f"# memory reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e9:.2f} GB")
         dt, first = np.median(self.seconds[warm_up:]), self.last - n + warm_up + 1
@@ -713,6 +768,9 @@ def main(argv=None):
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no such method
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character of a file's name
     train(parse_settings(argv))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # under torchrun
+        torch.distributed.destroy_process_group()
+        time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """python -m ladder: measure the ladder on this machine, and show it.
 
     check       what this machine has, and what each rung will gain from it
+    smoke       does everything work here? every script, for four steps
     run         run the rungs one after the other, then show the table
     profile     where the time of a step goes, rung by rung
-    survey      all of this in a given time, for machines that are not yours
+    survey      all of this in a given time, for machines that you use only once
     report      the table, plots and the tutorial page, from logs
     compare     two logs, step by step
     diff        one lesson: the text, the change, the measured effect
@@ -27,11 +28,11 @@ from ladder.errors import UserError
 from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 from ladder.show.logs import has_steps
 
-RUNS, PROFILES, SURVEYS = Path("logs/ladder"), Path("logs/profile"), Path("logs/survey")  # one folder per run of each
+RUNS, PROFILES, SURVEYS = Path("logs/ladder"), Path("logs/profile"), Path("logs/survey")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"
-PLAIN = {"✓": "+", "✗": "x", "–": "-", "×": "x"}  # where a terminal's encoding lacks them
+PLAIN = {"✓": "+", "✗": "x", "–": "-", "×": "x"}  # for terminals whose encoding lacks them
 console = Console(highlight=False)
-messages = Console(highlight=False, stderr=True)  # what is not the answer itself: --json and --csv own the output
+messages = Console(highlight=False, stderr=True)  # what is not the answer itself: stdout belongs to --json and --csv
 
 
 def positive(text):
@@ -48,59 +49,70 @@ def positive_number(text):
     return value
 
 
-def parse_args(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__.split("\n")[0])
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
+def add_check(verbs):
     check = verbs.add_parser("check", help="what this machine has, and what each rung will gain from it")
     check.add_argument("--gpus", type=positive, metavar="N", help="instead: the largest model on 1 to N GPUs, on paper")
     check.add_argument("--memory", type=positive_number, metavar="GB", action="append",
-                       help="of one of them, 1e9 bytes; several are possible (default: 16, 24, 40, 80)")
+                       help="of one of them, 1e9 bytes; can be repeated (default: 16, 24, 40, 80)")
 
+
+def add_run(verbs):
     run = verbs.add_parser("run", help="run the rungs, then show the table; unknown flags go to the scripts")
     run.add_argument("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
     run.add_argument("--repeat", type=positive, default=1, metavar="N", help="N interleaved rounds, to see the noise")
     run.add_argument("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
     run.add_argument("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
-    run.add_argument("--race", type=positive, metavar="SEEDS", help="instead: find each rung's learning rate, then "
-                     "compare over so many seeds the tokens and seconds to a validation loss (from rung 13)")
-    run.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
+    instead = run.add_mutually_exclusive_group()
+    instead.add_argument("--race", type=positive, metavar="SEEDS", help="instead: find each rung's learning rate, then "
+                         "compare over this many seeds the tokens and seconds to a validation loss (from rung 13)")
+    instead.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
     run.add_argument("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each rung (default: 3600)")
-    run.add_argument("--processes", type=positive, default=2, help="of ddp and fsdp (default: %(default)s)")
+    run.add_argument("--processes", type=positive, default=2, help="of ddp, fsdp and dcp (default: %(default)s)")
     run.add_argument("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {RUNS}/DATE_TIME)")
 
+
+def add_profile(verbs):
     profile = verbs.add_parser("profile", help="where the time of a step goes; unknown flags go to the scripts")
     profile.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
     profile.add_argument("--repeat", type=positive, default=3, metavar="N",
-                         help="N rounds, best an odd number: the median step counts (default: %(default)s)")
+                         help="N rounds, preferably odd: the median round counts (default: %(default)s)")
     profile.add_argument("--logs", type=Path, metavar="FOLDER",
                          help=f"of a run, to be shown with it (default: {PROFILES}/DATE_TIME)")
 
-    survey = verbs.add_parser("survey", help="all of this in a given time; unknown flags go to the scripts")
+
+def add_survey(verbs):
+    survey = verbs.add_parser("survey", help="measure all of this in a given time; unknown flags go to the scripts")
     survey.add_argument("--minutes", type=positive_number, default=10, help="(default: %(default)s)")
     survey.add_argument("--out", type=Path, metavar="FOLDER", help=f"a new folder (default: {SURVEYS}/DATE_TIME)")
 
+
+def add_smoke(verbs):
+    smoke = verbs.add_parser("smoke", help="does everything work here? every script, for four steps")
+    for flag, text in (("--device", "the accelerator if there is one"), ("--model", "mini, on a CPU tiny"),
+                       ("--data", "data/tokens, prepared if it is not there")):
+        smoke.add_argument(flag, help=f"(default: {text})")
+    smoke.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder (default: logs/smoke/DATE_TIME)")
+
+
+def add_report(verbs):
     report = verbs.add_parser(
         "report", help="the table, plots and the page", description="Without LOG_FOLDER, --html and --readme show "
-        "logs/reference/, and all else shows your newest run; with --readme, all of it shows logs/reference/.")
+        "logs/reference/, and everything else shows your newest run; with --readme, everything shows logs/reference/.")
     report.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine")
+    report.add_argument("--logs", action="append", default=[], type=Path, metavar="FOLDER", help="the same")
     report.add_argument("--png", type=Path, metavar="FOLDER", help="write the plots there")
     report.add_argument("--html", type=Path, metavar="FILE", help="write the tutorial page")
-    report.add_argument("--readme", action="store_true", help="rewrite the README's tables")
+    report.add_argument("--readme", action="store_true", help="rewrite the tables of README.md and docs/")
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
     report.add_argument("--csv", action="store_true", help="print CSV instead of the table")
     for flag in ("-B", "-T"):
-        report.add_argument(flag, type=positive, help="of logs that do not say it themselves")
-    report.add_argument("--model", help="of logs that do not say it themselves")
+        report.add_argument(flag, type=positive, help="for logs that do not say it themselves")
+    report.add_argument("--model", help="for logs that do not say it themselves")
     report.add_argument("--peak-tflops", type=positive_number, metavar="N",
                         help="the device's rate for MFU, in 1e12 FLOP/s, where none was measured (machine.json)")
 
-    compare = verbs.add_parser("compare", help="two logs, step by step")
-    compare.add_argument("logs", nargs=2, type=Path, metavar="LOG")
 
-    diff = verbs.add_parser("diff", help="one lesson: N, or two rungs A B")
-    diff.add_argument("rungs", nargs="+", metavar="N")
-
+def add_floor(verbs):
     floor = verbs.add_parser("floor", help="what a step costs at least on any GPU, counted; no GPU is needed")
     floor.add_argument("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its "
                        "numbers, NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
@@ -110,6 +122,16 @@ def parse_args(argv=None):
     floor.add_argument("-T", type=positive, default=1024, help="tokens per sequence (default: %(default)s)")
     floor.add_argument("--save", action="store_true", help="count again what ladder/scripts/floors.json keeps")
 
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__.split("\n")[0])
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for add in (add_check, add_run, add_profile, add_survey, add_smoke, add_floor, add_report):
+        add(verbs)
+    compare = verbs.add_parser("compare", help="two logs, step by step")
+    compare.add_argument("logs", nargs=2, type=Path, metavar="LOG")
+    diff = verbs.add_parser("diff", help="one lesson: N, or two rungs A B")
+    diff.add_argument("rungs", nargs="+", metavar="N")
     propagate = verbs.add_parser("propagate", help="carry the uncommitted fix in a rung through all later rungs")
     propagate.add_argument("rung", help="its file, or N")
     propagate.add_argument("--until", metavar="RUNG", help="the last rung to carry it to (default: the ladder's last)")
@@ -117,7 +139,7 @@ def parse_args(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(argv)
     if rest and args.verb not in ("run", "profile", "survey"):
-        parser.error(f"unknown: {' '.join(rest)}")
+        verbs.choices[args.verb].error(f"unknown: {' '.join(rest)}")
     args.flags, args.argv = rest, argv
     return args
 
@@ -137,31 +159,33 @@ def check(args):
 
 
 def print_cards(gpus, memories):
-    """What some GPUs hold on paper; no machine is looked at."""
+    """What some GPUs hold on paper, whatever this machine is."""
     from rich.table import Table
 
     from ladder.measure.check import plan_cards
 
-    table = Table("GPUs", "", "largest --model", "GB a GPU", "GB sent a step", "at most",
-                  title="The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
-    for column in table.columns[3:]:
-        column.justify = "right"
+    table = Table(title="The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
+    for heading in ("GPUs", "", "largest\n--model"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("GB\na GPU", "GB sent\na step", "at most, 1e9\nparameters"):
+        table.add_column(heading, justify="right", no_wrap=True)
     last = None
     for cards in plan_cards(gpus, memories):
         if last not in (None, cards.memory):
             table.add_section()
         last = cards.memory
-        way = "FSDP" if cards.sharded else "DDP" if cards.ranks > 1 else "alone"
+        way = "FSDP" if cards.sharded else "DDP" if cards.ranks > 1 else "one"
         table.add_row(f"{cards.ranks} x {cards.memory:g} GB", way, cards.model or "none", f"{cards.needed:.1f}",
-                      f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f} B parameters")
+                      f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f}")
     console.print(table)
     console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
-                  "as much in each one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.", markup=False)
+                  "the same again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.",
+                  markup=False)
     return 0
 
 
 def newest_run(wanted=has_steps):
-    """The folder of the newest run; one that was killed before its first step has nothing to show."""
+    """The folder of the newest run; runs killed before their first step have nothing to show."""
     runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in runs:
         if wanted(path.parent):
@@ -174,18 +198,18 @@ def as_started(args):
     from ladder.show.machine import read_machine
 
     if set(args.argv) - {"run", "--resume", "--logs", str(args.logs), f"--logs={args.logs}"}:
-        raise UserError("--resume: continues a run with the flags that it was started with; leave the others out")
+        raise UserError("--resume: continues a run with the flags it was started with; leave the others out")
     folder = args.logs or newest_run(wanted=Path.exists)
     arguments = read_machine(folder).get("arguments")
     if arguments is None:
-        raise UserError(f"--resume: {folder} holds no run of python -m ladder; start one without --resume")
+        raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
     started = parse_args(arguments)
     started.logs, started.resume = folder, True
     return started
 
 
 def stop_at_signals():
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
 
 
@@ -194,7 +218,7 @@ def now():
 
 
 def show(report):
-    """A report in the terminal, with what its folder holds of a profile and of a race."""
+    """A report in the terminal, with the profile and the race in its folder, if any."""
     from ladder.show.profile import print_profile
     from ladder.show.report import print_table
     from ladder.show.standings import print_race
@@ -207,49 +231,81 @@ def show(report):
 
 
 def run(args):
-    from ladder.measure.race import check_race, n_jobs, race
-    from ladder.measure.runner import check_flags, locked, parse_rungs, plan, run_ladder
-    from ladder.show.report import build_report
+    from ladder.measure.race import check_race
+    from ladder.measure.runner import Runner, check_flags, locked, parse_rungs
 
     stop_at_signals()
     args = as_started(args) if args.resume else args
     stages = parse_rungs(args.rungs)
     if args.time_limit <= 0:
         raise UserError(f"--time-limit {args.time_limit:g}: must be more than 0")
+    if (args.race or args.max_batch) and (args.repeat > 1 or args.peers):
+        raise UserError(f"{'--peers' if args.peers else '--repeat'}: not with --race or --max-batch; leave it out")
     settings = check_flags(stages, args.flags)
     if args.max_batch:
         return max_batch(args, stages)
-    logs = args.logs or RUNS / now()
     if args.race:
-        check_race(stages, settings)
-        jobs, n = race(stages, args.flags, logs, args.race), n_jobs(stages, args.race)
-    else:
-        jobs = plan(stages, args.flags, logs, args.repeat, args.peers, args.processes)
-        n = len(jobs)
-    interrupted, outcomes = False, []
+        check_race(stages, settings, args.flags)
+    logs, interrupted = args.logs or RUNS / now(), False
+    runner = Runner(settings, logs, args.time_limit, console, args.resume)
     with locked(logs, args.resume):
         try:
-            outcomes = run_ladder(jobs, n, settings, args.argv, logs, args.time_limit, args.resume, console)
+            measure(args, stages, runner)
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            measured = has_steps(logs)
-            started = measured or args.resume or any(logs.glob("sweep/*/*.log"))
-            if not started:  # nothing to show or to resume: no run to be found as the newest
+            started = has_steps(logs) or args.resume or any(logs.glob("sweep/*/*.log"))
+            if not started:  # nothing to show or resume: it must not be found as the newest run
                 shutil.rmtree(logs, ignore_errors=True)  # (Windows keeps the lock)
     if interrupted and started:
-        console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", markup=False)
-    if measured:
+        print_stop(args, stages, logs)
+    print_outcomes(runner, logs)
+    return 130 if interrupted else 1 if runner.failed() else 0
+
+
+def measure(args, stages, runner):
+    """Run the jobs of `run`, between two measurements of the machine."""
+    from ladder.measure.race import describe_race, n_jobs, race
+    from ladder.measure.runner import plan
+
+    if args.race:
+        console.print(describe_race(stages, args.race), markup=False)
+        runner.n_jobs = n_jobs(stages, args.race)
+    else:
+        jobs = plan(stages, args.flags, runner.log_dir, args.repeat, args.peers, args.processes)
+        runner.n_jobs = len(jobs)
+    with runner:
+        if not args.resume:
+            runner.measure_machine(arguments=args.argv)
+        if args.race:
+            race(stages, args.flags, runner.log_dir, args.race, runner.run, args.processes)
+        else:
+            runner.run(jobs)
+        runner.measure_machine()
+
+
+def print_stop(args, stages, logs):
+    """After Ctrl-C: how to resume, and how far the search of a race is."""
+    from ladder.measure.race import search_progress
+
+    if args.race and not has_steps(logs):
+        console.print(search_progress(stages, logs), markup=False)
+    console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", markup=False)
+
+
+def print_outcomes(runner, logs):
+    """The table, and what failed."""
+    from ladder.show.report import build_report
+
+    if has_steps(logs):
         show(build_report(logs))
         console.print(f"logs: {logs}", markup=False)
-    else:
+    elif not any(logs.glob("sweep/*/*.log")):
         console.print("no rung finished a step, so there is no table")
-    failed = [outcome for outcome in outcomes if outcome.status not in ("ok", "skipped")]
-    if failed:
-        console.print(f"{len(failed)} of {n} runs did not finish:", style="red")
+    if failed := runner.failed():
+        console.print(f"{len(failed)} of {runner.n_jobs} runs did not finish:", style="red")
         for outcome in failed:
             console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}", markup=False)
-    return 130 if interrupted else 1 if failed else 0
 
 
 def profile(args):
@@ -261,7 +317,7 @@ def profile(args):
     stop_at_signals()
     folder = args.logs or PROFILES / now()
     stages = parse_rungs(args.rungs)
-    check_profile(stages, args.flags, folder)  # before the folder is made
+    check_profile(stages, args.flags, folder)  # before creating the folder
     with locked(folder, resume=True):
         failed = profile_ladder(stages, args.flags, folder, console, args.repeat)
     if found := read_profile(folder):
@@ -282,6 +338,15 @@ def survey(args):
         show(build_report(folder))
     console.print(f"To add this machine: copy the folders of {out} to logs/reference", markup=False)
     return 0 if folders else 1
+
+
+def smoke(args):
+    from ladder.measure.smoke import smoke
+
+    stop_at_signals()
+    flags = {"--device": args.device, "--model": args.model, "--data": args.data}
+    words = [word for flag, value in flags.items() if value for word in (flag, value)]
+    return smoke(words, args.out or Path("logs/smoke") / now(), console)
 
 
 def max_batch(args, stages):
@@ -309,11 +374,11 @@ def reference_folders():
 
 
 def report(args):
-    from ladder.show.report import as_csv, as_json, build_report, write_readme
+    from ladder.show.report import as_csv, as_json, build_report, write_tables
 
     def read(default):
         return [build_report(folder, args.peak_tflops, B=args.B, T=args.T, model=args.model)
-                for folder in args.folders or default()]
+                for folder in [*args.folders, *args.logs] or default()]
 
     published = read(reference_folders) if args.readme or args.html else []
     if args.readme or args.html and not (args.png or args.json or args.csv):
@@ -321,8 +386,8 @@ def report(args):
     else:
         reports = read(lambda: [newest_run()])
     if args.readme:
-        write_readme(published)
-        messages.print("README.md: tables rewritten")
+        write_tables(published)
+        messages.print("README.md, docs/*.md: tables rewritten")
     if args.png:
         from ladder.show.plots import write_plots
 
@@ -355,7 +420,7 @@ def find_rung(word):
     """The stage called "7", "07" or "ddp", or by its file's name."""
     stage = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
     if stage is None:
-        raise UserError(f"no rung {word}: there are 0 to {STAGES[-2].label}, ddp and fsdp, or their file names")
+        raise UserError(f"no rung {word}: there are 0 to {STAGES[-3].label}, ddp, fsdp and dcp, or their file names")
     return stage
 
 
@@ -373,8 +438,11 @@ def diff(args):
 
 
 def print_effect(before, stage):
-    """Under the diff: what the change did on the reference machines."""
-    from ladder.show.report import build_report, conditions
+    """Below the diff: the measured effect on the reference machines."""
+    from ladder.show.report import build_report, conditions, within_noise
+
+    def times(row):
+        return f"{row.ms:,.0f} ({row.ms_low:,.0f}–{row.ms_high:,.0f})"
 
     for folder in reference_folders() if before and REFERENCE.is_dir() else []:
         reference = build_report(folder)
@@ -384,10 +452,11 @@ def print_effect(before, stage):
         old, new = rows[before.name], rows[stage.name]
         console.print(f"\nMeasured: {conditions(reference)}", style="bold", markup=False)
         memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
-        ratio = new.tokens_per_second / old.tokens_per_second
+        ratio = f"{new.tokens_per_second / old.tokens_per_second:.2f} x the tokens/sec"
+        noise = ", within the noise: the spreads overlap" if within_noise(old, new) else ""
         console.print(
-            f"  {old.ms:,.0f} -> {new.ms:,.0f} ms/step ({ratio:.2f} x the tokens/sec){memory}, "
-            f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}", markup=False,
+            f"  {times(old)} -> {times(new)} ms/step ({ratio}{noise}){memory}, "
+            f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}", markup=False, soft_wrap=True,
         )
 
 
@@ -429,7 +498,7 @@ def propagate(args):
 
 
 def plain(error):
-    """What to write in place of characters that the terminal's encoding lacks; a handler for codecs."""
+    """Replaces characters that the terminal's encoding lacks; an error handler for codecs."""
     return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
 
 
@@ -438,8 +507,9 @@ def main(argv=None):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="plain")
     args = parse_args(argv)
+    sys.argv[0] = f"python -m ladder {args.verb}"  # what the scripts' own parsers call themselves in an error
     verbs = {"check": check, "run": run, "profile": profile, "survey": survey, "report": report, "compare": compare,
-             "diff": diff, "floor": floor, "propagate": propagate}
+             "diff": diff, "floor": floor, "propagate": propagate, "smoke": smoke}
     try:
         return verbs[args.verb](args)
     except UserError as error:

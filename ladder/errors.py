@@ -2,4 +2,4 @@
 
 
 class UserError(Exception):
-    """Something the user can put right; the message says how."""
+    """A mistake that the user can fix; the message says how."""

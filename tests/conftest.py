@@ -3,6 +3,7 @@ import contextlib
 import importlib.util
 import inspect
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
 
+import filelock  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, its import must not see what a test has patched
@@ -94,6 +96,7 @@ class Run:
     lines: list = None  # of the log
     printed: list = None
     steps: list = None  # as read_steps gives them
+    batches: list = field(default_factory=list)  # (B, index) of those that it asked its loaders for
     norms: list = field(default_factory=list)  # of all gradients together, as each optimizer step finds them
     groups: list = field(default_factory=list)  # the optimizer's groups at each step, without their parameters
     matmul_precision: set = field(default_factory=set)
@@ -146,7 +149,8 @@ def record_run(module, folder, data, *flags):
 
     module.new_model = hooked_model
     module.GPT.forward = clock.slow(module.GPT.forward, STEP_SECONDS["forward"])
-    module.DataLoaderLite.batch = clock.slow(module.DataLoaderLite.batch, STEP_SECONDS["batch"])
+    batch = clock.slow(module.DataLoaderLite.batch, STEP_SECONDS["batch"])
+    module.DataLoaderLite.batch = lambda loader, i: run.batches.append((loader.B, i)) or batch(loader, i)
     hook = register_optimizer_step_pre_hook(see_step)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("synchronize", "get_device_name", "get_device_capability", "max_memory_allocated",
@@ -223,16 +227,26 @@ SHORT = ("-B", 2, "-T", 64, "--steps", 5)
 
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory, tokens):
-    """short_run(label): five steps of that rung, as record_run sees them; each rung runs once a session."""
-    runs = {}
+    """short_run(label): five steps of that rung, as record_run sees them; each rung runs once a session.
+
+    On disk, so that pytest-xdist's workers share them: two files ask for all rungs.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    def record(label):
+        module = rung(label)
+        more = ["--total-batch", 128] if hasattr(module.Settings, "total_batch") else []  # one micro-step
+        more += ["--val-sequences", 2] if hasattr(module.Settings, "val_sequences") else []
+        with own_settings():
+            return record_run(module, tmp_path_factory.mktemp("run"), tokens, *SHORT, *more)
 
     def run(label):
-        if label not in runs:
-            module = rung(label)
-            one_micro_step = ["--total-batch", 128] if hasattr(module.Settings, "total_batch") else []
-            with own_settings():
-                runs[label] = record_run(module, tmp_path_factory.mktemp("run"), tokens, *SHORT, *one_micro_step)
-        return runs[label]
+        path = shared / f"short_run_{label}.pickle"
+        with filelock.FileLock(f"{path}.lock"):
+            if not path.exists():
+                path.write_bytes(pickle.dumps(record(label)))
+        return pickle.loads(path.read_bytes())
 
     return run
 

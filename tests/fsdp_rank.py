@@ -1,6 +1,6 @@
-"""One rank of an FSDP test: fsdp_run.py's own main(), one run after the other in one process group.
+"""One rank of an FSDP test: the own main() of fsdp or dcp, one run after the other in one process group.
 
-    torchrun ... tests/fsdp_rank.py FOLDER        # FOLDER/runs.json: {name of the run: [dtype, [flags]]}
+    torchrun ... tests/fsdp_rank.py FOLDER        # FOLDER/runs.json: {name of the run: [label, dtype, [flags]]}
 
 To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: what this rank
 held and moved in the last step, in bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and
@@ -20,12 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 start, end = dist.init_process_group, dist.destroy_process_group
-dist.init_process_group = lambda backend: dist.is_initialized() or start(backend)
+dist.init_process_group = lambda backend, **how: dist.is_initialized() or start(backend, **how)
 dist.destroy_process_group = lambda: None
 
 
-def run(name, dtype, flags):
-    script, found, fetched, watch = rung("fsdp"), {}, [], Watch()
+def run(name, label, dtype, flags):
+    script, found, fetched, watch = rung(label), {}, [], Watch()
     script.autocast_dtype = lambda device: getattr(torch, dtype)
     batch, unscale = script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_
 
@@ -61,6 +61,6 @@ def run(name, dtype, flags):
     (folder / name / f"rank{rank}.json").write_text(json.dumps(found))
 
 
-for own_name, (own_dtype, own_flags) in json.loads((folder / "runs.json").read_text()).items():
-    run(own_name, own_dtype, own_flags)
+for own_name, own in json.loads((folder / "runs.json").read_text()).items():
+    run(own_name, *own)
 end()

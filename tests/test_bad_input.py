@@ -163,7 +163,7 @@ def half_a_token(folder):
 
 def impossible_token(folder):
     tokens = np.fromfile(folder / "train.bin", dtype="<u2")
-    tokens[7] = 60_000
+    tokens[7] = 50_257  # the vocabulary ends before it
     tokens.tofile(folder / "train.bin")
 
 

@@ -1,13 +1,15 @@
 """ddp_run.py: 2 ranks of batch B compute what 1 process computes with batch 2B, on one machine and on two."""
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
-from conftest import ROOT, losses, read_steps, run_command
+from conftest import ROOT, losses, read_steps, run_command, rung
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
@@ -127,6 +129,55 @@ def test_a_dying_rank_ends_the_job(dying, tmp_path, tokens):
     assert run.returncode != 0
     assert time.monotonic() - started < 90
     assert "SIGKILL" in run.stderr or "Signal 9" in run.stderr
+
+
+@pytest.mark.parametrize("device, nccl, gpus, mode, reason", [
+    ("mps", False, 0, "default", "--device mps: torch has no DDP for Apple GPUs; use --device cpu"),
+    ("cuda", False, 2, "default", "--device cuda: this torch lacks NCCL, as on Windows; use WSL, or --device cpu"),
+    ("cuda", True, 1, "default", "--nproc_per_node: more processes than GPUs; use 1"),
+    ("cuda", True, 2, "max-autotune", "--compile-mode max-autotune: no CUDA graphs under DDP .*; use default"),
+    ("cuda", True, 2, "reduce-overhead", "--compile-mode reduce-overhead: no CUDA graphs under DDP .*; use default"),
+    ("cuda", True, 2, "default", None),
+])
+def test_what_cannot_work_under_torchrun_is_refused(device, nccl, gpus, mode, reason, monkeypatch):
+    """As the second process of two; and without torchrun none of it is."""
+    monkeypatch.setattr(getattr(torch, device), "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    flags = ["--device", device, "--compile-mode", mode]
+    assert rung("ddp").parse_settings(flags).device == device
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit, match=f"^error: {reason}$") if reason else contextlib.nullcontext():
+        rung("ddp").parse_settings(flags)
+
+
+@pytest.mark.parametrize("restarts, agent_store, refused", [
+    ("3", "True", True), ("3", "False", False), ("0", "True", False),
+])
+def test_restarts_that_cannot_work_are_refused(restarts, agent_store, refused, monkeypatch):
+    """torchrun says in these variables what it was given: --max-restarts and TORCH_DISABLE_SHARE_RDZV_TCP_STORE."""
+    for name, value in {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": restarts,
+                        "TORCHELASTIC_USE_AGENT_STORE": agent_store}.items():
+        monkeypatch.setenv(name, value)
+    needed = "^error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it"
+    with pytest.raises(SystemExit, match=needed) if refused else contextlib.nullcontext():
+        rung("ddp").parse_settings(["--device", "cpu"])
+
+
+def test_the_backend_its_patience_and_the_gpu_of_a_rank(monkeypatch):
+    """On the second machine of two; a save by rank 0 may take longer than NCCL's default of ten minutes."""
+    module, calls = rung("ddp"), []
+    for name, value in {"RANK": "9", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(module.dist, "init_process_group", lambda backend, timeout: calls.append((backend, timeout)))
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 9)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 16)
+    for device in ("cuda", "cpu"):
+        assert module.init_ranks(module.Settings(device=device)) == (9, 16)
+    hour = timedelta(hours=1)
+    assert calls == [1, ("nccl", hour), ("gloo", hour)]
 
 
 @pytest.mark.slow

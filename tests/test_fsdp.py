@@ -1,4 +1,4 @@
-"""beyond/fsdp_run.py: ranks that share one model compute what one process computes, each with its share of bytes."""
+"""Both fsdp scripts: ranks that share one model compute what one process computes, each with its share of bytes."""
 import json
 import math
 import re
@@ -17,15 +17,15 @@ from ladder.scripts.flops import SHAPES
 from ladder.scripts.memory import PROCESS_BYTES, card_bytes, sent_bytes, split_parameters, state_bytes
 from ladder.scripts.stages import BY_LABEL
 
-LOG = f"{BY_LABEL['fsdp'].name}.log"
+LOG, LOG_OF_SHARDS = (f"{BY_LABEL[label].name}.log" for label in ("fsdp", "dcp"))
 RUN = ("-T", 16, "--val-every", 2, "--val-sequences", 3, "--checkpoint-every", 2)
 SIX = (*RUN, "--total-batch", 64, "--steps", 6)
 
 
 def on_ranks(n, folder, tokens, runs, *torchrun_flags, **environment):
-    """fsdp_rank.py on n ranks, for runs of {name: (dtype, flags)}."""
+    """fsdp_rank.py on n ranks, for runs of {name: (label, dtype, flags)}."""
     own = ["--model", "tiny", "--device", "cpu", "--data", tokens, "--compile-mode", "none"]
-    lines = {name: (dtype, [str(word) for word in (*own, *flags)]) for name, (dtype, flags) in runs.items()}
+    lines = {name: (*kind, [str(word) for word in (*own, *flags)]) for name, (*kind, flags) in runs.items()}
     folder.mkdir(exist_ok=True)
     (folder / "runs.json").write_text(json.dumps(lines))
     return run_command(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}",
@@ -41,13 +41,15 @@ def alone(label, folder, tokens, *flags, dtype=torch.float32):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, tokens):
-    """The folder of runs of two ranks: float32 (6 steps, saved), bfloat16 and float16 (2 steps each)."""
+    """The folder of runs of two ranks: float32 and shards (6 steps, saved), bfloat16 and float16 (2 steps each)."""
     folder = tmp_path_factory.mktemp("two_ranks")
     two = ("-B", 1, *RUN, "--total-batch", 64, "--steps", 2)
-    run = on_ranks(2, folder, tokens, {"float32": ("float32", ["-B", 1, *SIX, "--save", folder / "model.pt"]),
-                                       "bfloat16": ("bfloat16", two), "float16": ("float16", two)})
+    run = on_ranks(2, folder, tokens, {
+        "float32": ("fsdp", "float32", ["-B", 1, *SIX, "--save", folder / "model.pt"]),
+        "shards": ("dcp", "float32", ["-B", 1, *SIX, "--save", folder / "shards.pt"]),
+        "bfloat16": ("fsdp", "bfloat16", two), "float16": ("fsdp", "float16", two)})
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("step : 6 |") == 1  # rank 0 alone speaks
+    assert run.stdout.count("step : 6 |") == 2  # only rank 0 speaks
     return folder
 
 
@@ -93,7 +95,7 @@ def test_the_other_types_track_float32(dtype, two_ranks, one_process):
 
 def test_an_overflow_on_one_rank_is_one_on_all(two_ranks):
     """Rank 1 has met it; rank 0, whose scaler is saved, has halved its scale, too. The second step counts again."""
-    scaler = notes(two_ranks / "float16" / "checkpoints" / "newest")["scaler"]
+    scaler = torch.load(two_ranks / "float16" / "checkpoints" / "newest.pt", weights_only=True)["scaler"]
     assert (scaler["scale"], scaler["_growth_tracker"]) == (32768.0, 1)
 
 
@@ -128,7 +130,7 @@ def test_each_rank_keeps_its_share(two_ranks):
 def test_three_ranks_that_share_unevenly(tmp_path, tokens):
     """64 rows are 22, 22 and 20."""
     flags = (*RUN, "--total-batch", 48, "--steps", 6)
-    run = on_ranks(3, tmp_path, tokens, {"three": ("float32", ["-B", 1, *flags])})
+    run = on_ranks(3, tmp_path, tokens, {"three": ("fsdp", "float32", ["-B", 1, *flags])})
     assert run.returncode == 0, run.stderr
     assert_same_losses(tmp_path / "three" / LOG, alone("24", tmp_path / "one", tokens, "-B", 3, *flags))
     assert_shares(tmp_path / "three", 3)
@@ -145,7 +147,7 @@ def test_what_a_step_moves(dtype, width, two_ranks):
     norms = 2 * 64 + 2 * 32  # of a block
     assert sorted(gathered) == sorted(2 * [width * (embedding + 64), *4 * [width * (block + norms)]])
     assert sorted(reduced) == sorted(2 * [4 * (embedding + 64), *2 * [4 * (block + norms)]])
-    assert sum(for_muon) == 4 * 2 * block and len(for_muon) == 2 * 5
+    assert sum(for_muon) == 4 * 2 * block and len(for_muon) == 3  # one for each shape
     assert len(moved) == len(gathered) + len(reduced) + len(for_muon)
     assert sum(n for _, n in moved) / 2 == pytest.approx(sent_bytes("tiny", 2, True, 2, width), rel=1e-3)
 
@@ -162,13 +164,75 @@ def test_the_peak_is_what_the_tool_predicts(two_ranks, tmp_path, tokens):
 def copy_checkpoints(two_ranks, folder, *names):
     """A folder with these checkpoints of the float32 run: newest (step 6), previous (step 4)."""
     for name in names:
-        shutil.copytree(two_ranks / "float32" / "checkpoints" / name, folder / "checkpoints" / name)
+        shutil.copytree(two_ranks / "shards" / "checkpoints" / name, folder / "checkpoints" / name)
     return folder / "checkpoints"
+
+
+def copy_file(two_ranks, folder, *names):
+    """A folder with these one-file checkpoints of the float32 run: newest.pt (step 6), previous.pt (step 4)."""
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in names:
+        shutil.copy(two_ranks / "float32" / "checkpoints" / name, folder / "checkpoints")
+    return folder / "checkpoints"
+
+
+def test_a_file_of_two_ranks_resumes_alone(two_ranks, one_process, tmp_path, tokens, capsys):
+    """It holds what rung 24's holds, whole, and sums that show damage: a flipped bit lets the one before resume."""
+    checkpoints = copy_file(two_ranks, tmp_path, "newest.pt", "previous.pt")
+    found = torch.load(checkpoints / "previous.pt", weights_only=True)
+    truth = torch.load(one_process.parent / "checkpoints" / "previous.pt", weights_only=True)
+    assert found["step"] == 4 and found.keys() == truth.keys() and found["model"].keys() == truth["model"].keys()
+    assert found["model"]["lm_head.weight"].data_ptr() == found["model"]["transformer.wte.weight"].data_ptr()
+    damaged = bytearray((checkpoints / "newest.pt").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (checkpoints / "newest.pt").write_bytes(damaged)
+    log = alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
+    assert "newest.pt is damaged; skipping it" in capsys.readouterr().err
+    assert "steps done before: 4" in log.read_text()
+    assert_same_losses(log, one_process)
+    ours, whole = (torch.load(path, weights_only=True)["model"] for path in (tmp_path / "model.pt",
+                                                                             one_process.with_name("model.pt")))
+    for name in whole:
+        assert torch.allclose(ours[name], whole[name], rtol=0, atol=2e-5), name
+
+
+@pytest.mark.slow
+def test_a_file_made_alone_resumes_on_two_ranks(one_process, tmp_path, tokens):
+    alone("fsdp", tmp_path / "run", tokens, "-B", 2, *SIX)
+    (tmp_path / "run" / "checkpoints" / "newest.pt").unlink()
+    run = on_ranks(2, tmp_path, tokens, {"run": ("fsdp", "float32", ["-B", 1, *SIX, "--resume"])})
+    assert run.returncode == 0 and "steps done before: 4" in run.stdout, run.stderr
+    assert_same_losses(tmp_path / "run" / LOG, one_process)
+
+
+def test_what_cannot_resume_a_file(two_ranks, tmp_path, tokens, capsys):
+    """Another run's; rung 24's; a finished run, which still owes --save's file."""
+    checkpoints = copy_file(two_ranks, tmp_path, "newest.pt")
+    with pytest.raises(SystemExit, match=f"error: --resume: {checkpoints}/newest.pt has seed 1337, not 1; make them"):
+        alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--seed", 1)
+    with pytest.raises(SystemExit, match="has script fsdp_run, not rung_24_zero_init; make them equal"):
+        alone("24", tmp_path, tokens, "-B", 2, *SIX, "--resume")
+    alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
+    assert "finished, all of its 6 steps are done" in capsys.readouterr().out
+    ours, truth = (torch.load(folder / "model.pt", weights_only=True)["model"] for folder in (tmp_path, two_ranks))
+    assert all(torch.equal(ours[name], truth[name]) for name in truth)
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_the_other_format_is_refused(resume, two_ranks, tmp_path, tokens):
+    """Neither starts over beside the other's checkpoints; nothing is written."""
+    folder = copy_checkpoints(two_ranks, tmp_path / "shards", "newest")
+    with pytest.raises(SystemExit, match=f"^error: {folder}: holds checkpoints of another format"):
+        alone("fsdp", tmp_path / "shards", tokens, "-B", 2, *SIX, *resume)
+    files = copy_file(two_ranks, tmp_path / "files", "previous.pt")
+    with pytest.raises(SystemExit, match=f"^error: {files}: holds checkpoints of another format"):
+        alone("dcp", tmp_path / "files", tokens, "-B", 2, *SIX, *resume)
+    assert {path.name for path in (*folder.iterdir(), *files.iterdir())} == {"newest", "previous.pt", "lock"}
 
 
 def test_a_checkpoint_of_two_ranks_resumes_alone(two_ranks, one_process, tmp_path, tokens):
     copy_checkpoints(two_ranks, tmp_path, "previous")
-    log = alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
+    log = alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
     assert "steps done before: 4" in log.read_text()
     assert_same_losses(log, one_process)
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
@@ -183,39 +247,40 @@ def test_a_checkpoint_of_two_ranks_resumes_alone(two_ranks, one_process, tmp_pat
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_checkpoint_of_two_ranks_resumes_on_other_numbers(n, two_ranks, one_process, tmp_path, tokens):
     copy_checkpoints(two_ranks, tmp_path / "run", "previous")
-    run = on_ranks(n, tmp_path, tokens, {"run": ("float32", ["-B", 1, *SIX, "--resume"])})
+    run = on_ranks(n, tmp_path, tokens, {"run": ("dcp", "float32", ["-B", 1, *SIX, "--resume"])})
     assert run.returncode == 0, run.stderr
     assert "steps done before: 4" in run.stdout
-    assert_same_losses(tmp_path / "run" / LOG, one_process)
+    assert_same_losses(tmp_path / "run" / LOG_OF_SHARDS, one_process)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_made_alone_resumes_on_two_ranks(one_process, tmp_path, tokens):
-    alone("fsdp", tmp_path / "run", tokens, "-B", 2, *SIX)
+    alone("dcp", tmp_path / "run", tokens, "-B", 2, *SIX)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "newest")
-    run = on_ranks(2, tmp_path, tokens, {"run": ("float32", ["-B", 1, *SIX, "--resume"])})
+    run = on_ranks(2, tmp_path, tokens, {"run": ("dcp", "float32", ["-B", 1, *SIX, "--resume"])})
     assert run.returncode == 0 and "steps done before: 4" in run.stdout, run.stderr
-    assert_same_losses(tmp_path / "run" / LOG, one_process)
+    assert_same_losses(tmp_path / "run" / LOG_OF_SHARDS, one_process)
 
 
 @pytest.mark.slow
 def test_a_killed_rank_comes_back(one_process, tmp_path, tokens):
     """torchrun --max-restarts: rank 1 kills itself in step 3, once, and the job ends as one process does."""
-    run = on_ranks(2, tmp_path, tokens, {"run": ("float32", ["-B", 1, *SIX, "--resume"])}, "--max-restarts=1",
+    run = on_ranks(2, tmp_path, tokens, {"run": ("dcp", "float32", ["-B", 1, *SIX, "--resume"])}, "--max-restarts=1",
                    DIE_RANK="1", DIE_BATCH="8", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "died").exists() and "steps done before: 2" in run.stdout
-    assert_same_losses(tmp_path / "run" / LOG, one_process)
+    assert_same_losses(tmp_path / "run" / LOG_OF_SHARDS, one_process)
 
 
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # meant: what the crash has left
 def test_alone_it_is_rung_24(tmp_path, tokens, one_process):
     """To the bit, and after a crash, too: what remains of the save that it interrupted does not matter."""
-    whole = alone("fsdp", tmp_path / "whole", tokens, "-B", 2, *SIX)
+    whole = alone("dcp", tmp_path / "whole", tokens, "-B", 2, *SIX)
     assert losses(whole) == losses(one_process)
     checkpoints = tmp_path / "whole" / "checkpoints"
     checkpoints.joinpath("newest").rename(checkpoints / "next")
     checkpoints.joinpath("next", "notes.json").unlink()  # it is written last
-    again = alone("fsdp", tmp_path / "whole", tokens, "-B", 2, *SIX, "--resume")
+    again = alone("dcp", tmp_path / "whole", tokens, "-B", 2, *SIX, "--resume")
     assert "steps done before: 4" in again.read_text() and losses(again) == losses(one_process)
     assert notes(checkpoints / "newest")["step"] == 6 and not (checkpoints / "next").exists()
 
@@ -230,7 +295,7 @@ def test_killed_between_two_renames(names, two_ranks, one_process, tmp_path, tok
         cut_in_half(checkpoints / "previous")
     monkeypatch.setattr(FileSystemWriter, "write_data", lambda self, plan, planner: 1 / 0)
     for _ in range(2):
-        log = alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
+        log = alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
         assert "steps done before: 4" in log.read_text() and "next could not be written (division by" in log.read_text()
         assert_same_losses(log, one_process)
 
@@ -248,7 +313,7 @@ def test_a_failed_save_costs_the_checkpoint_and_not_the_run(tmp_path, tokens, mo
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full_disk)
     checkpoints = tmp_path / "checkpoints"
-    alone("fsdp", tmp_path, tokens, "-B", 2, *SIX)
+    alone("dcp", tmp_path, tokens, "-B", 2, *SIX)
     assert capsys.readouterr().out.count("next could not be written ([Errno 28] No space left on device)") == 2
     assert {path.name for path in checkpoints.iterdir()} == {"newest", "lock"}
     assert notes(checkpoints / "newest")["step"] == 4
@@ -265,7 +330,7 @@ def cut_in_half(folder):
 def test_a_damaged_newest_checkpoint_falls_back(damage, two_ranks, one_process, tmp_path, tokens, capsys):
     checkpoints = copy_checkpoints(two_ranks, tmp_path, "newest", "previous")
     damage(checkpoints / "newest")
-    log = alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
+    log = alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
     assert f"WARNING: {checkpoints}/newest is damaged; skipping it" in capsys.readouterr().err
     assert "steps done before: 4" in log.read_text()
     assert_same_losses(log, one_process)
@@ -277,17 +342,16 @@ def test_what_cannot_be_resumed(two_ranks, tmp_path, tokens, capsys):
     for flags, reason in ((["--model", "mini"], "has model tiny, not mini"), (["--seed", 1], "has seed 1337, not 1"),
                           (["--muon-lr", 0.1], r"has muon_lr 0\.002, not 0\.1")):
         with pytest.raises(SystemExit, match=f"error: --resume: {checkpoints}/newest {reason}; make them equal"):
-            alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", *flags)
-    with pytest.raises(SystemExit, match="the checkpoint of an earlier run; add --resume"):
-        alone("fsdp", tmp_path, tokens, "-B", 2, *SIX)
-    with pytest.raises(SystemExit) as stop:
-        alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
-    assert not stop.value.code and "finished, all of its 6 steps are done" in capsys.readouterr().out
+            alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume", *flags)
+    with pytest.raises(SystemExit, match="newest: from an earlier run; add --resume"):
+        alone("dcp", tmp_path, tokens, "-B", 2, *SIX)
+    alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
+    assert "finished, all of its 6 steps are done" in capsys.readouterr().out
     ours, truth = (torch.load(folder / "model.pt", weights_only=True)["model"] for folder in (tmp_path, two_ranks))
     assert all(torch.equal(ours[name], truth[name]) for name in truth)  # it still owes --save's file
     cut_in_half(copy_checkpoints(two_ranks, tmp_path / "damaged", "newest") / "newest")
     with pytest.raises(SystemExit, match="no checkpoint here can be read; delete them to start over"):
-        alone("fsdp", tmp_path / "damaged", tokens, "-B", 2, *SIX, "--resume")
+        alone("dcp", tmp_path / "damaged", tokens, "-B", 2, *SIX, "--resume")
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, load_module, make_tokens, run_command, rung, train
+from conftest import ROOT, load_module, make_tokens, own_settings, run_command, rung, train
 
 import ladder.__main__ as tool
 from ladder.errors import UserError
@@ -28,7 +29,7 @@ from ladder.scripts.memory import PROCESS_BYTES, RUN_BY_DEFAULT, recommend, step
 from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
 from ladder.show.compare import compare
 from ladder.show.logs import PEER, read_log
-from ladder.show.report import beyond_table, build_report, check_comparable, markdown_table, warnings, write_readme
+from ladder.show.report import beyond_table, build_report, check_comparable, markdown_table, warnings, write_tables
 
 LADDER = [sys.executable, "-m", "ladder"]
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
@@ -71,12 +72,17 @@ def is_one_error(answer, *reasons):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, tokens):
-    """Two rounds of rungs 0 and 1, run by the tool."""
+    """Two rounds of rungs 0 and 1, run by the tool in this process; the machine's rates are not measured."""
     logs = tmp_path_factory.mktemp("measured") / "logs"
-    words = ["run", "--rungs", "0,1", "--repeat", 2, "--logs", logs, "--compile-mode", "none"]
-    run = ladder(*words, *flags(tokens))
-    assert run.returncode == 0, run.stdout + run.stderr
-    return logs, run.stdout
+    words = ["run", "--rungs", "0,1", "--repeat", 2, "--logs", logs, "--compile-mode", "none", *flags(tokens)]
+    machine = json.dumps({"rates": {"float32": 1e12}, **rates.describe("cpu")})
+    output = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    with pytest.MonkeyPatch.context() as patch, own_settings(), redirect_stdout(output):
+        patch.setattr(tool.console, "width", 200)
+        patch.setattr(runner, "run_module", lambda name, *words: machine)
+        assert tool.main([str(word) for word in words]) == 0
+        output.flush()
+    return logs, output.buffer.getvalue().decode()
 
 
 def test_run_measures_in_rounds_and_shows_the_table(measured):
@@ -113,6 +119,10 @@ def test_resume_skips_what_is_finished(measured, call):
 @pytest.mark.parametrize("rungs, more, reasons", [
     ("10,16", [], ["speedup_10_fused_adamw.py does not validate", "take rungs from 13 on"]),
     ("16", ["--val-every", 0], ["--val-every 0: --race compares validation losses"]),
+    ("16", ["--max-lr", 0.01], ["--max-lr: --race sets it itself"]),
+    ("18", ["--muon-lr=0.01"], ["--muon-lr: --race sets it itself"]),
+    ("16", ["--seed", 3], ["--seed: --race sets it itself"]),
+    ("16", ["--repeat", 2], ["--repeat: not with --race"]), ("16", ["--peers"], ["--peers: not with --race"]),
 ])
 def test_runs_that_cannot_race(rungs, more, reasons, tmp_path, tokens, call):
     answer = call("run", "--race", 2, "--rungs", rungs, *flags(tokens), *more, "--logs", tmp_path / "logs")
@@ -190,20 +200,47 @@ def fake_machine(monkeypatch, limit):
     return commands
 
 
-@pytest.mark.parametrize("label, limit", [("0", 33), ("7", 70), ("ddp", 70), ("14", 50), ("7", 9), ("7", 1), ("7", 0)])
+@pytest.mark.parametrize("label, limit", [("0", 33), ("7", 70), ("ddp", 70), ("14", 50), ("fsdp", 70), ("7", 9),
+                                          ("7", 1), ("7", 0)])
 def test_max_batch_starts_where_the_model_says(label, limit, monkeypatch, tmp_path):
     """Few cold compiles when the memory model is about right, an answer in any case, and as many ranks as asked for."""
     commands = fake_machine(monkeypatch, limit)
     free = step_bytes("gpt2", 64 if label != "0" else 32, 1024, label) / runner.MEMORY_SHARE
-    monkeypatch.setattr(runner, "run_module", lambda *_: free * (3 if label == "ddp" else 1))
+    ranks = 3 if label in ("ddp", "fsdp") else 1
+    monkeypatch.setattr(runner, "run_module", lambda *_: free * ranks)
     best, speed, why = runner.largest_batch(BY_LABEL[label], ["--device", "cpu"], tmp_path, 60, 3, lambda line: None)
     assert best <= limit <= best + max(1, best // 8) and (speed or not best) and "out of memory" in why
     assert len(commands) <= (5 if limit > 9 else 8)
     for command in commands:
         B = command[command.index("-B") + 1]
-        assert ("--nproc_per_node=3" in command) == (label == "ddp")
-        assert ("--total-batch" in command) == (label == "14")
-        assert label != "14" or command[command.index("--total-batch") + 1] == str(int(B) * 1024)
+        assert ("--nproc_per_node=3" in command) == (ranks == 3)
+        assert ("--total-batch" in command) == (label in ("14", "fsdp"))
+        if "--total-batch" in command:
+            assert command[command.index("--total-batch") + 1] == str(int(B) * 1024 * ranks)  # one micro-step
+
+
+def test_the_search_for_the_largest_batch_ends_at_its_deadline(monkeypatch, tmp_path):
+    """A clock that each attempt moves on by all that it may take; without the deadline every one would get 600 s."""
+    clock = [1000.0]
+
+    def run_job(job, seconds, device):
+        clock[0] += min(seconds, 70)
+        return runner.Outcome(job.name, "timed out", "")
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "run_module", lambda *_: 40e9)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
+    runner.largest_batch(BY_LABEL["7"], ["--device", "cpu"], tmp_path, 600, 1, lambda line: None, deadline=1100.0)
+    assert clock[0] == 1100
+
+
+@pytest.mark.parametrize("has_name", [True, False], ids=["Linux", "Windows"])
+def test_a_killed_child_is_out_of_memory_and_any_other_failed(has_name, monkeypatch, tmp_path):
+    if not has_name:
+        monkeypatch.delattr(signal, "SIGKILL")
+    for ending, status in (("os.kill(os.getpid(), 9)", "out of memory"), ("sys.exit(3)", "failed")):
+        job = Job("job", [sys.executable, "-c", f"import os, sys; {ending}"], tmp_path)
+        assert run_job(job, 60, "cuda").status == status
 
 
 @pytest.mark.slow
@@ -272,8 +309,9 @@ def test_a_log_of_a_foreign_script(tmp_path, call):
     run = read_log(log, B=8, T=512, model="gpt2")
     assert (run.name, run.median_ms, run.tokens_per_second) == ("foreign", 50, 8 * 512 / 0.05)
     assert read_log(log).tokens_per_second is None
-    code, output, _ = call("report", tmp_path, "-B", 8, "-T", 512, "--model", "gpt2")
-    assert code == 0 and "81,920" in output
+    for where in ([tmp_path], ["--logs", tmp_path]):
+        code, output, _ = call("report", *where, "-B", 8, "-T", 512, "--model", "gpt2")
+        assert code == 0 and "81,920" in output
 
 
 def test_tokens_per_millisecond_are_called_so(tmp_path, call):
@@ -380,7 +418,7 @@ def test_damaged_files_are_named_and_the_others_reported(tmp_path, call):
     (tmp_path / "machine.json").write_text('{"rates": {}}')
     code, output, _ = call("report", tmp_path)
     assert code == 0 and "81,920" in output
-    lines = [line for line in output.splitlines() if line.startswith("! passed over: ")]
+    lines = [line for line in output.splitlines() if line.startswith("! skipped: ")]
     named = {"binary.log": "not a text file", "folder.log": "is a folder", "ranks.log": "'x' is not a number",
              "no_ranks.log": "'0' is not a number", "still.log": "0.0 ms", "machine.json": "is damaged"}
     for name, why in named.items():
@@ -489,7 +527,7 @@ def test_compare_does_not_judge_what_does_not_compare(tmp_path):
     assert "larger than the noise" in text and result.faster == pytest.approx(2) and "Different" not in text
     for change, what in ((("gpt2\n", "tiny\n"), "model"), (("B=4", "B=8"), "B"), (("T=1024", "T=512"), "T")):
         text, result = sentences(change)
-        assert f"Different {what}: " in text and f"with a different {what}: no measure" in text, text
+        assert f"Different {what}: " in text and f"with a different {what}: this does not measure" in text, text
         assert "noise" not in text and "The losses do not compare step by step" in text
     assert "4.00 times" in sentences(("B=4", "B=8"))[0]
     for change, what in ((("a (gpt2", "b (gpt2"), "data"), (("seed: 1", "seed: 2"), "seed")):
@@ -511,6 +549,64 @@ def test_compare_counts_the_tokens_of_all_ranks(tmp_path):
     half = read_log(write_log(tmp_path / "half.log", ms=[100] * 20, header=header.format(2).replace("B=4", "B=2")))
     text = " ".join(compare(one, half).sentences)
     assert "Different B: 4 against 2." in text and "The losses of the same tokens" in text and "per step" not in text
+
+
+@pytest.mark.parametrize("ms, verdict", [
+    ((500,), "too few steps to say"), ((500, 50, 50, 50), "too few steps to say"),  # the first two warm up
+    ((500, 50, 50, 50, 50), "larger than the noise"),
+])
+def test_compare_needs_steps_after_the_warm_up(ms, verdict, tmp_path):
+    one = read_log(write_log(tmp_path / "one.log", ms=ms))
+    other = read_log(write_log(tmp_path / "other.log", ms=[2 * one for one in ms]))
+    result = compare(one, other)
+    assert verdict in result.sentences[-1] and result.beyond_noise == (verdict == "larger than the noise")
+
+
+ALLOCATORS = "# script: {}.py\n# device: {} | allocator: {}\n# batch: B=4 T=1024 | steps: 20 | seed: 1\n"
+
+
+@pytest.mark.parametrize("device, one, other, different", [
+    ("EPYC", "malloc", "tcmalloc", "malloc against tcmalloc"), ("EPYC", "", "tcmalloc", "unknown against tcmalloc"),
+    ("EPYC", "malloc", "malloc", None), ("NVIDIA H200", "", "torch", None),
+])
+def test_compare_names_different_allocators(device, one, other, different, tmp_path):
+    logs = [read_log(write_log(tmp_path / f"{side}.log", ms=[ms] * 20, tail=MEDIAN,
+                               header=ALLOCATORS.format("baseline", device, name).replace(" | allocator: \n", "\n")))
+            for side, ms, name in (("a", 100, one), ("b", 50, other))]
+    text = " ".join(compare(*logs).sentences)
+    assert "The same losses" in text  # which no allocator changes
+    assert (f"Different allocator: {different}." in text) == bool(different) == ("may be the allocator's" in text)
+
+
+def test_a_report_names_its_allocators_and_warns_of_several(tmp_path, call):
+    for number, names in enumerate((("malloc", "malloc"), ("malloc", "tcmalloc")), 1):
+        (tmp_path / f"round_{number}").mkdir()
+        for script, name in zip(("baseline", "speedup_01_weight_tying"), names, strict=True):
+            write_log(tmp_path / f"round_{number}" / f"{script}.log", header=ALLOCATORS.format(script, "EPYC", name))
+    output = " ".join(call("report", tmp_path)[1].split())
+    assert "! the runs had different memory allocators (malloc: baseline, weight tying; tcmalloc: weight " in output
+    assert "EPYC (allocator: malloc and tcmalloc)" in output
+    output = " ".join(call("report", tmp_path / "round_1")[1].split())
+    assert "allocators" not in output and "EPYC (allocator: malloc), unknown model" in output
+
+
+def test_a_ratio_within_the_noise_is_called_so(tmp_path, monkeypatch, call):
+    """Rungs 11, 12 and 13: the second as fast as the first, the third faster than the spread of either."""
+    names = [BY_LABEL[label].name for label in ("11", "12", "13")]
+    for number, times in enumerate(((100, 98, 50), (110, 109, 52)), 1):
+        folder = tmp_path / "machine" / f"round_{number}"
+        folder.mkdir(parents=True)
+        for name, ms in zip(names, times, strict=True):
+            write_log(folder / f"{name}.log", ms=[ms] * 8, header="# batch: B=4 T=1024 | steps: 8\n", tail=MEDIAN)
+    report = build_report(tmp_path / "machine")
+    assert [row.before_within_noise for row in report.rows] == [None, True, False]
+    table = beyond_table(report)
+    assert "| 1.01 (noise) |" in table and "| 2.03 |" in table and "the spreads of the two rungs overlap" in table
+    assert "1.01 (noise)" in call("report", tmp_path / "machine")[1]
+    monkeypatch.setattr(tool, "REFERENCE", tmp_path)
+    assert ("105 (100–110) -> 104 (98–109) ms/step (1.01 x the tokens/sec, within the noise: the spreads overlap)"
+            in call("diff", 12)[1])
+    assert "104 (98–109) -> 51 (50–52) ms/step (2.03 x the tokens/sec), 1.00" in call("diff", 13)[1]
 
 
 def test_compare_does_not_pass_over_nan(tmp_path):
@@ -561,19 +657,22 @@ def test_links_lead_somewhere():
             assert link.startswith("http") or (page.parent / link).exists(), (page, link)
 
 
-def test_the_readme_table_is_the_reference_logs(tmp_path, measured):
-    """The committed README says what the committed logs say."""
-    copy = tmp_path / "README.md"
-    shutil.copy(ROOT / "README.md", copy)
-    write_readme([build_report(folder) for folder in REFERENCE], copy)
-    assert copy.read_text() == (ROOT / "README.md").read_text()
+def test_the_committed_tables_are_the_reference_logs(tmp_path, measured):
+    """README.md and docs/ say what the committed logs say."""
+    (tmp_path / "docs").mkdir()
+    tables = ["README.md", "docs/results.md", "docs/long_runs.md", "docs/race.md"]
+    for file in tables:
+        shutil.copy(ROOT / file, tmp_path / file)
+    write_tables([build_report(folder) for folder in REFERENCE], tmp_path)
+    for file in tables:
+        assert (tmp_path / file).read_text() == (ROOT / file).read_text(), "run python -m ladder report --readme"
     table = markdown_table(build_report(measured[0]))
     assert "| 1 | [`speedup_01_weight_tying.py`](speedup_01_weight_tying.py) | weight tying |" in table
     rows = [line for line in table.splitlines() if line.startswith("|")]
     assert len(rows) == 4 and {row.count("|") for row in rows} == {12} and "PaLM" in table
-    copy.write_text("no markers")
-    with pytest.raises(UserError, match="must hold"):
-        write_readme([], copy)
+    (tmp_path / "docs" / "race.md").write_text("no markers")
+    with pytest.raises(UserError, match="docs/race.md must hold"):
+        write_tables([], tmp_path)
 
 
 def test_seconds_to_a_validation_loss(tmp_path, call):
@@ -648,7 +747,7 @@ def test_memory_model_against_what_autograd_keeps():
 
 
 @pytest.mark.parametrize("GB", [8, 16, 24, 40, 80, 141])
-def test_the_recommended_batch_fits_the_hungriest_rung(GB):
+def test_the_recommended_batch_fits_every_rung(GB):
     model, B, T = recommend(GB * 1e9, accelerator=True)
     assert (model, T) == ("gpt2", 1024)
     worst = max(step_bytes(model, B, T, label) for label in RUN_BY_DEFAULT)
@@ -723,6 +822,15 @@ def files_in(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_usage_errors_name_the_command(call, monkeypatch, tokens):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/ladder/__main__.py"])
+    for words in (["run", "--bogus", 3, *flags(tokens)], ["profile", "-B", "x"], ["report", "--bogus"],
+                  ["run", "--race", 2, "--max-batch"]):
+        code, _, error = call(*words)
+        assert code == 2 and error.splitlines()[-1].startswith(f"python -m ladder {words[0]}: error: "), error
+        assert "__main__" not in error
+
+
 @pytest.fixture
 def fake_run(tmp_path, monkeypatch, tokens, call):
     """A run in RUNS whose job does as it is told, instead of training."""
@@ -766,6 +874,23 @@ def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):
     assert code == 130 and f"run --resume --logs {tool.newest_run()} continues" in output and "baseline" in output
 
 
+def test_ctrl_c_during_a_search_says_how_far_it_is(fake_run, call):
+    done = []
+
+    def interrupt_the_second(job):
+        job.log_dir.mkdir(parents=True)
+        write_log(job.log_dir / f"{job.name}.log", header="# batch: B=1 T=32 | steps: 3 | seed: 1\n",
+                  tail="\nval : step 3 | loss: 5.0 | time: 0.1 s" + MEDIAN if not done else "\n")
+        done.append(job)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    code, output, _ = fake_run(interrupt_the_second, "--rungs", "16-18", "--race", 2, "--warmup-steps", 1)
+    assert code == 130 and "race: at least 14 runs" in output, output
+    assert "has finished 1 of at least 8 runs (rung 16: 1, rung 18: 0)" in output
+    assert f"run --resume --logs {tool.newest_run(Path.exists)} continues" in output and "no table" not in output
+
+
 def test_without_folders_each_output_shows_its_own(tmp_path, monkeypatch, call):
     """One's own newest run in the table and the plots, the reference machines in page and README."""
     made = {}
@@ -783,7 +908,7 @@ def test_without_folders_each_output_shows_its_own(tmp_path, monkeypatch, call):
 
     monkeypatch.setitem(sys.modules, "ladder.show.plots", SimpleNamespace(write_plots=maker("png")))
     monkeypatch.setitem(sys.modules, "ladder.show.page", SimpleNamespace(write_page=maker("html")))
-    monkeypatch.setattr("ladder.show.report.write_readme", maker("readme"))
+    monkeypatch.setattr("ladder.show.report.write_tables", maker("readme"))
     own, reference, page = ["mine"], [folder.name for folder in REFERENCE], ["--html", tmp_path / "page.html"]
     for words, expected in (
         (["--png", "x"], {"png": own}),
@@ -843,6 +968,14 @@ def nvidia(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(built_for))
 
     return nvidia
+
+
+def test_the_cards_fit_a_narrow_terminal(monkeypatch, call):
+    """One line per row, at 80 columns."""
+    monkeypatch.setattr(tool.console, "width", 80)
+    code, output, _ = call("check", "--gpus", 8)
+    rows = [line for line in output.splitlines() if line.startswith("│")]
+    assert code == 0 and len(rows) == 4 * 7 and all(" GB │" in row for row in rows) and "…" not in output
 
 
 def test_check_says_why_torch_cannot_use_the_gpu(nvidia, monkeypatch):

@@ -111,7 +111,8 @@ def test_which_steps_the_median_counts_on_a_cpu(steps, counted, tmp_path, monkey
     ([0.75] + [0.25] * 49, "14-50"),  # 12 steps of 0.25 s after the first one make 3 s
     ([40] + [0.25] * 49, "14-50"),  # a compilation keeps the GPU idle: it warms up nothing
     ([2] * 20, "6-20"),  # long steps: 3 s are over before the 5 steps of a CPU
-    ([0.01] * 50, "26-50"),  # never 3 s: half of the steps count
+    ([0.01] * 50, "41-50"),  # never 3 s: ten steps count, and the log says so
+    ([0.01] * 12, "6-12"),
     ([0.01] * 3, "3-3"),
     ([0.01], "1-1"),
 ])
@@ -123,6 +124,7 @@ def test_an_accelerator_warms_up_for_three_seconds(seconds, counted, tmp_path, m
     assert lines[-1].startswith(f"median : dt: {median * 1000:.2f} ms | tokens/sec: {1000 / median:.2f} | ")
     assert "peak memory: 2.00 GB" in lines[-1]
     assert lines[-2] == "# memory reserved by the allocator: 3.00 GB"
+    assert ("# warm-up: less than 3 s" in lines[-3]) == (sum(seconds[1 : first - 1]) < 3)
 
 
 def test_the_same_seed_gives_the_same_run(short_run, tmp_path, tokens):

@@ -96,7 +96,7 @@ def test_02_train_sets_the_precision_of_products(label, short_run):
 
 def test_02_a_cpu_is_told_that_it_has_no_effect(short_run):
     assert "precision: float32 (no TF32 on this device: no effect)" in short_run("2").lines[2]
-    assert short_run("1").lines[2].endswith("precision: float32")
+    assert "| precision: float32 |" in short_run("1").lines[2]
 
 
 @pytest.mark.skipif(not (torch.cuda.is_available() and torch.cuda.is_tf32_supported()), reason="needs a GPU with TF32")
@@ -124,7 +124,7 @@ def test_03_autocast_is_what_the_cpu_can_do(label, short_run):
     dtype = torch.bfloat16 if CPU_HAS_BFLOAT16 else torch.float32
     assert run.dtypes == {(dtype, torch.float32, torch.float32)}
     precision = "bfloat16 autocast" if CPU_HAS_BFLOAT16 else "float32 (no bfloat16 on this CPU)"
-    assert run.lines[2].endswith(f"precision: {precision}")
+    assert f"| precision: {precision} |" in run.lines[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -136,7 +136,7 @@ def test_03_tracks_rung_2_in_every_type(dtype, tmp_path, tokens):
     before = read_steps(train(rung(2), tmp_path / "before", tokens, *FEW))
     assert run.dtypes == {(dtype, torch.float32, torch.float32)}
     name = {torch.float32: "float32 (no bfloat16 on this CPU)"}.get(dtype, f"{dtype} autocast".removeprefix("torch."))
-    assert run.lines[2].endswith(f"precision: {name}")
+    assert f"| precision: {name} |" in run.lines[2]
     tolerance = 0 if dtype is torch.float32 else BFLOAT16_LOSS_TOLERANCE
     assert losses_of(run) == pytest.approx([step["loss"] for step in before], abs=tolerance)
 

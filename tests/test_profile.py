@@ -354,8 +354,8 @@ def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
     assert build_report(tmp_path).profile is None
     (tmp_path / "profile.json").write_text(json.dumps(read_profile(WHOLE) | {"T": 64}))
     report = build_report(tmp_path)
-    assert report.profile is None and "B=1 T=64, and the logs are not" in report.passed_over[0]
-    assert build_report(WHOLE).profile and not build_report(WHOLE).passed_over
+    assert report.profile is None and "B=1 T=64, and the logs are not" in report.skipped[0]
+    assert build_report(WHOLE).profile and not build_report(WHOLE).skipped
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 1e12}, "device": "cuda"}))
     with pytest.raises(UserError, match="of another device"):
@@ -379,6 +379,34 @@ def test_a_survey_ends_in_time_and_leaves_folders_to_commit(tokens, tmp_path):
     assert done.returncode == 1 and "is not empty" in done.stderr
     done = run_command(*command, "--minutes", 0, *words)
     assert done.returncode == 2 and "must be more than 0" in done.stderr
+
+
+@pytest.mark.parametrize("device, does", [
+    ("cpu", ["first round", "profile", "other rounds", "beyond"]),
+    ("mps", ["first round", "other rounds", "largest", "beyond"]),  # torch.profiler and CUDA graphs: not there
+    ("cuda", ["first round", "profile", "other rounds", "largest", "beyond", "CUDA graphs"]),
+])
+def test_a_survey_does_what_the_device_can(device, does, monkeypatch, tmp_path):
+    done = []
+    monkeypatch.setattr(survey, "check_flags", lambda *_: SimpleNamespace(device=device, B=1, T=32))
+    monkeypatch.setattr(survey, "with_defaults", lambda flags, minutes: flags)
+    monkeypatch.setattr(survey, "name_machine", lambda out, *_: (out / "machine").mkdir() or "name")
+    names = {"first round": "first_round", "profile": "profile", "other rounds": "other_rounds",
+             "largest": "largest_batches", "beyond": "beyond", "CUDA graphs": "cuda_graphs"}
+    for title, name in names.items():
+        monkeypatch.setattr(survey.Survey, name, lambda self, title=title: done.append(title))
+    survey.survey(1, tmp_path / "out", [], Console(file=io.StringIO()))
+    assert done == does
+
+
+def test_a_survey_gives_the_search_for_a_batch_its_deadline(monkeypatch, tmp_path):
+    got = []
+    monkeypatch.setattr(survey, "largest_batch", lambda *arguments: got.append(arguments[-1]) or (1, 1.0, ""))
+    deadline = time.monotonic() + 60
+    this = survey.Survey([], tmp_path, "name", SimpleNamespace(B=1, T=32), deadline, Console(file=io.StringIO()))
+    this.main.mkdir()
+    this.largest_batches()
+    assert got == [deadline] * 4
 
 
 @pytest.mark.parametrize("flags, minutes, chosen", [

@@ -115,7 +115,9 @@ def test_a_method_goes_to_the_end_of_its_class(repository):
 def test_propagate_starts_at_the_rung_that_was_fixed(repository):
     edit(repository / "speedup_08_adamw_clip.py", ("model.parameters(), 1.0)", "model.parameters(), 2.0)"))
     later = [stage.file for stage in STAGES[STAGES.index(BY_LABEL["9"]) :]]
+    (repository / later[0]).chmod(0o755)  # a file stays executable
     assert list(propagate(BY_LABEL["8"], repository)) == later
+    assert (repository / later[0]).stat().st_mode & 0o777 == 0o755
     assert "2.0)" not in (repository / "speedup_07_vocab_pad.py").read_text()
 
 
@@ -158,7 +160,7 @@ def test_a_conflict_is_shown_and_nothing_is_written(repository):
     assert list(propagate(BASELINE, repository, until=BY_LABEL["5"])) == [stage.file for stage in STAGES[1:6]]
     with pytest.raises(UserError, match="speedup_06_flash_attn.py: the fix conflicts"):
         propagate(BY_LABEL["5"], repository)
-    with pytest.raises(UserError, match="uncommitted changes.*go on from there: .* propagate speedup_05_compile.py"):
+    with pytest.raises(UserError, match="uncommitted changes.*continue from there: .* propagate speedup_05_compile.py"):
         propagate(BASELINE, repository)
     edit(repository / "speedup_06_flash_attn.py", changes[1])
     assert list(propagate(BY_LABEL["6"], repository)) == [stage.file for stage in STAGES[7:]]

@@ -7,10 +7,11 @@ from rich.console import Console
 from test_ladder_tool import ladder
 
 from ladder.errors import UserError
-from ladder.measure.race import n_jobs, race, rate_flag
+from ladder.measure.race import describe_race, n_jobs, race, rate_flag, search_progress
+from ladder.measure.runner import Job
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import read_log
-from ladder.show.report import build_report, write_readme
+from ladder.show.report import build_report, write_tables
 from ladder.show.standings import (
     best_of,
     last_val_loss,
@@ -51,14 +52,18 @@ def run_race(folder, best, stages, seeds=2, slow=None, **values):
 
     In the round `slow` the machine takes 1.2 times as long.
     """
-    jobs = []
-    for job in race(stages, ["--model", "tiny", "--seed", "7"], folder, seeds):
-        jobs.append(job)
-        rate = float(flag_of(job, rate_flag(BY_NAME[job.name])[0]))
-        end = 4 + abs(math.log2(rate / best[job.name]))
-        write_log(job, values.get(job.name, lambda end, job: (9, 8, 7, end))(end, job),
-                  MS.get(job.name, 100.0) * (1.2 if job.log_dir.name == slow else 1))
-    return jobs
+    done = []
+
+    def run(jobs):
+        for job in jobs:
+            rate = float(flag_of(job, rate_flag(BY_NAME[job.name])[0]))
+            end = 4 + abs(math.log2(rate / best[job.name]))
+            write_log(job, values.get(job.name, lambda end, job: (9, 8, 7, end))(end, job),
+                      MS.get(job.name, 100.0) * (1.2 if job.log_dir.name == slow else 1))
+            done.append(job)
+
+    race(stages, ["--model", "tiny", "--seed", "7"], folder, seeds, run)
+    return done
 
 
 def searched(jobs, stage):
@@ -132,7 +137,7 @@ def test_a_run_that_broke_off_has_no_last_loss(tmp_path):
     ((9, 6, 8, 5), 7, 10 + 10 * 2 / 3), (("nan", "nan", 7, 6), 6.75, 32.5),
 ])
 def test_steps_to_a_loss(tmp_path, val_losses, loss, steps):
-    [job] = [job for job, _ in zip(race([ADAMW], [], tmp_path, 1), range(1), strict=False)]
+    job = Job(ADAMW.name, [], tmp_path)
     write_log(job, val_losses, 100.0)
     assert steps_to(read_log(job.log_dir / f"{job.name}.log"), loss) == pytest.approx(steps)
 
@@ -164,13 +169,15 @@ def test_the_standings(tmp_path):
         output = console.file.getvalue()
         assert "18 Muon" in output and "69%" in output and "…" not in output
         assert ("1.6–3.3" in output) == (width == 140)
-    readme = tmp_path / "README.md"
-    marks = [f"<!-- {name}:{end} -->" for name in ("ladder", "beyond", "race") for end in ("begin", "end")]
-    readme.write_text("\n".join(marks))
-    write_readme([report], readme)
-    text = readme.read_text()
-    assert text.index("race:begin") < text.index("rung_18_muon.py") < text.index("race:end")
-    assert "rung_18" not in text[: text.index("race:begin")]
+    (tmp_path / "docs").mkdir()
+    for file, name in {"README": "ladder", "docs/results": "ladder", "docs/long_runs": "beyond",
+                       "docs/race": "race"}.items():
+        (tmp_path / f"{file}.md").write_text(f"<!-- {name}:begin -->\n<!-- {name}:end -->")
+    write_tables([report], tmp_path)
+    text = (tmp_path / "docs" / "race.md").read_text()
+    assert text.index("race:begin") < text.index("(../beyond/rung_18_muon.py)") < text.index("race:end")
+    assert all("rung_18" not in (tmp_path / file).read_text()
+               for file in ("README.md", "docs/results.md", "docs/long_runs.md"))
 
 
 def test_with_two_seeds_the_first_rung_reaches_the_target_with_both(tmp_path):
@@ -199,6 +206,35 @@ def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
         for path in (tmp_path / f"round_{number}").glob("*.log"):
             path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
     assert build_report(tmp_path).sweep == {}  # nothing to compare yet
+
+
+def test_the_caption_says_where_a_search_is_doubtful(tmp_path):
+    """Nothing of a good one; a best rate at the edge, rates that differ less than the seeds, a race of 40 steps."""
+    best = {ADAMW.name: 1.2e-3}
+
+    def caption(name, best=best, **values):
+        run_race(tmp_path / name, best, [ADAMW], 2, **values)
+        return race_texts(build_report(tmp_path / name))[1]
+
+    assert "40 steps are too few to choose a learning rate, take 50 or more" in caption("short")
+    assert "edge" not in caption("short again") and "flat" not in caption("short once more")
+    assert "rung 16's best rate, 0.3072, is at the edge" in caption("edge", {ADAMW.name: 1e6})
+    seeds = {"round_1": (9, 8, 7, 5), "round_2": (9, 8, 7, 9)}  # further apart than the four rates
+    noisy = caption("flat", **{ADAMW.name: lambda end, job: seeds.get(job.log_dir.name, (9, 8, 7, end))})
+    assert "rung 16's search is flat: its rates differ by no more than its seeds do" in noisy and "edge" not in noisy
+
+
+def test_the_plan_of_a_race_and_how_far_its_search_is(tmp_path):
+    stages = [ADAMW, CHUNKED, MUON]
+    plan = describe_race(stages, 3)
+    assert "at least 17 runs: 4 learning rates or more for each of 2 rungs, then 3 seeds of 3 rungs" in plan
+    assert "--max-lr 0.0006 to 0.0048 (rung 16); --muon-lr 0.002 to 0.016 (rung 18)" in plan
+    assert "finished 0 of at least 8 runs (rung 16: 0, rung 18: 0)" in search_progress(stages, tmp_path)
+    for rate, losses in ((0.0006, (9, 8, 7, 6)), (0.0012, (9, 8, 7, 6))):
+        write_log(Job(ADAMW.name, [], tmp_path / "sweep" / f"{rate:g}"), losses, 100.0)
+    path = tmp_path / "sweep" / "0.0012" / f"{ADAMW.name}.log"
+    path.write_text(path.read_text()[:600])  # the one that Ctrl-C has stopped
+    assert "finished 1 of at least 8 runs (rung 16: 1, rung 18: 0)" in search_progress(stages, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """sample.py and export.py: the same model in transformers' hands, there and back."""
 import argparse
+import json
 import os
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +64,19 @@ def test_the_folder_has_the_same_logits_and_so_has_the_way_back(label, saved, tm
                 rung(later).from_pretrained(tmp_path / "hf")
 
 
+@pytest.mark.parametrize("label, config", [
+    ("10", {"model_type": "gpt2", "n_positions": 1024, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    ("23", {"model_type": "qwen3", "max_position_embeddings": 1024, "attention_dropout": 0.0, "rms_norm_eps": 1e-6}),
+])
+def test_the_written_config(label, config, saved, tmp_path, export):
+    """What the logits do not show: who trains it further meets the dropout, who generates the end of a document."""
+    export.main([str(saved[label]), str(tmp_path / "hf")])
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written.items() >= {**config, "bos_token_id": 50256, "eos_token_id": 50256, "vocab_size": 50257}.items()
+    generation = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 50256
+
+
 @pytest.fixture
 def numbers(monkeypatch, sample):
     """Let sample.py print token ids: most tokens are no bytes, in which the tests' text is written."""
@@ -102,8 +117,30 @@ def test_sampling_flags(saved, sample, numbers, capsys):
 
     assert text("--seed", 1, "--top-k", 50) == text("--seed", 1, "--top-k", 50) != text("--seed", 2, "--top-k", 50)
     assert text("--top-k", 1) == text("--temperature", 0)  # of one token there is no choice
-    assert text("--num-samples", 2).count("--- sample ") == 2
+    first, second = text("--num-samples", 2).split("--- sample ")[1:]
+    assert first.split()[3:] != second.split()[3:]  # the seed is set once, before all of them
+    assert text("--top-p", 1e-6) == text("--temperature", 0.001) == text("--temperature", 0)
+    assert len({text("--temperature", 0.8), text("--temperature", 5), text("--temperature", 0)}) == 3
     assert text("--top-p", 0.5, "--prompt", "").strip()
+
+
+def test_what_the_model_is_given(sample, monkeypatch):
+    """Of an empty prompt the token that begins a document."""
+    given = []
+    config = SimpleNamespace(max_position_embeddings=100)
+    model = SimpleNamespace(
+        config=config, generate=lambda x, **more: given.append((x.tolist(), more["max_new_tokens"])))
+    monkeypatch.setattr(sample, "load_model", lambda name, device: (model, "gpt2-bytes"))
+    for prompt in ("", "ab"):
+        sample.main(["model", "--prompt", prompt, "--max-new-tokens", "3", "--device", "cpu"])
+    assert given == [([[50256]], 3), ([sample.Tokenizer("gpt2-bytes").encode("ab")], 3)]
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
+def test_a_prompt_that_spells_the_end_of_a_document_is_text(sample):
+    tokenizer = sample.Tokenizer("gpt2")
+    ids = tokenizer.encode("<|endoftext|>")
+    assert len(ids) > 1 and tokenizer.decode(ids) == "<|endoftext|>"
 
 
 def test_a_prompt_is_cut_at_its_front(saved, sample, capsys):

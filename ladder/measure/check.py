@@ -1,4 +1,4 @@
-"""What this machine has, and what each rung will gain from it: one line each, with what to do where it lacks."""
+"""What this machine has, what each rung will gain from it, and what to do about what is missing: one line each."""
 import importlib.util
 import json
 import math
@@ -23,7 +23,7 @@ GOOD, NEUTRAL, BAD = "✓", "–", "✗"
 
 @dataclass
 class Finding:
-    """`mark` is ✓ (there), – (not there, and the ladder runs without) or ✗ (do something)."""
+    """`mark` is ✓ (present), – (absent, but the ladder runs without it) or ✗ (needs fixing)."""
 
     mark: str
     what: str
@@ -87,7 +87,7 @@ def check_formats(device):
     dtype = rung_10.autocast_dtype(device)
     without = {
         torch.float16: "none in hardware: rung 3 and up use float16 with a GradScaler",
-        torch.float32: "none in this CPU: rungs 3 and up run in float32 here, and gain nothing from it",
+        torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",
     }
     yield Finding(NEUTRAL if dtype in without else GOOD, "bfloat16", without.get(dtype, "rung 3 gains"))
     if capability < (8, 9):
@@ -99,7 +99,7 @@ def check_formats(device):
 
 
 def compile_problem(device):
-    """Why torch.compile does not work here, in one line, found out by compiling something tiny; None if it works."""
+    """Why torch.compile does not work here, in one line, from compiling something tiny; None if it works."""
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception as error:  # no compiler, no Triton, no headers, an unsupported Python: any exception
@@ -107,7 +107,7 @@ def compile_problem(device):
 
 
 def attention_kernel(device):
-    """The kernel that scaled_dot_product_attention chooses for rung 6's tensors, as torch calls it."""
+    """torch's name of the kernel that scaled_dot_product_attention chooses for rung 6's tensors."""
     q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))  # (B, nh, T, hs)
     return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
 
@@ -123,7 +123,7 @@ def check_kernels(device):
         advice = f"does not work, rungs 5 and up run eagerly: {problem}; install {need}"
         yield Finding(BAD if problem else GOOD, "torch.compile", advice if problem else "works, for rung 5 and up")
         kernel = attention_kernel(device)
-        gain = "rung 6 computes all scores, and gains nothing" if kernel == "MATH" else "rung 6 gains"
+        gain = "rung 6 computes all scores and gains nothing" if kernel == "MATH" else "rung 6 gains"
         yield Finding(NEUTRAL if kernel == "MATH" else GOOD, "attention", f"torch chooses {kernel} here: {gain}")
     fused = device in torch.utils._foreach_utils._get_fused_kernels_supported_devices()
     yield Finding(GOOD if fused else NEUTRAL, "fused AdamW", "rung 10 gains" if fused else "not on this device")
@@ -135,20 +135,20 @@ def check_ranks(device):
     detail = f"{count} GPUs" if count != 1 else "1 GPU"
     yield Finding(GOOD if count > 1 else NEUTRAL, "GPUs for ddp_run.py",
                   detail if count > 1 else f"{detail}: ddp_run.py can run 2 processes on the CPU, over gloo")
-    yield Finding(GOOD if nccl else NEUTRAL, "NCCL", "there" if nccl else "not in this torch; DDP on CPUs uses gloo")
+    yield Finding(GOOD if nccl else NEUTRAL, "NCCL", "works" if nccl else "not in this torch; DDP on CPUs uses gloo")
 
 
 def check_data(folder):
-    """What the token files in `folder` were made of, and how to come from the fallback text to the real one."""
+    """What the token files in `folder` were made from, and how to replace the fallback text by the real one."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         source, tokenizer = meta["source"], meta["tokenizer"]
     except FileNotFoundError:
-        return Finding(NEUTRAL, "data", "not yet: the first run makes it (python data/prepare.py)")
+        return Finding(NEUTRAL, "data", "not yet: the first run prepares it (python data/prepare.py)")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Finding(BAD, "data", f"{folder}/meta.json is damaged ({error}); run python data/prepare.py")
     fallback = source == "python_topics" or tokenizer == "gpt2-bytes"
-    advice = "; made without a network: with one, python data/prepare.py makes Tiny Shakespeare in gpt2 tokens"
+    advice = "; prepared without a network: with one, python data/prepare.py makes Tiny Shakespeare in gpt2 tokens"
     detail = f"{source} ({tokenizer} tokens) in {folder}"
     return Finding(NEUTRAL, "data", detail + advice) if fallback else Finding(GOOD, "data", detail)
 
@@ -175,7 +175,7 @@ def check_files():
     cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir()) / "data-gym-cache")
     there = cache.is_dir() and any(cache.iterdir())
     yield Finding(GOOD if there else NEUTRAL, "tokenizer",
-                  f"in {cache}" if there else "not yet: tiktoken fetches it once; without a network, single bytes")
+                  f"in {cache}" if there else "not yet: tiktoken downloads it once; else tokens are bytes")
 
 
 def check_machine(device=None):
@@ -195,16 +195,16 @@ class Cards:
     ranks: int
     sharded: bool
     model: str | None  # the largest --model that fits at B=1, T=1024
-    needed: float  # GB a card takes with it
+    needed: float  # GB per card with it
     sent: float  # GB each card sends in a step of one micro-step
     most: float  # parameters of the deepest model of gpt2-xl's width that fits
 
 
 def plan_cards(gpus, memories):
-    """A Cards for 1, 2, 4 … `gpus` cards, DDP and FSDP, of each of `memories` GB, of which 90 % are used."""
+    """A Cards for 1, 2, 4 … `gpus` cards, DDP and FSDP, of each of `memories` GB, 90 % of it used."""
     counts = [2**n for n in range(gpus.bit_length()) if 2**n < gpus] + [gpus]
     ways = [(memory, n, sharded) for memory in memories for n in counts for sharded in (False, True)[:n]]
-    for memory, ranks, sharded in ways:  # one card alone has nothing to shard
+    for memory, ranks, sharded in ways:  # a single card has nothing to shard
         model, n_blocks = largest_model(0.9e9 * memory, ranks, sharded)
         embedding, block, _ = split_parameters("gpt2-xl")
         needed = card_bytes(model, 1, 1024, ranks, sharded) / 1e9 if model else math.nan

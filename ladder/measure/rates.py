@@ -2,8 +2,8 @@
 
     python -m ladder.measure.rates --device cpu
 
-The products have the shapes of GPT-2's own layers, (4096, 768) @ (768, 3072) and larger square ones; the best of
-several tries of each counts, since the question is what the chip can do.
+The products have the shape of GPT-2's own layers, (4096, 768) @ (768, 3072), and larger square ones; the best of
+several tries counts, since the question is what the chip can do.
 """
 import argparse
 import csv
@@ -29,7 +29,7 @@ def best_rate(device, dtype, shape):
     a @ b
     synchronize()
     best, deadline = float("inf"), time.perf_counter() + SECONDS
-    repeats = 1 if device == "cpu" else 10  # a GPU's launch should not count
+    repeats = 1 if device == "cpu" else 10  # so that the launch on a GPU does not count
     while time.perf_counter() < deadline:
         started = time.perf_counter()
         for _ in range(repeats):
@@ -40,7 +40,7 @@ def best_rate(device, dtype, shape):
 
 
 def measure(device):
-    """{"float32": FLOP/s} and what the device has in hardware besides: "tf32", "bfloat16" or else "float16"."""
+    """{"float32": FLOP/s} and what else the device has in hardware: "tf32", "bfloat16" or, without it, "float16"."""
     shapes = SHAPES if device != "cpu" else SHAPES[:2]
     dtype = rung_10.autocast_dtype(device)
     formats = {"float32": (torch.float32, "highest"), str(dtype).removeprefix("torch."): (dtype, "highest")}
@@ -54,7 +54,7 @@ def measure(device):
 
 
 def nvidia_gpus():
-    """The machine's NVIDIA GPUs by the driver's own tool: [{"name": ..., "driver": ..., "power limit": "700.00 W"}]."""
+    """The machine's NVIDIA GPUs, from the driver's tool: [{"name": ..., "driver": ..., "power limit": "700.00 W"}]."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -65,7 +65,7 @@ def nvidia_gpus():
 
 
 def describe(device):
-    """What a reader of the rates must know of the machine."""
+    """What a reader of the rates must know about the machine."""
     return {
         "device": device, "name": rung_10.device_name(device), "cpu": rung_10.device_name("cpu"),
         "gpus": nvidia_gpus(), "torch": torch.__version__, "cuda": torch.version.cuda,

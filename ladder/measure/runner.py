@@ -1,7 +1,7 @@
 """Run the rungs one after the other as a user would, in child processes, and measure the machine in the same run.
 
-A rung that fails, runs out of memory or takes too long is shown as such, and the others still run. Ctrl-C stops the
-child with everything that it started, and keeps what is finished.
+A rung that fails, runs out of memory or takes too long is reported, and the others still run. Ctrl-C stops the child
+and everything it started, and keeps what is finished.
 """
 import argparse
 import contextlib
@@ -9,12 +9,11 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import filelock
@@ -29,6 +28,7 @@ from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
+SIGKILL = 9  # which the kernel sends when memory runs out; Windows' signal module lacks the name
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """How a job ended: "ok", "skipped", "failed", "out of memory" or "timed out"; `reason` is its last word."""
+    """How a job ended: "ok", "skipped", "failed", "out of memory" or "timed out"; `reason` says why."""
 
     name: str
     status: str
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def parse_rungs(text):
-    """The stages of "0-2,ddp", each once; raises UserError for anything that is not a rung."""
+    """The stages of "0-2,ddp", without duplicates; raises UserError for anything that is not a rung."""
     labels, stages = list(BY_LABEL), []
     for part in text.replace(" ", "").split(","):
         ends = part.split("-")
@@ -72,7 +72,7 @@ def split_flags(flags, *names):
 
 
 def own_flags(stage, flags, log_dir):
-    """`flags` as the script of a rung takes them; a measurement meets no checkpoint, and leaves none behind."""
+    """`flags` as a rung's script takes them; a measurement neither finds nor leaves a checkpoint."""
     names = {field.name for field in fields(load_script(stage).Settings)}
     if "compile_mode" not in names:
         _, flags = split_flags(flags, "--compile-mode")
@@ -91,12 +91,13 @@ def command_for(stage, flags, log_dir, processes=2):
 
 
 def check_flags(stages, flags):
-    """Let each script itself refuse its flags, and the first the data, before anything is written; its Settings."""
+    """Let each script check its own flags, and the first one the data, before anything is written; its Settings."""
     if any(split_flags(flags, "--log-dir", "--save")[0]):
-        raise UserError("--log-dir, --save: not for the scripts here; logs go to --logs, and models are not kept")
-    settings = [load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages][0]
-    load_script(stages[0]).open_tokens(settings.data, "train", settings.B * settings.T + 1)
-    return settings
+        raise UserError("--log-dir, --save: not for the scripts here; logs go to --logs, and no model is saved")
+    settings = {stage: load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages}
+    first = settings[stages[0]]
+    load_script(stages[0]).open_tokens(first.data, "train", first.B * first.T + 1)
+    return first
 
 
 def plan(stages, flags, log_dir, repeat=1, peers=False, processes=2):
@@ -117,7 +118,7 @@ def process_tree(pid):
 
 
 def stop(child):
-    """End a child and everything that it started."""
+    """Kill a child and everything it started."""
     tree = process_tree(child.pid)
     for process in tree:
         try:
@@ -131,8 +132,8 @@ def stop(child):
 def holds_more(pid, limit):
     """Whether a process and its children hold more than `limit` bytes; pages that they share count once.
 
-    Only where the quick count, shared pages several times, is above the limit, the exact one is made: it walks through
-    all pages, and 5 times a second of that took a fifth of a core from the measured script.
+    The exact count walks through all pages, and took a fifth of a core from the measured script at 5 times a second. So
+    it is made only when the quick count, in which shared pages count several times, is above the limit.
     """
     def total(count):
         held = 0
@@ -149,7 +150,7 @@ def holds_more(pid, limit):
 
 
 def watch(child, seconds, limit, verdict):
-    """Stop the child when its time is over or it holds more than `limit` bytes; the reason goes to `verdict`."""
+    """Stop the child when its time is up or it holds more than `limit` bytes; the reason goes to `verdict`."""
     deadline = time.monotonic() + seconds
     while child.poll() is None:
         if time.monotonic() > deadline:
@@ -164,7 +165,7 @@ def watch(child, seconds, limit, verdict):
 
 def run_job(job, seconds, device, on_line=lambda line: None):
     """Run one job to its end; `on_line` sees its output. KeyboardInterrupt stops the child first."""
-    limit = MEMORY_SHARE * psutil.virtual_memory().available if device == "cpu" else None  # a GPU refuses by itself
+    limit = MEMORY_SHARE * psutil.virtual_memory().available if device == "cpu" else None  # a GPU refuses on its own
     child = subprocess.Popen(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=Path.cwd(),
         start_new_session=os.name == "posix", env=os.environ | (keeping_freed_memory() if device == "cpu" else {}),
@@ -189,7 +190,7 @@ def run_job(job, seconds, device, on_line=lambda line: None):
     if child.returncode == 0:
         return Outcome(job.name, "ok", "; ".join(errors))
     reason = errors[-1] if errors else last
-    if "out of memory" in reason or child.returncode == -signal.SIGKILL:
+    if "out of memory" in reason or child.returncode == -SIGKILL:
         return Outcome(job.name, "out of memory", reason)
     return Outcome(job.name, "failed", "; ".join(errors) or last or f"exit code {child.returncode}")
 
@@ -202,7 +203,7 @@ def is_finished(job):
 
 
 def run_module(name, *words):
-    """What `python -m NAME` prints. A child, because a process that has touched a GPU keeps memory there."""
+    """What `python -m NAME` prints, in a child process: one that has used a GPU keeps memory there."""
     command = [sys.executable, "-m", name, *words]
     child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     if child.returncode:
@@ -214,7 +215,7 @@ def run_module(name, *words):
 def write_machine(folder, device, **more):
     """Measure the machine and write its matrix-product rates, its names and `more` to folder/machine.json.
 
-    Of a file that is there already it keeps the higher rates and all else: a shared machine is not always at its best.
+    If the file exists, the higher rates win and everything else stays: a shared machine is not always at its best.
     """
     path = folder / "machine.json"
     measured = json.loads(run_module("ladder.measure.rates", "--device", device)) | more
@@ -235,88 +236,119 @@ def locked(folder, resume, flag="--logs"):
         with filelock.FileLock(folder / "lock", timeout=0):
             yield
     except filelock.Timeout:
-        raise UserError(f"{folder}: another run is using it; wait for its end, or give another --logs") from None
+        raise UserError(f"{folder}: another run is using it; wait for it to end, or give a different --logs") from None
 
 
-def run_ladder(jobs, n_jobs, settings, arguments, log_dir, seconds, resume, console, deadline=math.inf):
-    """Run all jobs with a progress bar; returns their outcomes. Stops early at Ctrl-C, with what is finished.
+@dataclass
+class Runner:
+    """Runs the jobs of one folder one after the other and keeps how each ended; as a context, it shows a progress bar.
 
-    `n_jobs` is how many there probably are: of some, which one comes next depends on the ones before.
-
-    `arguments` are the command line, noted with the machine for --resume. A job may take `seconds`, and ends at the
-    `deadline` (of time.monotonic); what it cuts short leaves no log.
+    At the `deadline` the job in progress is stopped, and its log deleted.
     """
-    outcomes = []
-    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn()]
-    with Progress(*columns, console=console) as progress:
-        steps = settings.steps
-        bar = progress.add_task("machine", total=n_jobs * steps, what="matrix-product rates")
-        if not resume:
-            write_machine(log_dir, settings.device, arguments=arguments)
-        for number, job in enumerate(jobs):
-            n_jobs = max(n_jobs, number + 1)
-            progress.update(bar, description=f"{number + 1} of {n_jobs} {job.name}", completed=number * steps,
-                            total=n_jobs * steps, what="starting")
-            if resume and is_finished(job):
-                outcomes.append(Outcome(job.name, "skipped", "finished before"))
-                continue
 
-            def show(line, number=number):
-                if match := STEP_LINE.match(line):
-                    done = number * steps + int(match[1])
-                    progress.update(bar, completed=done, what=f"step {match[1]}/{steps} loss {match[2]} {match[3]} ms")
+    settings: object  # of the first rung: steps and device
+    log_dir: Path
+    seconds: float  # that a job may take
+    console: object
+    resume: bool = False  # skip what is finished
+    deadline: float = math.inf  # of time.monotonic()
+    n_jobs: int = 0  # how many there probably are
+    outcomes: list = field(default_factory=list)
 
-            if (left := deadline - time.monotonic()) < 1:
+    def __enter__(self):
+        columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"),
+                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
+        self.progress = Progress(*columns, console=self.console)
+        self.bar = self.progress.add_task("machine", what="")
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_):
+        self.progress.stop()
+
+    def left(self):
+        return self.deadline - time.monotonic()
+
+    def failed(self):
+        return [outcome for outcome in self.outcomes if outcome.status not in ("ok", "skipped")]
+
+    def measure_machine(self, **more):
+        """Called before and after the jobs, since the rates drift; `more` also goes into machine.json."""
+        if self.left() > 0:
+            self.show("machine", "matrix-product rates")
+            write_machine(self.log_dir, self.settings.device, **more)
+
+    def run(self, jobs):
+        """Run the jobs, up to the deadline."""
+        for job in jobs:
+            if self.left() < 1:
                 break
-            outcome = run_job(job, min(seconds, left), settings.device, show)
-            outcomes.append(outcome)
-            if outcome.status == "timed out" and left < seconds:
+            if self.resume and is_finished(job):
+                self.outcomes.append(Outcome(job.name, "skipped", "finished before"))
+                continue
+            self.n_jobs = max(self.n_jobs, len(self.outcomes) + 1)
+            description = f"{len(self.outcomes) + 1} of {self.n_jobs} {job.name}"
+            self.show(description, "starting")
+            outcome = run_job(job, min(self.seconds, self.left()), self.settings.device,
+                              lambda line, description=description: self.show_step(description, line))
+            if outcome.status == "timed out" and self.left() < 1:
                 (job.log_dir / f"{job.name}.log").unlink(missing_ok=True)
                 break
-            say = progress.console.print
-            if outcome.status != "ok":
-                say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
-                continue
+            self.finish(job, outcome)
+
+    def show(self, description, what, step=0):
+        steps = self.settings.steps
+        self.progress.update(self.bar, description=description, what=what, total=self.n_jobs * steps,
+                             completed=len(self.outcomes) * steps + step)
+
+    def show_step(self, description, line):
+        if match := STEP_LINE.match(line):
+            what = f"step {match[1]}/{self.settings.steps} loss {match[2]} {match[3]} ms"
+            self.show(description, what, int(match[1]))
+
+    def finish(self, job, outcome):
+        """Keep the outcome, and print one line about it."""
+        say, run = self.progress.console.print, None
+        if outcome.status == "ok":
             try:
                 run = read_log(job.log_dir / f"{job.name}.log")
-            except UserError as error:  # a full disk, say, of which the script has warned
-                outcomes[-1] = Outcome(job.name, "failed", outcome.reason or str(error))
-                say(f"{job.name}: failed: {outcomes[-1].reason}", style="red", markup=False)
-                continue
-            name = (job.log_dir / job.name).relative_to(log_dir)
-            say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step", markup=False)
-            if outcome.reason:
-                say(f"  {outcome.reason}", style="yellow", markup=False)
-        if time.monotonic() < deadline:
-            write_machine(log_dir, settings.device)
-        progress.update(bar, completed=n_jobs * steps, what="done")
-    return outcomes
+            except UserError as error:  # for example a full disk, about which the script has warned
+                outcome = Outcome(job.name, "failed", outcome.reason or str(error))
+        self.outcomes.append(outcome)
+        if run is None:
+            say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
+            return
+        name = (job.log_dir / job.name).relative_to(self.log_dir)
+        say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step", markup=False)
+        if outcome.reason:
+            say(f"  {outcome.reason}", style="yellow", markup=False)
 
 
-def largest_batch(stage, flags, log_dir, seconds, processes, say):
+def largest_batch(stage, flags, log_dir, seconds, processes, say, deadline=math.inf):
     """(B, tokens/sec at B, why the next one did not run) for the largest B of a rung, per process.
 
-    The search starts where the memory model says that the memory ends, since every B costs a compilation.
+    The search starts at the B that the memory model predicts, since every B costs a compilation. An attempt may take
+    `seconds`, and the search ends at the `deadline` (of time.monotonic), whatever it has found by then.
     """
     settings = check_flags([stage], flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
-    shares = processes if stage.label in ("ddp", "fsdp") and settings.device == "cpu" else 1
+    ranks = processes if stage.torchrun else 1
+    shares = ranks if settings.device == "cpu" else 1  # of the memory
     available = MEMORY_SHARE * int(run_module("ladder.scripts.memory", settings.device)) / shares
     B = start = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 
     def attempt(B):
         more = ["-B", str(B), "--steps", "3"]
         if hasattr(settings, "total_batch"):  # one micro-step: more of them take more time, not more memory
-            more += ["--total-batch", str(B * settings.T)]
+            more += ["--total-batch", str(B * settings.T * ranks)]
         job = Job(stage.name, command_for(stage, [*flags, *more], log_dir, processes), log_dir)
-        outcome = run_job(job, seconds, settings.device)
+        outcome = run_job(job, min(seconds, deadline - time.monotonic()), settings.device)
         say(f"{stage.name}: B={B} {outcome.status}")
         speed = read_log(log_dir / f"{job.name}.log").tokens_per_second if outcome.status == "ok" else None
         return speed, outcome
 
     best, speed, failed, why = 0, None, None, ""
-    while failed is None or failed - best > max(1, best // 8):
+    while (failed is None or failed - best > max(1, best // 8)) and time.monotonic() < deadline:
         result, outcome = attempt(B)
         if result is None:
             failed, why = B, f"{outcome.status}: {outcome.reason}"

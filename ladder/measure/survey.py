@@ -1,6 +1,6 @@
-"""All that a machine can say about the ladder in a given time, the most important first.
+"""Everything that can be measured on a machine in a given time, the most important first.
 
-The folders that a survey leaves can be committed as they are, in logs/reference/.
+The folders that a survey writes can be committed to logs/reference/ as they are.
 """
 import json
 import re
@@ -8,17 +8,18 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
 from ladder.measure.runner import (
+    Runner,
     check_flags,
     largest_batch,
     locked,
     parse_rungs,
     plan,
-    run_ladder,
     run_module,
     split_flags,
     write_machine,
@@ -28,6 +29,7 @@ from ladder.scripts.memory import RUN_BY_DEFAULT, largest_fitting, recommend
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import has_steps
 
+LADDER, BEYOND = parse_rungs("0-10"), parse_rungs("11-16")
 ROUNDS = 3
 JOB_SECONDS = 600
 SHORT = 60  # minutes; in a shorter survey a CPU gets T=256, since at T=1024 its steps take seconds
@@ -35,7 +37,7 @@ ALIASES = {"-B": "--batch-size", "-T": "--seq-len"}
 
 
 def with_defaults(flags, minutes):
-    """`flags`, and what they leave open of the model, B, T and steps, chosen for the hungriest rung and the time."""
+    """`flags`, with model, B, T and steps chosen for the available memory and time unless given."""
     if split_flags(flags, "--compile-mode", "--pretrained")[0]:
         raise UserError("--compile-mode, --pretrained: not for a survey; leave them out")
     settings = check_flags([BY_LABEL["10"]], flags)
@@ -49,69 +51,118 @@ def with_defaults(flags, minutes):
     return [*flags, *(str(word) for flag in chosen.keys() - given for word in (flag, chosen[flag]))]
 
 
+@dataclass
+class Survey:
+    """What the parts of a survey share; each part is a method."""
+
+    flags: list
+    out: Path
+    name: str  # of the device, for folders
+    settings: object  # of its first rung
+    deadline: float  # of time.monotonic()
+    console: object
+
+    def left(self):
+        return self.deadline - time.monotonic()
+
+    @property
+    def main(self):
+        """The folder of the ladder."""
+        return self.out / f"{self.name}_B{self.settings.B}_T{self.settings.T}"
+
+    @property
+    def unsized(self):
+        """The flags without the number of steps, which some parts set themselves."""
+        return split_flags(self.flags, "--steps")[1]
+
+    def run(self, jobs, folder):
+        with Runner(self.settings, folder, JOB_SECONDS, self.console, True, self.deadline, len(jobs)) as runner:
+            runner.run(jobs)
+            runner.measure_machine()
+
+    def run_apart(self, stages, what, *more):
+        """Run rungs that are not comparable with the ladder, into a folder of their own."""
+        folder = self.out / f"{self.name}_{what}"
+        folder.mkdir()
+        shutil.copy(self.main / "machine.json", folder)
+        self.run(plan(stages, [*self.unsized, *more], folder), folder)
+
+    def first_round(self):
+        self.run(self.ladder_jobs()[0], self.main)
+
+    def other_rounds(self):
+        self.run(sum(self.ladder_jobs()[1:], []), self.main)
+
+    def ladder_jobs(self):
+        """The jobs of each round."""
+        jobs = plan(LADDER, self.flags, self.main, ROUNDS, peers=True)
+        n = len(jobs) // ROUNDS
+        return [jobs[n * number : n * (number + 1)] for number in range(ROUNDS)]
+
+    def profile(self):
+        rounds = ROUNDS if self.left() > 60 * SHORT / 2 else 1
+        profile_ladder(LADDER, self.unsized, self.main, self.console, rounds, self.deadline)
+
+    def largest_batches(self):
+        found = []
+        for stage in parse_rungs("0,5,6,10"):
+            with TemporaryDirectory() as scratch:  # its logs have other batches
+                B, speed, why = largest_batch(stage, self.unsized, Path(scratch), JOB_SECONDS, 1, self.console.print,
+                                              self.deadline)
+            if self.left() < 1:
+                break  # the end of the survey cut this search short
+            found.append({"rung": stage.name, "B": B, "tokens_per_second": speed, "stopped_by": why})
+        (self.main / "largest_batch.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    def beyond(self):
+        total_batch = 4 * self.settings.B * self.settings.T
+        self.run_apart(BEYOND, "beyond", "--steps", "8", "--total-batch", str(total_batch))
+
+    def cuda_graphs(self):
+        self.run_apart([BY_LABEL["10"]], "cuda_graphs", "--steps", "30", "--compile-mode", "reduce-overhead")
+
+    def parts(self):
+        """Yields (title, method) for what this device can do, the most important first."""
+        device = self.settings.device
+        yield "the ladder and transformers' GPT-2, first round", self.first_round
+        if device != "mps":  # where torch.profiler sees nothing
+            yield "where the time of a step goes", self.profile
+        yield "the ladder, two more rounds", self.other_rounds
+        if device != "cpu":  # where a larger batch only makes a longer step
+            yield "the largest batch", self.largest_batches
+        yield "the rungs beyond", self.beyond
+        if device == "cuda":
+            yield "CUDA graphs", self.cuda_graphs
+
+
+def name_machine(out, settings, console):
+    """Describe the machine in out/machine and out/check.txt; returns its name, for use in folder names."""
+    scratch = out / "machine"
+    scratch.mkdir()
+    write_machine(scratch, settings.device)
+    check = subprocess.run([sys.executable, "-m", "ladder", "check"], text=True, capture_output=True, check=False)
+    (out / "check.txt").write_text(check.stdout, encoding="utf-8")
+    console.print(check.stdout, markup=False)
+    device = json.loads((scratch / "machine.json").read_text())["name"]
+    return re.sub(r"\W+", "_", device.lower()).strip("_")
+
+
 def survey(minutes, out, flags, console):
     """Survey this machine for `minutes`, into folders in the new folder `out`; returns those that hold logs."""
     deadline = time.monotonic() + 60 * minutes
     flags = with_defaults(flags, minutes)
-    ladder, beyond, rung_10 = parse_rungs("0-10"), parse_rungs("11-16"), BY_LABEL["10"]
-    settings = check_flags([*ladder, *beyond], flags)
-    unsized = split_flags(flags, "--steps")[1]
-
-    def left():
-        return deadline - time.monotonic()
-
-    def run(jobs, folder):
-        run_ladder(jobs, len(jobs), settings, None, folder, JOB_SECONDS, True, console, deadline)
-
-    def run_beside(stages, what, more):
-        folder = out / f"{name}_{what}"
-        folder.mkdir()
-        (folder / "machine.json").write_text((main / "machine.json").read_text())
-        run(plan(stages, [*unsized, *more], folder), folder)
-
-    def largest_batches():
-        found = []
-        for stage in parse_rungs("0,5,6,10"):
-            with TemporaryDirectory() as scratch:  # its logs have other batches
-                B, speed, why = largest_batch(stage, unsized, Path(scratch), left(), 1, console.print)
-            if left() < 1:
-                break  # it was the end of the survey that stopped the search
-            found.append({"rung": stage.name, "B": B, "tokens_per_second": speed, "stopped_by": why})
-        (main / "largest_batch.json").write_text(json.dumps(found, indent=1) + "\n")
-
+    settings = check_flags([*LADDER, *BEYOND], flags)
     with locked(out, resume=False, flag="--out"):
-        scratch = out / "machine"
-        scratch.mkdir()
-        write_machine(scratch, settings.device)
-        device = json.loads((scratch / "machine.json").read_text())["name"]
-        name = re.sub(r"\W+", "_", device.lower()).strip("_")
-        main = scratch.rename(out / f"{name}_B{settings.B}_T{settings.T}")
-        check = subprocess.run([sys.executable, "-m", "ladder", "check"], text=True, capture_output=True, check=False)
-        (out / "check.txt").write_text(check.stdout, encoding="utf-8")
-        console.print(check.stdout, markup=False)
-        jobs = plan(ladder, flags, main, ROUNDS, peers=True)
-        first = len(jobs) // ROUNDS
-        parts = {
-            "the ladder and transformers' GPT-2, first round": lambda: run(jobs[:first], main),
-            "where the time of a step goes": lambda: profile_ladder(ladder, unsized, main, console, deadline=deadline),
-            "the ladder, two more rounds": lambda: run(jobs[first:], main),
-            "the largest batch": largest_batches,
-            "the rungs beyond": lambda: run_beside(
-                beyond, "beyond", ["--steps", "8", "--total-batch", str(4 * settings.B * settings.T)]),
-            "CUDA graphs": lambda: run_beside(
-                [rung_10], "cuda_graphs", ["--steps", "30", "--compile-mode", "reduce-overhead"]),
-        }
-        for title, work in parts.items():
-            if settings.device == "cpu" and title in ("the largest batch", "CUDA graphs"):
-                continue  # a larger batch only makes a longer step there
-            if left() < 1:
-                break
-            console.print(f"{title}: {left() / 60:.1f} minutes left", style="bold", markup=False)
-            try:
+        this = Survey(flags, out, name_machine(out, settings, console), settings, deadline, console)
+        (out / "machine").rename(this.main)
+        try:
+            for title, work in this.parts():
+                if this.left() < 1:
+                    break
+                console.print(f"{title}: {this.left() / 60:.1f} minutes left", style="bold", markup=False)
                 work()
-            except KeyboardInterrupt:
-                console.print("stopped; what is finished stays")
-                break
+        except KeyboardInterrupt:
+            console.print("stopped; finished results are kept")
     for folder in [path for path in out.iterdir() if path.is_dir() and not has_steps(path)]:
-        shutil.rmtree(folder)  # nothing came of it
+        shutil.rmtree(folder)  # nothing was measured
     return sorted(path for path in out.iterdir() if path.is_dir())

@@ -1,16 +1,16 @@
-"""How much arithmetic a step is, so that a speed can be set against what the chip can do.
+"""How much arithmetic a step takes, to compare a speed with what the chip can do.
 
 FLOPs per token of training = 6 N + 12 n_layer n_embd T, with N the parameters that take part in matrix products:
 all but `wpe`, biases and LayerNorms; the vocabulary's matrix counts once, as the output projection. (2 FLOPs per
 multiply-add, forward once and backward twice; the second term is attention's. Chowdhery et al. 2022, PaLM, appendix B.)
-Padding rows of the vocabulary are not counted: they are no useful work. Nor are recomputed blocks (rung 16) and Muon's
-products (rung 18). SwiGLU's three matrices (rung 23) have as many parameters as the two before, but for rounding.
+Not counted, because it is not useful work: padding rows of the vocabulary, recomputed blocks (rung 16), Muon's products
+(rung 18). SwiGLU's three matrices (rung 23) have the parameters of the two they replace, up to rounding.
 
 That is PaLM's convention, which published MFUs follow: it counts the whole (T, T) score matrix. A causal kernel
 computes half of it, and "causal" counts half of the second term: for gpt2 at T=1024, 7 % less.
 
 MFU = FLOPs per token * tokens/sec / the highest matrix-product rate measured on that device, over float32, TF32 and
-16 bits. One yardstick for all rungs, so the column rises towards 100 %.
+16 bits. The same yardstick for all rungs, so the column rises towards 100 %.
 """
 from ladder.scripts.stages import STAGES, load_script
 
@@ -20,9 +20,9 @@ SHAPES = {name: (shape.n_layer, shape.n_head, shape.n_embd)  # --model: (n_layer
 
 
 def flops_per_token(model, T, causal=False):
-    """FLOPs of training on one token at sequence length T; None for a model that is not in the family.
+    """FLOPs of training on one token at sequence length T; None for an unknown model.
 
-    `causal` counts half of attention, else all of it as PaLM does.
+    `causal` counts half of attention; otherwise all of it, as PaLM does.
     """
     if model not in SHAPES or T is None:
         return None
@@ -36,6 +36,6 @@ def mfu(run, rates, tokens_per_second, causal=False):
     per_token = flops_per_token(run.model, run.T, causal)
     if not rates or per_token is None or tokens_per_second is None:
         return None
-    on_cpu = "threads" in run.headers.get("device", "")  # where the ranks share what was measured
+    on_cpu = "threads" in run.headers.get("device", "")  # where all ranks share the measured rate
     devices = 1 if on_cpu else run.ranks
     return per_token * tokens_per_second / (devices * max(rates.values()))

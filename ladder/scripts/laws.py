@@ -25,7 +25,7 @@ def name_of(node, lines):
 def pieces(source):
     """{name: source} of everything after the docstring, in order: joined, the pieces are the source again.
 
-    Methods are pieces of their own, the imports are one. To each belong its decorators, and what comes after it.
+    Methods are pieces of their own, the imports are one. Each includes its decorators, and what follows it.
     """
     docstring, *body = ast.parse(source).body
     lines = source.splitlines(keepends=True)
@@ -68,7 +68,7 @@ def plumbing(source):
 
 
 def changed_lines(before, after):
-    """The lines of a lesson: all that differ between docstring and banner, as "+..." and "-..."."""
+    """The lines of a lesson: all that differ between docstring and banner, each with its "+" or "-"."""
     lesson, banner, _ = after.partition("\n" + BANNER)
     after = lesson + banner + before.partition("\n" + BANNER)[2]
     old, new = (source.splitlines()[ast.parse(source).body[0].end_lineno :] for source in (before, after))

@@ -35,13 +35,13 @@ def split_docstring(source):
     """(docstring, body lines, number of the body's first line) of a script."""
     tree = ast.parse(source)
     if ast.get_docstring(tree) is None:
-        raise UserError("a rung must start with its docstring, the lesson: one does not")
+        raise UserError("a rung must start with its docstring, the lesson; this one does not")
     end = tree.body[0].end_lineno
     return ast.get_docstring(tree), source.splitlines()[end:], end + 1
 
 
 def mark_words(left, right):
-    """Mark the words that differ in two versions of a line; nothing where most of it differs anyway."""
+    """Mark the words that differ in two versions of a line; none if most of the line differs."""
     old, new = WORD.findall(left.text), WORD.findall(right.text)
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     if matcher.ratio() < 0.4:

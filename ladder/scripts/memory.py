@@ -1,6 +1,6 @@
-"""How much memory a training step takes, by a small model of it, to recommend a batch that fits.
+"""A small model of the memory that a training step takes, to recommend a batch that fits.
 
-    bytes = 16 N  +  B T (a n_layer n_embd + v vocabulary)  +  s B n_layer n_head T T  +  what the process itself takes
+    bytes = 16 N  +  B T (a n_layer n_embd + v vocabulary)  +  s B n_layer n_head T T  +  the process itself
 
 16 bytes a parameter are its float32 value, gradient and AdamW's two moments. The rest is what the forward pass keeps
 for the backward pass and what the loss adds: `a` bytes for the vectors of n_embd numbers that a block keeps of a token,
@@ -12,11 +12,12 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
     6 on, 16 bits and flash     36                            10   0: the scores are never stored
     17 on, chunks of logits     36                            10   0; the logits of LOSS_CHUNK tokens at most
 
-`stages.py` has a, v and s of each rung. Tests hold the model against what autograd keeps and against the peaks in
-logs/reference/. `card_bytes` is a model of the same for several cards, which share a run of rung 24 (DDP) or of
-fsdp_run.py, and `sent_bytes` says what they send each other. `python -m ladder.scripts.memory DEVICE` prints the
+`stages.py` has a, v and s of each rung. Tests compare the model with what autograd keeps and with the peaks in
+logs/reference/. `card_bytes` models the same for several cards that share a run of rung 24 (DDP) or of
+fsdp_run.py; `sent_bytes` is what they send each other. `python -m ladder.scripts.memory DEVICE` prints the
 device's free bytes.
 """
+import bisect
 import math
 import sys
 
@@ -26,7 +27,7 @@ import torch
 from ladder.scripts.flops import SHAPES, VOCAB_SIZE
 from ladder.scripts.stages import BY_LABEL
 
-PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver's own share is of this size too
+PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver takes about as much
 BLOCK_SIZE = 1024
 LOSS_CHUNK = 4096  # tokens whose logits exist at once from rung 17 on: the default of --loss-chunk
 RUN_BY_DEFAULT = [str(number) for number in range(11)]  # the labels of `python -m ladder run`
@@ -45,9 +46,8 @@ def step_bytes(model, B, T, label):
 
 def largest_fitting(model, T, labels, available_bytes):
     """The largest B at which the rung that needs the most memory fits into the memory; 0 if none does."""
-    fixed = {label: step_bytes(model, 0, T, label) for label in labels}
-    return max(0, min(int((available_bytes - fixed[label]) / (step_bytes(model, 1, T, label) - fixed[label]))
-                      for label in labels))
+    return bisect.bisect_right(range(1, 1_000_000), available_bytes,
+                               key=lambda B: max(step_bytes(model, B, T, label) for label in labels))
 
 
 def split_parameters(model, n_layer=None):
@@ -69,9 +69,9 @@ def state_bytes(model, ranks=1, n_layer=None):
 def card_bytes(model, B, T, ranks, sharded, n_layer=None):
     """Bytes that a card takes at its peak, one of `ranks`: under FSDP (`sharded`, fsdp_run.py) or DDP (rung 24).
 
-    All blocks recompute: of each only its input is kept, under FSDP in 16 bits, and one has all of its vectors. While
+    All blocks recompute: only the input of each is kept (under FSDP in 16 bits), and all vectors of one. While
     it is in use, a sharded block takes 10 bytes a parameter: itself and the next one in 16 bits, its gradient, and that
-    in float32 on its way to the other ranks; the root, with the embedding, takes 10, too: its gradient is there twice.
+    in float32 on its way to the other ranks; so does the root, with the embedding, whose gradient exists twice.
     Under DDP the embedding takes 10 (its gradient twice more, a copy in 16 bits), the blocks a copy in 16 bits.
     """
     embedding, block, n_layer = split_parameters(model, n_layer)

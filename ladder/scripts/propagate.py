@@ -1,10 +1,9 @@
 """Carry a fix made in one rung through the later ones, definition by definition.
 
-The fix is what the working tree's FILE has more than the last commit's, outside of its docstring. It goes from rung to
-rung: each is merged with the change of the one before it. A definition that a rung has left as it was is replaced; one
-that it has changed is merged line by line, and where both changed the same lines, word by word. All that stands below
-the banner counts as one definition. Nothing is written before every merge has succeeded and the ladder's law still
-holds.
+The fix is the uncommitted change of FILE, its docstring excepted. It goes from rung to rung: each is merged with the
+change to the one before it. A definition that the rung itself did not change is replaced; one that it did change is
+merged line by line, and word by word where both changed the same lines. Everything below the banner counts as one
+definition. Nothing is written unless every merge succeeds and the ladder's law still holds.
 """
 import difflib
 import itertools
@@ -17,13 +16,11 @@ from ladder.scripts.lessons import split_docstring
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES
 
 WORD = re.compile(r"\d[\w.]*(?:(?<=[eE])[-+]\d+)?|\w+|\s+|.")  # a number is one word, with its signed exponent
-
-
 BELOW = "what is below the banner"
 
 
 class Conflict(Exception):
-    """Both sides changed the same; `args` are the (first, end) of these lines in the base, in ours and in theirs."""
+    """Both sides changed the same lines; `args` are their (first, end) in the base, in ours and in theirs."""
 
 
 def committed(file, root):
@@ -37,7 +34,7 @@ def committed(file, root):
 
 
 def split(file, source):
-    """(The docstring's lines, {name: text} of the rest) of a script; all below the banner is one text."""
+    """(The docstring's lines, {name: text} of the rest) of a script; everything below the banner is one text."""
     try:
         n_docstring, below = split_docstring(source)[2] - 1, plumbing(source)
     except SyntaxError as error:
@@ -72,7 +69,7 @@ def merge(base, ours, theirs, gap=0):
         for i1, i2, side, j1, j2 in group:
             spans[side] = spans.get(side, (j1 - i1 + first,))[0], j2 - i2 + end
         made = [sides[side][slice(*span)] for side, span in sorted(spans.items())]
-        if made[0] != made[-1]:  # there are two, and they differ
+        if made[0] != made[-1]:  # both sides changed it, differently
             conflict = Conflict((first, end), spans[0], spans[1])
             if gap:
                 raise conflict
@@ -97,20 +94,20 @@ def carry(old, new, own):
             names.insert(place, name)
     for name in names:
         texts = [f"{lesson.get(name, '').rstrip()}\n".splitlines(keepends=True) for lesson in (old, own, new)]
-        try:  # one that came or went on one side may not have changed at all on the other
+        try:  # what one side added or removed must be unchanged on the other
             merged[name] = "".join(merge(*texts, gap=["\n"] in texts)).rstrip()
         except Conflict as conflict:
             conflicts.append((name, conflict))
     follows, following = dict(itertools.pairwise([*own, ""])), ""
     for name in reversed([name for name in names if merged.get(name)]):
-        blank = "\n\n" if "." in following else "\n\n\n"  # where a definition came or went; else as it was
+        blank = "\n\n" if "." in following else "\n\n\n"  # where a definition was added or removed; else as it was
         merged[name] += own[name][len(own[name].rstrip()) :] if follows.get(name) == following else blank
         following = name
     return {name: merged.get(name, "") for name in names}, conflicts
 
 
 def explain(file, before, name, spans, lessons, n_above):
-    """A conflict for the reader: the lines of the rung `file`, and what the fix does to those of the rung before."""
+    """A conflict in words: the lines of the rung `file`, and what the fix does to those of the rung before."""
     old, own, new = (
         "\n".join(f"    | {line}" for line in lesson.get(name, "").splitlines()[slice(*span)]) or "    | (nothing)"
         for lesson, span in zip(lessons, spans, strict=True)
@@ -133,7 +130,7 @@ def propagate(stage, root=ROOT, until=None):
     new = {rung.file: (root / rung.file).read_text(encoding="utf-8") for rung in STAGES[: last + 1]}
     if dirty := [rung.file for rung in later if new[rung.file] != old[rung.file]]:
         raise UserError(f"{dirty[-1]} has uncommitted changes: commit or stash them first, so that nothing is lost; "
-                        f"if they are this fix, go on from there: python -m ladder propagate {dirty[-1]}")
+                        f"if they are this fix, continue from there: python -m ladder propagate {dirty[-1]}")
     if split(stage.file, old[stage.file])[1] == split(stage.file, new[stage.file])[1]:
         raise UserError(f"{stage.file} has no uncommitted change outside its docstring: make the fix there first")
 

@@ -18,12 +18,13 @@ STAGES, BY_LABEL = [], {}  # filled below
 class Stage:
     """One rung of the ladder."""
 
-    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "fsdp"
+    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "fsdp", "dcp"
     file: str  # relative to the repository's root
     title: str
     before: str | None  # the label of the rung it starts from
     may_change: frozenset
     same_losses: float | None = None  # nats: how close its losses stay to the rung before; None: it changes them
+    lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/measuring.md)
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
     # From here on what a rung does not say itself is as in the rung it starts from.
     tied: bool = False  # one matrix is both embedding and output layer
@@ -59,20 +60,21 @@ def load_script(stage):
     return module
 
 
-rung("0", "baseline.py", "baseline")
+rung("0", "baseline.py", "baseline", lecture_ms=1000)
 rung("1", "speedup_01_weight_tying.py", "weight tying", "0", "GPT.__init__", tied=True)
 # How close losses stay where a rung changes only how the arithmetic is done: TF32 and bfloat16 round each activation to
 # 10 and 7 bits, compile and flash attention round in other places, and training lets such differences grow.
-rung("2", "speedup_02_tf32.py", "TF32", "1", "train", same_losses=0.05)
+rung("2", "speedup_02_tf32.py", "TF32", "1", "train", same_losses=0.05, lecture_ms=333)
 rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2", "autocast_dtype", "train",
-     same_losses=0.1, memory=(36, 12, 6))
+     same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)
 rung("4", "speedup_04_residual_scaling.py", "residual scaling", "3",
      "CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights")
 rung("5", "speedup_05_compile.py", "torch.compile", "4", "imports", "Settings", "compile_model", "train",
-     same_losses=0.1)
+     same_losses=0.1, lecture_ms=130)
 rung("6", "speedup_06_flash_attn.py", "flash attention", "5",
-     "CausalSelfAttention.__init__", "CausalSelfAttention.forward", same_losses=0.1, causal=True, memory=(36, 10, 0))
-rung("7", "speedup_07_vocab_pad.py", "vocabulary padding", "6", "GPT.__init__", "GPT.forward")
+     "CausalSelfAttention.__init__", "CausalSelfAttention.forward",
+     same_losses=0.1, causal=True, memory=(36, 10, 0), lecture_ms=96)
+rung("7", "speedup_07_vocab_pad.py", "vocabulary padding", "6", "GPT.__init__", "GPT.forward", lecture_ms=93)
 rung("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", "7", "train")
 rung("9", "speedup_09_cosine_lr.py", "cosine learning rate", "8", "Settings", "get_lr", "train")
 rung("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", "9", "GPT.configure_optimizers", "train")
@@ -97,18 +99,21 @@ rung("18", "beyond/rung_18_muon.py", "Muon", "17",
 rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18",
      "Settings", "load_checkpoint", "get_lr", "train")
 rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
-     "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None)
+     "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", "train", exports_to=None)
 rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
      "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT")
 rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
      "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT")
-rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT", "from_pretrained",
+rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT",
      exports_to="qwen3")
 rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
 # Larger models.
 rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train")
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
-     "imports", "orthogonalize", "MuonAdamW.step", "evaluate", "read_newest", "load_checkpoint", "rename_next",
-     "save_sharded", "save_whole", "compile_model", "shard", "train", torchrun=True)
+     "imports", "orthogonalize", "evaluate", "load_checkpoint", "compile_model", "shard", "gather", "train",
+     torchrun=True)
+rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
+     "imports", "read_newest", "load_checkpoint", "rename_next", "save_sharded", "train",
+     same_losses=0.01, torchrun=True)
 
 BY_NAME = {stage.name: stage for stage in STAGES}

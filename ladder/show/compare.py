@@ -1,4 +1,4 @@
-"""Two logs step by step, and a verdict in words: same losses or not, and how much faster beyond the noise."""
+"""Two logs step by step, and a verdict in words: do the losses agree, does the speedup exceed the noise."""
 import statistics
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.report import spread
 
 SAME_RUN_TOLERANCE = 1e-6
+MIN_COUNTED = 3  # steps after the warm-up, for a verdict on the speed
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Comparison:
 
 
 def loss_tolerance(one, other):
-    """How far apart the losses of two runs may be where the change does not touch them; None where it may."""
+    """How far apart the losses of two runs may be if the change should not affect them; None if it should."""
     if one.name == other.name:
         return SAME_RUN_TOLERANCE
     for first, last in ((one.name, other.name), (other.name, one.name)):
@@ -41,11 +42,11 @@ def loss_verdict(one, other, rows):
     tolerance = loss_tolerance(one, other)
     difference = gap(rows)
     if tolerance is None:
-        return f"The losses differ by up to {difference:.4f}: what lies between these two is meant to change them."
-    if all(abs(row[3]) <= tolerance for row in rows):  # which no NaN is
-        return f"The same losses: at most {difference:.6f} apart; this change may cost {tolerance:g}."
+        return f"The losses differ by up to {difference:.4f}: the rungs from one to the other are meant to change them."
+    if all(abs(row[3]) <= tolerance for row in rows):  # which NaN never is
+        return f"The same losses: at most {difference:.6f} apart; this change allows {tolerance:g}."
     first = next(i for i, row in enumerate(rows) if not abs(row[3]) <= tolerance)
-    verdict = f"NOT the same losses: up to {difference:.4f} apart, where this change may cost {tolerance:g}"
+    verdict = f"NOT the same losses: up to {difference:.4f} apart; this change allows {tolerance:g}"
     if first == 0:
         return verdict + ", from the first step on."
     before = max(abs(row[3]) for row in rows[:first])
@@ -54,10 +55,17 @@ def loss_verdict(one, other, rows):
 
 
 def differing(one, other):
-    """{what: (A's, B's)} of the settings in which two runs are known to differ."""
+    """{what: (A's, B's)} for the settings in which two runs are known to differ."""
     a, b = (run.setting() | {"tokens per step": run.tokens_per_step, "seed": run.headers.get("seed")}
             for run in (one, other))
-    return {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
+    known = {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
+    allocators = tuple(run.allocator or "unknown" for run in (one, other))
+    on_gpu = "torch" in allocators  # which has no other
+    return known | ({"allocator": allocators} if len(set(allocators)) > 1 and not on_gpu else {})
+
+
+def counted_steps(run):
+    return len(run.ms) - run.warm_up
 
 
 def speed_verdict(one, other, faster, beyond_noise, different):
@@ -65,9 +73,13 @@ def speed_verdict(one, other, faster, beyond_noise, different):
     word = f"{faster:.2f} times the {unit}" if abs(faster - 1) >= 0.005 else f"the same {unit}"
     verdict = f"The second makes {word} of the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms a step, medians)"
     if work := [what for what in ("model", "B", "T") if what in different]:
-        return f"{verdict}, with a different {' and '.join(work)}: no measure of what a change in the code brings."
+        return f"{verdict}, with a different {' and '.join(work)}: this does not measure a change in the code."
+    if too_few := [run for run in (one, other) if counted_steps(run) < MIN_COUNTED]:
+        counts = " and ".join(f"{run.path} has {counted_steps(run)}" for run in too_few)
+        return f"{verdict}: too few steps to say. After the warm-up {counts}; it takes at least {MIN_COUNTED}."
     overlap = "within the noise (the middle halves of the steps' times overlap)"
-    return f"{verdict}: {'larger than the noise' if beyond_noise else overlap}."
+    memory = ", and part of it may be the allocator's" if "allocator" in different else ""
+    return f"{verdict}: {'larger than the noise' if beyond_noise else overlap}{memory}."
 
 
 def compare(one, other):
@@ -84,13 +96,14 @@ def compare(one, other):
     (one_low, one_high), (other_low, other_high) = (
         [ms / done for ms in spread([run])] for run, done in zip((one, other), work, strict=True)
     )
-    beyond_noise = one_low > other_high or other_low > one_high
+    enough = min(counted_steps(one), counted_steps(other)) >= MIN_COUNTED
+    beyond_noise = enough and (one_low > other_high or other_low > one_high)
     different = differing(one, other)
-    apart = [what for what in different if what != "device"]
+    apart = [what for what in different if what not in ("device", "allocator")]
     if not rows:
         losses = "The logs have no step in common."
-    elif apart == ["B"]:  # ranks or micro-steps make up for it
-        losses = f"The losses of the same tokens, in batches of a different B, are {gap(rows):.6f} apart at most."
+    elif apart == ["B"]:  # compensated by ranks or micro-steps
+        losses = f"The losses of the same tokens, in batches of different B, are at most {gap(rows):.6f} apart."
     elif apart:
         losses = f"The losses do not compare step by step: different {', '.join(apart)}."
     else:

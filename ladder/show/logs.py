@@ -3,6 +3,7 @@
 A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with or without further fields. Everything
 else is optional: without headers, B and T come from the caller, or stay unknown.
 """
+import itertools
 import math
 import re
 import statistics
@@ -47,7 +48,7 @@ class Run:
     def complete(self):
         """It has its median line, and its last step is the one that the header promises.
 
-        A run that a signal stopped (rung 15) has a median line, too.
+        A run that a signal stopped (rung 15) also has a median line.
         """
         promised = re.match(COUNT, self.headers.get("steps", ""))
         return self.first_counted_step is not None and (not promised or int(promised[1]) == self.steps[-1])
@@ -75,13 +76,18 @@ class Run:
         return None if self.tokens_per_step is None else self.tokens_per_step / self.median_ms * 1000
 
     @property
+    def seconds(self):
+        """Seconds of training at the end of each step."""
+        return list(itertools.accumulate(ms / 1000 for ms in self.ms))
+
+    @property
     def first_step_s(self):
         """Seconds of the first step, which compiles and warms up."""
         return self.ms[0] / 1000
 
     @property
     def start(self):
-        """"cold" if the first step compiled a graph, "warm" if all came from inductor's cache, None if it had none."""
+        """"cold" if the first step compiled a graph, "warm" if all came from Inductor's cache, None without graphs."""
         graphs = GRAPHS.match(self.headers.get("graphs compiled", ""))
         compiled, cached = map(int, graphs.groups()) if graphs else (0, 0)
         return "cold" if compiled else "warm" if cached else None
@@ -94,6 +100,11 @@ class Run:
     def device(self):
         """The device, without the number of threads, which torchrun changes."""
         return re.sub(r" \(\d+ threads\)", "", self.headers["device"]) if "device" in self.headers else None
+
+    @property
+    def allocator(self):
+        """What hands out the device's memory; None in logs from before this header existed."""
+        return self.headers.get("allocator")
 
     @property
     def data(self):
@@ -133,12 +144,8 @@ def read_headers(lines):
     return headers
 
 
-def read_log(path, B=None, T=None, model=None):
-    """Read one log file. B, T and model stand in where it has no headers.
-
-    Raises UserError if it has no step line, or a number that cannot be.
-    """
-    path = Path(path)
+def read_lines(path):
+    """The lines of a log; without the last one if it is incomplete, as when a run was killed while writing."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -149,9 +156,16 @@ def read_log(path, B=None, T=None, model=None):
         raise UserError(f"{path} is not a text file, so not a log") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
 
-    # A run that was killed while it wrote may end in the middle of a line: that line is not used.
-    lines = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
+
+def read_log(path, B=None, T=None, model=None):
+    """Read one log file. B, T and model stand in where it has no headers.
+
+    Raises UserError if it has no step line, or an impossible number.
+    """
+    path = Path(path)
+    lines = read_lines(path)
     headers = read_headers(lines)
     batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
     ranks = re.fullmatch(COUNT, headers.get("ranks", "1"))
@@ -168,17 +182,7 @@ def read_log(path, B=None, T=None, model=None):
         ranks=int(ranks[1]),
     )
     for line in lines:
-        if match := STEP_LINE.match(line):
-            run.steps.append(int(match[1]))
-            run.losses.append(float(match[2]))
-            run.ms.append(float(match[3]))
-            run.own_tokens += [float(match[4]) * run.ms[-1] / 1000] if match[4] else []
-        elif match := VAL_LINE.match(line):
-            run.val_steps.append(int(match[1]))
-            run.val_losses.append(float(match[2]))
-        elif match := MEDIAN_LINE.match(line):
-            run.peak_memory_gb = float(match[1]) if math.isfinite(float(match[1])) else None
-            run.first_counted_step = int(match[2])
+        add_line(run, line)
     if not run.ms:
         raise UserError(f"{path} has no step line: not the log of a training run, or of one without a step")
     if not all(0 < ms < math.inf for ms in run.ms):
@@ -186,27 +190,42 @@ def read_log(path, B=None, T=None, model=None):
     return run
 
 
-def read_folder(folder, **stand_ins):
-    """({script name: [Run, ...]} in the order of the ladder, why others were passed over) of a folder and its rounds.
+def add_line(run, line):
+    """Add what a line of the log says about a step, a validation or the median; other lines say nothing."""
+    if match := STEP_LINE.match(line):
+        run.steps.append(int(match[1]))
+        run.losses.append(float(match[2]))
+        run.ms.append(float(match[3]))
+        run.own_tokens += [float(match[4]) * run.ms[-1] / 1000] if match[4] else []
+    elif match := VAL_LINE.match(line):
+        run.val_steps.append(int(match[1]))
+        run.val_losses.append(float(match[2]))
+    elif match := MEDIAN_LINE.match(line):
+        run.peak_memory_gb = float(match[1]) if math.isfinite(float(match[1])) else None
+        run.first_counted_step = int(match[2])
 
-    Logs are passed over that cannot be read, or that never got to a step. Raises UserError when no others are left.
+
+def read_folder(folder, **stand_ins):
+    """({script name: [Run, ...]} in the order of the ladder, why other logs were skipped) of a folder and its rounds.
+
+    Logs that cannot be read or have no step are skipped. Raises UserError when none is left.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of logs")
-    runs, passed_over = {}, []
+    runs, skipped = {}, []
     for path in sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")]):
         try:
             run = read_log(path, **stand_ins)
         except UserError as error:
-            passed_over.append(str(error))
+            skipped.append(str(error))
             continue
         runs.setdefault(run.name, []).append(run)
     if not runs:
         raise UserError(f"{folder} holds no logs with steps: "
-                        + (passed_over[0] if passed_over else "run python -m ladder run first"))
+                        + (skipped[0] if skipped else "run python -m ladder run first"))
     order = sorted(runs, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-    return {name: runs[name] for name in order}, passed_over
+    return {name: runs[name] for name in order}, skipped
 
 
 def has_steps(folder):

@@ -1,4 +1,4 @@
-"""What a folder says about the machine that its logs are from."""
+"""What a folder says about the machine that its logs come from."""
 import json
 import math
 from pathlib import Path
@@ -7,7 +7,7 @@ from ladder.errors import UserError
 
 
 def read_machine(folder):
-    """What `run` noted about the machine, {} when it did not."""
+    """What `run` recorded about the machine; {} without it."""
     path = Path(folder) / "machine.json"
     if not path.exists():
         return {}

@@ -133,7 +133,7 @@ def curves(report):
         return
     for row in report.rows:
         run = report.runs[row.name][0]
-        yield curve(row.title, run.steps, list(itertools.accumulate(ms / 1000 for ms in run.ms)), run.losses)
+        yield curve(row.title, run.steps, run.seconds, run.losses)
         if run.val_steps:
             seconds = [run.seconds_at(step) for step in run.val_steps]
             yield curve(f"{row.title}: validation", run.val_steps, seconds, run.val_losses) | {"val": True}

@@ -1,4 +1,4 @@
-"""Still pictures of a report: where a step's time goes, the ladder of tokens/sec, the losses, the memory."""
+"""Pictures of a report: where a step's time goes, the ladder of tokens/sec, the losses, the memory."""
 import matplotlib
 
 matplotlib.use("Agg")
@@ -66,7 +66,7 @@ def plot_ladder(report):
 
 
 def plot_profile(profile):
-    """One bar per rung: a step's milliseconds by kind of work, and the floor, what its matrix products alone need."""
+    """One bar per rung: a step's milliseconds by kind of work, and the floor, what its matrix products need."""
     rungs = profile["rungs"]
     figure, axes = new_figure("Where a step's time goes", height=1.4 + 0.36 * max(4, len(rungs)), caption=(
         f"{profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}. "
@@ -112,12 +112,8 @@ def plot_losses(report):
     colours = colours_of(report)
     for row in report.rows:
         run = report.runs[row.name][0]
-        seconds, total = [], 0.0
-        for ms in run.ms:
-            total += ms / 1000
-            seconds.append(total)
         by_step.plot(run.steps, run.losses, color=colours[row.name], label=row.title, linewidth=1.2)
-        by_time.plot(seconds, run.losses, color=colours[row.name], linewidth=1.2)
+        by_time.plot(run.seconds, run.losses, color=colours[row.name], linewidth=1.2)
         if run.val_steps:
             style = {"color": "black", "linewidth": 1, "linestyle": ":", "marker": "o", "markersize": 3}
             by_step.plot(run.val_steps, run.val_losses, label=f"{row.title}: validation", **style)
@@ -129,7 +125,7 @@ def plot_losses(report):
 
 
 def plot_race(report):
-    """The validation loss against seconds, and what each rung's learning rates ended with."""
+    """The validation loss against seconds, and the loss that each learning rate of the search ended with."""
     figure, (by_time, by_rate) = new_figure("To the same validation loss", where(report), columns=2)
     colours, titles = colours_of(report), {row.name: row.title for row in report.rows}
     target, racers = standings(report)

@@ -1,7 +1,8 @@
 """The table and the plots: what each rung did on a machine, from its logs.
 
 Rows are rungs; a rung with several rounds (`run --repeat`) shows the median of the rounds' medians, and their spread.
-Runs that differ in data, model, B, T or device are never put in one comparison without a word: they are refused.
+Runs that differ in data, model, B, T or device are never compared: they are refused. Runs under different memory
+allocators come with a warning.
 """
 import json
 import math
@@ -13,6 +14,8 @@ import pandas
 
 from ladder.errors import UserError
 from ladder.files import write_whole
+from ladder.scripts.cards import CARDS
+from ladder.scripts.floor import floor_data
 from ladder.scripts.flops import mfu
 from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
@@ -25,8 +28,10 @@ LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
 BEYOND_MARKS = ("<!-- beyond:begin -->", "<!-- beyond:end -->")
 RACE_MARKS = ("<!-- race:begin -->", "<!-- race:end -->")
 BEYOND = {stage.name for stage in STAGES if stage.file.startswith("beyond/")}
+PEER_TITLE = "transformers' GPT-2, everything on"
 NOTHING = "–"  # in a table, where a log does not say
 GIVEN = "given"  # the name of a rate that was not measured
+NOISE = "(noise): the spreads of the two rungs overlap"
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
 IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished, or in wrong units"
 
@@ -44,6 +49,7 @@ class Row:
     tokens_per_second: float | None
     times_baseline: float | None
     times_before: float | None
+    before_within_noise: bool | None  # the spreads of the two overlap
     mfu: float | None  # by PaLM's FLOPs
     mfu_causal: float | None
     peak_memory_gb: float | None
@@ -71,7 +77,7 @@ class Report:
     runs: dict  # {name: [Run, ...]}
     profile: dict | None  # where each rung's step time goes, as profile.json has it
     sweep: dict  # of a race, {rung: {learning rate: validation loss}}; else {}
-    passed_over: list = field(default_factory=list)  # why files of the folder were not used
+    skipped: list = field(default_factory=list)  # why files of the folder were not used
 
 
 def check_comparable(runs, folder):
@@ -113,26 +119,84 @@ def common_lowest(losses_of_runs):
     return max((min(losses) for losses in finite if losses), default=None)
 
 
+def within_noise(one, other):
+    """Whether the spreads of two rows overlap, as time per token; None without tokens."""
+    if not one.tokens_per_second or not other.tokens_per_second:
+        return None
+    low, high, other_low, other_high = (
+        ms / (row.ms * row.tokens_per_second) for row in (one, other) for ms in (row.ms_low, row.ms_high))
+    return low <= other_high and other_low <= high
+
+
+def read_or_skip(read, folder, skipped, default):
+    """What `read` finds in a folder; `default` if the file is damaged, and the reason goes to `skipped`."""
+    try:
+        return read(folder)
+    except UserError as error:
+        skipped.append(str(error))
+        return default
+
+
+def row_of(name, rounds, rates, common_loss, common_val_loss):
+    """The row of one rung; compare_rows adds how it compares with others."""
+    ms = statistics.median(run.median_ms for run in rounds)
+    low, high = spread(rounds)
+    tokens, ranks = rounds[0].tokens_per_step, rounds[0].ranks
+    speed = tokens / ms * 1000 if tokens else None
+    title = BY_NAME[name].title if name in BY_NAME else PEER_TITLE if name == PEER else name
+    return Row(
+        name=name,
+        title=title + (f", {ranks} ranks" if ranks > 1 else ""),
+        ms=ms,
+        ms_low=low,
+        ms_high=high,
+        rounds=len(rounds),
+        tokens_per_second=speed,
+        times_baseline=None,
+        times_before=None,
+        before_within_noise=None,
+        mfu=mfu(rounds[0], rates, speed),
+        mfu_causal=mfu(rounds[0], rates, speed, causal=True),
+        peak_memory_gb=median_or_none(run.peak_memory_gb for run in rounds),
+        last_loss=statistics.median(run.losses[-1] for run in rounds),
+        last_step=min(run.steps[-1] for run in rounds),
+        seconds_to_common_loss=median_or_none(run.seconds_to(common_loss) for run in rounds),
+        first_step_s=statistics.median(run.first_step_s for run in rounds),
+        cold_first_step_s=median_or_none(run.first_step_s for run in rounds if run.start == "cold"),
+        warm_first_step_s=median_or_none(run.first_step_s for run in rounds if run.start == "warm"),
+        complete=all(run.complete for run in rounds),
+        last_val_loss=median_or_none(run.val_losses[-1] for run in rounds if run.val_losses),
+        seconds_to_common_val_loss=median_or_none(
+            run.seconds_to_val(common_val_loss) for run in rounds if run.val_losses),
+    )
+
+
+def compare_rows(rows):
+    """Set how each rung's speed compares with the baseline's and with that of the rung it starts from."""
+    by_name = {row.name: row for row in rows if row.tokens_per_second}
+    baseline = by_name.get(STAGES[0].name)
+    for row in by_name.values():
+        start = BY_LABEL.get(BY_NAME[row.name].before) if row.name in BY_NAME else None
+        before = by_name.get(start.name) if start else None
+        if baseline:
+            row.times_baseline = row.tokens_per_second / baseline.tokens_per_second
+        if before:
+            row.times_before = row.tokens_per_second / before.tokens_per_second
+            row.before_within_noise = within_noise(row, before)
+
+
 def build_report(folder, peak_tflops=None, **stand_ins):
     """Read all logs of a folder into a Report. Raises UserError when they cannot be compared.
 
     `peak_tflops` (1e12 FLOP/s of the device) stands in where no rate was measured.
     """
-    runs, passed_over = read_folder(folder, **stand_ins)
+    runs, skipped = read_folder(folder, **stand_ins)
     check_comparable(runs, folder)
-    try:
-        machine = read_machine(folder)
-    except UserError as error:
-        machine = {}
-        passed_over.append(str(error))
-    try:
-        profile = read_profile(folder)
-    except UserError as error:
-        profile = None
-        passed_over.append(str(error))
+    machine = read_or_skip(read_machine, folder, skipped, {})
+    profile = read_or_skip(read_profile, folder, skipped, None)
     first = next(iter(runs.values()))[0]
     if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
-        passed_over.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
+        skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
                            "and the logs are not")
         profile = None
     if peak_tflops and not machine:
@@ -140,56 +204,31 @@ def build_report(folder, peak_tflops=None, **stand_ins):
     every_run = [run for rounds in runs.values() for run in rounds]
     common_loss = common_lowest(run.losses for run in every_run)
     common_val_loss = common_lowest(run.val_losses for run in every_run)
-
-    rows = []
-    titles = {name: stage.title for name, stage in BY_NAME.items()} | {PEER: "transformers' GPT-2, everything on"}
-    medians = {name: statistics.median(run.median_ms for run in rounds) for name, rounds in runs.items()}
-    tokens = {name: rounds[0].tokens_per_step for name, rounds in runs.items()}
-    speeds = {name: tokens[name] / medians[name] * 1000 if tokens[name] else None for name in runs}
-    baseline = speeds.get(STAGES[0].name)
-    for name, rounds in runs.items():
-        low, high = spread(rounds)
-        speed = speeds[name]
-        start = BY_LABEL.get(BY_NAME[name].before) if name in BY_NAME else None
-        before = speeds.get(start.name) if start else None
-        rates = machine.get("rates")
-        rows.append(Row(
-            name=name,
-            title=titles.get(name, name) + (f", {rounds[0].ranks} ranks" if rounds[0].ranks > 1 else ""),
-            ms=medians[name],
-            ms_low=low,
-            ms_high=high,
-            rounds=len(rounds),
-            tokens_per_second=speed,
-            times_baseline=speed / baseline if baseline and speed else None,
-            times_before=speed / before if before and speed else None,
-            mfu=mfu(rounds[0], rates, speed),
-            mfu_causal=mfu(rounds[0], rates, speed, causal=True),
-            peak_memory_gb=median_or_none(run.peak_memory_gb for run in rounds),
-            last_loss=statistics.median(run.losses[-1] for run in rounds),
-            last_step=min(run.steps[-1] for run in rounds),
-            seconds_to_common_loss=median_or_none(run.seconds_to(common_loss) for run in rounds),
-            first_step_s=statistics.median(run.first_step_s for run in rounds),
-            cold_first_step_s=median_or_none(run.first_step_s for run in rounds if run.start == "cold"),
-            warm_first_step_s=median_or_none(run.first_step_s for run in rounds if run.start == "warm"),
-            complete=all(run.complete for run in rounds),
-            last_val_loss=median_or_none(run.val_losses[-1] for run in rounds if run.val_losses),
-            seconds_to_common_val_loss=median_or_none(
-                run.seconds_to_val(common_val_loss) for run in rounds if run.val_losses
-            ),
-        ))
+    rows = [row_of(name, rounds, machine.get("rates"), common_loss, common_val_loss) for name, rounds in runs.items()]
+    compare_rows(rows)
     return Report(
         Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs,
-        profile, read_sweep(Path(folder)) if finished(runs) else {}, passed_over,
+        profile, read_sweep(Path(folder)) if finished(runs) else {}, skipped,
     )
 
 
+def allocators(report):
+    """{allocator: the titles of the rungs with rounds under it}; "unknown" is that of logs that do not say."""
+    under = {}
+    for row in report.rows:
+        for name in dict.fromkeys(run.allocator or "unknown" for run in report.runs[row.name]):
+            under.setdefault(name, []).append(row.title)
+    return under
+
+
 def where(report):
-    """One line: the device, the model, the batch and the text."""
+    """One line: the device, on a CPU the allocator of its memory, the model, the batch and the text."""
     setting = report.setting
     data = (setting["data"] or "unknown data").split(" | ")[0]
     batch = f"B={setting['B']} T={setting['T']}" if setting["B"] else "unknown batch"
-    return f"{setting['device'] or 'unknown device'}, {setting['model'] or 'unknown model'}, {batch}, {data}"
+    known = [name for name in allocators(report) if name not in ("unknown", "torch")]
+    allocator = f" (allocator: {' and '.join(known)})" if known else ""
+    return f"{setting['device'] or 'unknown device'}{allocator}, {setting['model'] or 'unknown model'}, {batch}, {data}"
 
 
 def conditions(report):
@@ -212,6 +251,8 @@ def describe(report, texts=None):
         if heading.startswith("s to"):
             kind = "validation" if "val" in heading else "step"
             sentences.append(f"{heading}: seconds to the first {kind} with this loss, the lowest that all reach")
+        elif heading == "× before" and texts[heading].str.contains("noise").any():
+            sentences.append(NOISE)
         elif heading.startswith("1st step") and texts[heading].str.contains("cold|warm").any():
             sentences.append(f"{heading}: cold compiled its graphs, warm found them in the cache")
     return ". ".join(sentences)
@@ -237,7 +278,8 @@ def as_texts(report):
         "spread": [f"{row.ms_low:,.0f}–{row.ms_high:,.0f}" for row in report.rows],
         "speed": column("tokens_per_second", "{:,.0f}"),
         "times_baseline": column("times_baseline", "{:.2f}"),
-        "times_before": column("times_before", "{:.2f}"),
+        "times_before": [text + " (noise)" * bool(row.before_within_noise)
+                         for row, text in zip(report.rows, column("times_before", "{:.2f}"), strict=True)],
         "mfu": [text + " (!)" * (text != NOTHING and row.mfu > 1)
                 for row, text in zip(report.rows, column("mfu", "{:.0%}"), strict=True)],
         "causal": column("mfu_causal", "{:.0%}"),
@@ -268,9 +310,9 @@ def table_of(report):
 
 
 def warnings(report):
-    """What a reader of the table must know: impossible values, runs that did not finish, different lengths."""
-    for reason in report.passed_over:
-        yield f"passed over: {reason}"
+    """What a reader of the table must know: impossible values, different allocators, unfinished or shorter runs."""
+    for reason in report.skipped:
+        yield f"skipped: {reason}"
     for row in report.rows:
         yield from wrong_unit(row, report.runs[row.name][0])
         if row.mfu and row.mfu > 1:
@@ -281,6 +323,10 @@ def warnings(report):
                    f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
         if not row.complete:
             yield f"{row.title}: the run did not finish ({row.last_step} steps)"
+    if len(under := allocators(report)) > 1:
+        parts = "; ".join(f"{name}: {', '.join(titles)}" for name, titles in under.items())
+        yield (f"the runs had different memory allocators ({parts}): on a CPU they can "
+               "change the time of a step by a third")
     if len({row.last_step for row in report.rows}) > 1:
         yield "the runs have different numbers of steps: their last losses do not compare"
     if not report.machine:
@@ -334,6 +380,20 @@ def markdown_table(report):
     return f"{table}\n\n{conditions(report)}. {median_of(report)}, the loss that of step {last_steps(report, '/')}."
 
 
+def short_table(report):
+    """The README's table: each rung's speed and its spread, and what is counted and published for an A100."""
+    floors = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
+    texts, rows = as_texts(report), report.rows
+    texts["speed"] = [f"{row.tokens_per_second:,.0f} ({row.tokens_per_second * row.ms / row.ms_high:,.0f}–"
+                      f"{row.tokens_per_second * row.ms / row.ms_low:,.0f})" for row in rows]
+    stages = [BY_NAME.get(row.name) for row in rows]
+    texts["a100"] = [f"{floors[stage.label]:,.0f} / {stage.lecture_ms or NOTHING}"
+                     if stage and stage.label in floors else NOTHING for stage in stages]
+    table = markdown(texts, {"file": "file", "title": "the one change", "speed": "tokens/sec here",
+                             "times_baseline": "× baseline", "a100": "A100: floor / published, ms"}, 2)
+    return f"{table}\n\n{where(report)}; the median of {max(row.rounds for row in rows)} rounds, lowest to highest."
+
+
 def median_of(report):
     """What the ms/step of a table are, for its caption."""
     rounds = max(row.rounds for row in report.rows)
@@ -346,7 +406,9 @@ def beyond_table(report):
         "label": "", "file": "file", "title": "the one capability", "ms": "ms/step", "spread": "spread",
         "speed": "tokens/sec", "times_before": "× the rung before", "memory": "peak GB",
         "loss": "loss", "val_loss": "val loss"}, 3)
-    return f"{table}\n\n{where(report)}. {median_of(report)}, the losses those of step {last_steps(report, '/')}."
+    noise = f". {NOISE}" if "(noise)" in table else ""
+    return (f"{table}\n\n{where(report)}. {median_of(report)}, the losses those of step {last_steps(report, '/')}"
+            f"{noise}.")
 
 
 def race_table(report):
@@ -366,17 +428,26 @@ def between_marks(text, marks, tables, readme):
     return "\n".join([head + begin, "\n\n".join(tables), end + tail])
 
 
-def write_readme(reports, readme=ROOT / "README.md"):
-    """Put the ladder's tables and those of the rungs beyond between their marks; raises UserError without marks."""
-    reports = sorted((one for one in reports if len(one.rows) > 1), key=lambda report: -len(report.rows))
+def write_tables(reports, root=ROOT):
+    """Put all tables between their marks in README.md and docs/; raises UserError where the marks are missing.
+
+    The README shows the machine with the most rungs, of several the one where they gain the most.
+    """
+    reports = [report for report in reports if len(report.rows) > 1]
     races = [report for report in reports if report.sweep]
     beyond = [report for report in reports if BEYOND & report.runs.keys() and report not in races]
-    ladder = [report for report in reports if report not in [*beyond, *races]]
-    text = readme.read_text(encoding="utf-8")
-    text = between_marks(text, LADDER_MARKS, [markdown_table(report) for report in ladder], readme)
-    text = between_marks(text, BEYOND_MARKS, [beyond_table(report) for report in beyond], readme)
-    text = between_marks(text, RACE_MARKS, [race_table(report) for report in races], readme)
-    write_whole(readme, text)
+    ladder = sorted((report for report in reports if report not in [*beyond, *races]), reverse=True,
+                    key=lambda report: (len(report.rows), max(row.times_baseline or 0 for row in report.rows)))
+    for file, marks, tables in [
+        ("README.md", LADDER_MARKS, [short_table(report) for report in ladder[:1]]),
+        ("docs/results.md", LADDER_MARKS, [markdown_table(report) for report in ladder]),
+        ("docs/long_runs.md", BEYOND_MARKS, [beyond_table(report) for report in beyond]),
+        ("docs/race.md", RACE_MARKS, [race_table(report) for report in races]),
+    ]:
+        if file.startswith("docs/"):
+            tables = [table.replace("](", "](../") for table in tables]
+        text = between_marks((root / file).read_text(encoding="utf-8"), marks, tables, file)
+        write_whole(root / file, text)
 
 
 def as_json(reports):

@@ -1,6 +1,6 @@
-"""A race's standings: how many tokens and seconds each rung needs to the same validation loss.
+"""A race's standings: how many tokens and seconds each rung needs to reach the same validation loss.
 
-The target is the loss that the first rung ends with, in the median, rounded up to two digits.
+The target is the median of the losses that the first rung ends with, rounded up to two digits.
 """
 import math
 import statistics
@@ -12,13 +12,14 @@ from ladder.errors import UserError
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import read_log
 
-WIDE = 130  # characters of a terminal that takes all columns
+FEWEST_STEPS = 50  # of a race: below, most of a run is warm-up
+WIDE = 130  # characters of a terminal wide enough for all columns
 IN_THE_README = ["label", "file", "the one change"]  # of the standings; elsewhere "rung" says it
 
 
 @dataclass
 class Racer:
-    """One rung: its learning rate, and (median, lowest, highest) over the seeds; inf where a run never got there."""
+    """One rung: its learning rate, and (median, lowest, highest) over the seeds; inf if a run never reached it."""
 
     name: str
     title: str
@@ -30,7 +31,7 @@ class Racer:
 
 
 def last_val_loss(path):
-    """The last validation loss of a log; inf if there is none, or the run broke off or diverged."""
+    """The last validation loss of a log; inf if there is none, or the run stopped early or diverged."""
     try:
         run = read_log(path)
     except UserError:
@@ -40,7 +41,7 @@ def last_val_loss(path):
 
 
 def best_of(losses):
-    """The learning rate with the lowest loss of {rate: loss}; of two that are equal, the higher."""
+    """The learning rate with the lowest loss of {rate: loss}; the higher of two that are equal."""
     return min(sorted(losses, reverse=True), key=losses.get)
 
 
@@ -53,7 +54,7 @@ def read_sweep(folder):
 
 
 def steps_to(run, loss):
-    """Steps until the validation loss is `loss`, by a straight line between two validations; inf if it never is."""
+    """Steps until the validation loss is `loss`, interpolated between two validations; inf if it never is."""
     before = None
     for step, now in zip(run.val_steps, run.val_losses, strict=True):
         if now <= loss:
@@ -68,14 +69,14 @@ def median_and_range(values):
 
 
 def searched_by(stage, names):
-    """The stage whose search gave `stage` its learning rates: the first of `names` whose losses it has to rounding."""
+    """The stage whose search gave `stage` its rates: the nearest of `names` with the same losses up to rounding."""
     while stage.name not in names and stage.same_losses is not None:
         stage = BY_LABEL[stage.before]
     return stage
 
 
 def finished(runs):
-    """{rung: its runs that came to their end} of {rung: runs}; a race that was stopped has others, too."""
+    """{rung: its finished runs} of {rung: runs}; a race that was stopped also has others."""
     ended = {name: [run for run in rounds if run.complete and run.val_losses] for name, rounds in runs.items()}
     return {name: rounds for name, rounds in ended.items() if rounds}
 
@@ -98,6 +99,23 @@ def standings(report):
             median_and_range([n * ms / 1000 for n in steps]),
         ))
     return target, racers
+
+
+def doubts(report, racers):
+    """Yields the reasons to doubt the learning rates of a race, as short clauses."""
+    by_name, steps = {racer.name: racer for racer in racers}, finished(report.runs)[racers[0].name][0].steps[-1]
+    if steps < FEWEST_STEPS:
+        yield f"{steps} steps are too few to choose a learning rate, take {FEWEST_STEPS} or more"
+    for name, losses in report.sweep.items():
+        if name not in by_name:
+            continue
+        label, best = f"rung {BY_NAME[name].label}'s", best_of(losses)
+        finite = list(filter(math.isfinite, losses.values()))
+        _, low, high = by_name[name].val_loss
+        if best in (min(losses), max(losses)):
+            yield f"{label} best rate, {best:g}, is at the edge of those tried"
+        if len(finite) == len(losses) and max(finite) - min(finite) <= high - low:
+            yield f"{label} search is flat: its rates differ by no more than its seeds do"
 
 
 def race_curves(report):
@@ -140,15 +158,17 @@ def race_texts(report):
     n_seeds = len(finished(report.runs)[first.name])
     low, high = (f([len(losses) for losses in report.sweep.values()]) for f in (min, max))
     n_rates = f"{low}" if low == high else f"{low} to {high}"
+    doubtful = "; ".join(doubts(report, racers))
     return texts, (
         f"{target:.2f} is the median of the validation losses that rung {label} ends with, rounded up. Each rung has "
         f"the best of {n_rates} learning rates, searched with the first seed: Muon's where it has Muon (AdamW then "
         f"keeps rung {label}'s), else AdamW's. The numbers are the median of {n_seeds} seeds, the spreads their "
-        "lowest and highest. Seconds are steps times the rung's ms/step: compiling and validating do not count.")
+        "lowest and highest. Seconds are steps times the rung's ms/step: compiling and validating do not count."
+        + (f" Doubtful: {doubtful}." if doubtful else ""))
 
 
 def print_race(report, console):
-    """The standings in a terminal; a narrow one goes without the spreads."""
+    """The standings in a terminal; a narrow one omits the spreads."""
     from rich import box
     from rich.table import Table
 

@@ -1,0 +1,81 @@
+"""notebooks/ladder.ipynb: it runs from its first cell to its last, and the tool has the commands that it names."""
+import re
+import shlex
+import shutil
+
+import nbformat
+import pytest
+from conftest import ROOT, run_command
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from ladder.__main__ import parse_args
+from ladder.measure.runner import parse_rungs
+from ladder.scripts.stages import load_script
+
+NOTEBOOK = ROOT / "notebooks" / "ladder.ipynb"
+
+
+def read_notebook():
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def run_notebook(notebook, folder):
+    """Run it in `folder`; returns what its cells printed. Here a shell command that fails raises, too."""
+    for cell in notebook.cells:
+        cell.source = re.sub(r"(?m)^( *)!.+$", r"\g<0>\n\1assert not _exit_code, _exit_code", cell.source)
+    NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+    return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+
+
+def test_the_committed_notebook_has_no_outputs():
+    notebook = read_notebook()
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        assert cell.cell_type == "markdown" or (cell.outputs, cell.execution_count) == ([], None), cell.source
+
+
+def test_the_tool_has_each_command_of_the_notebook():
+    text = "\n".join(cell.source for cell in read_notebook().cells)
+    flags = re.search(r'"LADDER_FLAGS", "(.+?)"', text)[1]
+    commands = re.findall(r"!python -m ladder (.+)", text)
+    assert len(commands) == text.count("python -m ladder") == 6
+    for command in commands:
+        args = parse_args(shlex.split(command.replace("{FLAGS}", flags)))
+        for stage in parse_rungs(args.rungs) if args.verb == "run" else []:
+            load_script(stage).parse_settings(args.flags)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_in_a_clone_that_it_makes(tokens, tmp_path, monkeypatch):
+    """All of it but smoke and the survey, as on Colab, where it lies outside the repository."""
+    origin, folder = tmp_path / "origin", tmp_path / "content"
+    shutil.copytree(ROOT, origin, ignore=shutil.ignore_patterns(".*", "__pycache__", "logs", "tokens", "checkpoints"))
+    for words in ("init --quiet", "add --all", "-c user.name=a -c user.email=a@b commit --quiet --message a"):
+        assert run_command("git", *words.split(), cwd=origin).returncode == 0
+    folder.mkdir()
+    monkeypatch.setenv("LADDER_FLAGS", f"--model tiny -T 64 --steps 4 --device cpu --compile-mode none --data {tokens}")
+    notebook = read_notebook()
+    notebook.cells[1].source = notebook.cells[1].source.replace('REPOSITORY = ""', f"REPOSITORY = {str(origin)!r}")
+    printed = run_notebook(notebook, folder)
+    assert "✓ torch: " in printed and "speedup_10_fused_adamw: loss " in printed and "flash attention" in printed
+    assert "Rung 3, bfloat16 autocast" in printed and "\x1b" not in printed
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    assert (folder / "gpt2-speed-ladder" / "results.zip").exists()
+
+
+def first_cell(folder):
+    notebook = read_notebook()
+    notebook.cells = notebook.cells[1:2]
+    return run_notebook(notebook, folder).strip()
+
+
+@pytest.mark.slow
+def test_in_a_checkout_the_notebook_uses_it_and_elsewhere_it_asks_for_the_repository(tmp_path):
+    (tmp_path / "checkout" / "notebooks").mkdir(parents=True)
+    (tmp_path / "checkout" / "baseline.py").touch()
+    assert first_cell(tmp_path / "checkout" / "notebooks") == str(tmp_path / "checkout")
+    with pytest.raises(CellExecutionError) as refusal:
+        first_cell(tmp_path)
+    assert refusal.value.evalue == "error: REPOSITORY: is empty; set it to the address of the repository"
