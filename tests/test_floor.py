@@ -2,6 +2,7 @@
 import contextlib
 import itertools
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -126,6 +127,20 @@ def test_stored_counts_belong_to_the_scripts_as_they_are():
     assert list(stored) == floor.COUNTED
     stale = [label for label, rung in stored.items() if rung["lesson"] != floor.lesson_hash(label)]
     assert not stale, f"rungs {stale} have changed: python -m ladder floor --save --rungs {','.join(stale)}"
+
+
+@pytest.mark.parametrize("old, new, same", [
+    ('"""The position-wise feed-forward network', '"""The MLP', True), ("import json\n", "import json\nimport csv\n", True),
+    ("    log.finish()", "    log.line('end')", True), ("4 * config.n_embd", "3 * config.n_embd", False),
+    ("        optimizer.zero_grad()\n", "", False),
+])
+def test_what_a_step_does_not_compute_leaves_the_stored_counts_valid(old, new, same, tmp_path, monkeypatch):
+    before, source = floor.lesson_hash("0"), BY_LABEL["0"].path.read_text()
+    assert old in source
+    changed = tmp_path / "baseline.py"
+    changed.write_text(source.replace(old, new))
+    monkeypatch.setitem(floor.BY_LABEL, "0", SimpleNamespace(path=changed))
+    assert (floor.lesson_hash("0") == before) == same
 
 
 def test_stored_products_are_the_closed_forms():
