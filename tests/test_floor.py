@@ -2,6 +2,7 @@
 import contextlib
 import itertools
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -128,6 +129,21 @@ def test_stored_counts_belong_to_the_scripts_as_they_are():
     assert not stale, f"rungs {stale} have changed: python -m ladder floor --save --rungs {','.join(stale)}"
 
 
+@pytest.mark.parametrize("old, new, same", [
+    ('"""The position-wise feed-forward network', '"""The MLP', True),
+    ("    log.finish()", "    log.line('end')", True),
+    ("import json\n", "import json\nimport csv\n", True), ("4 * config.n_embd", "3 * config.n_embd", False),
+    ("        optimizer.zero_grad()\n", "", False),
+])
+def test_what_a_step_does_not_compute_leaves_the_stored_counts_valid(old, new, same, tmp_path, monkeypatch):
+    before, source = floor.lesson_hash("0"), BY_LABEL["0"].path.read_text()
+    assert old in source
+    changed = tmp_path / "baseline.py"
+    changed.write_text(source.replace(old, new))
+    monkeypatch.setitem(floor.BY_LABEL, "0", SimpleNamespace(path=changed))
+    assert (floor.lesson_hash("0") == before) == same
+
+
 def test_stored_products_are_the_closed_forms():
     for row in floor.floor_data([])["rungs"]:
         stage = BY_LABEL[row["label"]]
@@ -223,12 +239,12 @@ def compiled_kernels(function, *shapes):
     return recorder.kernels
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function, shapes, expected", [
     (lambda x, y: torch.relu(x * 2 + y).exp(), [(64, 128)] * 2, [3 * 32768]),  # what is fused stays inside
     (lambda x, y: (x @ y).exp(), [(64, 128), (128, 64)], [2 * 32768 + 16384, 2 * 16384]),  # a product is a call
     (lambda x, y: x[:4] + y, [(64, 128), (4, 128)], [3 * 2048]),  # of a slice only what is used
     (lambda x, _: x.sum(1), [(64, 64), (1,)], [16384 + 256]),
+    (lambda x, _: (x - x.amax(1, keepdim=True)).exp(), [(64, 128), (1,)], [2 * 32768]),  # nor does the maximum leave
 ])
 def test_bytes_of_compiled_kernels(function, shapes, expected):
     assert [kernel.bytes for kernel in compiled_kernels(function, *shapes)] == expected

@@ -2,6 +2,7 @@
 
 What it is and is not: docs/floors.md. What GPT-2 (124M) takes at B=16 T=1024 is counted once and kept in floors.json.
 """
+import ast
 import hashlib
 import json
 from collections import Counter
@@ -32,9 +33,16 @@ def floor_ms(kernels, card):
 
 
 def lesson_hash(label):
-    """Of what a rung computes: its source between docstring and banner."""
-    lesson = BY_LABEL[label].path.read_text(encoding="utf-8").split('"""', 2)[2].partition("\n" + BANNER)[0]
-    return hashlib.sha256(lesson.encode()).hexdigest()[:16]
+    """Of what a step of a rung computes: its model and `train` up to the end of the loop, without docstrings."""
+    lesson = BY_LABEL[label].path.read_text(encoding="utf-8").partition("\n" + BANNER)[0]
+    parts = [node for node in ast.parse(lesson).body
+             if getattr(node, "name", "Settings") not in ("Settings", "DataLoaderLite", "get_lr")]
+    for node in (node for part in parts for node in ast.walk(part)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    train = parts[-1]
+    train.body = train.body[: 1 + max(i for i, node in enumerate(train.body) if isinstance(node, ast.For))]
+    return hashlib.sha256("\n".join(map(ast.unparse, parts)).encode()).hexdigest()[:16]
 
 
 def read_store():
