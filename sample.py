@@ -100,9 +100,13 @@ def load_model(name, device):
         sys.exit(f"error: --device {device}: not available here ({str(error).splitlines()[0]}); try --device cpu")
 
 
+def pick_device():
+    """The accelerator if there is one."""
+    return next((name for name in ("cuda", "mps") if getattr(torch, name).is_available()), "cpu")
+
+
 def parse_args(argv=None):
     """The command line's flags; exits with one line when a value is out of range."""
-    found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint file, a Hugging Face folder or a name")
     parser.add_argument("--prompt", default="", help="default: <|endoftext|>, the start of a document")
@@ -112,7 +116,7 @@ def parse_args(argv=None):
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens, up to this probability")
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
-    parser.add_argument("--device", default=found[0], help="default: %(default)s")
+    parser.add_argument("--device", default=pick_device(), help="default: %(default)s")
     args = parser.parse_args(argv)
     for flag, value, in_range, need in [
         ("--num-samples", args.num_samples, args.num_samples >= 1, "at least 1"),

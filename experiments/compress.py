@@ -37,7 +37,7 @@ from torch.nn.utils import prune
 from tqdm import tqdm
 from transformers.pytorch_utils import Conv1D
 
-from sample import DEVICE, END_OF_TEXT, load_model
+from sample import END_OF_TEXT, load_model, pick_device
 from speedup_10_fused_adamw import open_tokens
 
 NEW_TOKENS = 100
@@ -173,7 +173,7 @@ def parse_args(argv=None):
                         help="tokens per validation sequence: as many as in training (default: %(default)s)")
     parser.add_argument("--val-sequences", type=int, default=32, help="default: %(default)s")
     parser.add_argument("--png", type=Path, help="also draw the table into this file")
-    parser.add_argument("--device", default=DEVICE, help="default: %(default)s")
+    parser.add_argument("--device", default=pick_device(), help="default: %(default)s")
     args = parser.parse_args(argv)
     for flag, value in {"-T": args.T, "--val-sequences": args.val_sequences}.items():
         if value < 1:

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from sample import DEVICE, END_OF_TEXT, load_model
+from sample import END_OF_TEXT, load_model, pick_device
 
 
 @torch.inference_mode()
@@ -30,7 +30,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint file, a Hugging Face folder or a name")
     parser.add_argument("--new-tokens", type=int, default=512, help="default: %(default)s")
-    parser.add_argument("--device", default=DEVICE, help="default: %(default)s")
+    parser.add_argument("--device", default=pick_device(), help="default: %(default)s")
     args = parser.parse_args(argv)
     model, _ = load_model(args.model, args.device)
     longest = model.config.n_positions - 1
