@@ -102,7 +102,7 @@ def add_report(verbs):
     report.add_argument("--logs", action="append", default=[], type=Path, metavar="FOLDER", help="the same")
     report.add_argument("--png", type=Path, metavar="FOLDER", help="write the plots there")
     report.add_argument("--html", type=Path, metavar="FILE", help="write the tutorial page")
-    report.add_argument("--readme", action="store_true", help="rewrite the tables of README.md and docs/")
+    report.add_argument("--readme", action="store_true", help="rewrite the tables and pictures of README.md and docs/")
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
     report.add_argument("--csv", action="store_true", help="print CSV instead of the table")
     for flag in ("-B", "-T"):
@@ -386,8 +386,11 @@ def report(args):
     else:
         reports = read(lambda: [newest_run()])
     if args.readme:
+        from ladder.show.plots import shown_in_docs, write_plots
+
         write_tables(published)
         messages.print("README.md, docs/*.md: tables rewritten")
+        write_plots(published, ROOT / "docs", shown_in_docs(ROOT).__contains__)
     if args.png:
         from ladder.show.plots import write_plots
 

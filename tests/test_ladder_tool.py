@@ -29,6 +29,7 @@ from ladder.scripts.memory import PROCESS_BYTES, RUN_BY_DEFAULT, recommend, step
 from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
 from ladder.show.compare import compare
 from ladder.show.logs import PEER, read_log
+from ladder.show.plots import shown_in_docs
 from ladder.show.report import beyond_table, build_report, check_comparable, markdown_table, warnings, write_tables
 
 LADDER = [sys.executable, "-m", "ladder"]
@@ -657,6 +658,10 @@ def test_links_lead_somewhere():
             assert link.startswith("http") or (page.parent / link).exists(), (page, link)
 
 
+def test_every_picture_is_shown_somewhere():
+    assert {path.name for path in ROOT.glob("docs/*.png")} == shown_in_docs(ROOT)
+
+
 def test_the_committed_tables_are_the_reference_logs(tmp_path, measured):
     """README.md and docs/ say what the committed logs say."""
     (tmp_path / "docs").mkdir()
@@ -906,7 +911,8 @@ def test_without_folders_each_output_shows_its_own(tmp_path, monkeypatch, call):
 
         return make
 
-    monkeypatch.setitem(sys.modules, "ladder.show.plots", SimpleNamespace(write_plots=maker("png")))
+    monkeypatch.setitem(sys.modules, "ladder.show.plots", SimpleNamespace(
+        write_plots=maker("png"), shown_in_docs=lambda root: set()))
     monkeypatch.setitem(sys.modules, "ladder.show.page", SimpleNamespace(write_page=maker("html")))
     monkeypatch.setattr("ladder.show.report.write_tables", maker("readme"))
     own, reference, page = ["mine"], [folder.name for folder in REFERENCE], ["--html", tmp_path / "page.html"]

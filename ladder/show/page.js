@@ -4,6 +4,7 @@ const escape = text => text.replace(/[&<>"]/g, character => `&#${character.charC
 const safe = (key, value) => typeof value === "string" ? escape(value) : value; // all texts, before they become HTML
 const machines = all("script.data").map(script => JSON.parse(script.textContent, safe));
 const kinds = Object.entries(JSON.parse(find("#kinds").textContent)); // [kind of work, colour]
+const floors = JSON.parse(find("#floors").textContent); // counted: what a step costs at least on a card
 const sum = values => values.reduce((total, value) => total + value, 0);
 const join = (values, html) => values.map(html).join("");
 const digitsOf = ms => ms < 200 ? 1 : 0; // of the milliseconds of a step and of its parts
@@ -74,15 +75,31 @@ function drawPicture(machine, only = null) {
   });
 }
 
+const change = (from, to, digits) => from == null || to == null || number(from, digits) === number(to, digits) ? "" :
+  (to > from ? "+" : "") + number(to - from, digits);
+
+// A table's line for two rungs, or, without `old`, for one.
+const lineFor = old => (title, from, to, {digits, told = change(from, to, digits), css = ""} = {}) => to == null ? "" :
+  `<tr class="${css}"><th scope="row">${title}</th>${old ? `<td>${number(from, digits)}</td>` : ""}
+  <td>${number(to, digits)}</td>${old ? `<td>${told}</td>` : ""}</tr>`;
+
+function counted({label, beforeLabel}) { // what a lesson's step costs at least on the chosen card, as HTML
+  const card = find("#card").value, now = floors.rungs[label], old = floors.rungs[beforeLabel];
+  if (!now) return "";
+  const line = lineFor(old), ms = (rung, part) => rung?.ms[card][part], digits = digitsOf(now.ms[card].floor);
+  const parts = {floor: "floor, ms", products: "its matrix products alone", traffic: "its memory traffic alone"};
+  return `<h4 class="counted">Counted <span>for one ${card}, B=${floors.B} T=${floors.T}: a step costs at least</span></h4>
+    <table><tbody>${join(Object.entries(parts), ([part, title]) =>
+      line(title, ms(old, part), ms(now, part), {digits, css: part === "floor" ? "" : "same"}))}
+    ${line("GB read and written", old?.gb, now.gb)}${line("kernel launches", old?.launches, now.launches)}
+    ${card === "A100" ? line("published, ms", old?.published, now.published) : ""}</tbody></table>`;
+}
+
 function effect(machine, {name, label, before, beforeLabel}) { // what a lesson measured, as HTML
   const now = machine?.rows[name], old = machine?.rows[before];
   if (!now) return "<p>Not on any machine yet.</p>";
   const [oldTime, time] = [before, name].map(each => machine.profile.find(entry => entry.name === each));
-  const change = (from, to, digits) => from == null || to == null || number(from, digits) === number(to, digits) ? "" :
-    (to > from ? "+" : "") + number(to - from, digits);
-  const line = (title, from, to, {digits, told = change(from, to, digits), css = ""} = {}) => to == null ? "" :
-    `<tr class="${css}"><th scope="row">${title}</th>${old ? `<td>${number(from, digits)}</td>` : ""}
-    <td>${number(to, digits)}</td>${old ? `<td>${told}</td>` : ""}</tr>`;
+  const line = lineFor(old);
   const percent = row => row?.mfu == null ? null : 100 * row.mfu;
   const spreads = [old, now].filter(Boolean).map(spread).join(" → "), digits = digitsOf(now.ms);
   const steps = [oldTime, time].filter(Boolean);
@@ -119,15 +136,24 @@ function choose(id) {
     const {name, before} = box.dataset; // of another machine, where the chosen machine did not measure both
     const fits = [each => each.rows[name] && each.rows[before], each => each.rows[name]];
     const source = fits.map(fit => [machine, ...machines].find(fit)).find(Boolean);
-    box.innerHTML = `<h4>Measured <span>on ${source?.name ?? "no machine"}</span></h4>${effect(source, box.dataset)}`;
+    box.innerHTML = `<h4>Measured <span>on ${source?.name ?? "no machine"}</span></h4>${effect(source, box.dataset)}
+      ${counted(box.dataset)}`;
   });
   scrollBy({top: reading.getBoundingClientRect().top - top, behavior: "instant"}); // the reader stays where they were
-  try { localStorage.setItem("machine", machine.id); } catch { /* this browser remembers nothing */ }
+  try {
+    localStorage.setItem("machine", machine.id);
+    localStorage.setItem("card", find("#card").value);
+  } catch { /* this browser remembers nothing */ }
 }
 let remembered = null;
-try { remembered = localStorage.getItem("machine"); } catch { /* the same */ }
+try {
+  remembered = localStorage.getItem("machine");
+  const card = localStorage.getItem("card");
+  if (all("#card option").some(option => option.value === card)) find("#card").value = card;
+} catch { /* the same */ }
 choose(remembered);
 find("#machine").onchange = event => choose(event.target.value);
+find("#card").onchange = () => choose(find("#machine").value);
 
 // The tip: a bar's label as a table, beside the pointer, or below the bar that the keyboard is on.
 function showTip(event) {

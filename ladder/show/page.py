@@ -19,6 +19,8 @@ from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 from ladder.errors import UserError
 from ladder.files import write_whole
+from ladder.scripts.cards import CARDS
+from ladder.scripts.floor import floor_data
 from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import Line, in_diff_order, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
@@ -228,6 +230,16 @@ def machine_view(report):
     }
 
 
+def floors_view():
+    """The counted floors of each rung on each card, and what Karpathy's lecture published, for the page."""
+    data = floor_data(CARDS.values())
+    rungs = {row["label"]: {
+        "gb": rounded(row["gb"], 4), "launches": row["launches"], "published": BY_LABEL[row["label"]].lecture_ms,
+        "ms": {card: {part: rounded(ms, 4) for part, ms in parts.items()} for card, parts in row["ms"].items()},
+    } for row in data["rungs"]}
+    return {"B": data["B"], "T": data["T"], "cards": list(CARDS), "rungs": rungs}
+
+
 def ours(name):
     return (HERE / name).read_text(encoding="utf-8")
 
@@ -247,6 +259,7 @@ def write_page(reports, path):
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     text = environment.get_template("page.html.j2").render(
         lessons=[lesson_view(stage) for stage in STAGES], machines=machines, default=default, kinds=KIND_COLOURS,
+        floors=floors_view(),
         style=ours("page.css"), script=ours("page.js"), uplot=ours("uplot.js"),
     )
     path.parent.mkdir(parents=True, exist_ok=True)

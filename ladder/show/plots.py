@@ -1,4 +1,6 @@
 """Pictures of a report: where a step's time goes, the ladder of tokens/sec, the losses, the memory."""
+import re
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -165,19 +167,31 @@ def save(figure, path):
     plt.close(figure)
 
 
-def write_plots(reports, folder):
-    """Write PNG files to `folder`; returns their paths."""
+def plots_of(report):
+    """{kind: a function that draws it} of all plots of a report."""
+    if report.sweep:
+        return {"race": lambda: plot_race(report)}
+    plots = {"ladder": lambda: plot_ladder(report), "loss": lambda: plot_losses(report),
+             "memory": lambda: plot_memory(report)}
+    return plots | ({"profile": lambda: plot_profile(report.profile)} if report.profile else {})
+
+
+def write_plots(reports, folder, wanted=lambda name: True):
+    """Write PNG files to `folder`, those whose name is `wanted`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for report in reports:
-        plots = {"ladder": plot_ladder(report), "loss": plot_losses(report), "memory": plot_memory(report)}
-        plots |= {"profile": plot_profile(report.profile)} if report.profile else {}
-        if report.sweep:
-            plots = {"race": plot_race(report)}
-        for kind, figure in plots.items():
+        for kind, draw in plots_of(report).items():
             path = folder / f"{report.name}_{kind}.png"
             if path in paths:
                 raise UserError(f"two of the log folders are called {report.name}: plot them into folders of their own")
-            paths.append(path)
-            save(figure, path)
+            if wanted(path.name):
+                paths.append(path)
+                save(draw(), path)
     return paths
+
+
+def shown_in_docs(root):
+    """The names of the pictures that README.md and docs/*.md show."""
+    texts = [path.read_text(encoding="utf-8") for path in [root / "README.md", *root.glob("docs/*.md")]]
+    return {name for text in texts for name in re.findall(r"!\[[^\]]*\]\((?:docs/)?([^)]+\.png)\)", text)}
