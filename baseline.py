@@ -1,14 +1,15 @@
 """Rung 0, the baseline: train GPT-2 (124M) as plainly as possible.
 
 Everything is written out as in the papers: attention computes the full (T, T) matrix of scores, masks the future and
-takes the softmax. All products run in full float32 ("highest"), AdamW with torch's defaults at a constant rate of 3e-4.
+takes the softmax. All matrix products run in full float32 ("highest"); the optimizer is AdamW with torch's defaults and
+a constant learning rate of 3e-4.
 
 The model departs from GPT-2 in four places: no dropout (one pass over a large corpus needs none, and runs stay
 comparable); untied embeddings until rung 1 (so 163M parameters here); residual projections that are not scaled until
 rung 4; position embeddings that start with a standard deviation of 0.02, not 0.01. A batch is a piece of the token
 file: as in GPT-3's training, attention crosses the boundaries of documents.
 
-Each later rung changes one thing (rungs 8 to 10 two settings of it). Read it as a diff:
+Each later rung changes one thing (rungs 8 to 10: two settings of one recipe). Read it as a diff:
 
     git diff --no-index baseline.py speedup_01_weight_tying.py
 

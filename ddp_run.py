@@ -8,8 +8,9 @@ backward pass DDP averages the gradients over all ranks, while earlier layers ar
 rank makes the same optimizer step. So N ranks with batch B compute what one process computes with batch N*B.
 
 Gain: up to N times the tokens per second, as far as the link between the GPUs keeps up.
-Cost: every step moves the gradients of all parameters between the ranks, in buckets: 4 bytes each, which a ring
-all-reduce sends twice. The gradients are views of these buckets, so they are in memory only once.
+Cost: every step moves the gradients of all parameters between the ranks, in buckets: 4 bytes each, which every rank
+of a ring all-reduce sends once (2 ranks) to almost twice (many). The gradients are views of these buckets, so they
+are in memory only once.
 DDP wraps the model before torch.compile does, so that the compiler knows where the buckets end. tokens/sec counts all
 ranks, the loss is their mean, the peak memory is rank 0's.
 
@@ -203,7 +204,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -229,7 +230,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T)

@@ -1,4 +1,4 @@
-"""Rung 5, torch.compile: the operations between the matrix products are fused into few kernels.
+"""Rung 5, torch.compile: the operations between the matrix products are fused into a few kernels.
 
 Run eagerly, each operation launches a kernel, which reads its inputs from memory and writes its output back, with
 Python in between. torch.compile traces the model once, then generates code (Triton on a GPU, C++ on a CPU) that fuses
@@ -7,6 +7,7 @@ elementwise operations, normalizations and reductions, so that many intermediate
 Gain: fewer kernels, less memory traffic, no Python between operations. Matrix products still run in cuBLAS, or on a CPU
 in MKL or oneDNN.
 Cost: the first step compiles, which takes tens of seconds; the median leaves it out.
+The lesson is `torch.compile(model)`; the other lines choose the mode, check that compiling works here, and log it.
 The uncompiled `model` shares its weights with the compiled one: use it to save, evaluate or sample.
 Where torch cannot compile, the run stays eager and "compile" in the log says so. The modes, the cache on disk and what
 "graphs compiled" counts: docs/measuring.md.
@@ -184,7 +185,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -198,7 +199,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T)

@@ -10,7 +10,8 @@ climbs linearly to --max-lr over --warmup-steps, then follows half a cosine down
 Gain: a lower loss after the same number of steps, in runs long enough for the schedule to play out. Speed and memory
 stay the same.
 Cost: the number of steps has to be known beforehand. A run no longer than --warmup-steps never leaves the warm-up.
-The default of 10 warm-up steps suits a demonstration of 50 steps; GPT-3 warmed up for 715 of 524,288 tokens.
+The default of 10 warm-up steps suits a demonstration of 50 steps; GPT-3 warmed up over 375 million
+tokens, 715 steps of 524,288.
 
 Sources: Brown et al. 2020 (GPT-3), appendix B and table 2.1 (6e-4 for 125M parameters); Loshchilov & Hutter 2017,
 "SGDR: Stochastic Gradient Descent with Warm Restarts".
@@ -192,7 +193,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -206,7 +207,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T)

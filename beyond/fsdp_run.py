@@ -9,7 +9,8 @@ embedding is the first and the last layer. So every forward pass is a collective
 
 Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
 Cost: more is sent, in every micro-step, and the residual stream is rounded to bfloat16: docs/sharding.md counts both.
-A checkpoint is rung 15's one file, gathered on rank 0. Without torchrun use rung 24.
+Read `shard` first, then `orthogonalize` and `gather`: a checkpoint is rung 15's one file, gathered on rank 0. Without
+torchrun use rung 24.
 Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
 """
 import argparse
@@ -327,7 +328,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -363,7 +364,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -429,7 +430,7 @@ def train(settings):
     warnings.filterwarnings("ignore", "torch.distributed is disabled|Mismatch dtype between input and weight")  # meant
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)

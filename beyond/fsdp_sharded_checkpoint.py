@@ -8,8 +8,9 @@ what it keeps, beside a table of what is where, and reads only what it needs. So
 without torchrun, resumes. The folder is written as next/ and renamed when it is complete, as the file was.
 
 Gain: the time and memory of a save fall with the number of ranks.
-Cost: a damaged checkpoint is noticed if it cannot be read; a flipped bit is not, as the shards carry no checksums.
---save still gathers the parameters in one file, for sample.py and export.py. Details: docs/sharding.md.
+Cost: a damaged checkpoint is noticed only if it cannot be read; a flipped bit is not, as the shards carry no checksums.
+--save still gathers the parameters in one file, for sample.py and export.py. Read `save_sharded` first,
+then `read_newest`. Details: docs/sharding.md.
 Source: PyTorch's documentation of torch.distributed.checkpoint.
 """
 import argparse
@@ -393,7 +394,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -459,7 +460,7 @@ def train(settings):
     warnings.filterwarnings("ignore", "torch.distributed is disabled|Mismatch dtype between input and weight")  # meant
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)

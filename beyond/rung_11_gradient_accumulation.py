@@ -203,7 +203,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -243,7 +243,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T)

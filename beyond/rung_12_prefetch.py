@@ -9,7 +9,8 @@ the batch was fetched when the step began, and the device sat idle for as long a
 
 Gain: no step begins with a wait for its batch (experiments/data_wait.py measures that wait, which is part of `dt`).
 Cost: 8 bytes of device memory per token of the file, or one more batch. The batches and their order stay the same.
-No effect on a CPU, which has nowhere to copy a batch. On Apple GPUs only the first way helps: torch waits for copies.
+No effect on a CPU, where a batch is already in the memory that it is used from. On Apple GPUs only the first way helps:
+there torch waits for each copy.
 
 Source: PyTorch's tutorial on pin_memory and non_blocking; torch.cuda.mem_get_info in its documentation.
 """
@@ -215,7 +216,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -255,7 +256,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)

@@ -2,7 +2,7 @@
 
 After a few epochs over a small text the training loss keeps falling while the model gets worse on text that it has
 not seen: it overfits. So data/prepare.py holds out the last tenth of the tokens, and every --val-every steps the model
-is evaluated on some of it: without gradients, always on the same sequences, whatever -B is; the ranks share them.
+is evaluated on some of it: without gradients, always on the same sequences, whatever -B is; the ranks divide them.
 
     python beyond/rung_13_validation.py --val-every 250 --val-sequences 0      # 0: the whole of val.bin
 
@@ -233,7 +233,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -273,7 +273,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)

@@ -222,7 +222,7 @@ def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     if not path.exists():
         return 0, ""
     if not settings.resume:
@@ -256,7 +256,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -296,7 +296,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)

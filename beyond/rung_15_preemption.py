@@ -1,4 +1,4 @@
-"""Rung 15, preemption: a run that survives being stopped, restarted or damaged.
+"""Rung 15, preemption: stop on a signal, and resume from whatever is left.
 
 Clusters send SIGTERM before they take a machine away; Ctrl-C sends SIGINT. Both now end the run after the current step,
 with a checkpoint of it and exit code 0; the ranks agree on the step. It also handles:
@@ -11,7 +11,7 @@ with a checkpoint of it and exit code 0; the ranks agree on the step. It also ha
   TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: docs/long_runs.md has the command).
 
 Gain: none of these costs more than the steps since the last good checkpoint.
-Cost: a second checkpoint on the disk.
+Cost: a second checkpoint on the disk, a third while saving.
 
 Source: torchrun in PyTorch's documentation; pytorch issue 135712.
 """
@@ -233,7 +233,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -268,7 +268,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -308,7 +308,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)

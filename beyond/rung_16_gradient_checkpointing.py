@@ -1,8 +1,8 @@
 """Rung 16, gradient checkpointing: trade compute for memory.
 
-The backward pass needs what the forward pass computed, so each block keeps as much as 16 tensors of (B, T, C) until the
-backward pass reaches it. A checkpointed block keeps only its input and recomputes the rest then: the activations of
-one block in memory instead of those of n_layer blocks.
+The backward pass needs what the forward pass computed, so each block keeps the equivalent of about 16 tensors of (B, T,
+C) until the backward pass reaches it. A checkpointed block keeps only its input and recomputes the rest then: the
+activations of one block in memory instead of those of n_layer blocks.
 
     python beyond/rung_16_gradient_checkpointing.py -B 16                        # all blocks
     python beyond/rung_16_gradient_checkpointing.py -B 16 --recompute-blocks 6   # the first 6
@@ -12,7 +12,8 @@ Cost: up to one more forward pass through the blocks, about a third more compute
 The logits and their gradient take as much memory as before: they lie outside the blocks.
 Also called activation checkpointing. It has nothing to do with rung 14's checkpoints, which save the run on disk.
 
-Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; torch.utils.checkpoint in its documentation.
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; torch.utils.checkpoint in PyTorch's
+documentation.
 """
 import argparse
 import contextlib
@@ -238,7 +239,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -273,7 +274,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -313,7 +314,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)

@@ -1,8 +1,8 @@
 """Rung 17, chunked cross-entropy: the logits of a whole batch never exist at once.
 
 With 50,257 logits per token, the output layer needs more memory than all blocks together once these are recomputed
-(rung 16). But the loss is a mean over tokens, and the gradient of a token's loss with respect to its logits needs
-nothing else: it is the softmax, minus 1 at the target. So the forward pass takes --loss-chunk tokens at a time and,
+(rung 16). But the loss is a mean over tokens, and the gradient of a token's loss with respect to its logits depends on
+no other token: it is the softmax, minus 1 at the target. So the forward pass takes --loss-chunk tokens at a time and,
 while a chunk's logits exist, also adds its share to the gradients of the output matrix and of the hidden vectors. The
 backward pass only scales those.
 
@@ -10,7 +10,7 @@ Gain: memory, not speed. It no longer grows with B or T for the logits: a 12M mo
 instead of 4.3 (measured, experiments/README.md).
 Cost: no extra matrix products: the existing three are split into chunks, which must stay large enough to be efficient.
 The gradient of the output matrix exists from the forward pass on.
-A batch of up to --loss-chunk tokens is a single chunk; this saves no memory.
+A batch of up to --loss-chunk tokens, as -B 4 -T 1024 is, is a single chunk and saves no memory: raise -B to see it.
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al. 2024, "Liger Kernel".
 """
 import argparse
@@ -267,7 +267,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -302,7 +302,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -342,7 +342,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)

@@ -6,7 +6,7 @@ keep the weights jumping around the minimum; the decay ends that, and a final ra
 Also called WSD (warm-up, stable, decay). Muon's rate and AdamW's have the same shape.
 
 Gain: until the decay begins, the rates do not depend on the number of steps. A run that was stopped before it (Ctrl-C)
-can be resumed with other --steps: longer, or with an early decay.
+can be resumed with other --steps: longer, or with an early decay (what load_checkpoint's change is for).
 Cost: the loss before the decay is not the loss that the run will end with.
 
 Sources: Hu et al. 2024, "MiniCPM" (WSD); Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed
@@ -300,7 +300,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -335,7 +335,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -377,7 +377,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)

@@ -4,8 +4,8 @@ LayerNorm subtracts the mean of a token's C features, divides them by their stan
 learned gain and adds a learned bias. RMSNorm divides by the root mean square and multiplies by the gain: it leaves out
 both shifts. The biases of the linear layers are shifts too, so they go as well. eps is 1e-6, as in Qwen3.
 
-Gain: fewer operations per norm, and 11 * C fewer parameters per block. No gain in our race (12M parameters, README.md):
-the spread of its loss overlaps that of the rung before.
+Gain: fewer operations per norm, and 11 * C fewer parameters per block. No gain in our race (12M parameters,
+docs/race.md): the spread of its loss overlaps that of the rung before.
 Cost: none in time or memory.
 
 Sources: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization"; Touvron et al. 2023, "LLaMA" (both).
@@ -312,7 +312,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -347,7 +347,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -389,7 +389,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)
@@ -398,6 +398,7 @@ def train(settings):
         model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
     model.loss_chunk = settings.loss_chunk or settings.B * settings.T
     optimizer = model.configure_optimizers(weight_decay=0.1)
+    # broadcast_buffers=False: cos and sin never change
     ddp_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False) if dist.is_initialized() else model
     step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}

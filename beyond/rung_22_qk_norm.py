@@ -5,7 +5,8 @@ the softmax puts all weight on one token, where its gradient vanishes. So the qu
 an RMSNorm: up to the learned gains each gets the length hs^0.5, and no score can exceed hs^0.5.
 The norm, in float32, comes before the rotation (rung 20), which changes no length. All heads of a block share the gain.
 
-Gain: scores bounded by the learned gains, however long q and k become.
+Gain: scores bounded by the learned gains, however long q and k become. In our race (12M parameters, docs/race.md) the
+final loss falls from 6.03 to 5.93, beyond the spread.
 Cost: two norms over hs numbers per head and token, and 2 * hs parameters per block.
 
 Sources: Henry et al. 2020, "Query-Key Normalization for Transformers"; Dehghani et al. 2023, "Scaling Vision
@@ -315,7 +316,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -350,7 +351,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -392,7 +393,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)
@@ -401,6 +402,7 @@ def train(settings):
         model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
     model.loss_chunk = settings.loss_chunk or settings.B * settings.T
     optimizer = model.configure_optimizers(weight_decay=0.1)
+    # broadcast_buffers=False: cos and sin never change
     ddp_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False) if dist.is_initialized() else model
     step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}

@@ -5,8 +5,8 @@ matrices side by side, gate and up: SiLU(gate(x)) * up(x), elementwise, and then
 with each other, where GELU only sees one sum at a time. With a hidden width of 8/3 * C, rounded up to a multiple of 64
 for whole tiles (rung 7), three matrices have as many parameters as the two had, 8 * C^2, and take as much arithmetic.
 
-Gain: products of features, with as many parameters. No gain in our race (12M parameters, README.md): the spread of its
-loss overlaps that of the rung before.
+Gain: products of features, with as many parameters. No gain in our race (12M parameters, docs/race.md): the spread of
+its loss overlaps that of the rung before.
 Cost: one more elementwise operation and its tensors.
 With rungs 20 to 22 this is Qwen3's architecture, with one key-value head per query head: transformers'
 Qwen3ForCausalLM computes the same logits. export.py writes such a model and --pretrained loads it (docs/modern.md).
@@ -321,7 +321,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -356,7 +356,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -398,7 +398,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)
@@ -407,6 +407,7 @@ def train(settings):
         model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
     model.loss_chunk = settings.loss_chunk or settings.B * settings.T
     optimizer = model.configure_optimizers(weight_decay=0.1)
+    # broadcast_buffers=False: cos and sin never change
     ddp_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False) if dist.is_initialized() else model
     step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}

@@ -1,12 +1,12 @@
 """Rung 24, zero-initialized projections: every block starts as the identity.
 
-Rung 4 starts the projections that end the residual branches at a smaller scale, the smaller the deeper the model. At
-zero the branches add nothing at first: the model starts as its embedding and its output layer, and no random branch
-stands in the way of a gradient. They do not stay zero, because the gradient of a matrix comes from its input and from
-the gradient of its output, not from itself.
+Rung 4 makes the projections that end the residual branches start smaller, and smaller still in deeper models. If they
+start at zero, the branches add nothing at first: the model starts as its embedding and its output layer, and no random
+branch stands in the way of a gradient. They do not stay zero, because the gradient of a matrix comes from its input and
+from the gradient of its output, not from itself.
 
 Gain: at initialization the model computes the same function at any depth. No gain in our race (12M parameters,
-README.md): the spread of its loss overlaps that of the rung before.
+docs/race.md): the spread of its loss overlaps that of the rung before.
 Cost: none in time or memory. In the first step the other matrices of the blocks get no gradient: it would have to pass
 through a zero matrix.
 
@@ -321,7 +321,7 @@ def read_newest(paths):
 
 def load_checkpoint(path, settings, run, model, optimizer, scaler):
     """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, foreign="*/notes.json")
+    make_folder(path.parent, foreign="*/notes.json")  # a checkpoint of fsdp_sharded_checkpoint.py
     paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
     if not paths:
         return 0, ""
@@ -356,7 +356,7 @@ def autocast_dtype(device):
 def compile_model(model, mode, device):
     """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
     if mode == "none" or device == "mps":
-        return model, "none"
+        return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
@@ -398,7 +398,7 @@ def train(settings):
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
     precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)
@@ -407,6 +407,7 @@ def train(settings):
         model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
     model.loss_chunk = settings.loss_chunk or settings.B * settings.T
     optimizer = model.configure_optimizers(weight_decay=0.1)
+    # broadcast_buffers=False: cos and sin never change
     ddp_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False) if dist.is_initialized() else model
     step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
