@@ -42,7 +42,7 @@ def loss_verdict(one, other, rows):
     tolerance = loss_tolerance(one, other)
     difference = gap(rows)
     if tolerance is None:
-        return f"The losses differ by up to {difference:.4f}: the rungs from one to the other are meant to change them."
+        return f"The losses differ by up to {difference:.4f}: a change between these rungs is meant to affect them."
     if all(abs(row[3]) <= tolerance for row in rows):  # which NaN never is
         return f"The same losses: at most {difference:.6f} apart; this change allows {tolerance:g}."
     first = next(i for i, row in enumerate(rows) if not abs(row[3]) <= tolerance)
@@ -70,13 +70,13 @@ def counted_steps(run):
 
 def speed_verdict(one, other, faster, beyond_noise, different):
     unit = "tokens/sec" if one.tokens_per_step and other.tokens_per_step else "steps/sec"
-    word = f"{faster:.2f} times the {unit}" if abs(faster - 1) >= 0.005 else f"the same {unit}"
-    verdict = f"The second makes {word} of the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms a step, medians)"
+    word = f"{faster:.2f} times the {unit} of" if abs(faster - 1) >= 0.005 else f"the same {unit} as"
+    verdict = f"The second has {word} the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms/step, medians)"
     if work := [what for what in ("model", "B", "T") if what in different]:
         return f"{verdict}, with a different {' and '.join(work)}: this does not measure a change in the code."
     if too_few := [run for run in (one, other) if counted_steps(run) < MIN_COUNTED]:
         counts = " and ".join(f"{run.path} has {counted_steps(run)}" for run in too_few)
-        return f"{verdict}: too few steps to say. After the warm-up {counts}; it takes at least {MIN_COUNTED}."
+        return f"{verdict}: too few steps to say. After the warm-up {counts}; at least {MIN_COUNTED} are needed."
     overlap = "within the noise (the middle halves of the steps' times overlap)"
     memory = ", and part of it may be the allocator's" if "allocator" in different else ""
     return f"{verdict}: {'larger than the noise' if beyond_noise else overlap}{memory}."
