@@ -42,7 +42,7 @@ def loss_verdict(one, other, rows):
     tolerance = loss_tolerance(one, other)
     difference = gap(rows)
     if tolerance is None:
-        return f"The losses differ by up to {difference:.4f}: a change between these rungs is meant to affect them."
+        return f"The losses differ by up to {difference:.4f}: the rungs from one to the other are meant to change them."
     if all(abs(row[3]) <= tolerance for row in rows):  # which NaN never is
         return f"The same losses: at most {difference:.6f} apart; this change allows {tolerance:g}."
     first = next(i for i, row in enumerate(rows) if not abs(row[3]) <= tolerance)
