@@ -179,7 +179,7 @@ def print_cards(gpus, memories):
                       f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f}")
     console.print(table)
     console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
-                  "nearly as much again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.",
+                  "most of it again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.",
                   markup=False)
     return 0
 
