@@ -1,11 +1,11 @@
 """A trained checkpoint as a Hugging Face folder, which `from_pretrained` and `pipeline("text-generation")` load.
 
     python export.py model.pt my-gpt2               # a file of --save, or a checkpoint: checkpoints/<script>/newest.pt
-    python speedup_10_fused_adamw.py --pretrained my-gpt2       # and the way back: train it further
+    python speedup_10_fused_adamw.py --pretrained my-gpt2       # and back: train it further
 
 The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 on, with the same logits; transformers has no model for
 the rungs between. GPT-2's "Conv1D" layers store their matrices transposed, the rows that pad the vocabulary (rung 7)
-are cut off, and the embeddings stay untied where they were (baseline.py, the only script that trains such a model on).
+are cut off, and untied embeddings stay untied (baseline.py's; no other script can train such a model further).
 """
 import argparse
 import logging
@@ -26,7 +26,7 @@ QWEN3_NAMES = {  # what the parameters of rung 23 are called in transformers
 
 
 def to_transformers(checkpoint):
-    """A checkpoint's model as transformers' GPT-2 or Qwen3; raises KeyError or RuntimeError if it is neither."""
+    """A checkpoint's model as a transformers GPT-2 or Qwen3; raises KeyError or RuntimeError if it is neither."""
     config, weights = checkpoint["config"], dict(checkpoint["model"])
     if config.keys() != SHAPE:
         raise KeyError("not the shape of a GPT")
@@ -37,7 +37,7 @@ def to_transformers(checkpoint):
 
 
 def refuse_folder(path):
-    """Exit with one line where `path` is a folder of checkpoints: which file has the model, or how to get it."""
+    """Exit if `path` is a folder of checkpoints; the line says which file has the model, or how to get it."""
     folder = Path(path)
     if (folder / ".metadata").exists() or (folder / "newest" / ".metadata").exists():  # of torch.distributed.checkpoint
         sys.exit(f"error: {path}: sharded checkpoints, not a model; resume with --save FILE, then give FILE")
@@ -56,7 +56,7 @@ def load_checkpoint(path, convert=to_transformers):
         checkpoint = {name: checkpoint[name] for name in ("script", "config", "model", "tokenizer")}
     except OSError as error:
         sys.exit(f"error: {path}: cannot be read ({error.strerror}); give a file that a rung wrote")
-    except Exception:  # any exception, some with the advice to load without weights_only: nothing to pass on
+    except Exception:  # any exception; some advise loading without weights_only, so none is passed on
         sys.exit(f"error: {path}: damaged, or not a checkpoint; give a file that a rung wrote")
     try:
         return convert(checkpoint), checkpoint["tokenizer"]
@@ -105,7 +105,7 @@ def to_qwen3(config, weights):
 
 
 def write_tokenizer(folder):
-    """GPT-2's tokenizer beside the model, made from tiktoken's; without a network only the model is written."""
+    """Write GPT-2's tokenizer beside the model, made from tiktoken's; without a network, only the model is written."""
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -122,7 +122,7 @@ def write_tokenizer(folder):
 
 
 def write_folder(model, tokenizer, folder):
-    """Write model and tokenizer under a temporary name beside `folder`, then rename. Leaves nothing when it fails."""
+    """Write model and tokenizer under a temporary name beside `folder`, then rename; a failure leaves nothing."""
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.absolute().parent) as parent:
         partial = Path(parent) / folder.name
         model.save_pretrained(partial)
@@ -141,14 +141,14 @@ def main(argv=None):
     model, tokenizer = load_checkpoint(args.checkpoint)
     try:
         write_folder(model, tokenizer, args.folder)
-    except Exception as error:  # for a full disk, safetensors, tokenizers and the file system raise different ones
+    except Exception as error:  # on a full disk, safetensors, tokenizers and the file system raise different ones
         sys.exit(f"error: {args.folder}: cannot be written ({error}); name a folder elsewhere, or make room")
     print(f"{args.folder}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a folder's name
-    logging.disable(logging.WARNING)  # transformers imports torchao, if it is there, which tells what it lacks
+    logging.disable(logging.WARNING)  # transformers imports torchao if installed, which warns of what it lacks
     try:
         main()
     except KeyboardInterrupt:

@@ -3,9 +3,9 @@
     python sample.py model.pt --prompt "ROMEO:" --num-samples 3
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50      # a Hugging Face name or folder
 
-The weights become a transformers model (export.py), whose generate() has the key-value cache, the sampling and the
-streaming. Rungs 20 to 22, for which transformers has no model, run with their own script's model, without a cache. A
-prompt that leaves no room for the new tokens in the model's longest sequence loses its beginning.
+The weights become a transformers model (export.py), whose generate() provides the key-value cache, sampling and
+streaming. Rungs 20 to 22, for which transformers has no model, use their own script's model, without a cache. A prompt
+that leaves no room for the new tokens in the model's longest sequence loses its beginning.
 """
 import argparse
 import logging
@@ -74,7 +74,7 @@ def from_hugging_face(name):
         if AutoConfig.from_pretrained(name).model_type not in ("gpt2", "qwen3"):
             raise ValueError("neither a GPT-2 nor a Qwen3")
         model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
-        if report["missing_keys"]:  # transformers has drawn them at random
+        if report["missing_keys"]:  # transformers has initialized them at random
             raise ValueError("it lacks weights")
     except Exception as error:  # no network, no such name, a damaged file: any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -85,7 +85,7 @@ def from_hugging_face(name):
 def load_model(name, device):
     """(The model in a checkpoint file, a Hugging Face folder or on the hub, on the device; its tokenizer's name).
 
-    Exits with one line when there is none, or one with other tokens than GPT-2's.
+    Exits with one line when there is none, or when its tokens are not GPT-2's.
     """
     refuse_folder(name)
     if Path(name).is_file() or name.endswith(".pt"):
@@ -108,7 +108,7 @@ def pick_device():
 def parse_args(argv=None):
     """The command line's flags; exits with one line when a value is out of range."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a checkpoint file, a Hugging Face folder or a name")
+    parser.add_argument("model", help="a checkpoint file, or a Hugging Face folder or name")
     parser.add_argument("--prompt", default="", help="default: <|endoftext|>, the start of a document")
     parser.add_argument("--num-samples", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="default: %(default)s")
@@ -165,7 +165,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that the model writes
-    logging.disable(logging.WARNING)  # transformers imports torchao, if it is there, which tells what it lacks
+    logging.disable(logging.WARNING)  # transformers imports torchao if installed, which warns of what it lacks
     try:
         main()
     except KeyboardInterrupt:

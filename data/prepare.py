@@ -6,8 +6,8 @@
     python data/prepare.py --hf HuggingFaceFW/fineweb-edu --name sample-10BT --out data/edu
 
 Each line of a .jsonl file is a document, as is each row of a .parquet file or dataset; a .txt file is one, or several
-with <|endoftext|> between them. Memory does not grow with the corpus. Without a network, Python's language reference
-and GPT-2's single-byte tokens stand in.
+with <|endoftext|> between them. Memory does not grow with the corpus. Without a network it falls back to Python's
+language reference and GPT-2's single-byte tokens.
 """
 import argparse
 import codecs
@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-VOCAB_SIZE, END_OF_TEXT = 50257, 50256  # GPT-2's 50,000 merges, 256 bytes and <|endoftext|>, which is the last
+VOCAB_SIZE, END_OF_TEXT = 50257, 50256  # GPT-2's 50,000 merges, 256 bytes and, last, <|endoftext|>
 SEPARATOR = "<|endoftext|>"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 PIECE_CHARACTERS = 1 << 14  # far below the million blanks in a row that make tiktoken panic
@@ -67,7 +67,7 @@ def warn(message):
 def fetch_merges(seconds=60):
     """tiktoken's gpt2 Encoding. Raise NoMerges when it cannot be fetched within `seconds`."""
     try:
-        with ThreadPool(1) as pool:  # a daemon thread, because tiktoken waits for a silent network forever
+        with ThreadPool(1) as pool:  # a daemon thread, because tiktoken waits forever for a network that is silent
             return pool.apply_async(tiktoken.get_encoding, ["gpt2"]).get(seconds)
     except Exception as error:  # requests and tiktoken raise many kinds
         raise NoMerges(f"tiktoken could not fetch GPT-2's merges ({type(error).__name__})") from error
@@ -88,7 +88,7 @@ def fallback_text():
 def default_text(url=TINY_SHAKESPEARE_URL, seconds=60):
     """(text, source): Tiny Shakespeare, or without a network Python's language reference."""
     try:
-        with ThreadPool(1) as pool:  # a daemon thread, because urlopen's own time-out is that of each packet
+        with ThreadPool(1) as pool:  # a daemon thread, because urlopen's timeout applies to each packet
             text = pool.apply_async(lambda: urllib.request.urlopen(url, timeout=seconds).read()).get(seconds)
         if hashlib.sha256(text).hexdigest() != TINY_SHAKESPEARE_SHA256:
             raise ValueError("its SHA-256 is wrong")
@@ -128,7 +128,7 @@ def documents_of(source, field, encoding):
 
 
 def read(source, field, encoding):
-    """Yield (does a document begin here?, piece); the pieces encode, one by one, to the tokens of their document."""
+    """Yield (does a document begin here?, piece); encoded one by one, the pieces give the tokens of their document."""
     place, number = f"--hf {source[0]}" if isinstance(source, tuple) else source, 1
     suffix = None if isinstance(source, tuple) else source.suffix.lower()
     separated = suffix not in (None, ".jsonl", ".parquet")  # a record is one document, its <|endoftext|> is text
@@ -158,7 +158,7 @@ def read(source, field, encoding):
 
 
 def files_in(text):
-    """The files to read: `text` itself, or those in that folder in the order of their names."""
+    """The files to read: `text` itself, or those in that folder in name order."""
     if not text.exists():
         sys.exit(f"error: --text {text}: no such file or folder; check the path")
     if not text.is_dir():
@@ -178,7 +178,7 @@ def encode(pieces, tokenizer):
             if chunk:
                 tokens = (tokenizer.encode_to_numpy(text, disallowed_special=()).astype("<u2") for _, text in chunk)
                 jobs.append((chunk, pool.submit(list, tokens)))  # list() runs the generator, in a thread
-            if not chunk or len(jobs) > 2 * os.cpu_count():  # so many chunks are in memory
+            if not chunk or len(jobs) > 2 * os.cpu_count():  # at most so many chunks are in memory
                 chunk, future = jobs.pop(0)
                 yield from zip(chunk, future.result(), strict=True)
 
@@ -215,8 +215,8 @@ def clean_up(partial, out):
 
 
 def prepare(text, out, hf=None, field="text", encoding="UTF-8"):
-    """Write the tokens of `text` (a file or a folder), of the dataset `hf` (name, config, split) or of the default text
-    to the folder `out`, or leave it as it was. Return the metadata."""
+    """Write the tokens of `text` (a file or folder), of the dataset `hf` (name, config, split) or of the default text
+    to the folder `out`; on failure leave it as it was. Return the metadata."""
     partial = out.with_name(out.name + ".partial")
     for folder, ours in ((out, {"train.bin", "val.bin", "meta.json"}), (partial, {"new", "old"})):
         for name in {entry.name for entry in folder.iterdir()} - ours if folder.exists() else ():
@@ -286,6 +286,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a file's name
     main()

@@ -8,7 +8,7 @@
     report      the table, plots and the tutorial page, from logs
     compare     two logs, step by step
     diff        one lesson: the text, the change, the measured effect
-    floor       what a step costs at least on any GPU, counted; no GPU is needed
+    floor       the least a step can cost on any GPU, counted; no GPU is needed
     propagate   carry a fix through all later rungs
 """
 import argparse
@@ -53,7 +53,7 @@ def add_check(verbs):
     check = verbs.add_parser("check", help="what this machine has, and what each rung will gain from it")
     check.add_argument("--gpus", type=positive, metavar="N", help="instead: the largest model on 1 to N GPUs, on paper")
     check.add_argument("--memory", type=positive_number, metavar="GB", action="append",
-                       help="of one of them, 1e9 bytes; can be repeated (default: 16, 24, 40, 80)")
+                       help="of each, in 1e9 bytes; can be repeated (default: 16, 24, 40, 80)")
 
 
 def add_run(verbs):
@@ -106,21 +106,21 @@ def add_report(verbs):
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
     report.add_argument("--csv", action="store_true", help="print CSV instead of the table")
     for flag in ("-B", "-T"):
-        report.add_argument(flag, type=positive, help="for logs that do not say it themselves")
-    report.add_argument("--model", help="for logs that do not say it themselves")
+        report.add_argument(flag, type=positive, help="for logs without it in their header")
+    report.add_argument("--model", help="for logs without it in their header")
     report.add_argument("--peak-tflops", type=positive_number, metavar="N",
                         help="the device's rate for MFU, in 1e12 FLOP/s, where none was measured (machine.json)")
 
 
 def add_floor(verbs):
-    floor = verbs.add_parser("floor", help="what a step costs at least on any GPU, counted; no GPU is needed")
+    floor = verbs.add_parser("floor", help="the least a step can cost on any GPU, counted; no GPU is needed")
     floor.add_argument("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its "
                        "numbers, NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
     floor.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
     floor.add_argument("--model", default="gpt2", help="(default: %(default)s)")
     floor.add_argument("-B", type=positive, default=16, help="sequences per step (default: %(default)s)")
     floor.add_argument("-T", type=positive, default=1024, help="tokens per sequence (default: %(default)s)")
-    floor.add_argument("--save", action="store_true", help="count again what ladder/scripts/floors.json keeps")
+    floor.add_argument("--save", action="store_true", help="count anew what ladder/scripts/floors.json stores")
 
 
 def parse_args(argv=None):
@@ -159,7 +159,7 @@ def check(args):
 
 
 def print_cards(gpus, memories):
-    """What some GPUs hold on paper, whatever this machine is."""
+    """What 1 to `gpus` GPUs hold on paper, independent of this machine."""
     from rich.table import Table
 
     from ladder.measure.check import plan_cards
@@ -179,13 +179,13 @@ def print_cards(gpus, memories):
                       f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f}")
     console.print(table)
     console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
-                  "the same again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.",
+                  "most of it again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.",
                   markup=False)
     return 0
 
 
 def newest_run(wanted=has_steps):
-    """The folder of the newest run; runs killed before their first step have nothing to show."""
+    """The folder of the newest run that is `wanted`; runs killed before their first step have nothing to show."""
     runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in runs:
         if wanted(path.parent):
@@ -194,7 +194,7 @@ def newest_run(wanted=has_steps):
 
 
 def as_started(args):
-    """The arguments of the run that --resume continues."""
+    """The arguments that the run to --resume was started with."""
     from ladder.show.machine import read_machine
 
     if set(args.argv) - {"run", "--resume", "--logs", str(args.logs), f"--logs={args.logs}"}:
@@ -218,7 +218,7 @@ def now():
 
 
 def show(report):
-    """A report in the terminal, with the profile and the race in its folder, if any."""
+    """Print a report, with the profile and the race of its folder, if any."""
     from ladder.show.profile import print_profile
     from ladder.show.report import print_table
     from ladder.show.standings import print_race

@@ -1,4 +1,4 @@
-"""Files that matter are written under a temporary name, then renamed: no kill and no full disk leaves half a file."""
+"""Write important files under a temporary name, then rename: neither a kill nor a full disk leaves half a file."""
 
 
 def write_whole(path, text):

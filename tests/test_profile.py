@@ -347,18 +347,18 @@ def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
     stages = [BY_LABEL["0"], BY_LABEL["10"]]
     assert check_profile(stages, flags, tmp_path / "new").T == 32
     shutil.copytree(WHOLE / "round_1", tmp_path / "round_1")
-    with pytest.raises(UserError, match="holds results of gpt2, B=1 T=1024, and this would be gpt2, B=1 T=32"):
+    with pytest.raises(UserError, match="holds results of gpt2, B=1 T=1024, not of gpt2, B=1 T=32"):
         check_profile(stages, [*flags, "--model", "gpt2"], tmp_path)
-    with pytest.raises(UserError, match="holds results of gpt2, B=1 T=1024, and this would be tiny, B=1 T=32"):
+    with pytest.raises(UserError, match="holds results of gpt2, B=1 T=1024, not of tiny, B=1 T=32"):
         check_profile(stages, flags, tmp_path)
     assert build_report(tmp_path).profile is None
     (tmp_path / "profile.json").write_text(json.dumps(read_profile(WHOLE) | {"T": 64}))
     report = build_report(tmp_path)
-    assert report.profile is None and "B=1 T=64, and the logs are not" in report.skipped[0]
+    assert report.profile is None and "B=1 T=64, but the logs are not" in report.skipped[0]
     assert build_report(WHOLE).profile and not build_report(WHOLE).skipped
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 1e12}, "device": "cuda"}))
-    with pytest.raises(UserError, match="of another device"):
+    with pytest.raises(UserError, match="from a different device"):
         check_profile(stages, flags, tmp_path / "new")
 
 

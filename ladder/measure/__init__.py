@@ -1,1 +1,1 @@
-"""What runs the scripts and measures: rungs, races, profiles, surveys, and the machine itself."""
+"""Runs scripts and measures: rungs, races, profiles, surveys, and the machine itself."""

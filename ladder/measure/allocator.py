@@ -1,10 +1,10 @@
-"""Freed memory stays with the process: the environment in which the tool runs scripts on a CPU.
+"""Environment variables that make a script on a CPU keep freed memory; the tool sets them for all scripts it runs.
 
     env $(python -m ladder.measure.allocator) python speedup_03_bf16_autocast.py        # a script by itself, on Linux
 
-On a GPU torch's allocator keeps what tensors free. On a CPU glibc gives every large tensor back to Linux, which zeroes
-its pages again when the next tensor touches them: up to a third of an eager step. mimalloc, a wheel in
-requirements.txt, keeps freed memory when it is told never to purge; without it glibc's own variables do, with more
+On a GPU torch's allocator keeps freed memory. On a CPU glibc returns every large tensor's memory to Linux, which zeroes
+the pages again when the next tensor touches them: up to a third of an eager step. mimalloc, a wheel in
+requirements.txt, keeps freed memory when told never to purge; without it glibc's own variables do so, with more
 memory in use. torch's wheels for Windows have mimalloc built in; macOS is left as it is.
 """
 import importlib.metadata

@@ -42,7 +42,7 @@ def runs_on(built_for, capability):
 
 
 def nvidia_problem():
-    """(what keeps torch from the NVIDIA GPU of this machine, what to do about it); None if nothing does."""
+    """(what keeps torch from using this machine's NVIDIA GPU, what to do about it); None if nothing does."""
     gpus = nvidia_gpus()
     version = torch.__version__.split("+")[0]
     wheel = f"pip install --force-reinstall torch=={version} --index-url https://download.pytorch.org/whl/"
@@ -99,7 +99,7 @@ def check_formats(device):
 
 
 def compile_problem(device):
-    """Why torch.compile does not work here, in one line, from compiling something tiny; None if it works."""
+    """Why torch.compile fails here on a tiny function, in one line; None if it works."""
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception as error:  # no compiler, no Triton, no headers, an unsupported Python: any exception
@@ -139,7 +139,7 @@ def check_ranks(device):
 
 
 def check_data(folder):
-    """What the token files in `folder` were made from, and how to replace the fallback text by the real one."""
+    """What the token files in `folder` were made from, and how to replace the fallback text."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         source, tokenizer = meta["source"], meta["tokenizer"]
@@ -154,7 +154,7 @@ def check_data(folder):
 
 
 def check_allocator(device):
-    """Where memory that a script frees on a CPU goes; torch's wheels for Windows have mimalloc built in."""
+    """What happens to memory that a script frees on a CPU; torch's wheels for Windows have mimalloc built in."""
     if device != "cpu" or sys.platform != "linux":
         return
     variables = keeping_freed_memory()
@@ -164,7 +164,7 @@ def check_allocator(device):
     elif variables:
         yield Finding(NEUTRAL, "allocator", f"glibc's: {kept}; mimalloc needs less memory: pip install cmeel-mimalloc")
     else:
-        yield Finding(NEUTRAL, "allocator", "as LD_PRELOAD or MALLOC_… of this environment say")
+        yield Finding(NEUTRAL, "allocator", "as LD_PRELOAD or MALLOC_… in this environment says")
 
 
 def check_files():

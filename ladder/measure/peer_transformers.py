@@ -2,9 +2,9 @@
 
     python ladder/measure/peer_transformers.py -B 1 -T 1024 --steps 12
 
-It is rung 10 with a different model: the same data, autocast and GradScaler, compilation, fused AdamW, clipping,
-learning rate, clock and log, around transformers' GPT2LMHeadModel with SDPA attention and without dropout. Rung 10
-should not be slower. The log is `<log-dir>/peer_transformers.log`.
+It is rung 10 with a different model, transformers' GPT2LMHeadModel with SDPA attention and without dropout: the same
+data, autocast and GradScaler, compilation, fused AdamW, clipping, learning rate, clock and log. Rung 10 should not be
+slower. The log is `<log-dir>/peer_transformers.log`.
 """
 import sys
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""How many tokens and seconds each rung needs to the same validation loss.
+"""How many tokens and seconds each rung needs to reach the same validation loss.
 
-A faster step shows in its milliseconds, a better one only in the loss it reaches. The comparison is fair if all rungs
-train the same size of model, on the same data, with the same batch and number of steps, each with its own best
-learning rate. The search tries four, each twice the one before, and continues until the best of them has a neighbor
-on each side, or there are ten. Then all rungs run with several seeds, in interleaved rounds. The target is the median
-of the losses that the first rung ends with, rounded up to two digits.
+A faster step shows in its milliseconds, a better one only in the loss it reaches. For a fair comparison all rungs train
+a model of the same size, on the same data, with the same batch and number of steps, each with its own best learning
+rate. The search tries four rates, each twice the one before, and continues until the best has a neighbor on each side
+or ten have been tried. Then all rungs run with several seeds, in interleaved rounds. The target is the median of the
+first rung's final losses, rounded up to two digits.
 """
 import math
 
@@ -24,7 +24,7 @@ def rate_flag(stage):
 
 
 def check_race(stages, settings, flags):
-    """Refuse rungs without a validation, and flags that a race itself sets."""
+    """Refuse rungs that do not validate, and flags that the race sets itself."""
     for flag in ("--max-lr", "--muon-lr", "--seed"):
         if split_flags(flags, flag)[0]:
             raise UserError(f"{flag}: --race sets it itself, for each rung and round; leave it out")
@@ -42,7 +42,7 @@ def first_rates(stage):
 
 
 def search(stage, flags, log_dir, run, processes):
-    """Run a rung with one learning rate after the other; returns the best."""
+    """Run a rung with one learning rate after another; returns the best."""
     flag, _ = rate_flag(stage)
     losses, rates = {}, first_rates(stage)
     while rates:
@@ -59,7 +59,7 @@ def search(stage, flags, log_dir, run, processes):
 
 
 def race(stages, flags, log_dir, seeds, run, processes=2):
-    """Run a race: the search, then round by round. `run` runs a list of jobs and returns when they have ended."""
+    """Run a race: first the search, then the rounds. `run` runs a list of jobs and returns when they have ended."""
     chosen = {}  # the flags of each rung
     adamw = []  # what the first rungs found for AdamW, which keeps the embeddings when Muon takes the matrices
     for stage in stages:

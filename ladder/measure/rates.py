@@ -2,8 +2,8 @@
 
     python -m ladder.measure.rates --device cpu
 
-The products have the shape of GPT-2's own layers, (4096, 768) @ (768, 3072), and larger square ones; the best of
-several tries counts, since the question is what the chip can do.
+The products have the shape of GPT-2's own layers, (4096, 768) @ (768, 3072), and of larger squares; the best of several
+tries counts, since the question is what the chip can do.
 """
 import argparse
 import csv
@@ -40,7 +40,7 @@ def best_rate(device, dtype, shape):
 
 
 def measure(device):
-    """{"float32": FLOP/s} and what else the device has in hardware: "tf32", "bfloat16" or, without it, "float16"."""
+    """{"float32": FLOP/s} and the rates of what else is in hardware: "tf32", "bfloat16" or, failing that, "float16"."""
     shapes = SHAPES if device != "cpu" else SHAPES[:2]
     dtype = rung_10.autocast_dtype(device)
     formats = {"float32": (torch.float32, "highest"), str(dtype).removeprefix("torch."): (dtype, "highest")}
@@ -65,7 +65,7 @@ def nvidia_gpus():
 
 
 def describe(device):
-    """What a reader of the rates must know about the machine."""
+    """What a reader of the rates needs to know about the machine."""
     return {
         "device": device, "name": rung_10.device_name(device), "cpu": rung_10.device_name("cpu"),
         "gpus": nvidia_gpus(), "torch": torch.__version__, "cuda": torch.version.cuda,

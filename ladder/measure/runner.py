@@ -1,7 +1,7 @@
-"""Run the rungs one after the other as a user would, in child processes, and measure the machine in the same run.
+"""Run the rungs one after another as a user would, in child processes, and measure the machine in the same run.
 
 A rung that fails, runs out of memory or takes too long is reported, and the others still run. Ctrl-C stops the child
-and everything it started, and keeps what is finished.
+and everything it started; finished results are kept.
 """
 import argparse
 import contextlib
@@ -91,9 +91,9 @@ def command_for(stage, flags, log_dir, processes=2):
 
 
 def check_flags(stages, flags):
-    """Let each script check its own flags, and the first one the data, before anything is written; its Settings."""
+    """Each script checks its own flags, and the first also the data, before anything is written; its Settings."""
     if any(split_flags(flags, "--log-dir", "--save")[0]):
-        raise UserError("--log-dir, --save: not for the scripts here; logs go to --logs, and no model is saved")
+        raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
     settings = {stage: load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages}
     first = settings[stages[0]]
     load_script(stages[0]).open_tokens(first.data, "train", first.B * first.T + 1)
@@ -132,8 +132,8 @@ def stop(child):
 def holds_more(pid, limit):
     """Whether a process and its children hold more than `limit` bytes; pages that they share count once.
 
-    The exact count walks through all pages, and took a fifth of a core from the measured script at 5 times a second. So
-    it is made only when the quick count, in which shared pages count several times, is above the limit.
+    The exact count walks through all pages: 5 times a second, it took a fifth of a core from the measured script. So it
+    is made only when the quick count, in which shared pages count several times, is above the limit.
     """
     def total(count):
         held = 0
@@ -164,7 +164,7 @@ def watch(child, seconds, limit, verdict):
 
 
 def run_job(job, seconds, device, on_line=lambda line: None):
-    """Run one job to its end; `on_line` sees its output. KeyboardInterrupt stops the child first."""
+    """Run one job to its end; `on_line` gets its output. KeyboardInterrupt stops the child first."""
     limit = MEMORY_SHARE * psutil.virtual_memory().available if device == "cpu" else None  # a GPU refuses on its own
     child = subprocess.Popen(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=Path.cwd(),
@@ -203,7 +203,7 @@ def is_finished(job):
 
 
 def run_module(name, *words):
-    """What `python -m NAME` prints, in a child process: one that has used a GPU keeps memory there."""
+    """What `python -m NAME` prints, in a child process, because a process that has used a GPU keeps memory there."""
     command = [sys.executable, "-m", name, *words]
     child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     if child.returncode:
@@ -215,7 +215,7 @@ def run_module(name, *words):
 def write_machine(folder, device, **more):
     """Measure the machine and write its matrix-product rates, its names and `more` to folder/machine.json.
 
-    If the file exists, the higher rates win and everything else stays: a shared machine is not always at its best.
+    If the file exists, only higher rates replace its own: a shared machine is not always at its best.
     """
     path = folder / "machine.json"
     measured = json.loads(run_module("ladder.measure.rates", "--device", device)) | more
@@ -227,7 +227,7 @@ def write_machine(folder, device, **more):
 
 @contextlib.contextmanager
 def locked(folder, resume, flag="--logs"):
-    """Hold the folder of a run; raises UserError when it is in use, or not empty without `resume`."""
+    """Lock the folder of a run; raises UserError when it is in use, or not empty without `resume`."""
     if not resume and folder.exists() and any(path.name != "lock" for path in folder.iterdir()):
         way = ", or --resume to continue the run in it" if flag == "--logs" else ""
         raise UserError(f"{flag} {folder}: is not empty; give a new folder{way}")
@@ -241,7 +241,7 @@ def locked(folder, resume, flag="--logs"):
 
 @dataclass
 class Runner:
-    """Runs the jobs of one folder one after the other and keeps how each ended; as a context, it shows a progress bar.
+    """Runs the jobs of one folder in sequence and records how each ended; as a context, it shows a progress bar.
 
     At the `deadline` the job in progress is stopped, and its log deleted.
     """
@@ -273,7 +273,7 @@ class Runner:
         return [outcome for outcome in self.outcomes if outcome.status not in ("ok", "skipped")]
 
     def measure_machine(self, **more):
-        """Called before and after the jobs, since the rates drift; `more` also goes into machine.json."""
+        """Called before and after the jobs, since rates drift; `more` is added to machine.json."""
         if self.left() > 0:
             self.show("machine", "matrix-product rates")
             write_machine(self.log_dir, self.settings.device, **more)
@@ -312,7 +312,7 @@ class Runner:
         if outcome.status == "ok":
             try:
                 run = read_log(job.log_dir / f"{job.name}.log")
-            except UserError as error:  # for example a full disk, about which the script has warned
+            except UserError as error:  # for example a full disk, of which the script has warned
                 outcome = Outcome(job.name, "failed", outcome.reason or str(error))
         self.outcomes.append(outcome)
         if run is None:
@@ -325,7 +325,7 @@ class Runner:
 
 
 def largest_batch(stage, flags, log_dir, seconds, processes, say, deadline=math.inf):
-    """(B, tokens/sec at B, why the next one did not run) for the largest B of a rung, per process.
+    """(largest B per process, tokens/sec at that B, why the next one did not run) of a rung.
 
     The search starts at the B that the memory model predicts, since every B costs a compilation. An attempt may take
     `seconds`, and the search ends at the `deadline` (of time.monotonic), whatever it has found by then.
@@ -333,7 +333,7 @@ def largest_batch(stage, flags, log_dir, seconds, processes, say, deadline=math.
     settings = check_flags([stage], flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
     ranks = processes if stage.torchrun else 1
-    shares = ranks if settings.device == "cpu" else 1  # of the memory
+    shares = ranks if settings.device == "cpu" else 1  # how many ranks share the memory
     available = MEMORY_SHARE * int(run_module("ladder.scripts.memory", settings.device)) / shares
     B = start = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 

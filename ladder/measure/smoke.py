@@ -1,8 +1,8 @@
 """Does everything work on this machine? Every script for four steps of a small model, several at a time.
 
-Also what a script does only elsewhere or when asked: ranks, float16, the other place for the batches, no compilation,
-CUDA graphs, a resume, text from what it has trained and its export. A trial that fails is shown and the others still
-run; losses that must be equal are compared. The times mean nothing: the trials share the machine.
+Also what scripts do only elsewhere or when asked: ranks, float16, the other place for the batches, no compilation, CUDA
+graphs, resuming, sampling from and exporting the trained model. A trial that fails is shown and the others still run;
+losses that must be equal are compared. The times mean nothing: the trials share the machine.
 """
 import contextlib
 import json
@@ -32,7 +32,7 @@ from ladder.show.logs import STEP_LINE
 
 STEPS, SECONDS = 4, 600  # of a trial: its training steps, the time that it may take (beside others, on slow cores)
 SAME = 0.05  # nats: how close losses stay where only the place or the order of the arithmetic changes
-PATCHES = {  # the function with which a script asks about its device, and another answer
+PATCHES = {  # the function that a script asks about its device, and a different answer
     "float16": ("autocast_dtype", torch.float16),  # a T4's
     "pinned": ("free_memory", 0),
     "on-device": ("free_memory", math.inf),
@@ -45,10 +45,10 @@ BROKEN = ("failed", "out of memory", "timed out")
 class Trial(Job):
     """A command, and how it ended: "ok", "failed", "not here" (the machine lacks what it needs), …"""
 
-    first: int = 0  # of the steps that it must log; 0: it does not train
+    first: int = 0  # the first step that it must log; 0: it does not train
     like: str = ""  # the trial that must have the same losses
     within: float = SAME
-    then: list = field(default_factory=list)  # trials of what this one has trained
+    then: list = field(default_factory=list)  # trials that use the model that this one trains
     status: str = "not run"
     reason: str = ""
     seconds: float = 0.0
@@ -57,7 +57,7 @@ class Trial(Job):
 
 
 def training(settings, scratch, label, how="", like="", within=SAME, **changes):
-    """The trial of a rung as it is, or in the way `how`. `settings`: baseline.py's; `scratch`: for what it writes."""
+    """The trial of a rung as it is, or run as `how` says. `settings`: baseline.py's; `scratch`: for what it writes."""
     stage, name, on_cpu, B = BY_LABEL[label], f"{label}-{how}".strip("-"), settings.device == "cpu", 4
     ranks, T = (2, 64) if on_cpu else (1, 256)
     flags = dict(model=settings.model, device=settings.device, data=settings.data, B=B, T=T, steps=STEPS,
@@ -74,12 +74,12 @@ def training(settings, scratch, label, how="", like="", within=SAME, **changes):
 
 
 def resuming(trial):
-    """The trial that continues another one from its last checkpoint but one."""
+    """The trial that resumes another one from its last checkpoint but one."""
     return Trial(f"{trial.name}-resume", [*trial.command, "--resume"], trial.log_dir, STEPS // 2 + 1, trial.name)
 
 
 def using(trial, device, exports):
-    """The trials of the model that another one has saved."""
+    """The trials that use the model that another one has saved."""
     uses = {"sample": ["--device", device, "--max-new-tokens", "8"], "export": [str(trial.log_dir / "exported")]}
     return [Trial(f"{trial.name}-{use}", [sys.executable, str(ROOT / f"{use}.py"), str(trial.log_dir / "model.pt"),
                                           *words], trial.log_dir)
@@ -116,7 +116,7 @@ def plan(settings, scratch):
 
 
 class Smoke:
-    """Runs trials, several at a time, and says in the terminal and in the folder `out` how each ended."""
+    """Runs trials, several at a time, and reports in the terminal and in the folder `out` how each ended."""
 
     def __init__(self, trials, out, device, console):
         self.trials, self.out, self.device, self.console = trials, out, device, console
@@ -129,7 +129,7 @@ class Smoke:
             self.console.print(text, markup=False, soft_wrap=True)
 
     def run(self, workers):
-        """Run all trials; KeyboardInterrupt stops them with everything that they have started."""
+        """Run all trials; KeyboardInterrupt stops them and everything that they have started."""
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(self.run_with_uses, trial) for trial in self.trials]
             try:
@@ -145,7 +145,7 @@ class Smoke:
                 raise
 
     def run_with_uses(self, trial):
-        """Run a trial, then those of what it has trained, and delete that."""
+        """Run a trial, then those that use its model, and delete what it wrote."""
         self.run_one(trial)
         for each in trial.then:
             if trial.status == "ok":
@@ -175,7 +175,7 @@ class Smoke:
         self.show(trial, lines)
 
     def show(self, trial, lines):
-        """The line of a trial that has ended; of a broken one also the end of its output."""
+        """The line of a trial that has ended; if it is broken, also the end of its output."""
         if self.stopped.is_set():
             return
         with self.lock:
@@ -219,7 +219,7 @@ def judge(trial, outcome, lines):
 
 
 def compare(trials):
-    """(how far each trial is from the one that it must be like, a sentence about each that is too far)."""
+    """(how far each trial is from the one that it must match, a sentence about each that is too far off)."""
     by_name, gaps, apart = {trial.name: trial for trial in trials if trial.status == "ok"}, [], []
     for trial in by_name.values():
         if other := by_name.get(trial.like):
@@ -232,7 +232,7 @@ def compare(trials):
 
 
 def write_summary(path, trials, machine):
-    """The machine, all versions and all trials as JSON, for whoever gets the folder."""
+    """Write the machine, all versions and all trials as JSON, for whoever gets the folder."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     packages = {package.metadata["Name"]: package.version for package in distributions()}
     shown = ("name", "command", "status", "reason", "seconds", "losses", "lacks")
@@ -265,12 +265,12 @@ def smoke(flags, out, console):
             run.say("stopped")
             code = 130
         write_summary(out / "summary.json", run.done, machine)
-    console.print(f"all of it is in {out}", markup=False)
+    console.print(f"all output is in {out}", markup=False)
     return code
 
 
 def main(how, label, *flags):
-    """Run a script that gets another answer about its device: python -m ladder.measure.smoke float16 24 FLAGS..."""
+    """Run a script that gets a different answer about its device: python -m ladder.measure.smoke float16 24 FLAGS..."""
     script, (name, answer) = load_script(BY_LABEL[label]), PATCHES[how]
     setattr(script, name, lambda device: answer)
     script.main(flags)

@@ -2,10 +2,10 @@
 
     python -m ladder.measure.step_profile 10 FILE --model gpt2 -B 1 -T 1024
 
-The rung's own `train` runs, in a process of its own, and FILE gets the milliseconds as JSON. On a CPU each operator
-counts with the time that it spends outside the operators it calls, on a GPU with the time of the kernels it launches. A
-generated kernel (torch.compile) counts for the operations that its name lists. What no operator accounts for is
-"waiting", so the parts add up to the step.
+The rung's own `train` runs in a separate process, and FILE gets the milliseconds as JSON. On a CPU an operator's time
+is what it spends outside the operators that it calls; on a GPU, the time of the kernels that it launches. A generated
+kernel (torch.compile) is classified by the operations that its name lists. What no operator accounts for is "waiting",
+so the parts add up to the step.
 """
 import json
 import math
@@ -70,7 +70,7 @@ def inside(events, step):
 
 
 def numbered(events):
-    """Yields ((name, k), event): the k-th event of its name. In every step the same operators run in the same order."""
+    """Yields ((name, k), event): the k-th event of that name. Every step runs the same operators in the same order."""
     count = Counter()
     for event in events:
         count[event.name] += 1
@@ -83,7 +83,7 @@ def shapes_in(events):
 
 
 def by_kind(events, shapes, logit_widths, device):
-    """({kind: ms}, ms) of one step: of the profiler's `events` inside the ranges called STEP, and of these ranges.
+    """({kind: ms}, ms) of one step: for the profiler's `events` inside the ranges called STEP, and for these ranges.
 
     `shapes` are shapes_in(...) of another step.
     """
@@ -102,7 +102,7 @@ def by_kind(events, shapes, logit_widths, device):
     total = sum(step.time_range.elapsed_us() for step in steps) / 1000
     if device != "cpu":
         if not any(parts.values()):
-            raise UserError("the profiler has seen no kernel: is it allowed to here? (CUPTI, in a container)")
+            raise UserError("the profiler saw no kernels; allow it to use CUPTI, which containers often forbid")
         parts["waiting"] = max(0.0, total - sum(parts.values()))
     return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps)
 
@@ -116,8 +116,8 @@ def logit_widths(model):
 class Probe:
     """Follows the steps of a `train`: some without the profiler, one for the shapes of the operators, some timed.
 
-    The profiler does not record shapes in the steps that it times: what it keeps for them lies scattered over the heap,
-    which under glibc's malloc then grows in every step, and so does the step's time.
+    No shapes are recorded in the timed steps: the records would be scattered over the heap, which under glibc's malloc
+    then grows in every step, and so does the step's time.
     """
 
     def __init__(self, device):
@@ -133,7 +133,7 @@ class Probe:
         self.profiler.start()
 
     def after_step(self, step):
-        """Called between two steps: ends the range of the one, and begins that of the next."""
+        """Called between two steps: ends the range of one and begins that of the next."""
         from torch.profiler import record_function
 
         if self.range:
@@ -175,7 +175,7 @@ def profile_rung(label, flags, folder):
     settings.steps = probe.steps
 
     class Log(script.Log):
-        """The script's own log; between two of its steps lies exactly one step of training."""
+        """The script's own log; between two calls of `step` there is exactly one step of training."""
 
         def __init__(self, settings, model, *rest, **more):
             super().__init__(settings, model, *rest, **more)
@@ -207,7 +207,7 @@ def floor_ms(run, rates):
 def check_profile(stages, flags, folder):
     """The Settings of a profile in `folder`; raises UserError if it cannot be made or belongs elsewhere."""
     if set(stages) - {BY_LABEL[str(number)] for number in range(11)}:
-        raise UserError("--rungs: a profile is made of rungs 0 to 10")
+        raise UserError("--rungs: only rungs 0 to 10 can be profiled; leave out the others")
     for flag in ("--steps", "--compile-mode", "--pretrained"):
         if split_flags(flags, flag)[0]:
             raise UserError(f"{flag}: not for a profile; leave it out")
@@ -221,10 +221,10 @@ def check_profile(stages, flags, folder):
         there.append((profile["model"], profile["B"], profile["T"]))
     for model, B, T in there:
         if (model, B, T) != wanted:
-            raise UserError(f"--logs {folder}: holds results of {model}, B={B} T={T}, and this would be {wanted[0]}, "
-                            f"B={wanted[1]} T={wanted[2]}; give the same flags, or another folder")
+            raise UserError(f"--logs {folder}: holds results of {model}, B={B} T={T}, not of {wanted[0]}, "
+                            f"B={wanted[1]} T={wanted[2]}; give the same flags, or a different folder")
     if read_machine(folder).get("device", settings.device) != settings.device:
-        raise UserError(f"--logs {folder}: its machine.json is of another device; give another folder")
+        raise UserError(f"--logs {folder}: its machine.json is from a different device; give a different folder")
     return settings
 
 
@@ -248,17 +248,17 @@ def profile_once(stage, flags, machine, seconds, say):
 
 
 def middle(rounds):
-    """Of a rung's rounds the one with the median step, of the reliable ones if there are any."""
+    """The round with the median step, among a rung's reliable rounds if there are any."""
     rounds = sorted([one for one in rounds if is_reliable(one)] or rounds, key=lambda one: one["step_ms"])
     return rounds[len(rounds) // 2]
 
 
 def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
-    """Profile the stages, one after the other, into folder/profile.json; returns the outcomes of those that failed.
+    """Profile the stages, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
-    Each rung's median round of `repeat` is kept; an unreliable one is tried once more. Rungs that folder/profile.json
-    has besides stay. The rates of folder/machine.json serve for the floor; where there is none they are measured first.
-    It ends at the `deadline` (of time.monotonic), with the rungs that are finished then.
+    Each rung's median round of `repeat` is kept; an unreliable one is tried once more. Other rungs stay in
+    folder/profile.json. Floors use the rates of folder/machine.json, which are measured first if it does not exist.
+    It ends at the `deadline` (of time.monotonic), with the rungs that are finished by then.
     """
     settings = check_profile(stages, flags, folder)
     if not (folder / "machine.json").exists():

@@ -1,4 +1,4 @@
-"""Everything that can be measured on a machine in a given time, the most important first.
+"""Measure as much of a machine as a given time allows, the most important first.
 
 The folders that a survey writes can be committed to logs/reference/ as they are.
 """
@@ -53,7 +53,7 @@ def with_defaults(flags, minutes):
 
 @dataclass
 class Survey:
-    """What the parts of a survey share; each part is a method."""
+    """What the parts of a survey have in common; each part is a method."""
 
     flags: list
     out: Path
@@ -81,7 +81,7 @@ class Survey:
             runner.measure_machine()
 
     def run_apart(self, stages, what, *more):
-        """Run rungs that are not comparable with the ladder, into a folder of their own."""
+        """Run rungs that are not comparable with the ladder, in a separate folder."""
         folder = self.out / f"{self.name}_{what}"
         folder.mkdir()
         shutil.copy(self.main / "machine.json", folder)
@@ -106,7 +106,7 @@ class Survey:
     def largest_batches(self):
         found = []
         for stage in parse_rungs("0,5,6,10"):
-            with TemporaryDirectory() as scratch:  # its logs have other batches
+            with TemporaryDirectory() as scratch:  # these logs have different batches
                 B, speed, why = largest_batch(stage, self.unsized, Path(scratch), JOB_SECONDS, 1, self.console.print,
                                               self.deadline)
             if self.left() < 1:

@@ -1,1 +1,1 @@
-"""What the tool knows of the scripts: the list of the rungs, their laws, lessons and copies, their memory and FLOPs."""
+"""What the tool knows about the scripts: the list of rungs, their laws, lessons, shared code, memory, FLOPs, floors."""

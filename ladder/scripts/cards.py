@@ -1,9 +1,8 @@
-"""GPUs by their datasheets: dense matrix-product rates with float32 accumulation, and the bandwidth of the memory.
+"""GPUs by their datasheets: dense matrix-product rates with float32 accumulation, and memory bandwidth.
 
-A datasheet that prints rates "with sparsity" prints twice the dense ones. Consumer cards multiply 16-bit numbers with
-float32 accumulation, as PyTorch does, at half the rate that their datasheet shows first. They also clock higher than
-their datasheet says: an RTX 5090 has been measured at 254 TFLOP/s in bfloat16, 1.21 times its datasheet
-(github.com/xzwgit/gpu-flops-bench).
+Rates "with sparsity" are twice the dense ones. With float32 accumulation, which PyTorch uses, consumer cards multiply
+16-bit numbers at half of their datasheet's headline rate. They also clock higher than their datasheet says: an RTX 5090
+has been measured at 254 TFLOP/s in bfloat16, 1.21 times its datasheet (github.com/xzwgit/gpu-flops-bench).
 """
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from ladder.errors import UserError
 
 @dataclass(frozen=True)
 class Card:
-    """Rates in TFLOP/s, bandwidth in GB/s; `tf32` is the float32 rate where there is no TF32 (before Ampere)."""
+    """Rates in TFLOP/s, bandwidth in GB/s; without TF32 (before Ampere), `tf32` is the float32 rate."""
 
     name: str
     float32: float
@@ -20,7 +19,7 @@ class Card:
     bits16: float  # float16 and bfloat16
     bandwidth: float
     source: str
-    in_name: tuple  # words that are in the driver's name of the card, and words (with "-") that are not
+    in_name: tuple  # words that the driver's name of the card contains, and words (with "-") that it does not
 
     def rate(self, number_format):
         """FLOP/s in a number format: "float32", "tf32", "16 bits"."""
@@ -61,7 +60,7 @@ def find_card(text):
 
 
 def card_of(device):
-    """The card that a log's device ("NVIDIA A100-SXM4-40GB") is, or None."""
+    """The card that a log's device ("NVIDIA A100-SXM4-40GB") names, or None."""
     words = (device or "").replace("-", " ").replace("_", " ")
     for card in CARDS.values():
         wanted = [word for word in card.in_name if word[0] != "-"]

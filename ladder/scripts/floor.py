@@ -1,6 +1,6 @@
 """The floor of a rung on a card: the sum over a step's kernels of max(FLOPs / rate, bytes / bandwidth).
 
-What it is and is not: docs/floors.md. What GPT-2 (124M) takes at B=16 T=1024 is counted once and kept in floors.json.
+What it is and is not: docs/floors.md. The counts of GPT-2 (124M) at B=16 T=1024 are stored in floors.json.
 """
 import ast
 import hashlib
@@ -18,12 +18,12 @@ LONGEST, COUNTED = 1024, [str(number) for number in range(11)]  # tokens; the ru
 
 
 def total(kernels):
-    """{(number format, FLOPs, bytes, launches): how many}: all that floors need, and little to store."""
+    """{(number format, FLOPs, bytes, launches): how many}: all that floors need, in compact form."""
     return Counter((one.number_format, one.flops, one.bytes, one.launches) for one in kernels)
 
 
 def floor_ms(kernels, card):
-    """(floor, its matrix products alone, its memory traffic alone) of a step on a card, in ms; `kernels` by `total`."""
+    """(floor, only its matrix products, only its memory traffic) of a step on a card, in ms; `kernels` from `total`."""
     floor = products = traffic = 0.0
     for (number_format, flops, n_bytes, _), n in kernels.items():
         compute = flops / card.rate(number_format) if flops else 0.0
@@ -33,7 +33,7 @@ def floor_ms(kernels, card):
 
 
 def lesson_hash(label):
-    """Of what a step of a rung computes: its model and `train` up to the end of the loop, without docstrings."""
+    """A hash of what a step of a rung computes: its model and `train` up to the end of the loop, without docstrings."""
     lesson = BY_LABEL[label].path.read_text(encoding="utf-8").partition("\n" + BANNER)[0]
     parts = [node for node in ast.parse(lesson).body
              if getattr(node, "name", "Settings") not in ("Settings", "DataLoaderLite", "get_lr")]
@@ -50,7 +50,7 @@ def read_store():
 
 
 def save_store(counted):
-    """Write {label: kernels} of the stored setting, beside those that are there."""
+    """Add {label: kernels}, counted at the stored setting, to floors.json."""
     import torch
 
     rungs = (read_store() if STORE.exists() else {}) | {
@@ -62,7 +62,7 @@ def save_store(counted):
 
 
 def kernels_of(label, model, B, T, stored=True):
-    """The counted kernels of a rung; from floors.json where it holds this setting and the script's present lesson."""
+    """The counted kernels of a rung, from floors.json if it has this setting and the script's current lesson."""
     if stored and {"model": model, "B": B, "T": T} == STORED:
         rung = read_store().get(label)
         if rung and rung["lesson"] == lesson_hash(label):
@@ -73,7 +73,7 @@ def kernels_of(label, model, B, T, stored=True):
 
 
 def floor_data(cards, labels=None):
-    """For the page: what is stored of each rung, and its floors on `cards`."""
+    """For the page: what is stored for each rung, and its floors on `cards`."""
     rows = []
     for label, rung in read_store().items():
         kernels = Counter({tuple(kernel): n for n, *kernel in rung["kernels"]})
@@ -103,5 +103,5 @@ def check_setting(labels, model, B, T, save=False):
     if wrong := [label for label in labels if label not in COUNTED]:
         raise UserError(f"--rungs {wrong[0]}: floors are counted for rungs 0 to 10; give some of these")
     if save and {"model": model, "B": B, "T": T} != STORED:
-        raise UserError(f"--save: keeps what {STORED['model']} takes at B={STORED['B']} T={STORED['T']}; leave out "
-                        "--model, -B and -T")
+        raise UserError(f"--save: stores only {STORED['model']} at B={STORED['B']} T={STORED['T']}; leave out --model, "
+                        "-B and -T")

@@ -10,7 +10,7 @@ That is PaLM's convention, which published MFUs follow: it counts the whole (T, 
 computes half of it, and "causal" counts half of the second term: for gpt2 at T=1024, 7 % less.
 
 MFU = FLOPs per token * tokens/sec / the highest matrix-product rate measured on that device, over float32, TF32 and
-16 bits. The same yardstick for all rungs, so the column rises towards 100 %.
+16 bits: the same for all rungs, so the column rises towards 100 %.
 """
 from ladder.scripts.stages import STAGES, load_script
 
@@ -32,7 +32,7 @@ def flops_per_token(model, T, causal=False):
 
 
 def mfu(run, rates, tokens_per_second, causal=False):
-    """The share (0 to 1) of the device's best measured matrix-product rate (FLOP/s) that a speed is, or None."""
+    """A speed as a share (0 to 1) of the device's best measured matrix-product rate (FLOP/s), or None."""
     per_token = flops_per_token(run.model, run.T, causal)
     if not rates or per_token is None or tokens_per_second is None:
         return None

@@ -1,13 +1,13 @@
 """The kernels of one training step of a rung: FLOPs, bytes and launches of each, counted without a GPU.
 
-The rung's own `train` runs on fake tensors, which have shapes and no memory:
+The rung's own `train` runs on fake tensors, which have shapes but no memory:
 
 - Eager: each aten operation that is not a view is one kernel. It reads each of its inputs and writes each of its
   outputs once. FLOPs are those of torch.utils.flop_counter; a causal flash kernel does half of them.
-- Compiled: Inductor lowers the graphs for CUDA (an A100's properties) and fuses them, and what it would generate code
-  for is counted: each group that it fused is one kernel, which reads and writes what leaves the group.
-- The fake tensors are on a CPU, so what CUDA does differently is put in: its autocast keeps softmax, LayerNorm and the
-  loss in float32; AdamW and clipping work on many tensors per launch ("foreach").
+- Compiled: Inductor lowers the graphs for CUDA (an A100's properties) and fuses them; code generation is replaced by
+  counting. Each fused group is one kernel, which reads and writes what crosses the group's border.
+- The fake tensors are on a CPU, so what CUDA does differently is patched in: its autocast keeps softmax, LayerNorm and
+  the loss in float32; AdamW and clipping work on many tensors per launch ("foreach").
 """
 import contextlib
 import copy
@@ -53,7 +53,7 @@ def tensors_in(tree):
 
 
 def size(tensor):
-    """Bytes of a tensor; what it repeats (expand) is in memory once."""
+    """Bytes of a tensor; what expand() repeats is in memory once."""
     extents = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(n for n, stride in extents if stride)
 
@@ -90,7 +90,7 @@ def count_flops(op, args, out):
 
 
 def count_launches(op, args):
-    """How many launches an operation on lists of tensors takes, at least; 1 for any other."""
+    """The least number of launches of an operation on lists of tensors; 1 for any other."""
     if not op.overloadpacket.__name__.startswith(("_foreach_", "_fused_")):
         return 1
     lists = [arg for arg in args[:5] if isinstance(arg, (list, tuple)) and tensors_in(arg)]
@@ -115,11 +115,11 @@ def is_kernel(op):
     return op.namespace == "aten" and not views and op.overloadpacket.__name__ not in NO_KERNEL
 
 
-# ---- eager: every operation passes by --------------------------------------------------------------------------------
+# ---- eager: every operation is seen ----------------------------------------------------------------------------------
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the kernels of what runs while it is `on`."""
+    """Records the kernels of what runs while it is `on`."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class Scheduled(BaseException):
 
 
 def fused_bytes(group, graph):
-    """Bytes that a generated kernel reads and writes: no buffer more than once, and what stays inside not at all."""
+    """Bytes that a generated kernel reads and writes: each buffer once, and those that stay inside not at all."""
     nodes = set(group.get_nodes())
     made = {buffer.get_name(): buffer for node in nodes for buffer in node.get_outputs()}
     inside = {name for name, buffer in made.items()
@@ -213,7 +213,7 @@ def lower(graph_module, inputs, options):
 
 
 def compiler(recorder):
-    """What stands in for torch.compile: what it returns computes on fake tensors and notes Inductor's kernels."""
+    """A stand-in for torch.compile: what it returns computes on fake tensors and records Inductor's kernels."""
     compile_by_dynamo = torch.compile
 
     def inner(graph_module, inputs, **options):
@@ -245,7 +245,7 @@ def compiler(recorder):
 
 
 def in_float32(function):
-    """As CUDA's autocast runs `function`: its input is cast to float32."""
+    """`function` as CUDA's autocast runs it: with its input cast to float32."""
     def call(x, *args, **kwargs):
         return function(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
 
@@ -253,7 +253,7 @@ def in_float32(function):
 
 
 def patches(recorder):
-    """(module, name, value) of what makes a CPU's step a GPU's, on fake tensors."""
+    """(name, value) of the patches that make a CPU's step a GPU's, on fake tensors."""
     a100 = DeviceProperties(type="cuda", index=0, multi_processor_count=108, cc=80, major=8, warp_size=32,
                             regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048)
     return [

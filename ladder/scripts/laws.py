@@ -1,4 +1,4 @@
-"""The laws of the ladder: a rung changes what `stages.py` allows it to, and below the banner nothing else."""
+"""The laws of the ladder: a rung changes only what `stages.py` allows, above and below the banner."""
 import ast
 import difflib
 import functools
@@ -54,13 +54,13 @@ def changed_definitions(before, after):
 
 
 def forbidden_changes(before, after, may_change):
-    """The changed definitions that are allowed neither by their own name nor by their class's."""
+    """The changed definitions that neither their own name nor their class's allows."""
     changed = changed_definitions(before, after)
     return {name for name in changed if name not in may_change and name.split(".")[0] not in may_change}
 
 
 def plumbing(source):
-    """What stands below the banner, the banner included; ValueError unless there is exactly one."""
+    """The part below the banner, the banner included; ValueError unless there is exactly one."""
     head, found, rest = source.partition("\n" + BANNER)
     if not found or "\n" + BANNER in rest:
         raise ValueError("needs exactly one banner line")

@@ -88,7 +88,7 @@ def read_lesson(before, after):
 
 
 def in_diff_order(hunk):
-    """A hunk's rows as a unified diff has them: (sign, Line), each block's removed lines before its added ones."""
+    """A hunk's rows in the order of a unified diff: (sign, Line), each block's removed lines before its added ones."""
     removed, added = [], []
     for left, right in [*hunk, (None, None)]:
         unchanged = left is not None and not left.changed

@@ -2,8 +2,8 @@
 
     bytes = 16 N  +  B T (a n_layer n_embd + v vocabulary)  +  s B n_layer n_head T T  +  the process itself
 
-16 bytes a parameter are its float32 value, gradient and AdamW's two moments. The rest is what the forward pass keeps
-for the backward pass and what the loss adds: `a` bytes for the vectors of n_embd numbers that a block keeps of a token,
+16 bytes per parameter: its float32 value, its gradient and AdamW's two moments. The rest is what the forward pass keeps
+for the backward pass and what the loss adds: `a` bytes for the vectors of n_embd numbers that a block keeps per token,
 `v` for the logits, their log-softmax and gradients, `s` for the (T, T) attention scores of every head.
 
     rungs                       a                             v    s
@@ -13,9 +13,8 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
     17 on, chunks of logits     36                            10   0; the logits of LOSS_CHUNK tokens at most
 
 `stages.py` has a, v and s of each rung. Tests compare the model with what autograd keeps and with the peaks in
-logs/reference/. `card_bytes` models the same for several cards that share a run of rung 24 (DDP) or of
-fsdp_run.py; `sent_bytes` is what they send each other. `python -m ladder.scripts.memory DEVICE` prints the
-device's free bytes.
+logs/reference/. `card_bytes` models the same for several cards that share a run of rung 24 (DDP) or fsdp_run.py;
+`sent_bytes` is what they send each other. `python -m ladder.scripts.memory DEVICE` prints the device's free bytes.
 """
 import bisect
 import math
@@ -34,7 +33,7 @@ RUN_BY_DEFAULT = [str(number) for number in range(11)]  # the labels of `python 
 
 
 def step_bytes(model, B, T, label):
-    """Bytes that training takes at its peak on the rung `label`."""
+    """Bytes that training on the rung `label` takes at its peak."""
     stage, (n_layer, n_head, n_embd) = BY_LABEL[label], SHAPES[model]
     n_embeddings = (VOCAB_SIZE * (1 if stage.tied else 2) + BLOCK_SIZE) * n_embd
     parameters = n_embeddings + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
@@ -51,16 +50,16 @@ def largest_fitting(model, T, labels, available_bytes):
 
 
 def split_parameters(model, n_layer=None):
-    """(the embedding's, one block's, the number of blocks) parameters of rung 24 and fsdp_run.py, norms left out."""
+    """(parameters of the embedding, of one block, number of blocks) of rung 24 and fsdp_run.py, without norms."""
     layers, _, n_embd = SHAPES[model]
     n_rows, n_hidden = math.ceil(VOCAB_SIZE / 128) * 128, math.ceil(8 * n_embd / 3 / 64) * 64
     return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer or layers
 
 
 def state_bytes(model, ranks=1, n_layer=None):
-    """Bytes of parameters, gradients and moments that a card holds between two steps, one of `ranks` that share them.
+    """Bytes of parameters, gradients and moments that a card holds between two steps, shared by `ranks` cards.
 
-    In float32: 16 a parameter of the embedding (AdamW), 12 a parameter of the blocks (Muon).
+    In float32: 16 per parameter of the embedding (AdamW), 12 per parameter of the blocks (Muon).
     """
     embedding, block, n_layer = split_parameters(model, n_layer)
     return (16 * embedding + 12 * block * n_layer) / ranks
@@ -69,9 +68,9 @@ def state_bytes(model, ranks=1, n_layer=None):
 def card_bytes(model, B, T, ranks, sharded, n_layer=None):
     """Bytes that a card takes at its peak, one of `ranks`: under FSDP (`sharded`, fsdp_run.py) or DDP (rung 24).
 
-    All blocks recompute: only the input of each is kept (under FSDP in 16 bits), and all vectors of one. While
-    it is in use, a sharded block takes 10 bytes a parameter: itself and the next one in 16 bits, its gradient, and that
-    in float32 on its way to the other ranks; so does the root, with the embedding, whose gradient exists twice.
+    All blocks recompute: only the input of each is kept (under FSDP in 16 bits), and all vectors of one. While in use,
+    a sharded block takes 10 bytes per parameter: itself and the next one in 16 bits, its gradient, and that in float32
+    on its way to the other ranks; so does the root, with the embedding, whose gradient exists twice.
     Under DDP the embedding takes 10 (its gradient twice more, a copy in 16 bits), the blocks a copy in 16 bits.
     """
     embedding, block, n_layer = split_parameters(model, n_layer)
@@ -83,11 +82,11 @@ def card_bytes(model, B, T, ranks, sharded, n_layer=None):
 
 
 def sent_bytes(model, ranks, sharded, micro_steps=1, width=2):
-    """Bytes that each of `ranks` cards sends in a step, `width` being those of a parameter in the computation (2 or 4).
+    """Bytes that each of `ranks` cards sends in a step; `width` is the size of a parameter in the computation (2 or 4).
 
-    A ring, as NCCL's, passes (ranks - 1) / ranks of a buffer along to gather or to reduce it; DDP does both with the
-    float32 gradients, once a step. FSDP gathers the blocks twice and the root once, and reduces all in float32, in each
-    micro-step; Muon gathers the blocks' gradients once a step.
+    In a ring, as in NCCL, each rank passes on (ranks - 1) / ranks of a buffer to gather or to reduce it; DDP does both
+    with the float32 gradients, once per step. In each micro-step FSDP gathers the blocks twice and the root once, and
+    reduces all gradients in float32; Muon gathers the blocks' gradients once per step.
     """
     embedding, block, n_layer = split_parameters(model)
     blocks = block * n_layer
@@ -106,7 +105,7 @@ def largest_model(memory_bytes, ranks, sharded, T=1024):
 
 
 def recommend(available_bytes, accelerator):
-    """(model, B, T) for the rungs 0 to 10 in 80 % of the memory: gpt2, T=1024 and a power of two up to 64, else less.
+    """(model, B, T) for rungs 0 to 10 in 80 % of the memory: gpt2, T=1024 and a power of two up to 64, or less.
 
     On a CPU B is 1: a larger batch only makes a longer step there.
     """
@@ -118,7 +117,7 @@ def recommend(available_bytes, accelerator):
 
 
 def free_memory(device):
-    """Free bytes of a device; on a CPU of the machine."""
+    """Free bytes of a device; for a CPU, of the machine."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     if device == "mps":

@@ -1,6 +1,6 @@
 """Carry a fix made in one rung through the later ones, definition by definition.
 
-The fix is the uncommitted change of FILE, its docstring excepted. It goes from rung to rung: each is merged with the
+The fix is the uncommitted change of FILE, except its docstring. It goes from rung to rung: each is merged with the
 change to the one before it. A definition that the rung itself did not change is replaced; one that it did change is
 merged line by line, and word by word where both changed the same lines. Everything below the banner counts as one
 definition. Nothing is written unless every merge succeeds and the ladder's law still holds.

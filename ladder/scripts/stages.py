@@ -1,8 +1,8 @@
-"""The one list of the rungs: file, title, the rung it starts from, the definitions it may change, and its other facts.
+"""The one list of rungs: file, title, the rung it starts from, the definitions it may change, and other facts.
 
 The tests enforce it, and everything that shows the ladder reads it. A definition is a function, a class, or a method
 ("GPT.forward"), by name; "imports" stands for the import statements. The module docstring may always change. Below the
-banner every script is the same, byte for byte, except for the definitions there that a rung may change by name.
+banner all scripts are byte-identical, except for the definitions there that a rung may change by name.
 """
 import importlib.util
 import sys
@@ -26,7 +26,7 @@ class Stage:
     same_losses: float | None = None  # nats: how close its losses stay to the rung before; None: it changes them
     lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/measuring.md)
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
-    # From here on what a rung does not say itself is as in the rung it starts from.
+    # From here on, what a rung does not set is as in the rung it starts from.
     tied: bool = False  # one matrix is both embedding and output layer
     causal: bool = False  # attention computes no scores above the diagonal
     memory: tuple = (64, 12, 4)  # bytes of a vector entry, a logit and a score: see memory.py
@@ -62,8 +62,8 @@ def load_script(stage):
 
 rung("0", "baseline.py", "baseline", lecture_ms=1000)
 rung("1", "speedup_01_weight_tying.py", "weight tying", "0", "GPT.__init__", tied=True)
-# How close losses stay where a rung changes only how the arithmetic is done: TF32 and bfloat16 round each activation to
-# 10 and 7 bits, compile and flash attention round in other places, and training lets such differences grow.
+# How close losses stay when a rung changes only how the arithmetic is done: TF32 and bfloat16 round each activation to
+# 10 and 7 bits, compile and flash attention round in different places, and training amplifies such differences.
 rung("2", "speedup_02_tf32.py", "TF32", "1", "train", same_losses=0.05, lecture_ms=333)
 rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2", "autocast_dtype", "train",
      same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)

@@ -70,13 +70,13 @@ def counted_steps(run):
 
 def speed_verdict(one, other, faster, beyond_noise, different):
     unit = "tokens/sec" if one.tokens_per_step and other.tokens_per_step else "steps/sec"
-    word = f"{faster:.2f} times the {unit}" if abs(faster - 1) >= 0.005 else f"the same {unit}"
-    verdict = f"The second makes {word} of the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms a step, medians)"
+    word = f"{faster:.2f} times the {unit} of" if abs(faster - 1) >= 0.005 else f"the same {unit} as"
+    verdict = f"The second has {word} the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms/step, medians)"
     if work := [what for what in ("model", "B", "T") if what in different]:
         return f"{verdict}, with a different {' and '.join(work)}: this does not measure a change in the code."
     if too_few := [run for run in (one, other) if counted_steps(run) < MIN_COUNTED]:
         counts = " and ".join(f"{run.path} has {counted_steps(run)}" for run in too_few)
-        return f"{verdict}: too few steps to say. After the warm-up {counts}; it takes at least {MIN_COUNTED}."
+        return f"{verdict}: too few steps to say. After the warm-up {counts}; at least {MIN_COUNTED} are needed."
     overlap = "within the noise (the middle halves of the steps' times overlap)"
     memory = ", and part of it may be the allocator's" if "allocator" in different else ""
     return f"{verdict}: {'larger than the noise' if beyond_noise else overlap}{memory}."

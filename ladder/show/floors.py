@@ -1,12 +1,12 @@
-"""The counted floors in a terminal, and what they say of a log: no card is faster than its arithmetic."""
+"""Counted floors in a terminal, and what they say about a log: no card is faster than its arithmetic."""
 from ladder.scripts.cards import card_of
 from ladder.scripts.flops import flops_per_token
 
-CLOCKED_HIGHER = 1.25  # what a card may be faster than its datasheet; an RTX 5090 was measured at 1.21 times it
+CLOCKED_HIGHER = 1.25  # how many times its datasheet's rate a card may reach; an RTX 5090 was measured at 1.21
 
 
 def print_floors(rows, cards, setting, console):
-    """One line per rung: what was counted, and the floor on each card; for a single card also its parts and FLOPs."""
+    """One line per rung: what was counted, and the floor on each card; for a single card, also its parts and FLOPs."""
     from rich import box
     from rich.table import Table
 
@@ -29,9 +29,9 @@ def print_floors(rows, cards, setting, console):
 
 
 def fastest_ms(run):
-    """(ms, card) that a log's matrix products alone take on its card, at more than the datasheet's rate; or None.
+    """(ms, card): what a log's matrix products take on its card at more than the datasheet's rate; None if unknown.
 
-    Not the whole floor: small tensors stay in a card's cache, which the floor does not count on.
+    Not the whole floor: small tensors stay in a card's cache, which the floor ignores.
     """
     card, per_token = card_of(run.device), flops_per_token(run.model, run.T, causal=True)
     precision = run.headers.get("precision", "16 bits")

@@ -1,7 +1,7 @@
-"""Read the logs of the training scripts, also foreign ones that have step lines but no headers.
+"""Read the logs of the training scripts, and foreign ones that have step lines but no headers.
 
 A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with or without further fields. Everything
-else is optional: without headers, B and T come from the caller, or stay unknown.
+else is optional: without headers, B and T come from the caller or stay unknown.
 """
 import itertools
 import math
@@ -30,7 +30,7 @@ class Run:
     """One log: what was run, and each step's loss (nats) and time (milliseconds)."""
 
     path: Path
-    name: str  # the script's, without its ending
+    name: str  # the script's, without its suffix
     headers: dict
     B: int | None
     T: int | None
@@ -42,7 +42,7 @@ class Run:
     val_steps: list = field(default_factory=list)  # after which of the steps there was a validation
     val_losses: list = field(default_factory=list)
     peak_memory_gb: float | None = None
-    first_counted_step: int | None = None  # by the log's own median line, which a killed run lacks
+    first_counted_step: int | None = None  # from the log's median line, which a killed run lacks
 
     @property
     def complete(self):
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def warm_up(self):
-        """How many first steps the median leaves out: as the log says, else the scripts' rule for a CPU."""
+        """How many steps at the start the median leaves out: as the log says, else by the scripts' rule for a CPU."""
         if self.first_counted_step in self.steps:
             return self.steps.index(self.first_counted_step)
         return min(5 if len(self.ms) > 10 else 2, len(self.ms) - 1)
@@ -206,7 +206,7 @@ def add_line(run, line):
 
 
 def read_folder(folder, **stand_ins):
-    """({script name: [Run, ...]} in the order of the ladder, why other logs were skipped) of a folder and its rounds.
+    """({script name: [Run, ...]} in the ladder's order, why other logs were skipped) of a folder and its rounds.
 
     Logs that cannot be read or have no step are skipped. Raises UserError when none is left.
     """

@@ -1,4 +1,4 @@
-"""What a folder says about the machine that its logs come from."""
+"""What a folder records about the machine that its logs come from."""
 import json
 import math
 from pathlib import Path

@@ -4,7 +4,7 @@ const escape = text => text.replace(/[&<>"]/g, character => `&#${character.charC
 const safe = (key, value) => typeof value === "string" ? escape(value) : value; // all texts, before they become HTML
 const machines = all("script.data").map(script => JSON.parse(script.textContent, safe));
 const kinds = Object.entries(JSON.parse(find("#kinds").textContent)); // [kind of work, colour]
-const floors = JSON.parse(find("#floors").textContent); // counted: what a step costs at least on a card
+const floors = JSON.parse(find("#floors").textContent); // counted: the least time a step can take on a card
 const sum = values => values.reduce((total, value) => total + value, 0);
 const join = (values, html) => values.map(html).join("");
 const digitsOf = ms => ms < 200 ? 1 : 0; // of the milliseconds of a step and of its parts
@@ -88,7 +88,7 @@ function counted({label, beforeLabel}) { // what a lesson's step costs at least 
   if (!now) return "";
   const line = lineFor(old), ms = (rung, part) => rung?.ms[card][part], digits = digitsOf(now.ms[card].floor);
   const parts = {floor: "floor, ms", products: "its matrix products alone", traffic: "its memory traffic alone"};
-  return `<h4 class="counted">Counted <span>for one ${card}, B=${floors.B} T=${floors.T}: a step costs at least</span></h4>
+  return `<h4 class="counted">Counted <span>for one ${card}, B=${floors.B} T=${floors.T}: the least a step can take</span></h4>
     <table><tbody>${join(Object.entries(parts), ([part, title]) =>
       line(title, ms(old, part), ms(now, part), {digits, css: part === "floor" ? "" : "same"}))}
     ${line("GB read and written", old?.gb, now.gb)}${line("kernel launches", old?.launches, now.launches)}

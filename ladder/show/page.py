@@ -1,8 +1,8 @@
-"""The tutorial page: one static file with the lessons, their diffs and what they measured, and charts to hover over.
+"""The tutorial page: one static file with the lessons, their diffs, their measured effects, and interactive charts.
 
-Jinja fills `page.html.j2`, markdown-it sets the docstrings, Pygments colours the code. In the browser `page.js` draws
-the bars, of the machine that the reader chooses, and uPlot the losses. Everything is inside the file, and the same
-scripts and logs make the same file, one row to a line.
+Jinja fills `page.html.j2`, markdown-it renders the docstrings, Pygments colours the code. In the browser `page.js`
+draws the bars for the machine that the reader chooses, and uPlot the losses. Everything is inside the file, and the
+same scripts and logs make the same file, one row to a line.
 """
 import ast
 import itertools
@@ -34,7 +34,7 @@ CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: 
            Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the colour of the text
 LABEL = r"(?:Gain|Cost|Beware|Sources?):"
 FULL_LINE = 120  # characters: a docstring's line that ends a sentence and has room for the next word ends a paragraph
-MAX_POINTS = 400  # of a loss curve; of a longer run every second, third, ... step is drawn
+MAX_POINTS = 400  # of a loss curve; for longer runs only every second, third, ... step is drawn
 
 
 def colour_line(line):
@@ -61,7 +61,7 @@ def line_view(line):
 
 
 def definition_at(tree, number):
-    """The definition that holds a line of a script: "GPT.forward"; "" outside of all."""
+    """The definition that contains a line of a script, such as "GPT.forward"; "" if none does."""
     names, body = [], tree.body
     while True:
         blocks = (node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
@@ -83,7 +83,7 @@ def hunk_view(hunk, before, after):
 
 
 def prose(body):
-    """A docstring's text as HTML: paragraphs, lists, code, and "Gain:" and the like set apart."""
+    """A docstring's text as HTML: paragraphs, lists, code, and separate paragraphs for "Gain:" and the like."""
     lines = []
     for line, following in itertools.pairwise([*body.split("\n"), ""]):
         lines.append(line)
@@ -101,12 +101,12 @@ def prose(body):
 
 
 def lesson_view(stage):
-    """All that the template says about a rung but its measurements."""
+    """All that the template shows of a rung except its measurements."""
     after, start = stage.path.read_text(encoding="utf-8"), BY_LABEL.get(stage.before)
     before = start and start.path.read_text(encoding="utf-8")
     lesson = read_lesson(before, after)
     code = []
-    if start is None:  # there is nothing to compare with: show the whole of it, down to what all rungs share
+    if start is None:  # there is nothing to compare with: show all of it, down to what all rungs share
         _, lines, first = split_docstring(after.split("\n" + BANNER)[0])
         code = [("", *line_view(Line(number, text))) for number, text in enumerate(lines, first)]
     head, _, tail = lesson.title.partition(": ")
@@ -128,7 +128,7 @@ def curve(title, steps, seconds, losses):
 
 
 def curves(report):
-    """The losses of each rung's first round, of training and of validation; of a race, what it compares."""
+    """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
     titles = {row.name: row.title for row in report.rows}
     if report.sweep:
         yield from (curve(titles[name], *points) for name, *points in race_curves(report))
@@ -157,9 +157,9 @@ def rungs_of(report):
 
 
 def machine_name(report):
-    """A short name for a reader: "AMD EPYC, 2 cores, bfloat16, B=1 T=1024"; the folder's where the logs do not say.
+    """A short name for readers: "AMD EPYC, 2 cores, bfloat16, B=1 T=1024"; the folder's if the logs do not say.
 
-    The format is the one of the fastest matrix products: it tells CPUs of one name apart.
+    The format is that of the fastest matrix products: it tells apart CPUs of the same name.
     """
     setting = report.setting
     if not setting["device"] or not setting["B"]:
@@ -249,7 +249,7 @@ def write_page(reports, path):
     if path.is_dir():
         raise UserError(f"--html {path} is a folder: name a file")
     machines = [machine_view(report) for report in reports]
-    # The reader starts with a machine that has a profile, and the most rungs.
+    # The page opens with a machine that has a profile, and the most rungs.
     machines.sort(key=lambda machine: (not machine["profile"], -len(machine["rows"].keys() & BY_NAME)))
     default = machines[0]
     environment = jinja2.Environment(

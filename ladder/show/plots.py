@@ -13,8 +13,8 @@ from ladder.show.profile import is_reliable
 from ladder.show.report import conditions, where
 from ladder.show.standings import race_curves, standings
 
-# One colour per kind of work, here and on the page. Blue is what the arithmetic needs; all eight stay apart for
-# colour-blind readers, on white and on black (a test holds that).
+# One colour per kind of work, here and on the page. Blue is the arithmetic; colour-blind readers can tell all eight
+# apart, on white and on black (a test checks it).
 KIND_COLOURS = {
     "matrix products": "#2463c0",
     "head": "#6fbdf0",
@@ -30,7 +30,7 @@ plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formul
 
 
 def colours_of(report):
-    """{name: colour} along one colour map, so that neighbours look alike and the ends do not; the peer is grey."""
+    """{name: colour} along one colour map, so that only neighbours look alike; the peer is grey."""
     rungs = [row.name for row in report.rows if row.name != PEER]
     shades = plt.get_cmap("viridis")
     return {name: shades(0.92 * i / max(1, len(rungs) - 1)) for i, name in enumerate(rungs)} | {PEER: "grey"}
@@ -46,7 +46,7 @@ def new_figure(title, caption, height=4.2, columns=1):
 
 
 def plot_ladder(report):
-    """One bar per rung: tokens/sec, with the spread, how many times the baseline, and MFU where it is known."""
+    """One bar per rung: tokens/sec with its spread, its ratio to the baseline, and MFU if known."""
     rows = [row for row in report.rows if row.tokens_per_second]
     figure, axes = new_figure("Tokens per second", conditions(report), height=0.8 + 0.36 * max(4, len(rows)))
     colours = colours_of(report)
@@ -68,7 +68,7 @@ def plot_ladder(report):
 
 
 def plot_profile(profile):
-    """One bar per rung: a step's milliseconds by kind of work, and the floor, what its matrix products need."""
+    """One bar per rung: a step's milliseconds by kind of work, and the floor: what its matrix products need."""
     rungs = profile["rungs"]
     figure, axes = new_figure("Where a step's time goes", height=1.4 + 0.36 * max(4, len(rungs)), caption=(
         f"{profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}. "
@@ -177,14 +177,14 @@ def plots_of(report):
 
 
 def write_plots(reports, folder, wanted=lambda name: True):
-    """Write PNG files to `folder`, those whose name is `wanted`; returns their paths."""
+    """Write the PNG files whose names are `wanted` to `folder`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for report in reports:
         for kind, draw in plots_of(report).items():
             path = folder / f"{report.name}_{kind}.png"
             if path in paths:
-                raise UserError(f"two of the log folders are called {report.name}: plot them into folders of their own")
+                raise UserError(f"two log folders are called {report.name}: plot them into separate folders")
             if wanted(path.name):
                 paths.append(path)
                 save(draw(), path)

@@ -1,4 +1,4 @@
-"""The profile of a folder: where the time of each rung's step goes, as `python -m ladder profile` has measured it."""
+"""The profile of a folder: where the time of each rung's step goes, as measured by `python -m ladder profile`."""
 import json
 import math
 from pathlib import Path
@@ -17,12 +17,12 @@ KINDS = {  # kind of work: what belongs to it
     "waiting": "no operator at work: Python, autograd, freeing memory; on a GPU, no kernel running",
 }
 
-MOST_OFF = 0.1  # how much longer or shorter a step may be under the profiler for its parts to be believed
+MOST_OFF = 0.1  # how far a step under the profiler may be from the plain step for its parts to be reliable
 UNRELIABLE = "unreliable, as the step under the profiler and the plain step are more than 10 % apart"
 
 
 def is_reliable(rung):
-    """Whether a rung's profile is of the step that the rung makes without the profiler."""
+    """Whether a rung's step under the profiler takes about as long as without it."""
     return abs(rung["step_ms"] / rung["plain_ms"] - 1) <= MOST_OFF
 
 
@@ -39,7 +39,7 @@ def read_profile(folder):
             if not known or not all(0 <= ms < math.inf for ms in numbers):
                 raise ValueError(f"{rung['name']}: not a rung's times by kind of work")
         if not profile["rungs"] or not {"model", "B", "T", "name"} <= profile.keys():
-            raise ValueError("it lacks the rungs, or of what they are")
+            raise ValueError("rungs, model, B, T or name is missing")
         return profile
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}): delete it, and run python -m ladder profile again") from None

@@ -1,8 +1,7 @@
 """The table and the plots: what each rung did on a machine, from its logs.
 
 Rows are rungs; a rung with several rounds (`run --repeat`) shows the median of the rounds' medians, and their spread.
-Runs that differ in data, model, B, T or device are never compared: they are refused. Runs under different memory
-allocators come with a warning.
+Runs that differ in data, model, B, T or device are refused. Different memory allocators get a warning.
 """
 import json
 import math
@@ -92,7 +91,7 @@ def check_comparable(runs, folder):
             if value != first_value:
                 raise UserError(
                     f"{folder}: logs of different {key} cannot be compared: {first_path} has {first_value!r}, "
-                    f"{run.path} has {value!r}; report them from folders of their own"
+                    f"{run.path} has {value!r}; report them from separate folders"
                 )
 
 
@@ -114,7 +113,7 @@ def median_or_none(values):
 
 
 def common_lowest(losses_of_runs):
-    """A loss that all runs reach: the highest of their lowest. Smoothing would need a choice; the lowest does not."""
+    """A loss that all runs reach: the highest of their lowest. Unlike a smoothed loss, it needs no parameter."""
     finite = [list(filter(math.isfinite, losses)) for losses in losses_of_runs]
     return max((min(losses) for losses in finite if losses), default=None)
 
@@ -129,7 +128,7 @@ def within_noise(one, other):
 
 
 def read_or_skip(read, folder, skipped, default):
-    """What `read` finds in a folder; `default` if the file is damaged, and the reason goes to `skipped`."""
+    """What `read` finds in a folder; if the file is damaged, `default`, and the reason goes to `skipped`."""
     try:
         return read(folder)
     except UserError as error:
@@ -197,7 +196,7 @@ def build_report(folder, peak_tflops=None, **stand_ins):
     first = next(iter(runs.values()))[0]
     if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
         skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
-                           "and the logs are not")
+                       "but the logs are not")
         profile = None
     if peak_tflops and not machine:
         machine = {"rates": {GIVEN: 1e12 * peak_tflops}}
@@ -259,7 +258,7 @@ def describe(report, texts=None):
 
 
 def as_texts(report):
-    """The report as short texts: a DataFrame with fixed column names, one row per rung."""
+    """The report as short strings: a DataFrame with fixed column names, one row per rung."""
     def column(name, pattern="{}"):
         values = [getattr(row, name) for row in report.rows]
         return [NOTHING if value is None else pattern.format(value) for value in values]
@@ -297,7 +296,7 @@ def last_steps(report, between):
 
 
 def table_of(report):
-    """What a terminal and the page show of as_texts: the columns that say something, under headings."""
+    """What a terminal and the page show of as_texts: the columns with values, under headings."""
     headings = {
         "title": "rung", "ms": "ms/step", "spread": "spread", "speed": "tokens/s", "times_baseline": "× base",
         "times_before": "× before", "mfu": "MFU", "causal": "causal", "memory": "GB",
@@ -310,7 +309,7 @@ def table_of(report):
 
 
 def warnings(report):
-    """What a reader of the table must know: impossible values, different allocators, unfinished or shorter runs."""
+    """What a reader of the table needs to know: impossible values, different allocators, unfinished or shorter runs."""
     for reason in report.skipped:
         yield f"skipped: {reason}"
     for row in report.rows:
@@ -334,7 +333,7 @@ def warnings(report):
 
 
 def wrong_unit(row, run):
-    """A warning if the tokens/sec that a log prints do not follow from its B, T and dt."""
+    """A warning if the tokens/sec in a log do not follow from its B, T and dt."""
     own = median_or_none(run.own_tokens)
     if own and run.tokens_per_step and not 0.8 < own / run.tokens_per_step < 1.25:
         off = run.tokens_per_step / own
@@ -366,7 +365,7 @@ def print_table(report, console):
 
 
 def markdown(texts, headings, n_left):
-    """The columns {name: heading} of as_texts in Markdown, the first `n_left` of them words, the others numbers."""
+    """The columns {name: heading} of as_texts in Markdown: the first `n_left` are words, the others numbers."""
     rows = [headings.values(), ["---"] * n_left + ["--:"] * (len(headings) - n_left), *texts[list(headings)].to_numpy()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -381,7 +380,7 @@ def markdown_table(report):
 
 
 def short_table(report):
-    """The README's table: each rung's speed and its spread, and what is counted and published for an A100."""
+    """The README's table: each rung's speed and its spread, and its counted and published times for an A100."""
     floors = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
     texts, rows = as_texts(report), report.rows
     texts["speed"] = [f"{row.tokens_per_second:,.0f} ({row.tokens_per_second * row.ms / row.ms_high:,.0f}–"
@@ -431,7 +430,7 @@ def between_marks(text, marks, tables, readme):
 def write_tables(reports, root=ROOT):
     """Put all tables between their marks in README.md and docs/; raises UserError where the marks are missing.
 
-    The README shows the machine with the most rungs, of several the one where they gain the most.
+    The README shows the machine with the most rungs; among several, the one where they gain the most.
     """
     reports = [report for report in reports if len(report.rows) > 1]
     races = [report for report in reports if report.sweep]

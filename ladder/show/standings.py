@@ -1,6 +1,6 @@
 """A race's standings: how many tokens and seconds each rung needs to reach the same validation loss.
 
-The target is the median of the losses that the first rung ends with, rounded up to two digits.
+The target is the median of the first rung's final losses, rounded up to two digits.
 """
 import math
 import statistics
@@ -41,7 +41,7 @@ def last_val_loss(path):
 
 
 def best_of(losses):
-    """The learning rate with the lowest loss of {rate: loss}; the higher of two that are equal."""
+    """The learning rate with the lowest loss of {rate: loss}; of equals, the higher."""
     return min(sorted(losses, reverse=True), key=losses.get)
 
 
@@ -54,7 +54,7 @@ def read_sweep(folder):
 
 
 def steps_to(run, loss):
-    """Steps until the validation loss is `loss`, interpolated between two validations; inf if it never is."""
+    """Steps until the validation loss reaches `loss`, interpolated between two validations; inf if it never does."""
     before = None
     for step, now in zip(run.val_steps, run.val_losses, strict=True):
         if now <= loss:
@@ -76,7 +76,7 @@ def searched_by(stage, names):
 
 
 def finished(runs):
-    """{rung: its finished runs} of {rung: runs}; a race that was stopped also has others."""
+    """{rung: its finished runs} of {rung: runs}; a race that was stopped has unfinished ones."""
     ended = {name: [run for run in rounds if run.complete and run.val_losses] for name, rounds in runs.items()}
     return {name: rounds for name, rounds in ended.items() if rounds}
 
@@ -128,7 +128,7 @@ def race_curves(report):
 
 
 def race_texts(report):
-    """(the standings as short texts: a DataFrame with a row per rung, the caption)."""
+    """(the standings as short strings: a DataFrame with one row per rung, the caption)."""
     target, racers = standings(report)
     first, label = racers[0], BY_NAME[racers[0].name].label
 
