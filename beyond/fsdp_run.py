@@ -253,7 +253,6 @@ def orthogonalize(matrices):
 
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices in the first group, AdamW for the others, which expects a "step" in each state it loads."""
-
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
@@ -411,7 +410,7 @@ def shard(model, amp_dtype, device):
 
 def gather(model, optimizer):
     """A whole copy of the model and the whole state of the optimizer on rank 0's CPU; every rank must take part."""
-    optimizer.zero_grad()  # else an optimizer that has skipped all steps (float16) stays without state
+    optimizer.zero_grad(set_to_none=True)  # else an optimizer that has skipped all steps (float16) stays without state
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, moments = get_state_dict(model, optimizer, options=options)  # empty on the other ranks
     whole = GPT(model.config)

@@ -225,7 +225,6 @@ def orthogonalize(matrices):
 
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices in the first group, AdamW for the others, which expects a "step" in each state it loads."""
-
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):

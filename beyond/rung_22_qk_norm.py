@@ -241,7 +241,6 @@ def orthogonalize(matrices):
 
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices in the first group, AdamW for the others, which expects a "step" in each state it loads."""
-
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
@@ -402,8 +401,7 @@ def train(settings):
         model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
     model.loss_chunk = settings.loss_chunk or settings.B * settings.T
     optimizer = model.configure_optimizers(weight_decay=0.1)
-    # broadcast_buffers=False: cos and sin never change
-    ddp_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False) if dist.is_initialized() else model
+    ddp_model = DDP(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
     step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
     notes["batches"] = "on the device" if loader.on_device else "prefetched" if device == "cuda" else "memory-mapped"

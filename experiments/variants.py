@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ladder.errors import UserError
-from ladder.measure.race import race
-from ladder.measure.runner import check_flags, run_ladder
+from ladder.measure.race import n_jobs, race
+from ladder.measure.runner import Runner, check_flags
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.standings import last_val_loss, read_sweep
 
@@ -69,8 +69,8 @@ def main():
     args.logs.mkdir(parents=True, exist_ok=True)
     stages = [write_variant(name, args.logs) for name in VARIANTS]
     settings = check_flags([BASE], flags)
-    run_ladder(race(stages, flags, args.logs, args.seeds), len(stages) * (4 + args.seeds), settings, sys.argv[1:],
-               args.logs, 7200, (args.logs / "machine.json").exists(), Console())
+    with Runner(settings, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(stages, args.seeds)) as runner:
+        race(stages, flags, args.logs, args.seeds, runner.run)
     sweep = read_sweep(args.logs)
     for stage in stages:
         rounds = [last_val_loss(args.logs / f"round_{n + 1}" / f"{stage.name}.log") for n in range(args.seeds)]

@@ -143,7 +143,7 @@ def test_the_angles_of_rope_stay_in_float32(label, grouped):
 def test_gradients_are_views_of_the_buckets(grouped):
     """All of the 3.4 million parameters fit into DDP's first two; else each gradient is there twice."""
     for n_gradients, n_storages in grouped("24").storages:
-        assert n_gradients > 10 and n_storages <= 2
+        assert n_gradients >= 10 and n_storages <= 2
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def test_lessons_are_short():
     lengths = {stage.label: len(changed_lines(before(stage), SOURCES[stage.file])) for stage in STAGES[1:]}
     ten = [lengths[str(number)] for number in range(1, 11)]
     assert statistics.median(ten) <= 8 and max(ten) <= 20, lengths
-    assert lengths.pop("fsdp") <= 66 and lengths.pop("dcp") <= 76, lengths  # sharding; a save that survives kills
+    assert lengths.pop("fsdp") <= 67 and lengths.pop("dcp") <= 76, lengths  # sharding; a save that survives kills
     assert max(lengths.values()) <= 40, lengths
 
 
