@@ -22,9 +22,10 @@ from ladder.show.standings import last_val_loss, read_sweep
 BASE = BY_LABEL["24"]  # the last rung of the race
 VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
     "label_smoothing": ("label smoothing of 0.1, judged by the loss without it", [
-        ("logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 1",
-         "logits_grad[torch.arange(len(ids), device=ids.device), ids] -= 0.9\n"
-         "                logits_grad[:, :vocab_size] -= 0.1 / vocab_size"),
+        ("logits_grad = log_probs.exp_().add_(is_target, alpha=-1)",
+         "smoothed = 0.9 * is_target\n"
+         "                smoothed[:, :vocab_size] += 0.1 / vocab_size\n"
+         "                logits_grad = log_probs.exp_().sub_(smoothed)"),
     ]),
     "relu_squared": ("ReLU^2 with 4 * C hidden numbers instead of SwiGLU with 8/3 * C", [
         ("        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)\n", ""),
@@ -42,9 +43,11 @@ VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
         ("self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)",
          "self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)\n"
          "        self.c_attn.weight.n_parts = 3"),
-        ('update = 0.2 * max(p.shape) ** 0.5 * orthogonalize(p.grad.lerp(state["momentum"], 0.95))  # Nesterov\'s',
-         'parts = p.grad.lerp(state["momentum"], 0.95).chunk(getattr(p, "n_parts", 1))  # Nesterov\'s\n'
-         "            update = torch.cat([0.2 * max(part.shape) ** 0.5 * orthogonalize(part) for part in parts])"),
+        ("stacks.setdefault((p.shape, ", 'stacks.setdefault((getattr(p, "n_parts", 1), p.shape, '),
+        ("update = 0.2 * max(stack[0].shape) ** 0.5 * orthogonalize(grads.lerp(torch.stack(momenta), 0.95))",
+         'parts = grads.lerp(torch.stack(momenta), 0.95).chunk(getattr(stack[0], "n_parts", 1), dim=1)\n'
+         "            parts = [0.2 * max(part.shape[1:]) ** 0.5 * orthogonalize(part) for part in parts]\n"
+         "            update = torch.cat(parts, dim=1)"),
     ]),
 }
 
