@@ -11,6 +11,8 @@ import pytest
 from conftest import ROOT
 from test_race import ADAMW, MUON, VAL_LOSSES, run_race
 
+from ladder.scripts.cards import CARDS
+from ladder.scripts.floor import floor_data
 from ladder.scripts.stages import BY_LABEL, STAGES
 from ladder.show.page import prose, write_page
 from ladder.show.plots import KIND_COLOURS, plot_profile, write_plots
@@ -277,6 +279,28 @@ def test_the_chosen_machine_is_the_whole_pages_and_remembered(open_page):
     assert lesson.bounding_box()["y"] == pytest.approx(top, abs=2)
     assert "Measured on AMD EPYC, 2 cores, B=1 T=1024" in page.locator("#rung-0 .effect").inner_text()
     assert "Not on any machine yet" in page.locator("#rung-5 .effect").inner_text()
+
+
+def test_each_lesson_has_the_floors_of_the_chosen_card(open_page):
+    """Counted, beside what was measured; the published steps are an A100's."""
+    page = open_page()
+
+    def shown(label):
+        rows = effect(page, label)
+        return [rows[name] for name in ("floor, ms", "its matrix products alone", "its memory traffic alone")]
+
+    def counted(card, labels):
+        rungs = {row["label"]: row["ms"][card] for row in floor_data([CARDS[card]], labels)["rungs"]}
+        return [[f"{rungs[label][part]:,.0f}" for label in labels] for part in ("floor", "products", "traffic")]
+
+    assert [cells[:2] for cells in shown("3")] == counted("A100", ["2", "3"])
+    assert effect(page, "3")["published, ms"] == ["333", "300", "−33"]
+    assert "floor, ms" not in effect(page, "15")  # counted for rungs 0 to 10
+    page.select_option("#card", "T4")
+    assert [cells[:2] for cells in shown("3")] == counted("T4", ["2", "3"])
+    assert "published, ms" not in effect(page, "3")
+    page.reload()
+    assert page.locator("#card").input_value() == "T4"
 
 
 @pytest.mark.parametrize("width", [1400, 390])

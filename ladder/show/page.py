@@ -26,7 +26,7 @@ from ladder.scripts.lessons import Line, in_diff_order, read_lesson, split_docst
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.plots import KIND_COLOURS
 from ladder.show.profile import is_reliable
-from ladder.show.report import describe, table_of, warnings
+from ladder.show.report import allocators, describe, table_of, warnings
 from ladder.show.standings import IN_THE_README, race_curves, race_texts, standings
 
 HERE = Path(__file__).parent
@@ -171,6 +171,7 @@ def machine_name(report):
     device += f", {max(rates, key=rates.get)}" if rates and cores else ""
     model = f", {setting['model']}" if setting["model"] != "gpt2" else ""
     text = f", {setting['data'].split(' (')[0]}" if report.sweep and setting["data"] else ""  # races differ by it
+    text += ", default allocator" if "default" in allocators(report) else ""
     return f"{device}{model}, B={setting['B']} T={setting['T']}{text}"
 
 
@@ -248,9 +249,11 @@ def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     if path.is_dir():
         raise UserError(f"--html {path} is a folder: name a file")
+    # First a machine with a profile, the most rungs, and of these the one where they gain the most.
+    reports = sorted(reports, reverse=True, key=lambda report: (
+        report.profile is not None, len(report.runs.keys() & BY_NAME),
+        max(row.times_baseline or 0 for row in report.rows)))
     machines = [machine_view(report) for report in reports]
-    # The page opens with a machine that has a profile, and the most rungs.
-    machines.sort(key=lambda machine: (not machine["profile"], -len(machine["rows"].keys() & BY_NAME)))
     default = machines[0]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
