@@ -2,7 +2,7 @@
 
     python -m experiments.prepare_speed [megabytes ...]         # default: 10 100 1000
 
-Writes generated text (words drawn from the language reference that Python carries) of each size as .txt, .jsonl and
+Writes generated text (words drawn from the language reference bundled with Python) of each size as .txt, .jsonl and
 .parquet, prepares it, and prints a table:
 
     seconds         from the program's start to its end

@@ -197,7 +197,7 @@ def make_tokens(folder, text, tokenizer=None):
 
 @pytest.fixture(scope="session")
 def real_text():
-    """466 kB of English that every Python carries."""
+    """466 kB of English, bundled with every Python."""
     return load_module(ROOT / "data" / "prepare.py").fallback_text()
 
 
