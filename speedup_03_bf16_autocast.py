@@ -270,15 +270,15 @@ def check_torchrun(settings):
         sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
 
 
-def make_folder(folder, foreign=None):
-    """Make `folder`; exits with a one-line error if it is not writable, or holds what matches `foreign`."""
+def make_folder(folder, *foreign):
+    """Make `folder`; exits with a one-line error if it is not writable, or holds a file `foreign`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         sys.exit(f"error: {folder}: cannot be written ({error.strerror}); give another folder")
-    if foreign and any(folder.glob(foreign)):
-        sys.exit(f"error: {folder}: holds checkpoints of another format, {foreign}; give another --checkpoint-dir")
+    if found := [name for name in foreign if (folder / name).exists()]:
+        sys.exit(f"error: {folder}: holds checkpoints of another format, {found[0]}; give another --checkpoint-dir")
 
 
 def open_tokens(folder, split, n_needed):

@@ -38,7 +38,7 @@ def main():
         for name, variables in ENVIRONMENTS.items():
             folder = args.logs / re.sub(r"\W+", "_", name) / f"round_{number + 1}"
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            command = ["env", *variables, *command_for(stage, flags, folder)]
+            command = ["env", "-u", "LD_PRELOAD", *variables, *command_for(stage, flags, folder)]
             outcome = run_job(Job(stage.name, command, folder), 1200, "cpu")
             if outcome.status != "ok":
                 raise UserError(f"{name}: {outcome.status}: {outcome.reason}")

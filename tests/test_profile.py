@@ -318,7 +318,7 @@ def test_profile_as_a_user_calls_it(tokens, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_profile(tmp_path)
     assert [rung["name"] for rung in found["rungs"]] == ["baseline"]
-    assert all(rung["floor_ms"] > 0 for rung in found["rungs"]) and done.stdout.count("under the profiler,") == 2
+    assert all(rung["floor_ms"] > 0 for rung in found["rungs"]) and done.stdout.count("under the profiler,") >= 2
     assert (tmp_path / "profile.png").stat().st_size > 10_000 and "matmul" in done.stdout
     for bad, reason in [(["--rungs", "ddp"], "rungs 0 to 10"), (["--steps", "3"], "leave it out"),
                         (["-T", "0"], "out of range"), (["--data", "nowhere"], "no usable token files")]:
