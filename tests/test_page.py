@@ -321,7 +321,7 @@ def test_contents_and_machine_stay_in_sight(open_page, width):
     page.goto(page.url.split("#")[0] + "#rung-3")
     page.reload()  # what the script adds above a place does not push it away
     page.wait_for_function("""() => { const box = document.querySelector("#title-3").getBoundingClientRect();
-        return box.top >= 0 && box.bottom <= innerHeight; }""", timeout=10_000)
+        return box.top >= 0 && box.bottom <= innerHeight; }""", timeout=30_000)
     # nothing is wider than the window
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
