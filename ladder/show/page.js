@@ -153,6 +153,8 @@ try {
 } catch { /* the same */ }
 choose(remembered);
 find("#machine").onchange = event => choose(event.target.value);
+// What was added above a lesson must not push it away from a reader who came by a link to it.
+if (location.hash) addEventListener("load", () => setTimeout(() => find(location.hash)?.scrollIntoView(), 100));
 find("#card").onchange = () => choose(find("#machine").value);
 
 // The tip: a bar's label as a table, beside the pointer, or below the bar that the keyboard is on.
