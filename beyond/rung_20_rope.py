@@ -232,7 +232,7 @@ class GPT(nn.Module):
 def orthogonalize(matrices):
     """(N, m, n) -> (N, m, n): the same singular vectors, singular values near 1; five Newton-Schulz iterations."""
     wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
-    x = F.normalize(wide, dim=(-2, -1), eps=1e-7).to(torch.float16 if wide.is_cuda else torch.float32)
+    x = F.normalize(wide, dim=(-2, -1), eps=1e-7).to(torch.float16 if wide.is_cuda else autocast_dtype("cpu"))
     for _ in range(5):  # s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small s more than triple, large s stay near 1
         gram = x @ x.mT  # (N, min(m, n), min(m, n))
         x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
