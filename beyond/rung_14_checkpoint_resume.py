@@ -311,8 +311,7 @@ def train(settings):
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
     shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "warmup_steps")
-    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"], "script": SCRIPT.stem}
-    run["tokenizer"] = loader.meta["tokenizer"]
+    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["fingerprint"], "script": SCRIPT.stem}
     path, every = settings.checkpoint_dir / "newest.pt", settings.checkpoint_every
     done, old_log = load_checkpoint(path, settings, run, model, optimizer, scaler)
     if done == settings.steps:

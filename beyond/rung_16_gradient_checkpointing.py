@@ -332,7 +332,7 @@ def train(settings):
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
     shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "warmup_steps")
-    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"], "script": SCRIPT.stem}
+    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["fingerprint"], "script": SCRIPT.stem}
     try:  # kept in `settings`: a lock is released when its object is garbage-collected
         settings.lock = rank == 0 and filelock.FileLock(settings.checkpoint_dir / "lock").acquire(timeout=0)
     except filelock.Timeout:
