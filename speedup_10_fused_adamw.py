@@ -340,7 +340,7 @@ def open_tokens(folder, split, n_needed):
             raise ValueError(f"{split}.bin is not what meta.json describes")
         named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # the name says it all
         meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
-        meta["fingerprint"] = f"{meta.get('sha256')} in {meta['tokenizer']} tokens"
+        meta["id"] = f"{meta.get('sha256')} in {meta['tokenizer']} tokens"
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: --data {folder}: no usable token files ({error}); make them with"
                  f" python data/prepare.py [--text FILE] --out {folder}")

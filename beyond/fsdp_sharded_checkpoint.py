@@ -478,7 +478,7 @@ def train(settings):
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
     shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "warmup_steps",
               "decay_share")
-    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["fingerprint"], "script": SCRIPT.stem}
+    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["id"], "script": SCRIPT.stem}
     run["muon_lr"] = settings.muon_lr
     try:  # kept in `settings`: a lock is released when its object is garbage-collected
         settings.lock = rank == 0 and filelock.FileLock(settings.checkpoint_dir / "lock").acquire(timeout=0)
@@ -641,7 +641,7 @@ def open_tokens(folder, split, n_needed):
             raise ValueError(f"{split}.bin is not what meta.json describes")
         named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # the name says it all
         meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
-        meta["fingerprint"] = f"{meta.get('sha256')} in {meta['tokenizer']} tokens"
+        meta["id"] = f"{meta.get('sha256')} in {meta['tokenizer']} tokens"
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: --data {folder}: no usable token files ({error}); make them with"
                  f" python data/prepare.py [--text FILE] --out {folder}")
