@@ -519,6 +519,8 @@ if __name__ == "__main__":
     except OSError as error:  # a folder that cannot be written, a full disk
         sys.exit(f"error: {error}")
     except RuntimeError as error:
+        if "no kernel image" in str(error):  # CUDA's words where this build of torch leaves the GPU's architecture out
+            sys.exit("error: --device cuda: this torch was not built for this GPU; see python -m ladder check")
         if "out of memory" not in str(error) and "allocate memory" not in str(error):
             raise
         sys.exit("error: out of memory; try half the -B, or a shorter -T")

@@ -292,6 +292,18 @@ def test_what_torch_says_when_memory_is_out(message, stopped, monkeypatch):
     assert stopped("0", *STEP)[1] == "error: out of memory; try half the -B, or a shorter -T"
 
 
+@TWO_RUNGS
+def test_a_gpu_for_which_this_torch_was_not_built(label, stopped, monkeypatch, tmp_path):
+    """As a GTX 1080 with the default wheel; torch.AcceleratorError is a RuntimeError."""
+    def fail(*_, **__):
+        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nSearch for")
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", fail)
+    more = ("--compile-mode", "none", "--checkpoint-dir", tmp_path) if label == "16" else ()
+    assert stopped(label, *STEP, *more) == (1, "error: --device cuda: this torch was not built for this GPU; see "
+                                               "python -m ladder check")
+
+
 def test_other_errors_keep_their_traceback(stopped, monkeypatch):
     def fail(*_):
         raise RuntimeError("a mistake of ours")
