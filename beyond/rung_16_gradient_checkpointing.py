@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 class Settings:
     """The command line's flags, one per line: type, help (and alias), default."""
 
-    model: Annotated[Literal["tiny", "mini", "small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"], "size"] = "gpt2"
+    model: Annotated[str, "tiny, mini, small, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a shape: 4x4x128"] = "gpt2"
     pretrained: Annotated[str, "start from Hugging Face weights: a name or a folder"] = None
     B: Annotated[int, "sequences per batch and process; None: 4, on a CPU 1", "--batch-size"] = None
     T: Annotated[int, "tokens per sequence", "--seq-len"] = 1024
@@ -332,7 +332,7 @@ def train(settings):
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
     shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "warmup_steps")
-    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["sha256"], "script": SCRIPT.stem}
+    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["id"], "script": SCRIPT.stem}
     try:  # kept in `settings`: a lock is released when its object is garbage-collected
         settings.lock = rank == 0 and filelock.FileLock(settings.checkpoint_dir / "lock").acquire(timeout=0)
     except filelock.Timeout:
@@ -382,7 +382,7 @@ def train(settings):
         if settings.val_every and (step % settings.val_every == 0 or step == settings.steps):
             t0 = time.perf_counter()
             val_loss = evaluate(model, val_loader, n_val, amp_dtype, rank, world_size)
-            log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s")
+            log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s{log.left()}")
         due = every and (step % every == 0 or step == settings.steps or stopping)
         if rank == 0 and due and (norm.isfinite() or scaler.is_enabled()):
             state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "run": run}
@@ -406,7 +406,8 @@ def train(settings):
 
 SCRIPT = Path(__file__)
 RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); only rank 0 prints, logs and saves
-MODELS = {  # what --model accepts; sizes with tied embeddings
+TOKENIZER = ("tokenizer", "tokenizer_json", "end_of_text")  # of the data, stored with a model
+MODELS = {  # what --model accepts by name; sizes with tied embeddings
     "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
     "mini": GPTConfig(n_layer=6, n_head=3, n_embd=192),  # 12M parameters: what two CPU cores can compare
     "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),  # 30M parameters: what a CPU can train
@@ -433,6 +434,7 @@ def parse_settings(argv=None):
     if not settings.device and found == ["cpu"] and shutil.which("nvidia-smi"):
         print("WARNING: the NVIDIA GPU is not being used; python -m ladder check says why", file=sys.stderr)
     settings.device = settings.device or found[0]
+    shape_of(settings.model)
     if settings.B is None:
         settings.B = 1 if settings.device == "cpu" else 4
     for name, value in vars(settings).items():
@@ -485,11 +487,14 @@ def open_tokens(folder, split, n_needed):
         if subprocess.run([sys.executable, prepare]).returncode:
             sys.exit(f"error: --data {folder}: could not be prepared; see above")
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = {"end_of_text": 50256} | json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokens = np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r")
         fits = len(tokens) == meta[f"{split}_tokens"] and tokens[:10**8].max() < meta["vocab_size"]
         if not fits or not {"source", "tokenizer"} <= meta.keys():
             raise ValueError(f"{split}.bin is not what meta.json describes")
+        named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # the name says it all
+        meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
+        meta["id"] = f"{meta.get('sha256')} in {meta['tokenizer']} tokens"
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: --data {folder}: no usable token files ({error}); make them with"
                  f" python data/prepare.py [--text FILE] --out {folder}")
@@ -498,12 +503,32 @@ def open_tokens(folder, split, n_needed):
     return tokens, meta
 
 
+def shape_of(name):
+    """The GPTConfig of a --model; exits with a one-line error if there is none."""
+    numbers = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})", name)
+    if name not in MODELS and not numbers:
+        sys.exit(f"error: --model {name}: give {', '.join(MODELS)}, or layers x heads x width, for example 4x4x128")
+    if name in MODELS:
+        return MODELS[name]
+    n_layer, n_head, n_embd = map(int, numbers.groups())
+    if n_embd % (2 * n_head):
+        sys.exit(f"error: --model {name}: {n_embd} cannot be split into {n_head} heads of even width; change one")
+    return GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+
+
 def new_model(settings, loader):
     """The GPT that --model or --pretrained names; exits with a one-line error if it does not fit the data or -T."""
-    model = from_pretrained(settings.pretrained) if settings.pretrained else GPT(MODELS[settings.model])
-    if model.config.vocab_size < loader.meta["vocab_size"]:
-        sys.exit(f"error: --data {settings.data}: its vocabulary, {loader.meta['vocab_size']} tokens, is larger than"
-                 f" the model's, {model.config.vocab_size}; prepare it again, or give another --pretrained")
+    if settings.pretrained:
+        model = from_pretrained(settings.pretrained)
+        ours, path = loader.meta["tokenizer_json"], Path(settings.pretrained, "tokenizer.json")
+        theirs = path.read_text(encoding="utf-8") if ours and path.is_file() else ours
+        other = ours and json.loads(ours)["model"] != json.loads(theirs)["model"]
+        if other or model.config.vocab_size != loader.meta["vocab_size"]:
+            sys.exit(f"error: --data {settings.data}: its {loader.meta['vocab_size']} tokens are not the model's"
+                     f" {model.config.vocab_size}; prepare it again with --tokenizer {settings.pretrained}")
+    else:
+        longest = max(GPTConfig.block_size, settings.T if "rotate" in globals() else 0)  # RoPE (rung 20) has no limit
+        model = GPT(replace(shape_of(settings.model), vocab_size=loader.meta["vocab_size"], block_size=longest))
     if settings.T > model.config.block_size:
         sys.exit(f"error: -T {settings.T}: the model's longest sequence is {model.config.block_size}; lower -T")
     return model
@@ -573,7 +598,7 @@ def save_checkpoint(path, model, loader, step, **more):
     try:
         with open(partial, "wb") as file:
             torch.save({"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
-                        "step": step, "tokenizer": loader.meta["tokenizer"], **more}, file)
+                        "step": step, **{key: loader.meta[key] for key in TOKENIZER}, **more}, file)
             os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
         partial.replace(path)
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
@@ -623,6 +648,7 @@ class Log:
 
     def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
         self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
+        self.steps, self.start = settings.steps, time.perf_counter()
         make_folder(settings.log_dir)
         self.path = settings.log_dir / f"{SCRIPT.stem}.log"
         if RANK == 0:
@@ -639,10 +665,10 @@ class Log:
         self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
                   f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
 
-    def line(self, text):
+    def line(self, text, on_screen=""):
         if RANK > 0:
             return
-        print(text, flush=True)
+        print(text + on_screen, flush=True)
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(text + "\n")
@@ -654,9 +680,17 @@ class Log:
         self.seconds.append(dt)
         self.last = step
         self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
-                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
+                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()),
+                  self.left())
         if not math.isfinite(loss):
             sys.exit(f"error: the loss is {loss} at step {step}, so training stops; see NaN in docs/measuring.md")
+
+    def left(self):
+        """The time left, from this process's steps and from what was between them: validations, checkpoints."""
+        between = (time.perf_counter() - self.start - sum(self.seconds)) / len(self.seconds)
+        minutes = int((self.steps - self.last) * (np.median(self.seconds[-100:]) + between) / 60)
+        hours = f"{minutes // 60} h " if minutes >= 60 else ""
+        return f" | left: {hours}{minutes % 60} min" if minutes and len(self.seconds) >= 10 else ""
 
     def finish(self):
         """Log the median step time after warm-up: 5 steps (2 in runs of up to 10), on an accelerator 3 s if longer."""
@@ -691,6 +725,8 @@ if __name__ == "__main__":
     except OSError as error:  # a folder that cannot be written, a full disk
         sys.exit(f"error: {error}")
     except RuntimeError as error:
+        if "no kernel image" in str(error):  # CUDA's words where this build of torch leaves the GPU's architecture out
+            sys.exit("error: --device cuda: this torch was not built for this GPU; see python -m ladder check")
         if "out of memory" not in str(error) and "allocate memory" not in str(error):
             raise
         sys.exit("error: out of memory; try half the -B, or a shorter -T")

@@ -1,0 +1,143 @@
+"""Tokenizers: GPT-2's, single bytes, one from Hugging Face, or one trained on the text itself.
+
+Each has `name`, `vocab_size`, `end_of_text` (the id of the token before each document), `json` (what Hugging Face's
+tokenizers library stores as tokenizer.json; None for GPT-2's), and
+
+    encode(text)       token ids, uint16; a literal "<|endoftext|>" is ordinary text
+    decode(ids)        their text, without end-of-text tokens
+    byte_lengths()     bytes of UTF-8 that each token stands for, (vocab_size,); 0 for the end of text
+    to_transformers()  the same tokenizer for transformers
+"""
+from multiprocessing.pool import ThreadPool
+
+import numpy as np
+import tiktoken
+import tokenizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+SEPARATOR = "<|endoftext|>"
+MOST_TOKENS = 1 << 16  # token files hold uint16
+PROBE = " Two  blanks,\n\n\ttabs, 12345, naïve 日本語 🙂!\r\n"  # a tokenizer that changes this would change other texts
+
+
+class NoTokenizer(Exception):
+    """A tokenizer cannot be had, or does not suit; the message says why."""
+
+
+class GPT2:
+    """GPT-2's 50,000 merges, 256 bytes and, last, <|endoftext|>: tiktoken's "gpt2", which it downloads once."""
+
+    name, vocab_size, end_of_text, json = "gpt2", 50257, 50256, None
+
+    def __init__(self, seconds=60):
+        try:
+            with ThreadPool(1) as pool:  # a daemon thread, because tiktoken waits forever for a network that is silent
+                self.encoding = pool.apply_async(tiktoken.get_encoding, ["gpt2"]).get(seconds)
+        except Exception as error:  # requests and tiktoken raise many kinds
+            raise NoTokenizer(f"tiktoken could not fetch GPT-2's merges ({type(error).__name__})") from error
+
+    def encode(self, text):
+        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype("<u2")
+
+    def decode(self, ids):
+        return self.encoding.decode([i for i in ids if i != self.end_of_text])
+
+    def byte_lengths(self):
+        return np.array([*map(len, map(self.encoding.decode_single_token_bytes, range(self.end_of_text))), 0])
+
+    def to_transformers(self):
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+
+        converter = TikTokenConverter(pattern=self.encoding._pat_str, extra_special_tokens=[SEPARATOR])
+        converter.load_tiktoken_bpe = lambda _: self.encoding._mergeable_ranks  # instead of from a file
+        return for_transformers(converter.converted(), self.end_of_text)
+
+
+class Tokenizer:
+    """A byte-level tokenizer of Hugging Face's tokenizers library."""
+
+    def __init__(self, name, json, end_of_text):
+        self.tokenizer = tokenizers.Tokenizer.from_str(json)
+        self.tokenizer.encode_special_tokens = True  # a special token's characters are ordinary text
+        self.name, self.json, self.end_of_text = name, json, end_of_text
+        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+
+    def encode(self, text):
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype="<u2")
+
+    def decode(self, ids):
+        return self.tokenizer.decode([i for i in ids if i != self.end_of_text], skip_special_tokens=False)
+
+    def byte_lengths(self):
+        lengths = np.zeros(self.vocab_size, dtype=int)
+        for token, i in self.tokenizer.get_vocab(with_added_tokens=False).items():
+            lengths[i] = len(token)  # each of its characters stands for one byte
+        for i, token in self.tokenizer.get_added_tokens_decoder().items():
+            lengths[i] = 0 if token.special else len(token.content.encode("utf-8"))
+        return lengths
+
+    def to_transformers(self):
+        return for_transformers(self.tokenizer, self.end_of_text)
+
+
+def for_transformers(tokenizer, end_of_text):
+    """A tokenizer of the tokenizers library as transformers has it."""
+    from transformers import PreTrainedTokenizerFast
+
+    end = tokenizer.id_to_token(end_of_text)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
+
+
+def of_bytes(name="bytes"):
+    """Single bytes, for any language: ids are their values, 256 ends a text. "gpt2-bytes" has GPT-2's ids for both."""
+    # GPT-2 numbers the printable bytes first, then the others, and writes byte n of those as chr(256 + n).
+    hidden = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
+    characters = {b: chr(256 + hidden.index(b)) if b in hidden else chr(b) for b in range(256)}
+    ids = {b: b for b in range(256)} | {256: 256}
+    if name == "gpt2-bytes":
+        ids = {b: i for i, b in enumerate(sorted(range(256), key=characters.get))} | {256: GPT2.end_of_text}
+    vocab = {characters[b]: ids[b] for b in range(256)} | {SEPARATOR: ids[256]}
+    tokenizer = tokenizers.Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([SEPARATOR])
+    return Tokenizer(name, tokenizer.to_str(), ids[256])
+
+
+def trained(texts, vocab_size):
+    """A byte-level BPE of at most `vocab_size` tokens, trained on an iterator of texts; split into words as GPT-2's."""
+    tokenizer = tokenizers.Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[SEPARATOR], initial_alphabet=ByteLevel.alphabet()))
+    return Tokenizer(f"bpe-{tokenizer.get_vocab_size()}", tokenizer.to_str(), tokenizer.token_to_id(SEPARATOR))
+
+
+def from_hugging_face(name):
+    """The tokenizer in a Hugging Face folder, or of that name on the hub. Raise NoTokenizer when it does not suit."""
+    from transformers import AutoTokenizer
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(name)
+        tokenizer = Tokenizer(str(name).rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1],
+                              theirs.backend_tokenizer.to_str(), theirs.eos_token_id)
+    except Exception as error:  # no such folder, no network, a damaged file: any exception
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NoTokenizer(f"cannot be loaded ({reason})") from error
+    if tokenizer.end_of_text is None:
+        raise NoTokenizer("has no end-of-text token (eos_token)")
+    if tokenizer.vocab_size > MOST_TOKENS:
+        raise NoTokenizer(f"has {tokenizer.vocab_size:,} tokens, more than {MOST_TOKENS:,}")
+    if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
+        raise NoTokenizer("does not give back the text that it encodes; only byte-level tokenizers do")
+    return tokenizer
+
+
+def restore(name, json, end_of_text):
+    """The tokenizer of a data folder or a checkpoint."""
+    if name == GPT2.name and json is None:
+        return GPT2()
+    return of_bytes(name) if json is None else Tokenizer(name, json, end_of_text)
