@@ -320,7 +320,7 @@ def train(settings):
         if settings.val_every and (step % settings.val_every == 0 or step == settings.steps):
             t0 = time.perf_counter()
             val_loss = evaluate(model, val_loader, n_val, amp_dtype, rank, world_size)
-            log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s")
+            log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s{log.left()}")
 
     new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
     log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
@@ -420,6 +420,7 @@ def open_tokens(folder, split, n_needed):
             raise ValueError(f"{split}.bin is not what meta.json describes")
         named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # the name says it all
         meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
+        meta["id"] = f"{meta.get('sha256')} in {meta['tokenizer']} tokens"
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: --data {folder}: no usable token files ({error}); make them with"
                  f" python data/prepare.py [--text FILE] --out {folder}")
@@ -573,6 +574,7 @@ class Log:
 
     def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
         self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
+        self.steps, self.start = settings.steps, time.perf_counter()
         make_folder(settings.log_dir)
         self.path = settings.log_dir / f"{SCRIPT.stem}.log"
         if RANK == 0:
@@ -589,10 +591,10 @@ class Log:
         self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
                   f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
 
-    def line(self, text):
+    def line(self, text, on_screen=""):
         if RANK > 0:
             return
-        print(text, flush=True)
+        print(text + on_screen, flush=True)
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(text + "\n")
@@ -604,9 +606,17 @@ class Log:
         self.seconds.append(dt)
         self.last = step
         self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
-                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
+                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()),
+                  self.left())
         if not math.isfinite(loss):
             sys.exit(f"error: the loss is {loss} at step {step}, so training stops; see NaN in docs/measuring.md")
+
+    def left(self):
+        """The time left, from this process's steps and from what was between them: validations, checkpoints."""
+        between = (time.perf_counter() - self.start - sum(self.seconds)) / len(self.seconds)
+        minutes = int((self.steps - self.last) * (np.median(self.seconds[-100:]) + between) / 60)
+        hours = f"{minutes // 60} h " if minutes >= 60 else ""
+        return f" | left: {hours}{minutes % 60} min" if minutes and len(self.seconds) >= 10 else ""
 
     def finish(self):
         """Log the median step time after warm-up: 5 steps (2 in runs of up to 10), on an accelerator 3 s if longer."""
@@ -641,6 +651,8 @@ if __name__ == "__main__":
     except OSError as error:  # a folder that cannot be written, a full disk
         sys.exit(f"error: {error}")
     except RuntimeError as error:
+        if "no kernel image" in str(error):  # CUDA's words where this build of torch leaves the GPU's architecture out
+            sys.exit("error: --device cuda: this torch was not built for this GPU; see python -m ladder check")
         if "out of memory" not in str(error) and "allocate memory" not in str(error):
             raise
         sys.exit("error: out of memory; try half the -B, or a shorter -T")

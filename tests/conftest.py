@@ -1,7 +1,9 @@
 """What the tests share: token files of real text, the scripts as modules, and runs of the tiny model."""
 import contextlib
+import hashlib
 import importlib.util
 import inspect
+import json
 import os
 import pickle
 import re
@@ -69,6 +71,21 @@ def train(module, folder, data, *flags, compile_mode="none"):
     own += ["--checkpoint-dir", folder / "checkpoints"] if hasattr(module.Settings, "checkpoint_dir") else []
     module.main([str(word) for word in (*own, *flags)])
     return folder / f"{Path(module.__file__).stem}.log"
+
+
+def data_with(tokenizer, text, folder):
+    """A data folder of a text in the tokens of one of data/vocabulary.py's tokenizers."""
+    folder.mkdir()
+    ids = tokenizer.encode(text)
+    n_train = len(ids) * 9 // 10
+    ids[:n_train].tofile(folder / "train.bin")
+    ids[n_train:].tofile(folder / "val.bin")
+    (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
+    (folder / "meta.json").write_text(json.dumps({
+        "source": "a text", "sha256": hashlib.sha256(text.encode()).hexdigest(), "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size, "end_of_text": tokenizer.end_of_text, "train_tokens": n_train,
+        "val_tokens": len(ids) - n_train}))
+    return folder
 
 
 class FakeClock:

@@ -12,8 +12,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, rung, train
+from conftest import ROOT, data_with, rung, train
 
+from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
 
 TWO_RUNGS = pytest.mark.parametrize("label", ["0", "16"])
@@ -70,12 +71,24 @@ def test_a_batch_larger_than_the_data(stopped):
 
 
 @pytest.mark.parametrize("flags", [
-    ["--model", "gpt5"], ["-B", "two"], ["--steps", "1.5"], ["--no-such-flag"], ["--device", "tpu"], ["--step", "5"],
+    ["-B", "two"], ["--steps", "1.5"], ["--no-such-flag"], ["--device", "tpu"], ["--step", "5"],
     ["--seed"], ["a_file.txt"], ["--max-lr", "high"],
 ])
 def test_unknown_flags_and_words(flags, stopped):
     code, line = stopped("0", *flags)
     assert code == 2 and line.startswith("baseline.py: error: ")
+
+
+@pytest.mark.parametrize("model, reason", [
+    ("gpt5", "--model gpt5: give tiny, mini, small, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or layers x heads x width"),
+    ("4x4", "--model 4x4: give tiny"),
+    ("0x4x128", "--model 0x4x128: give tiny"),
+    ("4x3x128", "--model 4x3x128: 128 cannot be split into 3 heads of even width; change one"),
+    ("4x4x12", "--model 4x4x12: 12 cannot be split into 4 heads of even width"),  # RoPE rotates pairs
+])
+@TWO_RUNGS
+def test_models_that_do_not_exist(label, model, reason, stopped):
+    assert reason in stopped(label, "--model", model)[1]
 
 
 def test_long_names_of_b_and_t():
@@ -211,11 +224,11 @@ def test_missing_default_data_is_prepared_first(label, returncode, tmp_path, mon
     assert called == [[sys.executable, ROOT / "data" / "prepare.py"]]
 
 
-def test_more_tokens_than_the_model_has(stopped, tokens, tmp_path):
-    folder = copy_of(tokens, tmp_path / "tokens")
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "vocab_size": 60_000}))
-    assert "its vocabulary, 60000 tokens, is larger than the model's, 50257;" in stopped("0", "--data", folder)[1]
+def test_a_data_folder_without_its_tokenizer(stopped, tmp_path):
+    folder = data_with(vocabulary.of_bytes(), "text" * 100, tmp_path / "data")
+    (folder / "tokenizer.json").unlink()
+    line = stopped("0", "--data", folder)[1]
+    assert "no usable token files (" in line and "tokenizer.json" in line
 
 
 @TWO_RUNGS
@@ -235,12 +248,29 @@ def test_a_pretrained_model_with_a_shorter_context(stopped, hf_folder):
     assert "-T 256: the model's longest sequence is 128; lower -T" in line
 
 
-def test_a_pretrained_model_with_fewer_tokens_than_the_data(stopped, tmp_path):
+def test_a_pretrained_model_with_other_tokens_than_the_data(stopped, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2)).save_pretrained(tmp_path / "small")
     line = stopped("0", "--pretrained", tmp_path / "small")[1]
-    assert "its vocabulary, 50257 tokens, is larger than the model's, 300;" in line
+    assert "its 50257 tokens are not the model's 300; prepare it again with --tokenizer" in line
+
+
+def test_a_pretrained_model_with_as_many_tokens_but_others(stopped, tokens, tmp_path):
+    """Two vocabularies trained on different texts: equal in size, so only the merges tell them apart."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
+    small.save_pretrained(tmp_path / "small")
+    words = [" ".join(map(str, range(first, 2000))) for first in (0, 1000)]
+    ours, theirs = (vocabulary.trained([text], 300) for text in words)
+    assert ours.vocab_size == theirs.vocab_size == 300
+    folder = data_with(ours, words[0], tmp_path / "data")
+    flags = (*STEP, "--pretrained", tmp_path / "small", "--data", folder)
+    (tmp_path / "small" / "tokenizer.json").write_text(theirs.json)
+    assert "are not the model's 300; prepare it again with --tokenizer" in stopped("0", *flags)[1]
+    (tmp_path / "small" / "tokenizer.json").write_text(ours.json)
+    train(rung(0), tmp_path, folder, *flags)
 
 
 @TWO_RUNGS
@@ -260,6 +290,18 @@ def test_what_torch_says_when_memory_is_out(message, stopped, monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", fail)
     assert stopped("0", *STEP)[1] == "error: out of memory; try half the -B, or a shorter -T"
+
+
+@TWO_RUNGS
+def test_a_gpu_for_which_this_torch_was_not_built(label, stopped, monkeypatch, tmp_path):
+    """As a GTX 1080 with the default wheel; torch.AcceleratorError is a RuntimeError."""
+    def fail(*_, **__):
+        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nSearch for")
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", fail)
+    more = ("--compile-mode", "none", "--checkpoint-dir", tmp_path) if label == "16" else ()
+    assert stopped(label, *STEP, *more) == (1, "error: --device cuda: this torch was not built for this GPU; see "
+                                               "python -m ladder check")
 
 
 def test_other_errors_keep_their_traceback(stopped, monkeypatch):
@@ -323,7 +365,7 @@ def test_saved_model_is_plain_and_complete(label, tokens, tmp_path):
     module = rung(label)
     train(module, tmp_path, tokens, "-B", 1, "-T", 8, "--steps", 2, "--save", tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert set(saved) == {"script", "config", "model", "step", "tokenizer"}
+    assert set(saved) == {"script", "config", "model", "step", "tokenizer", "tokenizer_json", "end_of_text"}
     assert (saved["script"], saved["step"], saved["tokenizer"]) == (BY_LABEL[label].file, 2, "gpt2-bytes")
     assert saved["config"] == {"block_size": 1024, "vocab_size": 50257, "n_layer": 2, "n_head": 2, "n_embd": 64}
     model = module.GPT(module.GPTConfig(**saved["config"]))

@@ -1063,6 +1063,17 @@ def test_check_says_what_float8_needs(capability, installed, finding, monkeypatc
     assert findings(check.check_formats, "cuda")["float8"] == finding
 
 
+@pytest.mark.parametrize("gpus, nccl, expected", [
+    (2, True, "✓ 2 GPUs"),
+    (2, False, "✗ 2 GPUs, but this torch lacks NCCL, as on Windows: use WSL"),
+    (1, False, "– 1 GPU: ddp_run.py can run 2 processes on the CPU, over gloo"),
+])
+def test_check_says_whether_several_gpus_can_train_together(gpus, nccl, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    assert findings(check.check_ranks, "cuda")["GPUs for ddp_run.py"] == expected
+
+
 def test_check_names_the_data_and_the_way_out_of_the_fallback(tmp_path):
     def finding(source, tokenizer):
         (tmp_path / "meta.json").write_text(json.dumps({"source": source, "tokenizer": tokenizer}))

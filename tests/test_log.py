@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SHORT, STEP_LINE, STEP_SECONDS, read_steps, rung, train
+from conftest import ROOT, SHORT, STEP_LINE, STEP_SECONDS, FakeClock, read_steps, rung, train
 
 from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.show.logs import read_log
 
 ALL_RUNGS = pytest.mark.parametrize("label", BY_LABEL)
 POSITION = {stage.label: position for position, stage in enumerate(STAGES)}
@@ -125,6 +126,53 @@ def test_an_accelerator_warms_up_for_three_seconds(seconds, counted, tmp_path, m
     assert "peak memory: 2.00 GB" in lines[-1]
     assert lines[-2] == "# memory reserved by the allocator: 3.00 GB"
     assert ("# warm-up: less than 3 s" in lines[-3]) == (sum(seconds[1 : first - 1]) < 3)
+
+
+def simulate(folder, first, last, step_seconds, val_seconds=0.0, seconds_of_first=100.0):
+    """[(step, minutes that its printed line says are left, or None; those that were)], and the log's lines."""
+    module = rung(0)
+    clock, printed, ends = FakeClock(module), [], {}
+    loader = SimpleNamespace(meta={"source": "text", "tokenizer": "gpt2"}, tokens=[1, 2], n_batches=1)
+    log = module.Log(module.Settings(device="cpu", B=1, steps=last, log_dir=folder), torch.nn.Linear(1, 1), loader,
+                     1000, "float32")
+    module.print = lambda text, **_: printed.append((text, clock.now))
+    for step in range(first, last + 1):
+        dt = seconds_of_first if step == first else step_seconds
+        clock.now += dt  # compiling, then steps of equal length
+        log.step(step, 1.0, dt)
+        ends[step] = printed[-1]
+        clock.now += val_seconds * (step % 10 == 0)
+    said = {step: re.search(r" \| left: (?:(\d+) h )?(\d+) min$", text) for step, (text, _) in ends.items()}
+    minutes = {step: found and int(found[1] or 0) * 60 + int(found[2]) for step, found in said.items()}
+    return [(step, minutes[step], (clock.now - ends[step][1]) / 60) for step in ends], log.path.read_text().splitlines()
+
+
+@pytest.mark.parametrize("first", [1, 201])
+@pytest.mark.parametrize("val_seconds", [0, 20])
+def test_the_time_left_is_what_is_left(first, val_seconds, tmp_path):
+    """Validations count, the compiling step does not; a resumed run has only its own steps to go by."""
+    found, lines = simulate(tmp_path, first, 600, 4.0, val_seconds)
+    assert all(minutes is None for step, minutes, _ in found if step < first + 9)
+    for step, minutes, true in found[30:-15]:
+        assert minutes == pytest.approx(true, rel=0.12 if val_seconds else 0, abs=1.5), step  # whole minutes
+    assert found[-1][1] is None
+    assert not any("left" in line for line in lines)  # the step lines of a log have a fixed form
+
+
+def test_a_short_run_says_nothing_about_time(tmp_path):
+    assert not any(minutes for _, minutes, _ in simulate(tmp_path, 1, 50, 1.4)[0])
+
+
+def test_a_validation_says_how_much_time_is_left(tmp_path, tokens, capsys):
+    module = rung("13")
+    clock = FakeClock(module)
+    module.GPT.forward = clock.slow(module.GPT.forward, 100)
+    log = train(module, tmp_path, tokens, "-B", 1, "-T", 8, "--steps", 24, "--total-batch", 8, "--val-every", 12,
+                "--val-sequences", 6)
+    first, last = [line for line in log.read_text().splitlines() if line.startswith("val")]
+    assert first.endswith(" s | left: 30 min")  # 12 steps of 100 s and one validation of 600 s, as were before
+    assert last.endswith(" s")
+    assert read_log(log).val_steps == [12, 24] and "tokens/sec: 0.08 | norm" in capsys.readouterr().out
 
 
 def test_the_same_seed_gives_the_same_run(short_run, tmp_path, tokens):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, load_module, losses, record_run, run_command, rung, train
+from conftest import ROOT, data_with, load_module, losses, record_run, run_command, rung, train
 from safetensors.torch import save_file
 from test_ddp import RANK, TWO_RANKS
 from torch._dynamo.backends.common import aot_autograd
@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
 
@@ -210,22 +211,25 @@ def matrices_of(shape, singular_values, n=3):
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (192, 64), (64, 256)])
-def test_18_the_update_is_orthogonal(shape):
+def test_18_the_update_is_orthogonal(shape, monkeypatch):
     """The same singular vectors, and every singular value in the band of the iteration, whatever it was before."""
-    orthogonalize = rung(MUON).orthogonalize
+    module = rung(MUON)
+    monkeypatch.setattr(module, "autocast_dtype", lambda device: torch.float32)  # on any CPU
+    orthogonalize = module.orthogonalize
     for matrix, u, vt in matrices_of(shape, torch.logspace(0, -1.5, 64, dtype=torch.float64)):
-        update = orthogonalize(1e-3 * matrix)
+        update = orthogonalize(1e-3 * matrix[None])[0]
         assert update.shape == shape and update.dtype == torch.float32
         values = u.T @ update.double() @ vt.T
         assert 0.67 < values.diagonal().min() and values.diagonal().max() < 1.15
         assert (values - torch.diag(values.diagonal())).abs().max() < 1e-3
         assert torch.allclose(update.square().mean().sqrt(), torch.tensor(max(shape) ** -0.5), rtol=0.2)
-    assert orthogonalize(torch.zeros(shape)).abs().max() == 0  # and not NaN
+    assert orthogonalize(torch.zeros(1, *shape)).abs().max() == 0  # and not NaN
 
 
-def muon_and_torch(steps=3):
+def muon_and_torch(dtype, steps=3):
     """{name: (weight, weight as torch's optimizers leave it, learning rate)} after steps with the same gradients."""
     module = rung(MUON)
+    module.autocast_dtype = lambda device: dtype
     torch.manual_seed(0)
     ours, theirs = module.GPT(module.MODELS["tiny"]), module.GPT(module.MODELS["tiny"])
     theirs.load_state_dict(ours.state_dict())
@@ -251,14 +255,15 @@ def muon_and_torch(steps=3):
             for name, parameter in theirs.named_parameters()}
 
 
-def test_18_updates_are_those_of_torch_muon_and_adamw():
+@pytest.mark.parametrize("dtype, share", [(torch.float32, 0.05), (torch.bfloat16, 0.1)])
+def test_18_updates_are_those_of_torch_muon_and_adamw(dtype, share):
     """torch.optim.Muon iterates in bfloat16: equal to a few percent of an update, whose numbers are about 0.2 * lr."""
-    compared = muon_and_torch()
+    compared = muon_and_torch(dtype)
     assert len(compared) == 2 + 2 * 12 + 2
     for name, (ours, theirs, lr) in compared.items():
         matrix = ours.dim() == 2 and ".h." in name
         error = (ours - theirs).detach().square().mean().sqrt()
-        assert error < (0.05 * 0.2 * lr if matrix else 1e-6), name
+        assert error < (share * 0.2 * lr if matrix else 1e-6), name
 
 
 class Operations(TorchDispatchMode):
@@ -269,6 +274,12 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += 1
         return function(*args, **(kwargs or {}))
+
+
+def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypatch):
+    for supported, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
+        assert rung(MUON).orthogonalize(torch.ones(1, 2, 4)).dtype == dtype
 
 
 def test_18_as_many_operations_at_any_depth():
@@ -714,3 +725,19 @@ def test_24_only_the_projections_differ_from_23_and_they_learn():
         assert still == (behind if step == 1 else set())
         optimizer.step()
     assert not any(torch.equal(start[name], parameter) for name, parameter in after.named_parameters())
+
+
+@pytest.mark.parametrize("label, longest", [("19", 1024), ("20", 1100), ("24", 1100)])
+def test_rope_has_no_longest_sequence(label, longest, tmp_path):
+    """From rung 20 on no table of positions limits T. The vocabulary is the data's, the shape any."""
+    folder = data_with(vocabulary.of_bytes(), "To be, or not to be? " * 999, tmp_path / "data")
+    flags = ("--model", "1x2x32", "-B", 1, "--steps", 1, "--val-every", 0, "--save", tmp_path / "model.pt")
+    if longest == 1024:
+        with pytest.raises(SystemExit, match="-T 1100: the model's longest sequence is 1024; lower -T"):
+            train(rung(label), tmp_path, folder, *flags, "-T", 1100)
+        return
+    train(rung(label), tmp_path, folder, *flags, "-T", 1100)
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert saved["config"] == {"block_size": 1100, "vocab_size": 257, "n_layer": 1, "n_head": 2, "n_embd": 32}
+    assert (saved["tokenizer"], saved["end_of_text"]) == ("bytes", 256)
+    assert vocabulary.restore("bytes", saved["tokenizer_json"], 256).decode([84, 111, 256]) == "To"

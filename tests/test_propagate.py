@@ -58,7 +58,7 @@ def replaced(stage, *changes):
 
 
 NATURAL_FIXES = {  # of the baseline; what each changes is the same text in all rungs, though not the same line
-    "a comment in the loader": [("        start = i %", "        # past the end: from the start\n        start = i %")],
+    "a comment in the loader": [("        self.tokens,", "        # of one split\n        self.tokens,")],
     "the log line, which rungs 8 and 9 change": [("log.step(step, loss.item(), dt", "log.step(step, float(loss), dt")],
     "beside a line that rung 2 changes": [("manual_seed(settings.seed)\n", "manual_seed(settings.seed)  # weights\n")],
     "the docstring of a class": [("itself and the tokens before it", "itself and those before it")],

@@ -133,6 +133,9 @@ def check_ranks(device):
     count = torch.cuda.device_count() if device == "cuda" else 0
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     detail = f"{count} GPUs" if count != 1 else "1 GPU"
+    if count > 1 and not nccl:
+        yield Finding(BAD, "GPUs for ddp_run.py", f"{detail}, but this torch lacks NCCL, as on Windows: use WSL")
+        return
     yield Finding(GOOD if count > 1 else NEUTRAL, "GPUs for ddp_run.py",
                   detail if count > 1 else f"{detail}: ddp_run.py can run 2 processes on the CPU, over gloo")
     yield Finding(GOOD if nccl else NEUTRAL, "NCCL", "works" if nccl else "not in this torch; DDP on CPUs uses gloo")

@@ -107,7 +107,7 @@ def plan(settings, scratch):
             trial.then += [resuming(trial)] if stage.torchrun and "--checkpoint-dir" in trial.command else []
             trials.append(trial)
     trials += [train(label, "float16") for label in ("3", "10")] + [train("24", "float16", like="24")]
-    trials.append(train("24", "on-device" if device == "cpu" else "pinned", like="24"))
+    trials += [train(label, "on-device" if device == "cpu" else "pinned", like=label) for label in ("24", "26")]
     trials.append(train("24", "eager", like="24", compile_mode="none"))
     if device == "cuda":  # graphs with accumulation are refused: rung 24's two micro-steps become one
         trials += [train(label, "graphs", like=label, B=B, compile_mode="reduce-overhead")

@@ -298,6 +298,9 @@ def stand_ins(recorder):
         def line(self, text):
             pass
 
+        def left(self):
+            return ""
+
         def finish(self):
             pass
 

@@ -109,6 +109,8 @@ rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "ML
 rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
 # Larger models.
 rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train")
+# A model worth keeping from a small text.
+rung("26", "beyond/rung_26_shuffled_windows.py", "shuffled windows", "24", "Settings", "DataLoaderLite", "train")
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "imports", "orthogonalize", "evaluate", "load_checkpoint", "compile_model", "shard", "gather", "train",
      torchrun=True)
