@@ -99,7 +99,7 @@ def plan(settings, scratch):
         same = None if skips and "autocast_dtype" in stage.may_change else same
         trial = train(stage.label, like=stage.before, within=same) if same else train(stage.label)
         trial.then += using(trial, device, stage.exports_to) if stage in forms else []
-        trial.then += [resuming(trial)] if stage.label == "24" else []
+        trial.then += [resuming(trial)] if stage.label in ("24", "27") else []
         trials.append(trial)
     for stage in STAGES:
         if stage.torchrun or stage.label == "24" or stage.label == "25" and device == "cuda":
