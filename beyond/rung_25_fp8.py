@@ -242,7 +242,7 @@ def orthogonalize(matrices):
     x = F.normalize(wide, dim=(-2, -1), eps=1e-7).to(torch.float16 if wide.is_cuda else autocast_dtype("cpu"))
     for _ in range(5):  # s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small s more than triple, large s stay near 1
         gram = x @ x.mT  # (N, min(m, n), min(m, n))
-        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x if wide is matrices else x.mT
 
 

@@ -1,13 +1,16 @@
-"""Turn text into the GPT-2 token files that the training scripts read.
+"""Turn text into the token files that the training scripts read.
 
     python data/prepare.py                                      # Tiny Shakespeare -> data/tokens/
     python data/prepare.py --text my.txt --out data/mine        # a text
     python data/prepare.py --text corpus/ --out data/mine       # a folder of .txt, .jsonl and .parquet files
     python data/prepare.py --hf HuggingFaceFW/fineweb-edu --name sample-10BT --out data/edu
+    python data/prepare.py --text my.txt --tokenizer bytes --out data/mine            # single bytes, not GPT-2's tokens
+    python data/prepare.py --text my.txt --train-tokenizer 4096 --out data/mine       # tokens that fit the text
 
 Each line of a .jsonl file is a document, as is each row of a .parquet file or dataset; a .txt file is one, or several
-with <|endoftext|> between them. Memory does not grow with the corpus. Without a network it falls back to Python's
-language reference and GPT-2's single-byte tokens.
+with <|endoftext|> between them. Memory does not grow with the corpus. Of many documents, a hash draws a tenth for
+validation; of few, it is the end of the text. Without a network the text is Python's language reference, and GPT-2's
+tokens are its single bytes.
 """
 import argparse
 import codecs
@@ -15,6 +18,7 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -28,57 +32,61 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
-import tiktoken
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+try:
+    from data import vocabulary
+except ImportError:  # started as data/prepare.py
+    import vocabulary
+
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-VOCAB_SIZE, END_OF_TEXT = 50257, 50256  # GPT-2's 50,000 merges, 256 bytes and, last, <|endoftext|>
-SEPARATOR = "<|endoftext|>"
+SEPARATOR = vocabulary.SEPARATOR
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 PIECE_CHARACTERS = 1 << 14  # far below the million blanks in a row that make tiktoken panic
-LAST_CUT = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)  # no token spans a non-blank and the blank after it
-
-
-class NoMerges(Exception):
-    """tiktoken could not fetch GPT-2's merges; the message says why."""
-
-
-class ByteTokenizer:
-    """GPT-2's 256 single-byte tokens, ids 0-255, with the methods of tiktoken's Encoding that this project uses."""
-
-    name = "gpt2-bytes"
-    # GPT-2 numbers the printable bytes first, then the others (tiktoken.load.data_gym_to_mergeable_bpe_ranks).
-    byte_of_id = np.array(sorted(range(256), key=lambda b: (b == 32 or not chr(b).isprintable(), b)), dtype=np.uint8)
-    id_of_byte = np.argsort(byte_of_id).astype("<u2")
-
-    def encode_to_numpy(self, text, disallowed_special=()):
-        return self.id_of_byte[np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]
-
-    def decode(self, ids):
-        return bytes(self.byte_of_id[i] if i < 256 else 0xFF for i in ids).decode("utf-8", errors="replace")
+# No token spans a letter or digit and the blank after it; of GPT-2's, none spans any non-blank and the blank after it.
+LAST_CUT = re.compile(r".*[^\W_](?=[ \t\r\n])|.*\S(?=[ \t\r\n])", re.DOTALL)
+TRAINING_BYTES = 10_000_000  # a tokenizer's training takes up to 100 times as much memory
+MANY_DOCUMENTS = 100
 
 
 def warn(message):
     print(f"WARNING: {message}", file=sys.stderr, flush=True)
 
 
-def fetch_merges(seconds=60):
-    """tiktoken's gpt2 Encoding. Raise NoMerges when it cannot be fetched within `seconds`."""
+def load_tokenizer(name):
+    """The tokenizer that --tokenizer names; without GPT-2's merges, its single bytes."""
     try:
-        with ThreadPool(1) as pool:  # a daemon thread, because tiktoken waits forever for a network that is silent
-            return pool.apply_async(tiktoken.get_encoding, ["gpt2"]).get(seconds)
-    except Exception as error:  # requests and tiktoken raise many kinds
-        raise NoMerges(f"tiktoken could not fetch GPT-2's merges ({type(error).__name__})") from error
-
-
-def load_tokenizer():
-    try:
-        return fetch_merges()
-    except NoMerges as error:
+        if name == "gpt2":
+            return vocabulary.GPT2()
+        return vocabulary.of_bytes() if name == "bytes" else vocabulary.from_hugging_face(name)
+    except vocabulary.NoTokenizer as error:
+        if name != "gpt2":
+            sys.exit(f"error: --tokenizer {name}: {error}; give gpt2, bytes, or a folder with a byte-level tokenizer")
         warn(f"{error}. Using GPT-2's single-byte tokens: losses are NOT comparable with those of gpt2 tokens.")
-        return ByteTokenizer()
+        return vocabulary.of_bytes("gpt2-bytes")
+
+
+def train_tokenizer(vocab_size, sources, field, encoding):
+    """A tokenizer trained on at most TRAINING_BYTES: of files the same share of each, from its beginning."""
+    sizes = [source.stat().st_size if isinstance(source, Path) else TRAINING_BYTES for source in sources]
+    total, used = max(sum(sizes), TRAINING_BYTES), 0
+
+    def texts():
+        nonlocal used
+        for source, size in zip(sources, sizes, strict=True):
+            left = TRAINING_BYTES * size // total
+            for _, text in read(source, field, encoding):
+                part = text.encode()[:left]
+                left, used = left - len(part), used + len(part)
+                yield part.decode(errors="ignore")  # the end may cut a character
+                if not left:
+                    break
+
+    tokenizer = vocabulary.trained(texts(), vocab_size)
+    print(f"{tokenizer.name}: a tokenizer trained on {used / 1e6:,.1f} MB of the text", flush=True)
+    return tokenizer
 
 
 def fallback_text():
@@ -171,38 +179,72 @@ def files_in(text):
 
 
 def encode(pieces, tokenizer):
-    """Yield ((begins, piece), its token ids), in order. tiktoken releases the GIL, so threads use all cores."""
+    """Yield ((begins, piece), its token ids), in order. Tokenizers release the GIL, so threads use all cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = []
         while (chunk := list(islice(pieces, 32))) or jobs:
             if chunk:
-                tokens = (tokenizer.encode_to_numpy(text, disallowed_special=()).astype("<u2") for _, text in chunk)
+                tokens = (tokenizer.encode(text) for _, text in chunk)
                 jobs.append((chunk, pool.submit(list, tokens)))  # list() runs the generator, in a thread
             if not chunk or len(jobs) > 2 * os.cpu_count():  # at most so many chunks are in memory
                 chunk, future = jobs.pop(0)
                 yield from zip(chunk, future.result(), strict=True)
 
 
+def is_drawn(number):
+    """Is this document, counted from 0, validation data? A tenth of all are, spread over the corpus by a hash."""
+    return int(hashlib.sha256(str(number).encode()).hexdigest(), 16) % 10 == 0
+
+
+def move_drawn(train, val, end_of_text, n_tokens=1 << 20):
+    """Move the drawn documents from train.bin to val.bin, block by block; both keep the order of the documents."""
+    train.seek(0)
+    number = written = 0
+    while (block := np.frombuffer(train.read(2 * n_tokens), dtype="<u2")).size:
+        read_up_to = train.tell()
+        numbers = number + np.cumsum(block == end_of_text)  # a separator belongs to the document that it begins
+        first, number = numbers[0], numbers[-1]
+        drawn = np.array([is_drawn(n) for n in range(first, number + 1)])[numbers - first]
+        moved = block[drawn]
+        val.write(moved[1:] if not val.tell() else moved)  # the first document has no separator before it
+        train.seek(written)
+        written += train.write(block[~drawn])
+        train.seek(read_up_to)
+    train.truncate(written)
+
+
 def write_tokens(pieces, source, tokenizer, folder):
-    """Write train.bin, val.bin and meta.json. Return the metadata."""
-    sha256, n_documents = hashlib.sha256(), 0
+    """Write train.bin, val.bin, meta.json and, but for GPT-2's, tokenizer.json. Return the metadata."""
+    sha256, n_documents, n_drawn = hashlib.sha256(), 0, 0
     with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:
         for (begins, text), tokens in tqdm(encode(pieces, tokenizer), "encoding", unit=" pieces", disable=None):
-            if begins and n_documents:
-                train.write(END_OF_TEXT.to_bytes(2, "little"))
-                sha256.update(SEPARATOR.encode())
-            n_documents += begins
+            if begins:
+                if n_documents:
+                    train.write(tokenizer.end_of_text.to_bytes(2, "little"))
+                    sha256.update(SEPARATOR.encode())
+                drawn = is_drawn(n_documents)
+                n_documents += 1
             train.write(tokens)
+            n_drawn += len(tokens) * drawn
             sha256.update(text.encode("utf-8"))
-        n_train = (n_tokens := train.tell() // 2) * 9 // 10
-        if n_train < 1:
+        n_tokens = train.tell() // 2
+        if n_tokens < 2:
             sys.exit(f"error: {source}: {n_tokens} tokens are too few; give more text (.txt, .jsonl or .parquet)")
-        train.seek(2 * n_train)
-        shutil.copyfileobj(train, val)
-        train.truncate(2 * n_train)
+        by_hash = n_documents >= MANY_DOCUMENTS and n_tokens / 20 <= n_drawn <= n_tokens / 5  # else few hold most of it
+        if by_hash:
+            move_drawn(train, val, tokenizer.end_of_text)
+        else:
+            n_train = n_tokens * 9 // 10
+            train.seek(2 * n_train)
+            shutil.copyfileobj(train, val)
+            train.truncate(2 * n_train)
+        n_train, n_val = (file.seek(0, os.SEEK_END) // 2 for file in (train, val))
     meta = {"source": "tiny_shakespeare" if sha256.hexdigest() == TINY_SHAKESPEARE_SHA256 else source,
-            "sha256": sha256.hexdigest(), "tokenizer": tokenizer.name, "vocab_size": VOCAB_SIZE,
-            "documents": n_documents, "train_tokens": n_train, "val_tokens": n_tokens - n_train}
+            "sha256": sha256.hexdigest(), "tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size,
+            "end_of_text": tokenizer.end_of_text, "documents": n_documents, "train_tokens": n_train,
+            "val_tokens": n_val, "val": "documents drawn by hash" if by_hash else "last tenth"}
+    if tokenizer.json:
+        (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     return meta
 
@@ -214,39 +256,44 @@ def clean_up(partial, out):
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def prepare(text, out, hf=None, field="text", encoding="UTF-8"):
+def prepare(text, out, hf=None, field="text", encoding="UTF-8", tokenizer="gpt2", vocab_size=None):
     """Write the tokens of `text` (a file or folder), of the dataset `hf` (name, config, split) or of the default text
-    to the folder `out`; on failure leave it as it was. Return the metadata."""
+    to the folder `out`; on failure leave it as it was. A `vocab_size` trains a tokenizer. Return the metadata."""
     partial = out.with_name(out.name + ".partial")
-    for folder, ours in ((out, {"train.bin", "val.bin", "meta.json"}), (partial, {"new", "old"})):
-        for name in {entry.name for entry in folder.iterdir()} - ours if folder.exists() else ():
-            sys.exit(f"error: --out {out}: {folder.name} also holds {name}, which would be lost; choose another --out")
+    token_files = {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
+    for folder, ours in ((out, token_files), (partial, {"new", "old", "default.txt"})):
+        for other in {entry.name for entry in folder.iterdir()} - ours if folder.exists() else ():
+            sys.exit(f"error: --out {out}: {folder.name} also holds {other}, which would be lost; choose another --out")
     lock = FileLock(out.with_name(out.name + ".lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:
         print(f"waiting for another preparation of {out}", file=sys.stderr, flush=True)
         lock.acquire()
-        if not text and not hf and (out / "meta.json").exists():  # two scripts or two ranks found no data
+        defaults = not text and not hf and tokenizer == "gpt2" and not vocab_size
+        if defaults and (out / "meta.json").exists():  # two scripts or two ranks found no data
             return json.loads((out / "meta.json").read_text())
     try:
         clean_up(partial, out)  # what a killed run left
         (partial / "new").mkdir(parents=True)
         if hf:
-            pieces, source = read(hf, field, encoding), "/".join(filter(None, hf[:2]))
+            sources, name = [hf], "/".join(filter(None, hf[:2]))
         elif text:
-            pieces = chain.from_iterable(read(file, field, encoding) for file in files_in(text))
-            source = text.resolve().name
+            sources, name = files_in(text), text.resolve().name
         else:
-            default, source = default_text()
-            pieces = iter([(True, default)])
-        tokenizer = load_tokenizer()
+            sources, (default, name) = [partial / "default.txt"], default_text()
+            sources[0].write_text(default, encoding="utf-8", newline="")
+        if vocab_size:
+            tokenizer = train_tokenizer(vocab_size, sources, field, encoding)
+        else:
+            tokenizer = load_tokenizer(tokenizer)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no usable tokens are there to lose
             old = json.loads((out / "meta.json").read_text())
-            if source == "python_topics" != old["source"] or tokenizer.name == ByteTokenizer.name != old["tokenizer"]:
+            if name == "python_topics" != old["source"] or tokenizer.name == "gpt2-bytes" != old["tokenizer"]:
                 sys.exit(f"error: --out {out}: holds {old['source']} ({old['tokenizer']} tokens), which no fallback may"
                          " replace; run again with a network, or give another --out")
-        meta = write_tokens(pieces, source, tokenizer, partial / "new")
+        pieces = chain.from_iterable(read(source, field, encoding) for source in sources)
+        meta = write_tokens(pieces, name, tokenizer, partial / "new")
         if out.exists():
             out.rename(partial / "old")
         (partial / "new").rename(out)
@@ -257,7 +304,7 @@ def prepare(text, out, hf=None, field="text", encoding="UTF-8"):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Turn text into GPT-2 token files for the training scripts.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--text", type=Path, help="a .txt, .jsonl or .parquet file, or a folder of them")
     group.add_argument("--hf", metavar="DATASET", help="a Hugging Face dataset: its name, or a local folder")
@@ -265,8 +312,15 @@ def main(argv=None):
     parser.add_argument("--split", help="a split of the dataset (default: train)")
     parser.add_argument("--field", help="the field of .jsonl, .parquet or dataset that is the text (default: text)")
     parser.add_argument("--encoding", help="how .txt and .jsonl files are encoded (default: UTF-8)")
+    tokens = parser.add_mutually_exclusive_group()
+    tokens.add_argument("--tokenizer", default="gpt2", metavar="gpt2|bytes|FOLDER_OR_NAME",
+                        help="GPT-2's (default), single bytes, or a Hugging Face tokenizer of at most 65,536 tokens")
+    tokens.add_argument("--train-tokenizer", type=int, metavar="SIZE", help="train one of so many tokens on the text")
     parser.add_argument("--out", type=Path, default=Path("data/tokens"), help="a folder (default: %(default)s)")
     args = parser.parse_args(argv)
+    if args.train_tokenizer is not None and not 257 <= args.train_tokenizer <= vocabulary.MOST_TOKENS:
+        sys.exit(f"error: --train-tokenizer {args.train_tokenizer}: out of range; give 257 (single bytes and the end of"
+                 " a text) to 65536")
     if not args.hf and (args.name or args.split or args.field and not args.text):
         sys.exit("error: --name, --split, --field: are for a dataset; give --hf too (or --text, for --field)")
     if args.encoding and not args.text:
@@ -278,7 +332,8 @@ def main(argv=None):
         sys.exit(f"error: --encoding {encoding}: unknown; give one that Python knows, for example utf-16 or latin-1")
     try:
         hf = (args.hf, args.name, args.split or "train") if args.hf else None
-        meta = prepare(args.text, args.out.resolve(), hf, args.field or "text", encoding)
+        meta = prepare(args.text, args.out.resolve(), hf, args.field or "text", encoding, args.tokenizer,
+                       args.train_tokenizer)
     except (OSError, ValueError, KeyboardInterrupt) as error:
         sys.exit(f"error: --out {args.out}: not written ({str(error) or 'stopped'}); run the same command again")
     print(f"{args.out}: {meta['source']} ({meta['tokenizer']} tokens), {meta['documents']:,} documents, "
@@ -288,4 +343,5 @@ def main(argv=None):
 if __name__ == "__main__":
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a file's name
+    logging.disable(logging.WARNING)  # transformers imports torchao if installed, which warns of what it lacks
     main()

@@ -7,7 +7,12 @@ tokenizers library stores as tokenizer.json; None for GPT-2's), and
     decode(ids)        their text, without end-of-text tokens
     byte_lengths()     bytes of UTF-8 that each token stands for, (vocab_size,); 0 for the end of text
     to_transformers()  the same tokenizer for transformers
+
+Cut between a letter or digit and the blank after it, the pieces of a text give the tokens of the whole.
 """
+import os
+import re
+import sys
 from multiprocessing.pool import ThreadPool
 
 import numpy as np
@@ -19,7 +24,8 @@ from tokenizers.trainers import BpeTrainer
 
 SEPARATOR = "<|endoftext|>"
 MOST_TOKENS = 1 << 16  # token files hold uint16
-PROBE = " Two  blanks,\n\n\ttabs, 12345, naïve 日本語 🙂!\r\n"  # a tokenizer that changes this would change other texts
+OUR_NAMES = ("gpt2", "gpt2-bytes", "bytes")  # these say everything; no folder's tokenizer is called so
+PROBE = " Two  blanks,\n\n\ttabs\t12345\nnaïve 日本語 🙂!\r\n"  # a tokenizer that changes this would change other texts
 
 
 class NoTokenizer(Exception):
@@ -42,7 +48,7 @@ class GPT2:
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype("<u2")
 
     def decode(self, ids):
-        return self.encoding.decode([i for i in ids if i != self.end_of_text])
+        return self.encoding.decode([i for i in ids if i < self.end_of_text])
 
     def byte_lengths(self):
         return np.array([*map(len, map(self.encoding.decode_single_token_bytes, range(self.end_of_text))), 0])
@@ -65,7 +71,8 @@ class Tokenizer:
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
 
     def encode(self, text):
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype="<u2")
+        encoded, = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)  # unlike encode, without the GIL
+        return np.array(encoded.ids, dtype="<u2")
 
     def decode(self, ids):
         return self.tokenizer.decode([i for i in ids if i != self.end_of_text], skip_special_tokens=False)
@@ -79,7 +86,29 @@ class Tokenizer:
         return lengths
 
     def to_transformers(self):
-        return for_transformers(self.tokenizer, self.end_of_text)
+        return for_transformers(tokenizers.Tokenizer.from_str(self.json), self.end_of_text)
+
+
+class Bytes(Tokenizer):
+    """Single bytes: a table encodes them faster than the library does."""
+
+    def __init__(self, name):
+        # GPT-2 numbers the printable bytes first, then the others, and writes byte n of those as chr(256 + n).
+        hidden = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
+        characters = [chr(256 + hidden.index(b)) if b in hidden else chr(b) for b in range(256)]
+        ids, end = list(range(256)), 256
+        if name == "gpt2-bytes":
+            ids, end = [sorted(characters).index(character) for character in characters], GPT2.end_of_text
+        vocab = dict(zip([*characters, SEPARATOR], [*ids, end], strict=True))
+        tokenizer = tokenizers.Tokenizer(BPE(vocab=vocab, merges=[]))
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        tokenizer.add_special_tokens([SEPARATOR])
+        super().__init__(name, tokenizer.to_str(), end)
+        self.id_of_byte = np.array(ids, dtype="<u2")
+
+    def encode(self, text):
+        return self.id_of_byte[np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]
 
 
 def for_transformers(tokenizer, end_of_text):
@@ -92,27 +121,17 @@ def for_transformers(tokenizer, end_of_text):
 
 def of_bytes(name="bytes"):
     """Single bytes, for any language: ids are their values, 256 ends a text. "gpt2-bytes" has GPT-2's ids for both."""
-    # GPT-2 numbers the printable bytes first, then the others, and writes byte n of those as chr(256 + n).
-    hidden = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
-    characters = {b: chr(256 + hidden.index(b)) if b in hidden else chr(b) for b in range(256)}
-    ids = {b: b for b in range(256)} | {256: 256}
-    if name == "gpt2-bytes":
-        ids = {b: i for i, b in enumerate(sorted(range(256), key=characters.get))} | {256: GPT2.end_of_text}
-    vocab = {characters[b]: ids[b] for b in range(256)} | {SEPARATOR: ids[256]}
-    tokenizer = tokenizers.Tokenizer(BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens([SEPARATOR])
-    return Tokenizer(name, tokenizer.to_str(), ids[256])
+    return Bytes(name)
 
 
 def trained(texts, vocab_size):
-    """A byte-level BPE of at most `vocab_size` tokens, trained on an iterator of texts; split into words as GPT-2's."""
+    """A byte-level BPE of at most `vocab_size` tokens, trained on an iterator of texts, which it splits as GPT-2 does."""
     tokenizer = tokenizers.Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.train_from_iterator(texts, BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[SEPARATOR], initial_alphabet=ByteLevel.alphabet()))
+        vocab_size=vocab_size, min_frequency=2, special_tokens=[SEPARATOR], initial_alphabet=ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty()))
     return Tokenizer(f"bpe-{tokenizer.get_vocab_size()}", tokenizer.to_str(), tokenizer.token_to_id(SEPARATOR))
 
 
@@ -122,22 +141,33 @@ def from_hugging_face(name):
 
     try:
         theirs = AutoTokenizer.from_pretrained(name)
-        tokenizer = Tokenizer(str(name).rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1],
-                              theirs.backend_tokenizer.to_str(), theirs.eos_token_id)
+        json, end = theirs.backend_tokenizer.to_str(), theirs.eos_token_id
+        folder = os.path.basename(os.path.abspath(name))
+        tokenizer = Tokenizer(f"hf-{folder}" if folder in OUR_NAMES else folder, json, end)
     except Exception as error:  # no such folder, no network, a damaged file: any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NoTokenizer(f"cannot be loaded ({reason})") from error
-    if tokenizer.end_of_text is None:
+    if tokenizer.vocab_size <= 256:  # transformers makes up one of a single token
+        raise NoTokenizer("is missing, or has fewer than 257 tokens")
+    if end is None:
         raise NoTokenizer("has no end-of-text token (eos_token)")
     if tokenizer.vocab_size > MOST_TOKENS:
         raise NoTokenizer(f"has {tokenizer.vocab_size:,} tokens, more than {MOST_TOKENS:,}")
-    if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
-        raise NoTokenizer("does not give back the text that it encodes; only byte-level tokenizers do")
+    ids = tokenizer.encode(PROBE)
+    pieces = [tokenizer.encode(piece) for piece in re.split(r"(?<=[^\W_])(?=[ \t\r\n])", PROBE)]
+    lengths = tokenizer.byte_lengths()[ids]
+    if tokenizer.decode(ids) != PROBE or lengths.sum() != len(PROBE.encode()) or [*ids] != [*np.concatenate(pieces)]:
+        raise NoTokenizer("does not give back the text that it encodes, piece by piece; only byte-level tokenizers do")
     return tokenizer
 
 
 def restore(name, json, end_of_text):
-    """The tokenizer of a data folder or a checkpoint."""
-    if name == GPT2.name and json is None:
+    """The tokenizer of a data folder or a checkpoint. Raise NoTokenizer when it cannot be had."""
+    if name == GPT2.name:
         return GPT2()
-    return of_bytes(name) if json is None else Tokenizer(name, json, end_of_text)
+    if name in OUR_NAMES:
+        return of_bytes(name)
+    try:
+        return Tokenizer(name, json, end_of_text)
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise NoTokenizer(f"{name} is damaged ({error})") from error

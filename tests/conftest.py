@@ -205,7 +205,7 @@ def peak_memory():
 def make_tokens(folder, text, tokenizer=None):
     """Token files of `text` in `folder`, by the project's own data/prepare.py, without touching the network."""
     prepare = load_module(ROOT / "data" / "prepare.py")
-    prepare.load_tokenizer = lambda: tokenizer or prepare.ByteTokenizer()
+    prepare.load_tokenizer = lambda name: tokenizer or prepare.vocabulary.of_bytes("gpt2-bytes")
     source = folder.with_name(folder.name + ".txt")
     source.write_bytes(text.encode("utf-8"))
     prepare.prepare(source, folder)

@@ -12,6 +12,8 @@ import pytest
 from conftest import ROOT, load_module, run_command
 from test_data import PREPARE, assert_refused, read_tokens
 
+from data import vocabulary
+
 END = 50256
 DOCUMENTS = ["The first document.", "A second:\n\n  with blanks\r\n", "Drittes: äöü 日本 😀", "<|endoftext|> in", "x"]
 
@@ -20,16 +22,16 @@ DOCUMENTS = ["The first document.", "A second:\n\n  with blanks\r\n", "Drittes: 
 def prepare():
     """A fresh data/prepare.py with single-byte tokens, which needs no network."""
     module = load_module(PREPARE)
-    module.load_tokenizer = module.ByteTokenizer
+    module.load_tokenizer = lambda name: vocabulary.of_bytes("gpt2-bytes")
     return module
 
 
 @pytest.fixture(scope="module")
 def merges():
-    """tiktoken's encoding."""
+    """GPT-2's tokenizer, tiktoken's."""
     if "TIKTOKEN_CACHE_DIR" not in os.environ:
         pytest.skip("no GPT-2 merges at hand")
-    return load_module(PREPARE).fetch_merges()
+    return vocabulary.GPT2()
 
 
 def write_jsonl(path, texts, field="text"):
@@ -44,7 +46,7 @@ def documents_in(folder):
     """The texts in a folder of single-byte tokens, split at <|endoftext|>."""
     tokens = read_tokens(folder)
     parts = np.split(tokens, np.flatnonzero(tokens == END))
-    return [load_module(PREPARE).ByteTokenizer().decode(part[part != END].tolist()) for part in parts]
+    return [vocabulary.of_bytes("gpt2-bytes").decode(part.tolist()) for part in parts]
 
 
 @pytest.mark.parametrize("suffix, write", [("jsonl", write_jsonl), ("parquet", write_parquet)])
@@ -80,7 +82,7 @@ def test_a_folder_is_read_in_the_order_of_names(prepare, tmp_path, capsys):
 
 def test_end_of_text_separates_the_documents_of_a_txt_file(prepare, merges, tmp_path, monkeypatch):
     """As tiktoken encodes it with special tokens allowed, wherever a block or a piece ends; in a record it is text."""
-    prepare.load_tokenizer = lambda: merges
+    prepare.load_tokenizer = lambda name: merges
     end, texts = "<|endoftext|>", ["One.\n", "\nTwo " * 50, " ", "\u65e5\u672c" * 60, "x", "no <|endoftext> at all\n"]
     (tmp_path / "a.txt").write_text(f"{end}{end.join(texts[:3])}{end}{end}{end.join(texts[3:])}{end}")
     for size in range(30, 60):
@@ -91,9 +93,9 @@ def test_end_of_text_separates_the_documents_of_a_txt_file(prepare, merges, tmp_
         parts = np.split(tokens, np.flatnonzero(tokens == END))
         assert [merges.decode(part[part != END].tolist()) for part in parts] == texts
     monkeypatch.undo()
-    prepare.load_tokenizer = lambda: merges
+    prepare.load_tokenizer = lambda name: merges
     prepare.prepare(tmp_path / "a.txt", tmp_path / "out")
-    assert read_tokens(tmp_path / "out").tolist() == merges.encode(end.join(texts), allowed_special="all")
+    assert read_tokens(tmp_path / "out").tolist() == merges.encoding.encode(end.join(texts), allowed_special="all")
     write_jsonl(tmp_path / "a.jsonl", texts=[end.join(texts)])
     assert prepare.prepare(tmp_path / "a.jsonl", tmp_path / "out")["documents"] == 1
     assert END not in read_tokens(tmp_path / "out")
@@ -202,15 +204,89 @@ def test_pieces_never_cut_a_token(prepare, merges, tmp_path, monkeypatch):
             (tmp_path / "text").write_bytes(text.encode())
             pieces = [piece for _, piece in prepare.read(tmp_path / "text", "text", "utf-8")]
             assert "".join(pieces) == text and len(pieces) > 2
-            together = [token for piece in pieces for token in merges.encode_ordinary(piece)]
-            assert together == merges.encode_ordinary(text)
+            together = [token for piece in pieces for token in merges.encoding.encode_ordinary(piece)]
+            assert together == merges.encoding.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("split", ["bytes", "gpt2", "cl100k"])
+def test_pieces_give_the_tokens_of_the_whole(split, prepare, tmp_path, monkeypatch):
+    """Of tokenizers that split into words as GPT-2's, as later ones or not at all; all those that are prepared with."""
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    random.seed(0)
+    parts = ["word", "words", " ", "  ", "\n", "\n\n", "\t", "it's", "12", "!?", "!\n", "_\n", "é", "日本", "\u3000", "\r\n"]
+    texts = ["".join(random.choices(parts, k=1000)) for _ in range(20)]
+    tokenizer = vocabulary.of_bytes()
+    if split != "bytes":
+        tokenizer = vocabulary.trained(texts, 320)
+    if split == "cl100k":  # there "!" and the newline after it are one token
+        words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+        inner = Tokenizer.from_str(tokenizer.json)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        contents = json.loads(inner.to_str())
+        contents["model"]["vocab"]["!Ċ"] = len(contents["model"]["vocab"])
+        contents["model"]["merges"].append(["!", "Ċ"])
+        tokenizer = vocabulary.Tokenizer("theirs", json.dumps(contents), 0)
+        assert len(tokenizer.encode("!\n")) == 1
+    monkeypatch.setattr(prepare, "PIECE_CHARACTERS", 300)
+    for text in texts:
+        (tmp_path / "text").write_bytes(text.encode())
+        pieces = [piece for _, piece in prepare.read(tmp_path / "text", "text", "utf-8")]
+        assert len(pieces) > 2
+        assert np.concatenate([*map(tokenizer.encode, pieces)]).tolist() == tokenizer.encode(text).tolist()
+
+
+# What is drawn for val.bin
+
+
+def split_documents(folder, end=END):
+    """[the documents in train.bin, those in val.bin], as lists of lists of tokens."""
+    def documents(name):
+        tokens = np.fromfile(folder / name, dtype="<u2")
+        return [part[part != end].tolist() for part in np.split(tokens, np.flatnonzero(tokens == end))]
+
+    return [documents(name) for name in ("train.bin", "val.bin")]
+
+
+@pytest.mark.parametrize("n_tokens", [7, 64, 1 << 20])
+def test_validation_documents_are_drawn_by_hash(n_tokens, prepare, tmp_path, monkeypatch):
+    """A tenth, spread over the corpus, whole, in their order, the others too; wherever the blocks of moving them end."""
+    monkeypatch.setattr(prepare.move_drawn, "__defaults__", (n_tokens,))
+    texts = [f"{number} " * (1 + number % 5) for number in range(500)]
+    write_jsonl(tmp_path / "corpus.jsonl", texts)
+    meta = prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
+    encode = vocabulary.of_bytes("gpt2-bytes").encode
+    drawn = [number for number in range(500) if prepare.is_drawn(number)]
+    assert split_documents(tmp_path / "out") == [
+        [encode(text).tolist() for number, text in enumerate(texts) if (number in drawn) == val] for val in (False, True)]
+    assert 40 < len(drawn) < 60 and drawn[:3] == [18, 72, 74] and meta["documents"] == 500
+    sizes = [(tmp_path / "out" / name).stat().st_size // 2 for name in ("train.bin", "val.bin")]
+    assert [meta["train_tokens"], meta["val_tokens"]] == sizes and meta["val"] == "documents drawn by hash"
+    assert sum(sizes) == len("".join(texts)) + 498  # each file has an end of text between its documents
+    assert meta["sha256"] == hashlib.sha256("<|endoftext|>".join(texts).encode()).hexdigest()
+
+
+def test_a_hash_draws_a_tenth(prepare):
+    assert [sum(map(prepare.is_drawn, range(start, start + 10_000))) for start in (0, 10_000)] == [1004, 1033]
+    assert not prepare.is_drawn(0)  # move_drawn leaves the first document in train.bin
+
+
+@pytest.mark.parametrize("n, long, times", [(1, 0, 50), (20, 18, 2), (500, 3, 2000), (500, 18, 2000)])
+def test_few_documents_are_cut_at_nine_tenths(n, long, times, prepare, tmp_path):
+    """Or many, if one of them holds most of the text, drawn (18) or not."""
+    texts = [f"{number:03} " * (times if number == long else 1) for number in range(n)]
+    write_jsonl(tmp_path / "corpus.jsonl", texts)
+    meta = prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
+    assert documents_in(tmp_path / "out") == texts and meta["val"] == "last tenth"
+    assert meta["train_tokens"] == (meta["train_tokens"] + meta["val_tokens"]) * 9 // 10
 
 
 def test_many_chunks_give_the_tokens_of_one_call(prepare, merges, tmp_path, monkeypatch):
     """Documents shorter and much longer than a piece, in many threads, against tiktoken's own encoding of each."""
     monkeypatch.setattr(prepare, "PIECE_CHARACTERS", 2000)
     monkeypatch.setattr(prepare.os, "cpu_count", lambda: 4)
-    prepare.load_tokenizer = lambda: merges
+    prepare.load_tokenizer = lambda name: merges
     draw = random.Random(0)
     words = ["word", " ", "\n\n", "it's", "12", "é", "日本", "?!", "longer words "]
     texts = ["".join(draw.choices(words, k=draw.randint(1, 400))) + "." for _ in range(1000)]
@@ -220,13 +296,13 @@ def test_many_chunks_give_the_tokens_of_one_call(prepare, merges, tmp_path, monk
     prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
     expected = []
     for text in texts:
-        expected += [END] * bool(expected) + merges.encode_ordinary(text)
+        expected += [END] * bool(expected) + merges.encoding.encode_ordinary(text)
     assert read_tokens(tmp_path / "out").tolist() == expected
 
 
 def test_text_without_blanks_and_a_million_blanks(prepare, merges, tmp_path):
     """tiktoken panics over a million blanks in one piece; a text that offers no place to cut is cut all the same."""
-    prepare.load_tokenizer = lambda: merges
+    prepare.load_tokenizer = lambda name: merges
     text = "a" + 1_500_000 * " " + "word " + 1_100_000 * "\n" + 500_000 * "xy" + "end"
     (tmp_path / "text.txt").write_text(text)
     write_jsonl(tmp_path / "text.jsonl", [text])
@@ -243,7 +319,7 @@ def peak_of_preparing(path):
     """MiB that preparing takes beyond what the program itself does."""
     code = (
         "import sys; from data import prepare; from conftest import peak_memory\n"
-        "import pyarrow.parquet; prepare.load_tokenizer = prepare.ByteTokenizer\n"
+        "import pyarrow.parquet; prepare.load_tokenizer = lambda name: prepare.vocabulary.of_bytes('gpt2-bytes')\n"
         "before = peak_memory(); prepare.main(['--text', sys.argv[1], '--out', sys.argv[2]])\n"
         "print(peak_memory() - before)"
     )

@@ -18,6 +18,8 @@ import pytest
 from conftest import ROOT, load_module, run_command
 from filelock import FileLock
 
+from data import vocabulary
+
 PREPARE = ROOT / "data" / "prepare.py"
 CONTENT = "First Citizen:\nBefore we proceed any further, hear me speak.\n".encode() * 50
 NO_NETWORK = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
@@ -29,7 +31,7 @@ def prepare():
     """A fresh data/prepare.py with single-byte tokens that expects CONTENT as its default text."""
     module = load_module(PREPARE)
     module.TINY_SHAKESPEARE_SHA256 = hashlib.sha256(CONTENT).hexdigest()
-    module.load_tokenizer = module.ByteTokenizer
+    module.load_tokenizer = lambda name: vocabulary.of_bytes("gpt2-bytes")
     return module
 
 
@@ -71,7 +73,7 @@ def read_tokens(folder):
 
 
 def text_in(folder):
-    return load_module(PREPARE).ByteTokenizer().decode(read_tokens(folder).tolist())
+    return vocabulary.of_bytes("gpt2-bytes").decode(read_tokens(folder).tolist())
 
 
 def assert_refused(run, reason):
@@ -89,11 +91,12 @@ def test_the_default_text_from_the_url_to_the_files(prepare, server, tmp_path):
     prepare.default_text = lambda: default_text(server + "/good")
     prepare.main(["--out", str(tmp_path / "new" / "tokens")])
     out = tmp_path / "new" / "tokens"
-    assert {path.name for path in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
+    assert {path.name for path in out.iterdir()} == {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
     n_train = len(CONTENT) * 9 // 10
     assert json.loads((out / "meta.json").read_text()) == {
         "source": "tiny_shakespeare", "sha256": hashlib.sha256(CONTENT).hexdigest(), "tokenizer": "gpt2-bytes",
-        "vocab_size": 50257, "documents": 1, "train_tokens": n_train, "val_tokens": len(CONTENT) - n_train,
+        "vocab_size": 50257, "end_of_text": 50256, "documents": 1, "train_tokens": n_train,
+        "val_tokens": len(CONTENT) - n_train, "val": "last tenth",
     }
     assert text_in(out).encode() == CONTENT
     assert len(np.fromfile(out / "train.bin", "<u2")) == n_train
@@ -142,10 +145,9 @@ def test_offline_the_scripts_still_run(tmp_path):
 def test_no_fallback_replaces_real_tokens(had, flags, tokenizer, refused, prepare, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, "default_text", lambda: (prepare.fallback_text(), "python_topics"))
-    monkeypatch.setattr(prepare.ByteTokenizer, "name", "gpt2-bytes")
-    encoder = prepare.ByteTokenizer()
+    encoder = vocabulary.of_bytes()
     encoder.name = tokenizer
-    prepare.load_tokenizer = lambda: encoder
+    prepare.load_tokenizer = lambda name: encoder
     (tmp_path / "new.txt").write_text("new text")
     out = tmp_path / "data" / "tokens"
     out.mkdir(parents=True)
@@ -164,11 +166,11 @@ def test_no_fallback_replaces_real_tokens(had, flags, tokenizer, refused, prepar
 
 
 def test_a_tokenizer_that_never_answers():
-    """No waiting for it, neither in fetch_merges nor when the program ends."""
-    code = ("import time; from data import prepare\n"
-            "prepare.tiktoken.get_encoding = lambda name: time.sleep(60)\n"
-            "try: prepare.fetch_merges(seconds=0.2)\n"
-            "except prepare.NoMerges as error: print(error)")
+    """No waiting for it, neither in GPT2() nor when the program ends."""
+    code = ("import time; from data import vocabulary\n"
+            "vocabulary.tiktoken.get_encoding = lambda name: time.sleep(60)\n"
+            "try: vocabulary.GPT2(seconds=0.2)\n"
+            "except vocabulary.NoTokenizer as error: print(error)")
     run = run_command(sys.executable, "-c", code, timeout=30)
     assert run.stdout == "tiktoken could not fetch GPT-2's merges (TimeoutError)\n", run.stderr
 
@@ -177,11 +179,127 @@ def test_single_byte_tokens_are_gpt2s_own():
     """GPT-2's table of bytes: OpenAI's bytes_to_unicode, as transformers ships it."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokenizer = load_module(PREPARE).ByteTokenizer()
-    assert tokenizer.byte_of_id.tolist() == list(bytes_to_unicode())  # its keys are in the order of the ids
-    text = "".join(map(chr, range(1000)))
-    assert tokenizer.decode(tokenizer.encode_to_numpy(text)) == text
-    assert tokenizer.decode([37, 50256, 3]) == "F\ufffd$"
+    tokenizer = vocabulary.of_bytes("gpt2-bytes")
+    assert tokenizer.id_of_byte[list(bytes_to_unicode())].tolist() == list(range(256))  # keys in the order of the ids
+    assert tokenizer.decode([37, 50256, 3]) == "F$"
+
+
+TEXT = "naïve 日本語 🙂\r\n\r\n  \tThe value of an object's value, 12345! <|endoftext|>\n" * 20
+
+
+def hugging_face_folder(folder, tokenizer, end="<|endoftext|>"):
+    """As transformers saves it, beside a model's config."""
+    from transformers import GPT2Config, PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
+    GPT2Config().save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_text_of_every_tokenizer(tmp_path):
+    """There and back; the files say which tokens they hold, and their bytes are counted right."""
+    prepare = load_module(PREPARE)
+    (tmp_path / "text.txt").write_text(TEXT, newline="")
+    mine = hugging_face_folder(tmp_path / "mine", vocabulary.trained([TEXT], 300).tokenizer)
+    text = TEXT.replace("<|endoftext|>", "")  # there it separates documents
+    for flags, name, size in [(["--tokenizer", "bytes"], "bytes", 257), (["--train-tokenizer", "290"], "bpe-290", 290),
+                              (["--tokenizer", mine], "mine", 300), (["--tokenizer", mine + "/"], "mine", 300)]:
+        prepare.main(["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), *flags])
+        meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+        assert (meta["tokenizer"], meta["vocab_size"], meta["documents"]) == (name, size, 21)
+        tokenizer = vocabulary.restore(name, (tmp_path / "out" / "tokenizer.json").read_text(), meta["end_of_text"])
+        ids = read_tokens(tmp_path / "out")
+        assert tokenizer.decode(ids.tolist()) == text
+        assert tokenizer.byte_lengths()[ids].sum() == len(text.encode()) and len(tokenizer.byte_lengths()) == size
+        assert (ids == meta["end_of_text"]).sum() == 20 and tokenizer.vocab_size == size
+        assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT and meta["end_of_text"] not in tokenizer.encode(TEXT)
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
+def test_gpt2_in_the_hands_of_transformers():
+    gpt2 = vocabulary.GPT2()
+    assert gpt2.to_transformers().encode(TEXT) == gpt2.encoding.encode(TEXT, allowed_special="all")
+    ids = gpt2.encode(TEXT)
+    assert gpt2.byte_lengths()[ids].sum() == len(TEXT.encode()) and gpt2.decode([*ids, 50256, 50300]) == TEXT
+
+
+def test_the_default_text_in_bytes_without_a_network(tmp_path):
+    run = run_command(sys.executable, PREPARE, "--tokenizer", "bytes", "--out", tmp_path / "bytes", **NO_NETWORK)
+    assert run.returncode == 0 and run.stderr.count("NOT comparable") == 1, run.stderr
+    text = load_module(PREPARE).fallback_text()
+    assert bytes(read_tokens(tmp_path / "bytes").tolist()).decode() == text
+    assert f"{text[:3]!r}" and "python_topics (bytes tokens)" in run.stdout
+
+
+def test_a_trained_tokenizer_fits_its_text():
+    """A word of the text becomes a token; a pair that occurs once does not. The same text gives the same tokenizer."""
+    first, second = (vocabulary.trained(["object " * 50, "xyz"], 400) for _ in range(2))
+    assert first.json == second.json and first.name == f"bpe-{first.vocab_size}" and first.vocab_size < 400
+    assert len(first.encode(" object")) == 1 and len(first.encode("xyz")) == 3
+    assert vocabulary.trained([], 400).vocab_size == 257
+
+
+def test_a_tokenizer_is_trained_on_a_share_of_every_file(prepare, tmp_path, monkeypatch, capsys):
+    """On a few bytes of each, however many files there are."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(20):
+        (corpus / f"{number}.txt").write_text(chr(65 + number) * 500 * (1 + 3 * (number == 7)))
+    monkeypatch.setattr(prepare, "TRAINING_BYTES", 1150)
+    given = []
+    trained = vocabulary.trained
+    monkeypatch.setattr(prepare.vocabulary, "trained", lambda texts, size: given.extend(texts) or trained(given, size))
+    prepare.main(["--text", str(corpus), "--train-tokenizer", "300", "--out", str(tmp_path / "out")])
+    assert sorted(given) == [chr(65 + number) * 50 * (1 + 3 * (number == 7)) for number in range(20)]
+    assert "a tokenizer trained on 0.0 MB of the text\n" in capsys.readouterr().out
+
+
+def broken_tokenizer(kind):
+    """(a tokenizer of the tokenizers library that token files cannot have, its end of text)."""
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+
+    tokenizer, end = vocabulary.trained([], 257).tokenizer, "<|endoftext|>"
+    if kind == "metaspace":
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    elif kind == "lowercase":
+        tokenizer.normalizer = normalizers.Lowercase()
+    elif kind == "prefix":  # in front of each piece
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "no end":
+        end = None
+    elif kind == "large":
+        contents = json.loads(tokenizer.to_str())
+        contents["model"]["vocab"]["xyz"] = 65_536
+        tokenizer = Tokenizer.from_str(json.dumps(contents))
+    return tokenizer, end
+
+
+@pytest.mark.parametrize("kind, reason", [
+    ("metaspace", "does not give back the text"), ("lowercase", "does not give back the text"),
+    ("prefix", "does not give back the text"), ("no end", "has no end-of-text token"),
+    ("large", "has 65,537 tokens, more than 65,536"), (None, "is missing, or has fewer than 257 tokens"),
+    ("file", "cannot be loaded"),
+])
+def test_tokenizers_that_do_not_suit(kind, reason, tmp_path, capsys):
+    (tmp_path / "text").write_text(TEXT)
+    if kind is None:
+        from transformers import GPT2Config
+        GPT2Config().save_pretrained(tmp_path / "theirs")
+    elif kind == "file":
+        (tmp_path / "theirs").mkdir()
+        (tmp_path / "theirs" / "tokenizer.json").write_text("{")
+    else:
+        hugging_face_folder(tmp_path / "theirs", *broken_tokenizer(kind))
+    with pytest.raises(SystemExit, match=f"^error: --tokenizer {tmp_path / 'theirs'}: {reason}.*; give gpt2, bytes"):
+        load_module(PREPARE).main(["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"),
+                                   "--tokenizer", str(tmp_path / "theirs")])
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_folder_named_as_our_tokenizers(tmp_path):
+    """In the files "gpt2" says everything about the tokens."""
+    folder = hugging_face_folder(tmp_path / "gpt2", vocabulary.of_bytes().tokenizer)
+    assert vocabulary.from_hugging_face(folder).name == "hf-gpt2"
 
 
 @pytest.mark.skipif(not os.environ.get("TINY_SHAKESPEARE"), reason="set TINY_SHAKESPEARE to the text's path")
@@ -193,7 +311,7 @@ def test_tiny_shakespeare_has_338025_tokens(tmp_path):
     meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
     assert (meta["source"], meta["tokenizer"]) == ("tiny_shakespeare", "gpt2")
     assert (meta["train_tokens"], meta["val_tokens"]) == (304_222, 338_025 - 304_222)
-    encoding = load_module(PREPARE).load_tokenizer()
+    encoding = vocabulary.GPT2()
     assert encoding.decode(read_tokens(tmp_path / "tokens").tolist()).encode() == text.read_bytes()
 
 
@@ -230,7 +348,7 @@ def test_a_byte_order_mark_is_no_text(prepare, tmp_path):
 def test_a_text_in_another_encoding(encoding, prepare, tmp_path):
     (tmp_path / "text.txt").write_bytes("caf\xe9 au lait\r\n".encode(encoding))
     (tmp_path / "text.jsonl").write_bytes('{"text": "caf\xe9 au lait\\r\\n"}\n{"text": "x"}\n'.encode(encoding))
-    for name, end in [("text.txt", ""), ("text.jsonl", "\ufffdx")]:  # <|endoftext|> is no byte
+    for name, end in [("text.txt", ""), ("text.jsonl", "x")]:
         prepare.main(["--text", str(tmp_path / name), "--encoding", encoding, "--out", str(tmp_path / "tokens")])
         assert text_in(tmp_path / "tokens") == "caf\xe9 au lait\r\n" + end
     wrong = "utf-16" if encoding == "UTF-8" else "UTF-8"
@@ -247,13 +365,13 @@ def test_a_tiny_text_works(prepare, tmp_path):
 # Files that are whole or absent
 
 STOPPED_RUN = """
-import os, sys; from data import prepare
-class Tokenizer(prepare.ByteTokenizer):
-    def encode_to_numpy(self, text, disallowed_special=()):
+import os, sys; from data import prepare, vocabulary
+class Tokenizer(vocabulary.Bytes):
+    def encode(self, text):
         if "STOP" in text and sys.argv[3] != "0":
             os.kill(os.getpid(), int(sys.argv[3]))
-        return super().encode_to_numpy(text)
-prepare.load_tokenizer = Tokenizer
+        return super().encode(text)
+prepare.load_tokenizer = lambda name: Tokenizer("gpt2-bytes")
 print("ready", flush=True)
 prepare.main(["--text", sys.argv[1], "--out", sys.argv[2]])
 """
@@ -385,6 +503,9 @@ def test_the_second_of_two_that_found_no_data_uses_the_firsts(prepare, tmp_path)
     (["--split", "x"], "--hf too"),
     (["--field", "x"], "--hf too"),
     (["--encoding", "utf-16"], "--encoding: .*; give --text too"),
+    (["--train-tokenizer", "256"], "error: --train-tokenizer 256: out of range; give 257 .* to 65536"),
+    (["--train-tokenizer", "65537"], "error: --train-tokenizer 65537: out of range; "),
+    (["--train-tokenizer", "0"], "error: --train-tokenizer 0: out of range; "),
     (["--text", __file__, "--encoding", "klingon"], "error: --encoding klingon: unknown; "),
     (["--text", __file__, "--out", "/"], "error: --out /: .*; run"),
     (["--text", __file__, "--out", __file__], "Not a directory"),

@@ -1,0 +1,135 @@
+"""How good is a model: loss, perplexity and bits per byte over the whole of val.bin.
+
+    python evaluate.py model.pt --data data/mine        # a file of --save, or a checkpoint
+    python evaluate.py gpt2 --data data/mine            # a Hugging Face name or folder
+
+val.bin is cut into sequences of T tokens, the last one shorter; every token but the very first is predicted once, from
+the tokens before it in its sequence. So the numbers depend on T: give the -T that the model was trained with, and the
+same one for models that you compare. Bits per byte may be compared across tokenizers: a model with a tokenizer other
+than the data's gets the same text in its own tokens.
+"""
+import argparse
+import logging
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from baseline import TOKENIZER, open_tokens
+from data import vocabulary
+from data.prepare import warn
+from export import load_checkpoint, refuse_folder
+from sample import from_hugging_face, pick_device, to_model
+
+PIECE = re.compile(r".{,16383}\S(?=[ \t\r\n])|.{1,16384}", re.DOTALL)  # cut before a blank, where no token is split
+LOGITS, TOKENS = 2**27, 2**14  # at most so many at once, unless a single sequence has more: 0.5 GB of logits
+
+
+def load_model(name):
+    """(The model in a checkpoint file, a Hugging Face folder or on the hub; its tokenizer); exits with one line."""
+    try:
+        if Path(name).is_file() or name.endswith(".pt"):
+            (model, file), _ = load_checkpoint(name, lambda checkpoint: (to_model(checkpoint), checkpoint))
+            file = {"tokenizer_json": None, "end_of_text": 50256} | file  # files of earlier versions lack them
+            return model, vocabulary.restore(*(file[key] for key in TOKENIZER))
+        refuse_folder(name)
+        return from_hugging_face(name), vocabulary.from_hugging_face(name)
+    except vocabulary.NoTokenizer as error:
+        sys.exit(f"error: {name}: no usable tokenizer ({error}); give a folder that has one, or connect to the network")
+
+
+def encode_again(tokens, theirs, ours):
+    """The text of `tokens`, which are those of the tokenizer `theirs`, in the tokens of `ours`, (n_tokens,) uint16."""
+    parts = []
+    for document in tqdm(np.split(tokens, np.flatnonzero(tokens == theirs.end_of_text)), "encoding", disable=None):
+        if len(document) and document[0] == theirs.end_of_text:
+            parts.append(np.array([ours.end_of_text], dtype="<u2"))
+        parts += [ours.encode(text) for text in PIECE.findall(theirs.decode(document.tolist()))]
+    return np.concatenate(parts)
+
+
+@torch.inference_mode()
+def losses(model, tokens, T, batch_size):
+    """The loss of every token but the first, in nats, summed by its place in its sequence, (T,); their number, (T,)."""
+    n_whole, rest = divmod(len(tokens) - 1, T)
+    batches = [(i * T, min(batch_size, n_whole - i), T) for i in range(0, n_whole, batch_size)]
+    batches += [(n_whole * T, 1, rest)] if rest else []
+    total, count = torch.zeros(T, dtype=torch.float64), torch.zeros(T, dtype=torch.int64)
+    with tqdm(total=len(tokens) - 1, unit=" tokens", disable=None) as progress:
+        for start, n, length in batches:
+            chunk = torch.from_numpy(tokens[start : start + n * length + 1].astype(np.int64)).to(model.device)
+            logits = model(chunk[:-1].view(n, length), use_cache=False).logits.flatten(0, 1)  # (n * length, vocab_size)
+            parts = zip(logits.split(1024), chunk[1:].split(1024), strict=True)  # cross_entropy makes copies of logits
+            loss = torch.cat([F.cross_entropy(rows.float(), ids, reduction="none") for rows, ids in parts])
+            total[:length] += loss.view(n, length).sum(0).double().cpu()
+            count[:length] += n
+            progress.update(n * length)
+    return total, count
+
+
+def parse_args(argv=None):
+    """The command line's flags; exits with one line when a value is out of range."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a checkpoint file, or a Hugging Face folder or name")
+    parser.add_argument("--data", type=Path, default=Path("data/tokens"), help="a folder of token files")
+    parser.add_argument("-T", "--seq-len", type=int, help="tokens per sequence: the model's longest, at most 1024")
+    parser.add_argument("-B", "--batch-size", type=int, help="sequences at once (default: by the size of the logits)")
+    parser.add_argument("--device", default=pick_device(), help="default: %(default)s")
+    args = parser.parse_args(argv)
+    for flag, value in [("-T", args.seq_len), ("--batch-size", args.batch_size)]:
+        if value is not None and value < 1:
+            sys.exit(f"error: {flag} {value}: out of range; give at least 1")
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    tokens, meta = open_tokens(args.data, "val", 2)
+    model, tokenizer = load_model(args.model)
+    vocab_size, longest = model.config.vocab_size, model.config.max_position_embeddings
+    T = args.seq_len or min(longest, 1024)
+    if T > longest:
+        sys.exit(f"error: -T {T}: the model's longest sequence is {longest}; lower -T")
+    if tokenizer.vocab_size > vocab_size:
+        sys.exit(f"error: {args.model}: its tokenizer has {tokenizer.vocab_size} tokens, more than the model,"
+                 f" {vocab_size}; give a folder whose tokenizer is the model's")
+    if (tokenizer.name, tokenizer.json) != (meta["tokenizer"], meta["tokenizer_json"]):
+        try:
+            theirs = vocabulary.restore(meta["tokenizer"], meta["tokenizer_json"], meta["end_of_text"])
+        except vocabulary.NoTokenizer as error:
+            sys.exit(f"error: --data {args.data}: {error}; try again with a network")
+        tokens = encode_again(tokens, theirs, tokenizer)
+    try:
+        model.to(args.device)
+    except (RuntimeError, AssertionError) as error:
+        sys.exit(f"error: --device {args.device}: not available here ({str(error).splitlines()[0]}); try --device cpu")
+    batch_size = args.batch_size or max(1, min(LOGITS // (T * vocab_size), TOKENS // T))
+    total, count = losses(model, tokens, T, batch_size)
+    first, second = ((total[half].sum() / count[half].sum()).item() for half in (slice(T // 2), slice(T // 2, T)))
+    if second > first + 0.1:
+        warn(f"the second halves of the sequences are predicted worse ({second:.2f} nats per token) than the first"
+             f" ({first:.2f}): the model was probably trained with a smaller -T; give that one")
+    loss = total.sum() / (len(tokens) - 1)
+    n_bytes = int(tokenizer.byte_lengths()[tokens[1:]].sum())
+    print(f"{args.model} on {args.data / 'val.bin'} ({meta['source']}): {len(tokens) - 1:,} {tokenizer.name} tokens,"
+          f" {n_bytes:,} bytes, T={T}")
+    print(f"loss: {loss:.4f} nats per token | perplexity: {loss.exp():.2f}"
+          f" | bits per byte: {total.sum() / math.log(2) / n_bytes:.4f}")
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a file's name
+    logging.disable(logging.WARNING)  # transformers imports torchao if installed, which warns of what it lacks
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped")
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "allocate memory" not in str(error):
+            raise
+        sys.exit("error: out of memory; give a smaller --batch-size, or a shorter -T")
