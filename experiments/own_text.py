@@ -24,7 +24,7 @@ from ladder.show.logs import read_log
 
 FLAGS = ("--model 4x4x128 -B 6 -T 256 --total-batch 1536 --recompute-blocks 0 --steps 1100 --val-every 100 "
          "--val-sequences 256 --checkpoint-every 0 --warmup-steps 20").split()
-RATES = list(product((0.005, 0.01), (0.0025, 0.005, 0.01)))  # AdamW's, Muon's
+RATES = list(product((0.005, 0.01), (0.005, 0.01)))  # AdamW's, Muon's
 ROWS = {  # what it is: (rung, its flags)
     "24": ("24", []),
     "26 shuffled windows": ("26", []),
