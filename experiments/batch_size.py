@@ -3,8 +3,8 @@
     python data/prepare.py --tokenizer bytes --out data/bytes
     python -m experiments.batch_size data/bytes
 
-The model of docs/own_text.md reads 1.6 million characters of Tiny Shakespeare in steps of 768, 3,072 or 12,288, with one
-learning rate after another for AdamW and half of it for Muon; two runs at a time, on one thread each. Shown is the
+The model of docs/own_text.md reads 1.6 million characters of Tiny Shakespeare in steps of 768, 3,072 or 12,288, with
+one learning rate after another for AdamW and half of it for Muon; two runs at a time, on one thread each. Shown is the
 validation loss at the end. Finished runs are not repeated.
 """
 import argparse
