@@ -3,9 +3,10 @@
     python export.py model.pt my-gpt2               # a file of --save, or a checkpoint: checkpoints/<script>/newest.pt
     python speedup_10_fused_adamw.py --pretrained my-gpt2       # and back: train it further
 
-The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 on, with the same logits, and the tokenizer; transformers
-has no model for the rungs between. GPT-2's "Conv1D" layers store their matrices transposed, the rows that pad the vocabulary (rung 7)
-are cut off, and untied embeddings stay untied (baseline.py's; no other script can train such a model further).
+The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 on, with the same logits, and the tokenizer;
+transformers has no model for the rungs between. GPT-2's "Conv1D" layers store their matrices transposed, the rows that
+pad the vocabulary (rung 7) are cut off, and untied embeddings stay untied (baseline.py's; no other script can train
+such a model further).
 """
 import argparse
 import logging
@@ -113,7 +114,7 @@ def to_qwen3(config, weights, **ends):
 
 
 def write_folder(model, tokenizer, folder):
-    """Write the model, and a tokenizer, under a temporary name beside `folder`, then rename; a failure leaves nothing."""
+    """Write model and tokenizer under a temporary name beside `folder`, then rename; a failure leaves nothing."""
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.absolute().parent) as parent:
         partial = Path(parent) / folder.name
         model.save_pretrained(partial)
