@@ -256,7 +256,7 @@ def test_a_tokenizer_is_trained_on_a_share_of_every_file(prepare, tmp_path, monk
 
 def broken_tokenizer(kind):
     """(a tokenizer of the tokenizers library that token files cannot have, its end of text)."""
-    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokenizer, end = vocabulary.trained([], 257).tokenizer, "<|endoftext|>"
     if kind == "metaspace":
@@ -265,6 +265,12 @@ def broken_tokenizer(kind):
         tokenizer.normalizer = normalizers.Lowercase()
     elif kind == "prefix":  # in front of each piece
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "byte fallback":  # as Llama's; here "▁" is one byte, not three
+        vocab = {f"<0x{b:02X}>": b for b in range(256)} | {"▁": 256, end: 257}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.decoder = decoders.Sequence([
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     elif kind == "no end":
         end = None
     elif kind == "large":
@@ -276,7 +282,7 @@ def broken_tokenizer(kind):
 
 @pytest.mark.parametrize("kind, reason", [
     ("metaspace", "does not give back the text"), ("lowercase", "does not give back the text"),
-    ("prefix", "does not give back the text"), ("no end", "has no end-of-text token"),
+    ("prefix", "does not give back the text"), ("byte fallback", "does not give back the text"), ("no end", "has no end-of-text token"),
     ("large", "has 65,537 tokens, more than 65,536"), (None, "is missing, or has fewer than 257 tokens"),
     ("file", "cannot be loaded"),
 ])
