@@ -111,6 +111,14 @@ rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", 
 rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train")
 # A model worth keeping from a small text.
 rung("26", "beyond/rung_26_shuffled_windows.py", "shuffled windows", "24", "Settings", "DataLoaderLite", "train")
+rung("27", "beyond/rung_27_best_checkpoint.py", "best checkpoint", "26",
+     "imports", "Settings", "load_checkpoint", "is_last", "train", same_losses=0.01)
+rung("28", "beyond/rung_28_dropout.py", "dropout", "27",
+     "Settings", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train")
+rung("29", "beyond/rung_29_documents_apart.py", "documents apart", "28",
+     "imports", "attention_mask", "CausalSelfAttention.forward", "Block.forward", "GPT.__init__", "GPT.forward",
+     "train")
+# Several cards.
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "imports", "orthogonalize", "evaluate", "load_checkpoint", "compile_model", "shard", "gather", "train",
      torchrun=True)
