@@ -125,7 +125,7 @@ def of_bytes(name="bytes"):
 
 
 def trained(texts, vocab_size):
-    """A byte-level BPE of at most `vocab_size` tokens, trained on an iterator of texts, which it splits as GPT-2 does."""
+    """A byte-level BPE of at most `vocab_size` tokens, trained on an iterator of texts, split as GPT-2 splits."""
     tokenizer = tokenizers.Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -44,9 +44,8 @@ def write_parquet(path, texts, field="text", **layout):
 
 def documents_in(folder):
     """The texts in a folder of single-byte tokens, split at <|endoftext|>."""
-    tokens = read_tokens(folder)
-    parts = np.split(tokens, np.flatnonzero(tokens == END))
-    return [vocabulary.of_bytes("gpt2-bytes").decode(part.tolist()) for part in parts]
+    tokens, tokenizer = read_tokens(folder), vocabulary.of_bytes("gpt2-bytes")
+    return [tokenizer.decode(part.tolist()) for part in np.split(tokens, np.flatnonzero(tokens == END))]
 
 
 @pytest.mark.parametrize("suffix, write", [("jsonl", write_jsonl), ("parquet", write_parquet)])
@@ -210,20 +209,20 @@ def test_pieces_never_cut_a_token(prepare, merges, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("split", ["bytes", "gpt2", "cl100k"])
 def test_pieces_give_the_tokens_of_the_whole(split, prepare, tmp_path, monkeypatch):
-    """Of tokenizers that split into words as GPT-2's, as later ones or not at all; all those that are prepared with."""
+    """Of tokenizers that split into words as GPT-2's, as later ones or not at all."""
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
     random.seed(0)
-    parts = ["word", "words", " ", "  ", "\n", "\n\n", "\t", "it's", "12", "!?", "!\n", "_\n", "é", "日本", "\u3000", "\r\n"]
+    parts = ["word", "words", " ", "  ", "\n", "\n\n", "\t", "it's", "12", "!?", "!\n", "_\n", "é", "日本", "\r\n"]
     texts = ["".join(random.choices(parts, k=1000)) for _ in range(20)]
     tokenizer = vocabulary.of_bytes()
     if split != "bytes":
         tokenizer = vocabulary.trained(texts, 320)
     if split == "cl100k":  # there "!" and the newline after it are one token
-        words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+        words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         inner = Tokenizer.from_str(tokenizer.json)
-        inner.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), byte_level])
         contents = json.loads(inner.to_str())
         contents["model"]["vocab"]["!Ċ"] = len(contents["model"]["vocab"])
         contents["model"]["merges"].append(["!", "Ċ"])
@@ -251,15 +250,16 @@ def split_documents(folder, end=END):
 
 @pytest.mark.parametrize("n_tokens", [7, 64, 1 << 20])
 def test_validation_documents_are_drawn_by_hash(n_tokens, prepare, tmp_path, monkeypatch):
-    """A tenth, spread over the corpus, whole, in their order, the others too; wherever the blocks of moving them end."""
+    """A tenth, spread over the corpus, whole and in their order, as are the others; wherever the moved blocks end."""
     monkeypatch.setattr(prepare.move_drawn, "__defaults__", (n_tokens,))
     texts = [f"{number} " * (1 + number % 5) for number in range(500)]
     write_jsonl(tmp_path / "corpus.jsonl", texts)
     meta = prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
     encode = vocabulary.of_bytes("gpt2-bytes").encode
     drawn = [number for number in range(500) if prepare.is_drawn(number)]
+    documents = [encode(text).tolist() for text in texts]
     assert split_documents(tmp_path / "out") == [
-        [encode(text).tolist() for number, text in enumerate(texts) if (number in drawn) == val] for val in (False, True)]
+        [document for number, document in enumerate(documents) if (number in drawn) == val] for val in (False, True)]
     assert 40 < len(drawn) < 60 and drawn[:3] == [18, 72, 74] and meta["documents"] == 500
     sizes = [(tmp_path / "out" / name).stat().st_size // 2 for name in ("train.bin", "val.bin")]
     assert [meta["train_tokens"], meta["val_tokens"]] == sizes and meta["val"] == "documents drawn by hash"
@@ -343,7 +343,8 @@ def test_memory_does_not_grow_with_the_corpus(suffix, tmp_path):
         group = len(documents) if suffix == "one_group.parquet" else 500
         write_parquet(path, documents, row_group_size=group, write_batch_size=16)
     assert peak_of_preparing(path) < 80
-    assert json.loads((tmp_path / "out" / "meta.json").read_text())["train_tokens"] > 89_000_000
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta["train_tokens"] > 89_000_000 and (meta["val"] == "last tenth") == (suffix == "txt")
 
 
 @pytest.mark.slow
