@@ -55,11 +55,14 @@ def test_the_notebook_runs_in_a_clone_that_it_makes(tokens, tmp_path, monkeypatc
         assert run_command("git", *words.split(), cwd=origin).returncode == 0
     folder.mkdir()
     monkeypatch.setenv("LADDER_FLAGS", f"--model tiny -T 64 --steps 4 --device cpu --compile-mode none --data {tokens}")
+    monkeypatch.setenv("LADDER_RECIPE", "--model 1x2x32 -B 1 -T 64 --steps 4 --val-every 2 --val-sequences 4 --device cpu"
+                                        " --compile-mode none")
     notebook = read_notebook()
     notebook.cells[1].source = notebook.cells[1].source.replace('REPOSITORY = ""', f"REPOSITORY = {str(origin)!r}")
     printed = run_notebook(notebook, folder)
     assert "✓ torch: " in printed and "speedup_10_fused_adamw: loss " in printed and "flash attention" in printed
     assert "Rung 3, bfloat16 autocast" in printed and "\x1b" not in printed
+    assert "val : step 4 |" in printed and "ROMEO:" in printed and "bits per byte: " in printed
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     assert (folder / "gpt2-speed-ladder" / "results.zip").exists()
