@@ -26,7 +26,7 @@ from data.prepare import warn
 from export import load_checkpoint, refuse_folder
 from sample import from_hugging_face, pick_device, to_model
 
-PIECE = re.compile(r".{,16383}\S(?=[ \t\r\n])|.{1,16384}", re.DOTALL)  # cut before a blank, where no token is split
+PIECE = re.compile(r".{,16383}[^\W_](?=[ \t\r\n])|.{1,16384}", re.DOTALL)  # as data/vocabulary.py says where to cut
 LOGITS, TOKENS = 2**27, 2**14  # at most so many at once, unless a single sequence has more: 0.5 GB of logits
 
 
@@ -98,11 +98,11 @@ def main(argv=None):
     if tokenizer.vocab_size > vocab_size:
         sys.exit(f"error: {args.model}: its tokenizer has {tokenizer.vocab_size} tokens, more than the model,"
                  f" {vocab_size}; give a folder whose tokenizer is the model's")
-    if (tokenizer.name, tokenizer.json) != (meta["tokenizer"], meta["tokenizer_json"]):
-        try:
-            theirs = vocabulary.restore(meta["tokenizer"], meta["tokenizer_json"], meta["end_of_text"])
-        except vocabulary.NoTokenizer as error:
-            sys.exit(f"error: --data {args.data}: {error}; try again with a network")
+    try:
+        theirs = vocabulary.restore(*(meta[key] for key in TOKENIZER))
+    except vocabulary.NoTokenizer as error:
+        sys.exit(f"error: --data {args.data}: {error}; prepare it again, or connect to the network")
+    if (tokenizer.name, tokenizer.json) != (theirs.name, theirs.json):
         tokens = encode_again(tokens, theirs, tokenizer)
     try:
         model.to(args.device)
