@@ -23,24 +23,11 @@ from tqdm import tqdm
 from baseline import TOKENIZER, open_tokens
 from data import vocabulary
 from data.prepare import warn
-from export import load_checkpoint, refuse_folder
-from sample import from_hugging_face, pick_device, to_model
+from sample import load_model, pick_device
 
-PIECE = re.compile(r".{,16383}[^\W_](?=[ \t\r\n])|.{1,16384}", re.DOTALL)  # as data/vocabulary.py says where to cut
+PIECE = re.compile(  # cut before a blank, where no token is split
+    r".{,16383}[^\W_](?=[ \t\r\n])|.{,16383}\S(?=[ \t\r\n])|.{1,16384}", re.DOTALL)
 LOGITS, TOKENS = 2**27, 2**14  # at most so many at once, unless a single sequence has more: 0.5 GB of logits
-
-
-def load_model(name):
-    """(The model in a checkpoint file, a Hugging Face folder or on the hub; its tokenizer); exits with one line."""
-    try:
-        if Path(name).is_file() or name.endswith(".pt"):
-            (model, file), _ = load_checkpoint(name, lambda checkpoint: (to_model(checkpoint), checkpoint))
-            file = {"tokenizer_json": None, "end_of_text": 50256} | file  # files of earlier versions lack them
-            return model, vocabulary.restore(*(file[key] for key in TOKENIZER))
-        refuse_folder(name)
-        return from_hugging_face(name), vocabulary.from_hugging_face(name)
-    except vocabulary.NoTokenizer as error:
-        sys.exit(f"error: {name}: no usable tokenizer ({error}); give a folder that has one, or connect to the network")
 
 
 def encode_again(tokens, theirs, ours):
@@ -90,24 +77,17 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     tokens, meta = open_tokens(args.data, "val", 2)
-    model, tokenizer = load_model(args.model)
+    model, tokenizer = load_model(args.model, args.device)
     vocab_size, longest = model.config.vocab_size, model.config.max_position_embeddings
     T = args.seq_len or min(longest, 1024)
     if T > longest:
         sys.exit(f"error: -T {T}: the model's longest sequence is {longest}; lower -T")
-    if tokenizer.vocab_size > vocab_size:
-        sys.exit(f"error: {args.model}: its tokenizer has {tokenizer.vocab_size} tokens, more than the model,"
-                 f" {vocab_size}; give a folder whose tokenizer is the model's")
     try:
         theirs = vocabulary.restore(*(meta[key] for key in TOKENIZER))
     except vocabulary.NoTokenizer as error:
         sys.exit(f"error: --data {args.data}: {error}; prepare it again, or connect to the network")
     if (tokenizer.name, tokenizer.json) != (theirs.name, theirs.json):
         tokens = encode_again(tokens, theirs, tokenizer)
-    try:
-        model.to(args.device)
-    except (RuntimeError, AssertionError) as error:
-        sys.exit(f"error: --device {args.device}: not available here ({str(error).splitlines()[0]}); try --device cpu")
     batch_size = args.batch_size or max(1, min(LOGITS // (T * vocab_size), TOKENS // T))
     total, count = losses(model, tokens, T, batch_size)
     first, second = ((total[half].sum() / count[half].sum()).item() for half in (slice(T // 2), slice(T // 2, T)))

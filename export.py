@@ -3,8 +3,8 @@
     python export.py model.pt my-gpt2               # a file of --save, or a checkpoint: checkpoints/<script>/newest.pt
     python speedup_10_fused_adamw.py --pretrained my-gpt2       # and back: train it further
 
-The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 on, with the same logits; transformers has no model for
-the rungs between. GPT-2's "Conv1D" layers store their matrices transposed, the rows that pad the vocabulary (rung 7)
+The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 on, with the same logits, and the tokenizer; transformers
+has no model for the rungs between. GPT-2's "Conv1D" layers store their matrices transposed, the rows that pad the vocabulary (rung 7)
 are cut off, and untied embeddings stay untied (baseline.py's; no other script can train such a model further).
 """
 import argparse
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from data import prepare
+from data import vocabulary
+from data.prepare import warn
 
 SHAPE = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
 QWEN3_NAMES = {  # what the parameters of rung 23 are called in transformers
@@ -27,13 +28,14 @@ QWEN3_NAMES = {  # what the parameters of rung 23 are called in transformers
 
 def to_transformers(checkpoint):
     """A checkpoint's model as a transformers GPT-2 or Qwen3; raises KeyError or RuntimeError if it is neither."""
+    end = checkpoint["end_of_text"]
     config, weights = checkpoint["config"], dict(checkpoint["model"])
     if config.keys() != SHAPE:
         raise KeyError("not the shape of a GPT")
     for name in ("transformer.wte.weight", "lm_head.weight"):
         weights[name] = weights[name][: config["vocab_size"]]  # the rows after those are padding
     convert = to_qwen3 if "transformer.h.0.mlp.gate_proj.weight" in weights else to_gpt2
-    return convert(config, weights).eval()
+    return convert(config, weights, bos_token_id=end, eos_token_id=end).eval()
 
 
 def refuse_folder(path):
@@ -46,25 +48,32 @@ def refuse_folder(path):
 
 
 def load_checkpoint(path, convert=to_transformers):
-    """(The model in a checkpoint file, as `convert` makes it; the name of its tokenizer); exits with one line."""
+    """(The model in a checkpoint file, as `convert` makes it; the file's contents); exits with one line."""
     refuse_folder(path)
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the sums that torch.save writes
             if file.testzip():
                 raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        checkpoint = {name: checkpoint[name] for name in ("script", "config", "model", "tokenizer")}
+        checkpoint = {"tokenizer_json": None, "end_of_text": 50256} | checkpoint  # older files have GPT-2's tokens
+        keys = ("script", "config", "model", "tokenizer", "tokenizer_json", "end_of_text")
+        checkpoint = {name: checkpoint[name] for name in keys}
     except OSError as error:
         sys.exit(f"error: {path}: cannot be read ({error.strerror}); give a file that a rung wrote")
     except Exception:  # any exception; some advise loading without weights_only, so none is passed on
         sys.exit(f"error: {path}: damaged, or not a checkpoint; give a file that a rung wrote")
     try:
-        return convert(checkpoint), checkpoint["tokenizer"]
+        return convert(checkpoint), checkpoint
     except (KeyError, RuntimeError):  # names that are missing; names or shapes that differ
         sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (from 23 on); give a checkpoint of one")
 
 
-def to_gpt2(config, weights):
+def restore_tokenizer(checkpoint):
+    """The tokenizer of a checkpoint's model; raises NoTokenizer."""
+    return vocabulary.restore(*(checkpoint[key] for key in ("tokenizer", "tokenizer_json", "end_of_text")))
+
+
+def to_gpt2(config, weights, **ends):
     """A GPT2LMHeadModel with the weights of a GPT of rungs 0 to 19; raises KeyError or RuntimeError for others."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -75,13 +84,13 @@ def to_gpt2(config, weights):
     model = GPT2LMHeadModel(GPT2Config(
         n_positions=config["block_size"], vocab_size=config["vocab_size"], n_layer=config["n_layer"],
         n_head=config["n_head"], n_embd=config["n_embd"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        tie_word_embeddings=tied, bos_token_id=prepare.END_OF_TEXT, eos_token_id=prepare.END_OF_TEXT,
+        tie_word_embeddings=tied, **ends,
     ))
     model.load_state_dict(weights)
     return model
 
 
-def to_qwen3(config, weights):
+def to_qwen3(config, weights, **ends):
     """A Qwen3ForCausalLM with the weights of a GPT of rung 23 or later; raises RuntimeError for others."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -90,8 +99,7 @@ def to_qwen3(config, weights):
         num_hidden_layers=config["n_layer"], num_attention_heads=config["n_head"], num_key_value_heads=config["n_head"],
         hidden_size=config["n_embd"], head_dim=config["n_embd"] // config["n_head"],
         intermediate_size=len(weights["transformer.h.0.mlp.gate_proj.weight"]), tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000}, rms_norm_eps=1e-6,
-        bos_token_id=prepare.END_OF_TEXT, eos_token_id=prepare.END_OF_TEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000}, rms_norm_eps=1e-6, **ends,
     ))
     renamed = {}
     for name, weight in weights.items():
@@ -104,30 +112,13 @@ def to_qwen3(config, weights):
     return model
 
 
-def write_tokenizer(folder):
-    """Write GPT-2's tokenizer beside the model, made from tiktoken's; without a network, only the model is written."""
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    try:
-        encoding = prepare.fetch_merges()
-    except prepare.NoMerges as error:
-        prepare.warn(f"{error}: the folder has no tokenizer, so pipeline() needs one from elsewhere")
-        return
-    end = "<|endoftext|>"
-    converter = TikTokenConverter(pattern=encoding._pat_str, extra_special_tokens=[end])
-    converter.load_tiktoken_bpe = lambda _: encoding._mergeable_ranks  # instead of from a file
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=converter.converted(), bos_token=end, eos_token=end)
-    tokenizer.save_pretrained(folder)
-
-
 def write_folder(model, tokenizer, folder):
-    """Write model and tokenizer under a temporary name beside `folder`, then rename; a failure leaves nothing."""
+    """Write the model, and a tokenizer, under a temporary name beside `folder`, then rename; a failure leaves nothing."""
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.absolute().parent) as parent:
         partial = Path(parent) / folder.name
         model.save_pretrained(partial)
-        if tokenizer != prepare.ByteTokenizer.name:
-            write_tokenizer(partial)
+        if tokenizer:
+            tokenizer.to_transformers().save_pretrained(partial)
         partial.rename(folder)
 
 
@@ -138,7 +129,14 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.folder.exists():
         sys.exit(f"error: {args.folder}: exists already; name a new folder")
-    model, tokenizer = load_checkpoint(args.checkpoint)
+    model, checkpoint = load_checkpoint(args.checkpoint)
+    try:
+        tokenizer = restore_tokenizer(checkpoint)
+    except vocabulary.NoTokenizer as error:
+        if checkpoint["tokenizer"] != "gpt2":
+            sys.exit(f"error: {args.checkpoint}: its tokenizer {error}; give a file that a rung wrote")
+        warn(f"{error}: the folder has no tokenizer, so pipeline() needs one from elsewhere")
+        tokenizer = None
     try:
         write_folder(model, tokenizer, args.folder)
     except Exception as error:  # on a full disk, safetensors, tokenizers and the file system raise different ones

@@ -15,29 +15,10 @@ from pathlib import Path
 
 import torch
 
-from data import prepare
-from data.prepare import END_OF_TEXT
-from export import load_checkpoint, refuse_folder, to_transformers
+from data import vocabulary
+from data.prepare import warn
+from export import load_checkpoint, refuse_folder, restore_tokenizer, to_transformers
 from ladder.scripts.stages import BY_NAME, load_script
-
-
-class Tokenizer:
-    """Text to GPT-2 token ids and back, with the decode() that transformers' TextStreamer asks for.
-
-    Exits with one line when GPT-2's merges are needed and cannot be fetched.
-    """
-
-    def __init__(self, name):
-        try:
-            self.tokens = prepare.ByteTokenizer() if name == prepare.ByteTokenizer.name else prepare.fetch_merges()
-        except prepare.NoMerges as error:
-            sys.exit(f"error: GPT-2's tokenizer: {error}; the model needs it: try again with a network")
-
-    def encode(self, text):
-        return self.tokens.encode_to_numpy(text, disallowed_special=()).tolist()
-
-    def decode(self, ids, **_):
-        return self.tokens.decode([i for i in ids if i != END_OF_TEXT])
 
 
 def to_model(checkpoint):
@@ -60,6 +41,7 @@ def to_model(checkpoint):
 
     config = PretrainedConfig()
     config.vocab_size, config.max_position_embeddings = shape["vocab_size"], shape["block_size"]
+    config.eos_token_id = checkpoint["end_of_text"]
     model = Model(config)
     model.gpt.load_state_dict(checkpoint["model"])
     model.generation_config.use_cache = False
@@ -83,17 +65,22 @@ def from_hugging_face(name):
 
 
 def load_model(name, device):
-    """(The model in a checkpoint file, a Hugging Face folder or on the hub, on the device; its tokenizer's name).
+    """(The model in a checkpoint file, a Hugging Face folder or on the hub, on the device; its tokenizer).
 
-    Exits with one line when there is none, or when its tokens are not GPT-2's.
+    Exits with one line when one of them is missing or does not fit.
     """
     refuse_folder(name)
-    if Path(name).is_file() or name.endswith(".pt"):
-        model, tokenizer = load_checkpoint(name, to_model)
-    else:
-        model, tokenizer = from_hugging_face(name), "gpt2"
-    if model.config.vocab_size != prepare.VOCAB_SIZE:
-        sys.exit(f"error: {name}: its {model.config.vocab_size:,} tokens are not GPT-2's; give a model with GPT-2's")
+    try:
+        if Path(name).is_file() or name.endswith(".pt"):
+            model, checkpoint = load_checkpoint(name, to_model)
+            tokenizer = restore_tokenizer(checkpoint)
+        else:
+            model, tokenizer = from_hugging_face(name), vocabulary.from_hugging_face(name)
+    except vocabulary.NoTokenizer as error:
+        sys.exit(f"error: {name}: no usable tokenizer ({error}); give a folder that has one, or connect to the network")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        sys.exit(f"error: {name}: its tokenizer has {tokenizer.vocab_size} tokens, more than the model,"
+                 f" {model.config.vocab_size}; give a folder whose tokenizer is the model's")
     try:
         return model.to(device), tokenizer
     except (RuntimeError, AssertionError) as error:
@@ -109,7 +96,7 @@ def parse_args(argv=None):
     """The command line's flags; exits with one line when a value is out of range."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint file, or a Hugging Face folder or name")
-    parser.add_argument("--prompt", default="", help="default: <|endoftext|>, the start of a document")
+    parser.add_argument("--prompt", default="", help="default: the start of a document")
     parser.add_argument("--num-samples", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
@@ -137,18 +124,17 @@ def fit(ids, new_tokens, longest):
         sys.exit(f"error: --max-new-tokens {new_tokens}: the model's longest sequence, with the prompt, is {longest};"
                  " give fewer")
     if len(ids) + new_tokens > longest:
-        prepare.warn(f"the prompt's first {len(ids) + new_tokens - longest} tokens do not fit and are left out")
+        warn(f"the prompt's first {len(ids) + new_tokens - longest} tokens do not fit and are left out")
     return ids[-(longest - new_tokens) :]
 
 
 def main(argv=None):
     args = parse_args(argv)
-    model, tokenizer_name = load_model(args.model, args.device)
+    model, tokenizer = load_model(args.model, args.device)
     from transformers import TextStreamer
 
-    tokenizer = Tokenizer(tokenizer_name)
     longest = model.config.max_position_embeddings
-    ids = fit(tokenizer.encode(args.prompt) or [END_OF_TEXT], args.max_new_tokens, longest)
+    ids = fit(tokenizer.encode(args.prompt).tolist() or [tokenizer.end_of_text], args.max_new_tokens, longest)
     x = torch.tensor([ids], device=args.device)  # (1, T)
     sampling = {"do_sample": False}
     if args.temperature > 0:

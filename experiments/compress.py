@@ -37,7 +37,7 @@ from torch.nn.utils import prune
 from tqdm import tqdm
 from transformers.pytorch_utils import Conv1D
 
-from sample import END_OF_TEXT, load_model, pick_device
+from sample import load_model, pick_device
 from speedup_10_fused_adamw import open_tokens
 
 NEW_TOKENS = 100
@@ -105,7 +105,7 @@ def validation_loss(model, sequences):
 
 @torch.inference_mode()
 def tokens_per_second(model, rounds=3):
-    x = torch.full((1, 1), END_OF_TEXT, device=model.device)
+    x = torch.full((1, 1), model.config.eos_token_id, device=model.device)
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

@@ -12,13 +12,13 @@ import time
 
 import torch
 
-from sample import END_OF_TEXT, load_model, pick_device
+from sample import load_model, pick_device
 
 
 @torch.inference_mode()
 def tokens_per_second(model, new_tokens, use_cache):
     """(tokens per second of one greedy sequence that <|endoftext|> begins, its token ids)."""
-    x = torch.full((1, 1), END_OF_TEXT, device=model.device)
+    x = torch.full((1, 1), model.config.eos_token_id, device=model.device)
     t0 = time.perf_counter()
     ids = model.generate(x, attention_mask=torch.ones_like(x), do_sample=False, use_cache=use_cache, pad_token_id=0,
                          min_new_tokens=new_tokens, max_new_tokens=new_tokens)

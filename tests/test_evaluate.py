@@ -96,7 +96,7 @@ def test_the_loss_is_the_script_s_own(label, evaluate, tmp_path, tokens, monkeyp
     log = train(module, tmp_path, tokens, "-B", 2, "-T", 32, "--total-batch", 64, "--steps", 3, "--val-sequences", 40,
                 "--save", tmp_path / "model.pt")
     expected = float(re.search(r"val : step 3 \| loss: (\S+)", log.read_text())[1])
-    model, tokenizer = evaluate.load_model(str(tmp_path / "model.pt"))
+    model, tokenizer = evaluate.load_model(str(tmp_path / "model.pt"), "cpu")
     assert tokenizer.name == "gpt2-bytes"
     total, count = evaluate.losses(model, np.fromfile(tokens / "val.bin", dtype="<u2")[: 40 * 32 + 1], 32, 7)
     assert total.sum() / count.sum() == pytest.approx(expected, abs=2e-6)
@@ -143,7 +143,7 @@ def test_a_batch_is_bounded_by_its_logits(evaluate, tmp_path, monkeypatch):
     model.device, model.to = "cpu", lambda device: None
     tokenizer = vocabulary.of_bytes()
     data, ids = data_folder(tmp_path / "data", tokenizer, ["a" * 30_000])
-    monkeypatch.setattr(evaluate, "load_model", lambda name: (model, tokenizer))
+    monkeypatch.setattr(evaluate, "load_model", lambda name, device: (model, tokenizer))
     for vocab_size, longest, flags, expected in [
         (257, 4096, [], [(16, 1024), (13, 1024), (1, 303)]),  # 16,384 tokens
         (50257, 1024, [], [(2, 1024)] * 14 + [(1, 1024), (1, 303)]),  # 0.4 GB of logits

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load_module, run_command, rung, train
+from conftest import ROOT, load_module, make_tokens, run_command, rung, train
 
+from data import vocabulary
+
+GPT2_BYTES = vocabulary.of_bytes("gpt2-bytes")
 PROMPT = "The value of an object"
 
 
@@ -57,7 +60,6 @@ def test_the_folder_has_the_same_logits_and_so_has_the_way_back(label, saved, tm
     assert torch.allclose(theirs(x).logits, expected, atol=1e-4)
     assert torch.equal(rung(label).from_pretrained(tmp_path / "hf").eval()(x), expected)
     assert theirs.config.tie_word_embeddings == (label != "0")
-    assert not (tmp_path / "hf" / "tokenizer.json").exists()  # it was trained on single bytes
     if label == "0":
         for later in ("1", "7", "16"):
             with pytest.raises(SystemExit, match="its embeddings are untied; use baseline.py"):
@@ -80,7 +82,7 @@ def test_the_written_config(label, config, saved, tmp_path, export):
 @pytest.fixture
 def numbers(monkeypatch, sample):
     """Let sample.py print token ids: most tokens are no bytes, in which the tests' text is written."""
-    monkeypatch.setattr(sample.Tokenizer, "decode", lambda self, ids, **_: "".join(f"{i} " for i in ids))
+    monkeypatch.setattr(vocabulary.Tokenizer, "decode", lambda self, ids: "".join(f"{i} " for i in ids))
 
 
 @pytest.mark.parametrize("label", ["20", "22"])
@@ -100,7 +102,7 @@ def test_greedy_text_is_that_of_the_rungs_own_model(label, saved, sample, number
         if name.endswith(("wpe.weight", "c_attn.weight", "c_proj.weight")):  # for variety
             weight.normal_(generator=generator)
     torch.save(checkpoint, tmp_path / "model.pt")
-    model, ids = own_model(label, tmp_path / "model.pt"), sample.Tokenizer("gpt2-bytes").encode(PROMPT)
+    model, ids = own_model(label, tmp_path / "model.pt"), GPT2_BYTES.encode(PROMPT).tolist()
     for _ in range(30):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
     assert len(set(ids[-30:])) > 5
@@ -130,17 +132,17 @@ def test_what_the_model_is_given(sample, monkeypatch):
     config = SimpleNamespace(max_position_embeddings=100)
     model = SimpleNamespace(
         config=config, generate=lambda x, **more: given.append((x.tolist(), more["max_new_tokens"])))
-    monkeypatch.setattr(sample, "load_model", lambda name, device: (model, "gpt2-bytes"))
+    monkeypatch.setattr(sample, "load_model", lambda name, device: (model, GPT2_BYTES))
     for prompt in ("", "ab"):
         sample.main(["model", "--prompt", prompt, "--max-new-tokens", "3", "--device", "cpu"])
-    assert given == [([[50256]], 3), ([sample.Tokenizer("gpt2-bytes").encode("ab")], 3)]
+    assert given == [([[50256]], 3), ([GPT2_BYTES.encode("ab").tolist()], 3)]
 
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
 def test_a_prompt_that_spells_the_end_of_a_document_is_text(sample):
-    tokenizer = sample.Tokenizer("gpt2")
-    ids = tokenizer.encode("<|endoftext|>")
-    assert len(ids) > 1 and tokenizer.decode(ids) == "<|endoftext|>"
+    for tokenizer in (vocabulary.GPT2(), GPT2_BYTES, vocabulary.of_bytes()):
+        ids = tokenizer.encode("<|endoftext|>")
+        assert len(ids) > 1 and tokenizer.decode(ids) == "<|endoftext|>"
 
 
 def test_a_prompt_is_cut_at_its_front(saved, sample, capsys):
@@ -152,9 +154,8 @@ def test_a_prompt_is_cut_at_its_front(saved, sample, capsys):
     assert "first 481 tokens do not fit" in capsys.readouterr().err
 
 
-def test_the_end_of_a_document_is_not_printed(sample):
-    tokenizer = sample.Tokenizer("gpt2-bytes")
-    assert tokenizer.decode([*tokenizer.encode("the end"), 50256]) == "the end"
+def test_the_end_of_a_document_is_not_printed():
+    assert GPT2_BYTES.decode([*GPT2_BYTES.encode("the end"), 50256]) == "the end"
 
 
 @pytest.mark.parametrize("flags, reason", [
@@ -253,7 +254,13 @@ def test_other_models_are_not_sampled(sample, tmp_path):
     small = {"vocab_size": 50257, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     GPTNeoXForCausalLM(GPTNeoXConfig(**small, intermediate_size=8)).save_pretrained(tmp_path / "neox")
     GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "small")
-    for name, reason in [("neox", "neither a GPT-2 nor a Qwen3"), ("small", "its 1,000 tokens are not GPT-2's")]:
+    vocabulary.of_bytes().to_transformers().save_pretrained(tmp_path / "large")
+    GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "large")
+    for name, reason in [
+        ("neox", "neither a GPT-2 nor a Qwen3"),
+        ("small", "small: no usable tokenizer .is missing, or has fewer than 257 tokens.; give a folder that has one"),
+        ("large", "large: its tokenizer has 257 tokens, more than the model, 256; give a folder"),
+    ]:
         with pytest.raises(SystemExit, match=reason):
             sample.main([str(tmp_path / name)])
 
@@ -261,23 +268,106 @@ def test_other_models_are_not_sampled(sample, tmp_path):
 def test_an_export_that_fails_leaves_nothing(saved, export, tmp_path, monkeypatch):
     (tmp_path / "hf.partial").mkdir()  # nor takes what is not its own
 
-    def full_disk(folder):
+    def full_disk(tokenizer):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(export, "write_tokenizer", full_disk)
-    monkeypatch.setattr(export, "load_checkpoint", lambda path, load=export.load_checkpoint: (load(path)[0], "gpt2"))
+    monkeypatch.setattr(vocabulary.Tokenizer, "to_transformers", full_disk)
     with pytest.raises(SystemExit, match="cannot be written .*No space left"):
         export.main([str(saved["10"]), str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["hf.partial"]
 
 
-def test_no_merges_for_a_model_that_needs_them(sample, monkeypatch):
-    def no_network():
-        raise sample.prepare.NoMerges("tiktoken could not fetch GPT-2's merges (ConnectionError)")
+def with_tokenizer(path, target, *tokenizer):
+    """The same checkpoint with another tokenizer: its name, its json, its end of text."""
+    keys = ("tokenizer", "tokenizer_json", "end_of_text")
+    torch.save({**torch.load(path, weights_only=True), **dict(zip(keys, tokenizer, strict=True))}, target)
+    return str(target)
 
-    monkeypatch.setattr(sample.prepare, "fetch_merges", no_network)
-    with pytest.raises(SystemExit, match="could not fetch .*; .*try again with a network"):
-        sample.Tokenizer("gpt2")
+
+def test_no_merges_for_a_model_that_needs_them(saved, sample, export, tmp_path, monkeypatch, capsys):
+    """Without them there is no text; the model can be exported."""
+    def no_network(name):
+        raise ConnectionError
+
+    monkeypatch.setattr(vocabulary.tiktoken, "get_encoding", no_network)
+    path = with_tokenizer(saved["10"], tmp_path / "gpt2.pt", "gpt2", None, 50256)
+    with pytest.raises(SystemExit, match="gpt2.pt: no usable tokenizer .tiktoken could not fetch .*connect to the net"):
+        sample.main([path])
+    export.main([path, str(tmp_path / "hf")])
+    assert "WARNING: tiktoken could not fetch" in capsys.readouterr().err
+    assert (tmp_path / "hf" / "model.safetensors").exists() and not (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_that_cannot_be_restored(saved, sample, export, tmp_path):
+    for name, json_ in [("mine", "{"), ("mine", None), ("mine", vocabulary.of_bytes().json[:-100])]:
+        path = with_tokenizer(saved["10"], tmp_path / "model.pt", name, json_, 256)
+        for main, more in [(export.main, [str(tmp_path / "out")]), (sample.main, [])]:
+            with pytest.raises(SystemExit, match="^error: .*model.pt: .*mine is damaged .*; give a f[^\n]*$"):
+                main([path, *more])
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_earlier_versions(saved, export, tmp_path):
+    checkpoint = torch.load(saved["10"], weights_only=True)
+    torch.save({key: checkpoint[key] for key in ("script", "config", "model", "step", "tokenizer")}, tmp_path / "old")
+    _, checkpoint = export.load_checkpoint(tmp_path / "old")
+    tokenizer = export.restore_tokenizer(checkpoint)
+    assert (tokenizer.name, tokenizer.end_of_text, tokenizer.decode([37])) == ("gpt2-bytes", 50256, "F")
+
+
+@pytest.mark.parametrize("label, size", [("10", 257), ("23", 300)])
+def test_the_tokenizer_of_the_data_goes_all_the_way(label, size, sample, export, tmp_path, real_text, capsys):
+    """Trained on bytes or on tokens of the text itself, then in transformers' hands, then in sample.py's again."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+    text = "naïve 日本語 🙂 's . , ! \r\n" + real_text[:20_000]
+    tokenizer = vocabulary.of_bytes() if size == 257 else vocabulary.trained([text], size)
+    tokens, path = make_tokens(tmp_path / "tokens", text, tokenizer), str(tmp_path / "model.pt")
+    train(rung(label), tmp_path, tokens, "-B", 2, "-T", 32, "--steps", 2, "--save", path,
+          *(["--val-every", 0, "--checkpoint-dir", tmp_path] if label == "23" else []))
+    export.main([path, str(tmp_path / "hf")])
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizer.encode(text).tolist()
+    assert theirs.encode(text) == ids and theirs.decode(ids) == text
+    assert theirs.encode("<|endoftext|>") == [tokenizer.end_of_text]
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_text
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert [config[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")] == [size, *[tokenizer.end_of_text] * 2]
+
+    x = torch.tensor([ids[:64]])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(x).logits
+        assert torch.allclose(logits, own_model(label, path)(x)[..., :size], atol=1e-4)
+    again = vocabulary.from_hugging_face(str(tmp_path / "hf"))  # what prepare.py --tokenizer does with it
+    assert again.encode(text).tolist() == tokenizer.encode(text).tolist() and again.end_of_text == tokenizer.end_of_text
+
+    written = []
+    for name in (path, str(tmp_path / "hf")):
+        capsys.readouterr()
+        sample.main([name, "--prompt", "日本", "--temperature", "0", "--max-new-tokens", "20", "--device", "cpu"])
+        written.append(capsys.readouterr().out.removesuffix("\n"))
+    piped = pipeline("text-generation", model=str(tmp_path / "hf"))("日本", max_new_tokens=20, do_sample=False)
+    assert written == [piped[0]["generated_text"]] * 2 and len(written[0]) > 4
+
+
+@pytest.mark.parametrize("tokenizer", [vocabulary.of_bytes(), vocabulary.trained(["naïve"], 258)])
+def test_no_character_is_printed_in_part(tokenizer, sample, monkeypatch, capsys):
+    """A model that writes one byte after the other, in scripts with and without blanks."""
+    text, shown = "naïve 日本語 🙂🙂 ไทย\n\nД \u2028 é", []
+
+    def generate(x, streamer, **_):
+        streamer.put(x)
+        for i in tokenizer.encode(text).tolist():
+            streamer.put(torch.tensor([i]))
+            shown.append(capsys.readouterr().out)
+        streamer.end()
+        shown.append(capsys.readouterr().out)
+
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=1000), generate=generate)
+    monkeypatch.setattr(sample, "load_model", lambda name, device: (model, tokenizer))
+    sample.main(["model", "--device", "cpu"])
+    assert "".join(shown) == text + "\n" and len([*filter(None, shown)]) > 5
 
 
 def test_as_programs(saved, tmp_path):
