@@ -41,8 +41,11 @@ def encode_again(tokens, theirs, ours):
 
 
 @torch.inference_mode()
-def losses(model, tokens, T, batch_size):
-    """The loss of every token but the first, in nats, summed by its place in its sequence, (T,); their number, (T,)."""
+def losses(model, tokens, T, batch_size, end_of_text=None):
+    """The loss of every token but the first, in nats, summed by its place in its sequence, (T,); their number, (T,).
+
+    With the id `end_of_text` no token attends to a document before its own.
+    """
     n_whole, rest = divmod(len(tokens) - 1, T)
     batches = [(i * T, min(batch_size, n_whole - i), T) for i in range(0, n_whole, batch_size)]
     batches += [(n_whole * T, 1, rest)] if rest else []
@@ -50,7 +53,11 @@ def losses(model, tokens, T, batch_size):
     with tqdm(total=len(tokens) - 1, unit=" tokens", disable=None) as progress:
         for start, n, length in batches:
             chunk = torch.from_numpy(tokens[start : start + n * length + 1].astype(np.int64)).to(model.device)
-            logits = model(chunk[:-1].view(n, length), use_cache=False).logits.flatten(0, 1)  # (n * length, vocab_size)
+            x, mask = chunk[:-1].view(n, length), None
+            if end_of_text is not None:
+                document = (x == end_of_text).cumsum(1)  # (n, length): its number in the sequence
+                mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]  # (n, 1, length, length)
+            logits = model(x, attention_mask=mask, use_cache=False).logits.flatten(0, 1)  # (n * length, vocab_size)
             parts = zip(logits.split(1024), chunk[1:].split(1024), strict=True)  # cross_entropy makes copies of logits
             loss = torch.cat([F.cross_entropy(rows.float(), ids, reduction="none") for rows, ids in parts])
             total[:length] += loss.view(n, length).sum(0).double().cpu()
@@ -66,6 +73,7 @@ def parse_args(argv=None):
     parser.add_argument("--data", type=Path, default=Path("data/tokens"), help="a folder of token files")
     parser.add_argument("-T", "--seq-len", type=int, help="tokens per sequence: the model's longest, at most 1024")
     parser.add_argument("-B", "--batch-size", type=int, help="sequences at once (default: by the size of the logits)")
+    parser.add_argument("--documents-apart", action="store_true", help="no attention across documents, as in rung 29")
     parser.add_argument("--device", default=pick_device(), help="default: %(default)s")
     args = parser.parse_args(argv)
     for flag, value in [("-T", args.seq_len), ("--batch-size", args.batch_size)]:
@@ -89,7 +97,8 @@ def main(argv=None):
     if (tokenizer.name, tokenizer.json) != (theirs.name, theirs.json):
         tokens = encode_again(tokens, theirs, tokenizer)
     batch_size = args.batch_size or max(1, min(LOGITS // (T * vocab_size), TOKENS // T))
-    total, count = losses(model, tokens, T, batch_size)
+    end_of_text = tokenizer.end_of_text if args.documents_apart else None
+    total, count = losses(model, tokens, T, batch_size, end_of_text)
     first, second = ((total[half].sum() / count[half].sum()).item() for half in (slice(T // 2), slice(T // 2, T)))
     if second > first + 0.1:
         warn(f"the second halves of the sequences are predicted worse ({second:.2f} nats per token) than the first"

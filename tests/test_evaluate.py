@@ -102,6 +102,37 @@ def test_the_loss_is_the_script_s_own(label, evaluate, tmp_path, tokens, monkeyp
     assert total.sum() / count.sum() == pytest.approx(expected, abs=2e-6)
 
 
+def test_documents_apart(evaluate, tmp_path, monkeypatch):
+    """As rung 29 validates its model."""
+    data, ids = data_folder(tmp_path / "data", vocabulary.of_bytes(), [f"document {i} " * 3 for i in range(100)])
+    module = rung("29")
+    module.autocast_dtype = lambda device: torch.float32
+    log = train(module, tmp_path, data, "-B", 2, "-T", 64, "--total-batch", 128, "--steps", 20, "--val-sequences", 0,
+                "--max-lr", 0.01, "--muon-lr", 0.01, "--save", tmp_path / "model.pt")
+    expected = float(re.findall(r"val : step \d+ \| loss: (\S+)", log.read_text())[-1])
+    model, tokenizer = evaluate.load_model(str(tmp_path / "model.pt"), "cpu")
+    apart, across = ((total.sum() / count.sum()).item() for total, count in
+                     (evaluate.losses(model, ids[: (len(ids) - 1) // 64 * 64 + 1], 64, 7, end_of_text)
+                      for end_of_text in (tokenizer.end_of_text, None)))
+    assert apart == pytest.approx(expected, abs=2e-6) and abs(across - apart) > 1e-3
+    given = []
+    monkeypatch.setattr(evaluate, "losses", lambda *args: given.append(args[4]) or (torch.ones(64), torch.ones(64)))
+    for flags in ([], ["--documents-apart"]):
+        evaluate.main([str(tmp_path / "model.pt"), "--data", str(data), "-T", "64", "--device", "cpu", *flags])
+    assert given == [None, 256]
+
+
+@pytest.mark.parametrize("name", ["gpt2-bytes", "bpe-300"])
+def test_the_data_s_own_tokens_stay_as_they_are(name, evaluate, tmp_path, monkeypatch, capsys):
+    tokenizer = vocabulary.trained(iter(DOCUMENTS), 300) if name == "bpe-300" else vocabulary.of_bytes(name)
+    data, ids = data_folder(tmp_path / "data", tokenizer)
+    train(rung("1"), tmp_path, data, "-B", 1, "-T", 8, "--steps", 1, "--save", tmp_path / "model.pt")
+    monkeypatch.setattr(evaluate, "encode_again", lambda *_: pytest.fail("in vain"))
+    evaluate.main([str(tmp_path / "model.pt"), "--data", str(data), "-T", "8", "--device", "cpu"])
+    n_bytes = len("".join(DOCUMENTS).encode()) - 1
+    assert f" {len(ids) - 1:,} {tokenizer.name} tokens, {n_bytes:,} bytes" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("model_tokenizer", ["bytes", "bpe-300", "gpt2-bytes", "gpt2"])
 @pytest.mark.parametrize("data_tokenizer", ["bytes", "bpe-300", "gpt2"])
 def test_other_tokens_of_the_same_text(data_tokenizer, model_tokenizer, evaluate, tmp_path, capsys):
