@@ -3,14 +3,14 @@
     python beyond/rung_27_best_checkpoint.py --val-every 50 --patience 10 --save best.pt
 
 On a small text the training loss still falls when the validation loss has long begun to rise: the model memorizes the
-text, and the last model is not the best one. Here each new lowest validation loss has its weights copied to main memory
-and written to best.pt beside the checkpoints, and they are what --save writes at the end. Each checkpoint holds them,
-too, so a resumed run knows exactly what was best. With --patience N training stops after N validations in a row without
-a new lowest loss.
+text, and the last model is not the best one. Here each new lowest validation loss has the weights copied to main memory
+and written to best.pt beside the checkpoints, and the copy is what --save writes at the end. It is also part of every
+checkpoint, so a resumed run keeps exactly the best model of all its steps. With --patience N training stops after N
+validations in a row without a new lowest loss.
 
 Gain: what it brings on a text small enough to overfit is not measured yet: RACE PENDING.
-Cost: 4 bytes of main memory per parameter in each process, and as many in each checkpoint. When --patience ends a run,
-its learning rate has not decayed; docs/modern.md says how to go on.
+Cost: 4 bytes of main memory per parameter in each process, and 4 in each checkpoint. When --patience stops a run, its
+learning rate may not have decayed yet: docs/modern.md says what to do then.
 
 Source: Prechelt 1998, "Early Stopping - But When?".
 """
@@ -531,10 +531,10 @@ def train(settings):
 
     new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
     log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
-    log.finish()
     if best.step:
         log.line(f"# best: step {best.step} of {step}, validation loss {best.loss:.6f}")
         model, step = best, best.step
+    log.finish()
     save_model(settings, model, loader, step)
 
 

@@ -563,10 +563,10 @@ def train(settings):
 
     new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
     log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
-    log.finish()
     if best.step:
         log.line(f"# best: step {best.step} of {step}, validation loss {best.loss:.6f}")
         model, step = best, best.step
+    log.finish()
     save_model(settings, model, loader, step)
 
 

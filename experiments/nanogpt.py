@@ -1,8 +1,8 @@
 """Is the laptop recipe ahead of nanoGPT's quick start? The same text, the same seconds, the same cores.
 
-    git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT && python /tmp/nanoGPT/data/shakespeare_char/prepare.py
+    git clone https://github.com/karpathy/nanoGPT && python nanoGPT/data/shakespeare_char/prepare.py
     python data/prepare.py --tokenizer bytes --out data/bytes
-    python -m experiments.nanogpt /tmp/nanoGPT
+    python -m experiments.nanogpt nanoGPT
 
 nanoGPT's README trains 4 layers of width 128 for 2,000 steps of 12 x 64 characters on a CPU. Here its own train.py does
 so, with other learning rates too (its lowest is a tenth of the highest, as in its config). The budget is 2,000 times its
@@ -80,7 +80,8 @@ def ours(data, out, steps, rates, seed):
         subprocess.run([sys.executable, ROOT / f"beyond/{SCRIPT}.py", *map(str, flags)], check=True,
                        stdout=subprocess.DEVNULL)
         log = (out / f"{SCRIPT}.log").read_text()
-        found = {"loss": r"^val : step \d+ \| loss: (\S+)", "ms": r"^median : dt: (\S+)", "first_step": r"first step: (\S+)"}
+        found = {"loss": r"^val : step \d+ \| loss: (\S+)", "ms": r"^median : dt: (\S+)",
+                 "first_step": r"first step: (\S+)"}
         result.write_text(json.dumps({key: float(re.findall(p, log, re.M)[-1]) for key, p in found.items()}))
     return json.loads(result.read_text())
 

@@ -1,6 +1,6 @@
 """What do rungs 26 to 29 bring, on a text that a small model memorizes and on one that it does not?
 
-    head -c 200000 tiny_shakespeare.txt > small.txt
+    head -c 80000 tiny_shakespeare.txt > small.txt
     python data/prepare.py --text small.txt --tokenizer bytes --out data/small
     python -m experiments.python_corpus docstrings.jsonl --docstrings
     python data/prepare.py --text docstrings.jsonl --tokenizer bytes --out data/docstrings

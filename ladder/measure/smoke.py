@@ -86,6 +86,19 @@ def using(trial, device, exports):
             for use, words in uses.items() if use == "sample" or exports]
 
 
+def own_text(settings, scratch):
+    """docs/own_text.md in small: a trial that prepares a text in bytes, then those that train and use a model of it."""
+    folder = scratch / "own-text"
+    train = training(settings, scratch, "29", "own-text", data=folder / "data", model="2x2x64", compile_mode="none")
+    words = {"data/prepare.py": ["--text", ROOT / "CONTRIBUTING.md", "--tokenizer", "bytes", "--out", folder / "data"],
+             "evaluate.py": [train.log_dir / "model.pt", "--data", folder / "data", "--device", settings.device]}
+    prepare, evaluate = (
+        Trial(f"own-text-{Path(file).stem}", [sys.executable, str(ROOT / file), *map(str, flags)], folder)
+        for file, flags in words.items())
+    prepare.then += [train, *using(train, settings.device, exports=True), evaluate]
+    return prepare
+
+
 def plan(settings, scratch):
     """All trials for a device: each rung from the command line, then what scripts do elsewhere or when asked."""
     def train(label, *how, **changes):
@@ -108,7 +121,7 @@ def plan(settings, scratch):
             trials.append(trial)
     trials += [train(label, "float16") for label in ("3", "10")] + [train("24", "float16", like="24")]
     trials += [train(label, "on-device" if device == "cpu" else "pinned", like=label) for label in ("24", "26")]
-    trials.append(train("24", "eager", like="24", compile_mode="none"))
+    trials += [train("24", "eager", like="24", compile_mode="none"), own_text(settings, scratch)]
     if device == "cuda":  # graphs with accumulation are refused: rung 24's two micro-steps become one
         trials += [train(label, "graphs", like=label, B=B, compile_mode="reduce-overhead")
                    for label, B in (("10", 4), ("24", 8))]

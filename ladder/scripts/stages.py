@@ -116,7 +116,8 @@ rung("27", "beyond/rung_27_best_checkpoint.py", "best checkpoint", "26",
 rung("28", "beyond/rung_28_dropout.py", "dropout", "27",
      "Settings", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train")
 rung("29", "beyond/rung_29_documents_apart.py", "documents apart", "28",
-     "imports", "attention_mask", "CausalSelfAttention.forward", "Block.forward", "GPT.__init__", "GPT.forward", "train")
+     "imports", "attention_mask", "CausalSelfAttention.forward", "Block.forward", "GPT.__init__", "GPT.forward",
+     "train")
 # Several cards.
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "imports", "orthogonalize", "evaluate", "load_checkpoint", "compile_model", "shard", "gather", "train",
