@@ -60,7 +60,7 @@ def losses(model, tokens, T, batch_size, end_of_text=None):
             logits = model(x, attention_mask=mask, use_cache=False).logits.flatten(0, 1)  # (n * length, vocab_size)
             parts = zip(logits.split(1024), chunk[1:].split(1024), strict=True)  # cross_entropy makes copies of logits
             loss = torch.cat([F.cross_entropy(rows.float(), ids, reduction="none") for rows, ids in parts])
-            total[:length] += loss.view(n, length).sum(0).double().cpu()
+            total[:length] += loss.view(n, length).sum(0).cpu().double()  # Apple GPUs have no float64
             count[:length] += n
             progress.update(n * length)
     return total, count
@@ -119,6 +119,8 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("stopped")
     except RuntimeError as error:
+        if "no kernel image" in str(error):  # as in the training scripts
+            sys.exit("error: --device cuda: this torch was not built for this GPU; see python -m ladder check")
         if "out of memory" not in str(error) and "allocate memory" not in str(error):
             raise
         sys.exit("error: out of memory; give a smaller --batch-size, or a shorter -T")

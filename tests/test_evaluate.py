@@ -1,8 +1,11 @@
 """evaluate.py: the numbers of a model on val.bin, against closed forms, the scripts' own and transformers' losses."""
+import io
 import json
+import logging
 import math
 import os
 import re
+import runpy
 import sys
 from types import SimpleNamespace
 
@@ -237,6 +240,25 @@ def test_as_a_program(tmp_path):
     assert run.returncode == 0 and run.stdout.count("\n") == 2, run.stderr
     assert run.stdout.startswith(f"model on data/val.bin (made up): {len(ids) - 1:,} model tokens, ")
     assert "loss: 5.5491 nats per token | perplexity: 257.00 | bits per byte: " in run.stdout
+
+
+@pytest.mark.parametrize("message, line", [
+    ("CUDA error: no kernel image is available", "--device cuda: this torch was not built for this GPU; see python -m"),
+    ("CUDA out of memory. Tried to allocate", "out of memory; give a smaller --batch-size, or a shorter -T"),
+])
+def test_what_torch_says_of_the_device(message, line, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise torch.AcceleratorError(message)
+
+    tokenizer = vocabulary.of_bytes()
+    data, _ = data_folder(tmp_path / "data", tokenizer)
+    model = saved(gpt2(tokenizer), tokenizer, tmp_path / "model")
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", fail)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(model), "--data", str(data), "--device", "cpu"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(SystemExit, match=f"^error: {line}"):
+        runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow
