@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from baseline import open_tokens
+from baseline import TOKENIZER, open_tokens
 from data import vocabulary
 from data.prepare import warn
 from sample import load_model, pick_device
@@ -41,8 +41,11 @@ def encode_again(tokens, theirs, ours):
 
 
 @torch.inference_mode()
-def losses(model, tokens, T, batch_size):
-    """The loss of every token but the first, in nats, summed by its place in its sequence, (T,); their number, (T,)."""
+def losses(model, tokens, T, batch_size, end_of_text=None):
+    """The loss of every token but the first, in nats, summed by its place in its sequence, (T,); their number, (T,).
+
+    With the id `end_of_text` no token attends to a document before its own.
+    """
     n_whole, rest = divmod(len(tokens) - 1, T)
     batches = [(i * T, min(batch_size, n_whole - i), T) for i in range(0, n_whole, batch_size)]
     batches += [(n_whole * T, 1, rest)] if rest else []
@@ -50,10 +53,14 @@ def losses(model, tokens, T, batch_size):
     with tqdm(total=len(tokens) - 1, unit=" tokens", disable=None) as progress:
         for start, n, length in batches:
             chunk = torch.from_numpy(tokens[start : start + n * length + 1].astype(np.int64)).to(model.device)
-            logits = model(chunk[:-1].view(n, length), use_cache=False).logits.flatten(0, 1)  # (n * length, vocab_size)
+            x, mask = chunk[:-1].view(n, length), None
+            if end_of_text is not None:
+                document = (x == end_of_text).cumsum(1)  # (n, length): its number in the sequence
+                mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]  # (n, 1, length, length)
+            logits = model(x, attention_mask=mask, use_cache=False).logits.flatten(0, 1)  # (n * length, vocab_size)
             parts = zip(logits.split(1024), chunk[1:].split(1024), strict=True)  # cross_entropy makes copies of logits
             loss = torch.cat([F.cross_entropy(rows.float(), ids, reduction="none") for rows, ids in parts])
-            total[:length] += loss.view(n, length).sum(0).double().cpu()
+            total[:length] += loss.view(n, length).sum(0).cpu().double()  # Apple GPUs have no float64
             count[:length] += n
             progress.update(n * length)
     return total, count
@@ -66,6 +73,7 @@ def parse_args(argv=None):
     parser.add_argument("--data", type=Path, default=Path("data/tokens"), help="a folder of token files")
     parser.add_argument("-T", "--seq-len", type=int, help="tokens per sequence: the model's longest, at most 1024")
     parser.add_argument("-B", "--batch-size", type=int, help="sequences at once (default: by the size of the logits)")
+    parser.add_argument("--documents-apart", action="store_true", help="no attention across documents, as in rung 29")
     parser.add_argument("--device", default=pick_device(), help="default: %(default)s")
     args = parser.parse_args(argv)
     for flag, value in [("-T", args.seq_len), ("--batch-size", args.batch_size)]:
@@ -82,14 +90,15 @@ def main(argv=None):
     T = args.seq_len or min(longest, 1024)
     if T > longest:
         sys.exit(f"error: -T {T}: the model's longest sequence is {longest}; lower -T")
-    if (tokenizer.name, tokenizer.json) != (meta["tokenizer"], meta["tokenizer_json"]):
-        try:
-            theirs = vocabulary.restore(meta["tokenizer"], meta["tokenizer_json"], meta["end_of_text"])
-        except vocabulary.NoTokenizer as error:
-            sys.exit(f"error: --data {args.data}: {error}; try again with a network")
+    try:
+        theirs = vocabulary.restore(*(meta[key] for key in TOKENIZER))
+    except vocabulary.NoTokenizer as error:
+        sys.exit(f"error: --data {args.data}: {error}; prepare it again, or connect to the network")
+    if (tokenizer.name, tokenizer.json) != (theirs.name, theirs.json):
         tokens = encode_again(tokens, theirs, tokenizer)
     batch_size = args.batch_size or max(1, min(LOGITS // (T * vocab_size), TOKENS // T))
-    total, count = losses(model, tokens, T, batch_size)
+    end_of_text = tokenizer.end_of_text if args.documents_apart else None
+    total, count = losses(model, tokens, T, batch_size, end_of_text)
     first, second = ((total[half].sum() / count[half].sum()).item() for half in (slice(T // 2), slice(T // 2, T)))
     if second > first + 0.1:
         warn(f"the second halves of the sequences are predicted worse ({second:.2f} nats per token) than the first"
@@ -110,6 +119,8 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("stopped")
     except RuntimeError as error:
+        if "no kernel image" in str(error):  # as in the training scripts
+            sys.exit("error: --device cuda: this torch was not built for this GPU; see python -m ladder check")
         if "out of memory" not in str(error) and "allocate memory" not in str(error):
             raise
         sys.exit("error: out of memory; give a smaller --batch-size, or a shorter -T")

@@ -1,8 +1,11 @@
 """evaluate.py: the numbers of a model on val.bin, against closed forms, the scripts' own and transformers' losses."""
+import io
 import json
+import logging
 import math
 import os
 import re
+import runpy
 import sys
 from types import SimpleNamespace
 
@@ -100,6 +103,37 @@ def test_the_loss_is_the_script_s_own(label, evaluate, tmp_path, tokens, monkeyp
     assert tokenizer.name == "gpt2-bytes"
     total, count = evaluate.losses(model, np.fromfile(tokens / "val.bin", dtype="<u2")[: 40 * 32 + 1], 32, 7)
     assert total.sum() / count.sum() == pytest.approx(expected, abs=2e-6)
+
+
+def test_documents_apart(evaluate, tmp_path, monkeypatch):
+    """As rung 29 validates its model."""
+    data, ids = data_folder(tmp_path / "data", vocabulary.of_bytes(), [f"document {i} " * 3 for i in range(100)])
+    module = rung("29")
+    module.autocast_dtype = lambda device: torch.float32
+    log = train(module, tmp_path, data, "-B", 2, "-T", 64, "--total-batch", 128, "--steps", 20, "--val-sequences", 0,
+                "--max-lr", 0.01, "--muon-lr", 0.01, "--save", tmp_path / "model.pt")
+    expected = float(re.findall(r"val : step \d+ \| loss: (\S+)", log.read_text())[-1])
+    model, tokenizer = evaluate.load_model(str(tmp_path / "model.pt"), "cpu")
+    apart, across = ((total.sum() / count.sum()).item() for total, count in
+                     (evaluate.losses(model, ids[: (len(ids) - 1) // 64 * 64 + 1], 64, 7, end_of_text)
+                      for end_of_text in (tokenizer.end_of_text, None)))
+    assert apart == pytest.approx(expected, abs=2e-6) and abs(across - apart) > 1e-3
+    given = []
+    monkeypatch.setattr(evaluate, "losses", lambda *args: given.append(args[4]) or (torch.ones(64), torch.ones(64)))
+    for flags in ([], ["--documents-apart"]):
+        evaluate.main([str(tmp_path / "model.pt"), "--data", str(data), "-T", "64", "--device", "cpu", *flags])
+    assert given == [None, 256]
+
+
+@pytest.mark.parametrize("name", ["gpt2-bytes", "bpe-300"])
+def test_the_data_s_own_tokens_stay_as_they_are(name, evaluate, tmp_path, monkeypatch, capsys):
+    tokenizer = vocabulary.trained(iter(DOCUMENTS), 300) if name == "bpe-300" else vocabulary.of_bytes(name)
+    data, ids = data_folder(tmp_path / "data", tokenizer)
+    train(rung("1"), tmp_path, data, "-B", 1, "-T", 8, "--steps", 1, "--save", tmp_path / "model.pt")
+    monkeypatch.setattr(evaluate, "encode_again", lambda *_: pytest.fail("in vain"))
+    evaluate.main([str(tmp_path / "model.pt"), "--data", str(data), "-T", "8", "--device", "cpu"])
+    n_bytes = len("".join(DOCUMENTS).encode()) - 1
+    assert f" {len(ids) - 1:,} {tokenizer.name} tokens, {n_bytes:,} bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model_tokenizer", ["bytes", "bpe-300", "gpt2-bytes", "gpt2"])
@@ -206,3 +240,45 @@ def test_as_a_program(tmp_path):
     assert run.returncode == 0 and run.stdout.count("\n") == 2, run.stderr
     assert run.stdout.startswith(f"model on data/val.bin (made up): {len(ids) - 1:,} model tokens, ")
     assert "loss: 5.5491 nats per token | perplexity: 257.00 | bits per byte: " in run.stdout
+
+
+@pytest.mark.parametrize("message, line", [
+    ("CUDA error: no kernel image is available", "--device cuda: this torch was not built for this GPU; see python -m"),
+    ("CUDA out of memory. Tried to allocate", "out of memory; give a smaller --batch-size, or a shorter -T"),
+])
+def test_what_torch_says_of_the_device(message, line, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise torch.AcceleratorError(message)
+
+    tokenizer = vocabulary.of_bytes()
+    data, _ = data_folder(tmp_path / "data", tokenizer)
+    model = saved(gpt2(tokenizer), tokenizer, tmp_path / "model")
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", fail)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(model), "--data", str(data), "--device", "cpu"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(SystemExit, match=f"^error: {line}"):
+        runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.slow
+def test_lm_evaluation_harness_finds_the_same_likelihoods(tmp_path):
+    """Where it is installed; docs/evaluate.md has the commands."""
+    pytest.importorskip("lm_eval")
+    tokenizer = vocabulary.of_bytes()
+    model = gpt2(tokenizer)
+    saved(model, tokenizer, tmp_path / "model")
+    document = {"ctx": "To be, or not", "endings": ["to be:", "日本語"], "label": 1}
+    (tmp_path / "endings.jsonl").write_text(json.dumps(document))
+    (tmp_path / "endings.yaml").write_text(re.search("```yaml\n(.*?)```", (ROOT / "docs" / "evaluate.md").read_text(),
+                                                     re.DOTALL)[1])
+    run = run_command(sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", "pretrained=model", "--tasks",
+                      "endings", "--include_path", ".", "--device", "cpu", "--log_samples", "--output_path", "out",
+                      cwd=tmp_path)
+    assert run.returncode == 0 and "acc_norm" in run.stdout, run.stderr
+    sample = json.loads(next((tmp_path / "out").rglob("samples_*.jsonl")).read_text())
+    for ending, answer in zip(document["endings"], sample["filtered_resps"], strict=True):
+        x = torch.from_numpy(tokenizer.encode(f"{document['ctx']} {ending}").astype(np.int64))[None]
+        n = len(f" {ending}".encode())
+        log_probs = model(x).logits.detach().log_softmax(-1)[0, -n - 1 : -1]
+        assert float(answer[0]) == pytest.approx(log_probs.gather(1, x[0, -n:, None]).sum().item(), abs=1e-3)
