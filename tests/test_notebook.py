@@ -50,7 +50,8 @@ def test_the_tool_has_each_command_of_the_notebook():
 def test_the_notebook_runs_in_a_clone_that_it_makes(tokens, tmp_path, monkeypatch):
     """All of it but smoke and the survey, as on Colab, where it lies outside the repository."""
     origin, folder = tmp_path / "origin", tmp_path / "content"
-    shutil.copytree(ROOT, origin, ignore=shutil.ignore_patterns(".*", "__pycache__", "logs", "tokens", "checkpoints"))
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "logs", "checkpoints", "*.bin", "meta.json", "tokenizer.json")
+    shutil.copytree(ROOT, origin, ignore=ignored)
     for words in ("init --quiet", "add --all", "-c user.name=a -c user.email=a@b commit --quiet --message a"):
         assert run_command("git", *words.split(), cwd=origin).returncode == 0
     folder.mkdir()
