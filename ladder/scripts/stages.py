@@ -109,6 +109,10 @@ rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "ML
 rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
 # Larger models.
 rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train")
+# Your own text.
+rung("28", "beyond/rung_28_dropout.py", "dropout", "24",
+     "Settings", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train")
+# Several cards.
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "imports", "orthogonalize", "evaluate", "load_checkpoint", "compile_model", "shard", "gather", "train",
      torchrun=True)
