@@ -138,8 +138,8 @@ def test_every_script_is_a_stage():
 
 def test_the_ladder_is_one_chain():
     """With branches from rung 24: rung 25 is for other cards, FSDP shards it, and the others are for a small text."""
-    *chain, dropout, fsdp, dcp = STAGES
+    *chain, dropout, apart, fsdp, dcp = STAGES
     assert [stage.before for stage in chain] == [None, *(stage.label for stage in chain[:-1])]
-    assert (dropout.label, dropout.before) == ("28", "24")
+    assert (dropout.label, dropout.before, apart.label, apart.before) == ("28", "24", "29", "28")
     assert (fsdp.label, fsdp.before, dcp.label, dcp.before) == ("fsdp", "24", "dcp", "fsdp")
     assert len(BY_LABEL) == len(STAGES)

@@ -1,15 +1,20 @@
 """Rungs for a text of one's own: each shown on the thing itself."""
+import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import losses, run_command, rung, train
 from test_ddp import RANK, TWO_RANKS
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention
 
 from ladder.scripts.stages import BY_LABEL
 
-DROPOUT = "28"
+DROPOUT, APART = "28", "29"
+VOCAB_SIZE, END = 1000, 999  # few, so that tests are quick
 COMPILED = pytest.mark.parametrize("mode", ["none", pytest.param("default", marks=pytest.mark.slow)])
 SHORT = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 4, "--val-every", 0, "--checkpoint-every", 2)
 
@@ -17,7 +22,7 @@ SHORT = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 4, "--val-every", 0,
 def lively(module, dropout=0.0):
     """A tiny model in training whose residual branches are not zero, as they are at first from rung 24 on."""
     torch.manual_seed(0)
-    model = module.GPT(module.MODELS["tiny"])
+    model = module.GPT(module.GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=VOCAB_SIZE))
     for name, parameter in model.named_parameters():
         if name.endswith(("c_proj.weight", "down_proj.weight")):
             torch.nn.init.normal_(parameter, std=0.1)
@@ -52,7 +57,7 @@ def test_28_where_and_how_much():
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
             part.register_forward_hook(lambda part, inputs, output: dropped.append((inputs[0], output)))
-    model(torch.randint(50257, (4, 128)))
+    model(torch.randint(VOCAB_SIZE, (4, 128)))
     for end, (x, output) in zip(ends, dropped, strict=True):
         kept = output != 0
         assert x is end and torch.allclose(output[kept], x[kept] / 0.75)
@@ -121,7 +126,7 @@ def test_28_a_resumed_run_drops_what_the_whole_run_drops(mode, tmp_path, tokens)
 def test_28_recomputed_blocks_drop_the_same(mode):
     """The gradients are those without recomputation; compiled, up to the rounding of fused products."""
     model, found = lively(rung(DROPOUT), dropout=0.2), []
-    x, y = torch.randint(50257, (2, 2, 32), generator=torch.Generator().manual_seed(1))
+    x, y = torch.randint(VOCAB_SIZE, (2, 2, 32), generator=torch.Generator().manual_seed(1))
     for blocks in (0, 2):
         model.recompute_blocks = blocks
         torch.manual_seed(5)
@@ -165,3 +170,167 @@ def test_28_without_dropout_it_is_the_rung_before(mode, tmp_path, tokens):
 def test_28_not_a_share(value, reason, tmp_path, tokens):
     with pytest.raises(SystemExit, match=f"error: --dropout {reason}"):
         train(rung(DROPOUT), tmp_path, tokens, *SHORT, "--dropout", value)
+
+
+ROWS = [(40, 1, 70, 89), (199, 1)]  # lengths of documents; the first of the first row has lost its beginning
+
+
+def documents():
+    """(inputs, targets) of two sequences of several documents, (2, 200) each, and where each document is in them."""
+    ids = torch.randint(END, (2, 201), generator=torch.Generator().manual_seed(1))
+    places = []  # (row, first token, the one after the last)
+    for row, lengths in enumerate(ROWS):
+        for length in lengths:
+            start = sum(stop - first for r, first, stop in places if r == row)
+            ids[row, start] = END if places else ids[row, start]
+            places.append((row, start, start + length))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), places
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """apart(flex): a model that keeps documents apart, and its forward: eager with a mask, or compiled.
+
+    On a CPU only FlexAttention's reference has gradients, which "aot_eager" runs; torch keeps users from it.
+    """
+    def build(flex):
+        module = rung(APART)
+        model, mask = lively(module), module.attention_mask
+        model.end_of_text = END
+        if not flex:
+            return model, model
+        module.attention_mask = lambda idx, end, **_: mask(idx, end, flex=torch.compiler.is_compiling())
+        monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+        return model, torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    return build
+
+
+FLEX = pytest.mark.parametrize(
+    "flex", [pytest.param(False, id="mask"), pytest.param(True, id="flex", marks=pytest.mark.slow)])
+
+
+def test_29_both_masks_are_the_same():
+    """The function that FlexAttention's kernel computes, and the blocks that it does not skip, against the mask."""
+    module, (x, _, _) = rung(APART), documents()
+    mask, block_mask = (module.attention_mask(x, END, flex) for flex in (False, True))
+    assert torch.equal(flex_attention.create_mask(block_mask.mask_mod, 2, 1, 200, 200, device="cpu"), mask)
+    blocks = torch.nn.functional.max_pool2d(mask.float(), 128, ceil_mode=True)  # (2, 1, 2, 2)
+    assert torch.equal(block_mask.to_dense(), blocks.int())
+    assert blocks[:, 0, 1, 0].tolist() == [1, 1] and blocks[:, 0, 0, 1].tolist() == [0, 0]
+
+
+@FLEX
+def test_29_as_documents_run_one_by_one(flex, apart):
+    """Logits, loss and gradients, against rung 28's attention on each document alone, from position 0."""
+    (model, forward), (x, y, places) = apart(flex), documents()
+    logits = forward(x).detach()
+    loss, found = gradients(forward, model, x, y)
+    model.end_of_text = None
+    expected_loss, expected = 0.0, torch.zeros_like(found)
+    for row, start, stop in places:
+        part = [ids[row : row + 1, start:stop] for ids in (x, y)]
+        assert torch.allclose(logits[row, start:stop], model(part[0])[0], rtol=0, atol=1e-4 * logits.abs().max())
+        part_loss, part_gradients = gradients(model, model, *part)
+        share = (stop - start) / x.numel()
+        expected_loss, expected = expected_loss + share * part_loss, expected + share * part_gradients
+    assert loss == pytest.approx(expected_loss.item(), abs=1e-5)
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    _, across = gradients(model, model, x, y)
+    assert (across - expected).norm() > 0.1 * expected.norm()  # attention across documents is something else
+
+
+@FLEX
+def test_29_recomputed_blocks_get_the_mask(flex, apart):
+    (model, forward), (x, y, _) = apart(flex), documents()
+    found = []
+    for blocks in (0, 2):
+        model.recompute_blocks = blocks
+        found.append(gradients(forward, model, x, y))
+    assert found[0][0] == found[1][0] and torch.allclose(found[0][1], found[1][1], rtol=0, atol=1e-7)
+
+
+@FLEX
+def test_29_under_autocast(flex, apart):
+    """As close to float32 as bfloat16's 8 bits allow, and closer than attention across documents."""
+    (model, forward), (x, y, _) = apart(flex), documents()
+    _, truth = gradients(model, model, x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found = gradients(forward, model, x, y)
+    assert (found - truth).norm() <= 0.03 * truth.norm()
+
+
+@pytest.mark.slow
+def test_29_one_graph_for_all_batches(apart):
+    """Whatever documents they hold; fullgraph: without a break."""
+    (model, forward), (x, y, _) = apart(flex=True), documents()
+    counters.clear()
+    for shift in range(3):
+        x_now, y_now = (ids.roll(7 * shift, dims=1) for ids in (x, y))
+        assert forward(x_now, y_now).item() == pytest.approx(model(x_now, y_now).item(), abs=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+def test_29_compiled_by_inductor():
+    """The mask, as on a CPU; and no second graph."""
+    model, (x, y, _) = lively(rung(APART)), documents()
+    model.end_of_text = END
+    counters.clear()
+    forward = torch.compile(model, fullgraph=True)
+    for shift in range(2):
+        x_now, y_now = (ids.roll(7 * shift, dims=1) for ids in (x, y))
+        (loss, found), (same, truth) = (gradients(each, model, x_now, y_now) for each in (forward, model))
+        assert loss.item() == pytest.approx(same.item(), abs=1e-5) and (found - truth).norm() <= 1e-4 * truth.norm()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("device, compiling, flex", [
+    ("cuda", True, True), ("cuda", False, False), ("cpu", True, False), ("cpu", False, False)])
+def test_29_flex_where_it_is_compiled_for_cuda(device, compiling, flex, monkeypatch):
+    """Eagerly, as in evaluate(), FlexAttention would compute all scores."""
+    module, asked = rung(APART), []
+    module.attention_mask = lambda idx, end_of_text, flex: asked.append((end_of_text, flex)) or 1 / 0
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    model = lively(module)
+    model.end_of_text = END
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ZeroDivisionError):
+        model(torch.zeros(1, 8, dtype=torch.long, device=device))
+    assert asked == [(END, flex)]
+
+
+def corpus(folder, separator, **meta):
+    """Token files of random documents of 20 tokens."""
+    ids = np.random.default_rng(0).integers(1000, 50256, size=4000).astype("<u2")
+    ids[::20] = separator
+    folder.mkdir()
+    ids.tofile(folder / "train.bin")
+    ids[:400].tofile(folder / "val.bin")
+    (folder / "meta.json").write_text(json.dumps({
+        "source": "random", "sha256": "0", "tokenizer": "gpt2", "vocab_size": 50257, "train_tokens": 4000,
+        "val_tokens": 400, **meta}))
+    return folder
+
+
+@pytest.mark.parametrize("meta, expected", [
+    ({"documents": 200}, 50256), ({"documents": 200, "end_of_text": 7}, 7), ({}, 50256), ({"documents": 1}, None)])
+def test_29_the_token_is_that_of_the_data(meta, expected, tmp_path):
+    """A single document is trained on as in the rung before, bit by bit; several are not, from the first step on."""
+    data = corpus(tmp_path / "data", expected or 50256, **meta)
+    module, before, built = rung(APART), rung(BY_LABEL[APART].before), []
+    module.new_model = lambda *args, new_model=module.new_model: built.append(new_model(*args)) or built[-1]
+    flags = ("-B", 2, "-T", 64, "--total-batch", 128, "--steps", 3, "--val-every", 3, "--val-sequences", 1)
+    log, log_before = (train(each, tmp_path / each.__name__, data, *flags) for each in (module, before))
+    assert built[0].end_of_text == expected
+    assert (losses(log) == losses(log_before)) == (expected is None)
+    validated = [[line.split(" | ")[1] for line in each.read_text().splitlines() if line.startswith("val :")]
+                 for each in (log, log_before)]
+    assert len(validated[0]) == 1 and (validated[0] == validated[1]) == (expected is None)
+
+
+@torch.no_grad()
+def test_29_the_saved_model_is_that_of_the_rung_before():
+    """The same parameters and, of one document, the same logits: so it is still a Qwen3."""
+    model, before, (x, _, _) = lively(rung(APART)).eval(), lively(rung(BY_LABEL[APART].before)).eval(), documents()
+    assert_equal(model.state_dict(), before.state_dict())
+    assert torch.equal(model(x), before(x))

@@ -112,6 +112,9 @@ rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "trai
 # Your own text.
 rung("28", "beyond/rung_28_dropout.py", "dropout", "24",
      "Settings", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train")
+rung("29", "beyond/rung_29_documents_apart.py", "documents apart", "28",
+     "imports", "attention_mask", "CausalSelfAttention.forward", "Block.forward",
+     "GPT.__init__", "GPT.forward", "train")
 # Several cards.
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "imports", "orthogonalize", "evaluate", "load_checkpoint", "compile_model", "shard", "gather", "train",
