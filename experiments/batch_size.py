@@ -19,7 +19,7 @@ from ladder.show.logs import read_log
 
 TOKENS, T = 3 * 2**19, 256
 BATCHES = [768, 3072, 12288]
-RATES = [0.0025, 0.005, 0.01, 0.02, 0.04]
+RATES = [0.005, 0.01, 0.02, 0.04]
 STAGE = BY_LABEL["29"]
 
 
