@@ -282,7 +282,8 @@ def broken_tokenizer(kind):
 
 @pytest.mark.parametrize("kind, reason", [
     ("metaspace", "does not give back the text"), ("lowercase", "does not give back the text"),
-    ("prefix", "does not give back the text"), ("byte fallback", "does not give back the text"), ("no end", "has no end-of-text token"),
+    ("prefix", "does not give back the text"), ("byte fallback", "does not give back the text"),
+    ("no end", "has no end-of-text token"),
     ("large", "has 65,537 tokens, more than 65,536"), (None, "is missing, or has fewer than 257 tokens"),
     ("file", "cannot be loaded"),
 ])

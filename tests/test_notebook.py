@@ -56,8 +56,8 @@ def test_the_notebook_runs_in_a_clone_that_it_makes(tokens, tmp_path, monkeypatc
         assert run_command("git", *words.split(), cwd=origin).returncode == 0
     folder.mkdir()
     monkeypatch.setenv("LADDER_FLAGS", f"--model tiny -T 64 --steps 4 --device cpu --compile-mode none --data {tokens}")
-    monkeypatch.setenv("LADDER_RECIPE", "--model 1x2x32 -B 1 -T 64 --steps 4 --val-every 2 --val-sequences 4 --device cpu"
-                                        " --compile-mode none")
+    monkeypatch.setenv("LADDER_RECIPE", "--model 1x2x32 -B 1 -T 64 --steps 4 --val-every 2 --val-sequences 4 "
+                                        "--device cpu --compile-mode none")
     notebook = read_notebook()
     notebook.cells[1].source = notebook.cells[1].source.replace('REPOSITORY = ""', f"REPOSITORY = {str(origin)!r}")
     printed = run_notebook(notebook, folder)
