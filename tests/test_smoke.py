@@ -187,7 +187,7 @@ def test_a_patched_script_does_so(how, label, note, tmp_path, tokens, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_everything_works_here(tmp_path, tokens):
-    command = [sys.executable, "-m", "ladder", "smoke", "--device", "cpu", "--model", "tiny", "--data", tokens]
+    command = [sys.executable, "-m", "ladder", "smoke", "--device", "cpu", "--model", "1x2x64", "--data", tokens]
     run = run_command(*command, "--out", tmp_path / "out", timeout=2900)
     assert run.returncode == 0, run.stdout + run.stderr
     trials = json.loads((tmp_path / "out" / "summary.json").read_text())["trials"]
