@@ -116,17 +116,19 @@ def main(argv=None):
 
     os.environ["OMP_NUM_THREADS"] = "1"
     with ThreadPool(2) as pool:
-        found = pool.starmap(nano, [(folder, out / f"nano/{rate:g}", rate, SEEDS[0]) for rate in NANO_RATES])
+        found = pool.starmap(nano, [(folder, out / f"nano_{rate:g}_{SEEDS[0]}", rate, SEEDS[0]) for rate in NANO_RATES])
         nano_search = {rate: run["loss"] for rate, run in zip(NANO_RATES, found, strict=True)}
         print("nanoGPT, by learning rate:", {f"{rate:g}": round(loss, 3) for rate, loss in nano_search.items()})
-        found = pool.starmap(ours, [(data, out / "ours/{:g}_{:g}".format(*r), steps, r, SEEDS[0]) for r in OUR_RATES])
+        name = "ours_{:g}_{:g}_{}"
+        found = pool.starmap(
+            ours, [(data, out / name.format(*rates, SEEDS[0]), steps, rates, SEEDS[0]) for rates in OUR_RATES])
         our_search = {rates: run["loss"] for rates, run in zip(OUR_RATES, found, strict=True)}
         print("ours, by AdamW's and Muon's:",
               {"{:g} {:g}".format(*rates): round(loss, 3) for rates, loss in our_search.items()}, flush=True)
         rate, rates = best_of(nano_search), best_of(our_search)
-        theirs = [run["loss"] for run in pool.starmap(nano, [(folder, out / f"nano_{s}", rate, s) for s in SEEDS])]
-        runs = pool.starmap(ours, [(data, out / f"ours_{seed}", steps, rates, seed) for seed in SEEDS])
-    for name, losses in (("nanoGPT", theirs), ("ours", [run["loss"] for run in runs])):
+        theirs = pool.starmap(nano, [(folder, out / f"nano_{rate:g}_{seed}", rate, seed) for seed in SEEDS])
+        runs = pool.starmap(ours, [(data, out / name.format(*rates, seed), steps, rates, seed) for seed in SEEDS])
+    for name, losses in (("nanoGPT", [run["loss"] for run in theirs]), ("ours", [run["loss"] for run in runs])):
         print(f"{name}: {statistics.median(losses):.3f} nats per character ({min(losses):.3f}-{max(losses):.3f})")
 
 

@@ -24,6 +24,7 @@ from ladder.errors import UserError
 from ladder.measure import check, rates, runner
 from ladder.measure.runner import Job, command_for, parse_rungs, plan, run_job
 from ladder.scripts.flops import SHAPES, flops_per_token, mfu
+from ladder.scripts.memory import largest_fitting
 from ladder.scripts.lessons import read_lesson
 from ladder.scripts.memory import PROCESS_BYTES, RUN_BY_DEFAULT, recommend, step_bytes
 from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
@@ -492,6 +493,19 @@ def test_flops_in_closed_form():
     assert flops_per_token("gpt2", 1024) == 6 * n_matrix + 12 * 12 * 768 * 1024
     assert flops_per_token("gpt2", 1024, causal=True) == 6 * n_matrix + 6 * 12 * 768 * 1024
     assert flops_per_token("unknown", 1024) is None
+    assert flops_per_token("4x4x128", 64, vocab_size=257) == 6 * (257 * 128 + 4 * 12 * 128**2) + 12 * 4 * 128 * 64
+    assert largest_fitting("4x4x128", 64, ["10"], 4e9) > largest_fitting("gpt2", 64, ["10"], 4e9) > 0
+
+
+@pytest.mark.parametrize("tokens, vocab_size", [
+    ("gpt2", 50257), ("gpt2-bytes", 50257), ("bytes", 257), ("bpe-4096", 4096), ("my-model", None)])
+def test_mfu_counts_the_vocabulary_of_the_data(tokens, vocab_size, tmp_path):
+    write_log(tmp_path / "baseline.log", header="# model: 4x4x128\n# batch: B=4 T=64 | steps: 3\n"
+                                                f"# data: my text ({tokens} tokens) | loaded 9 tokens\n")
+    run = read_log(tmp_path / "baseline.log")
+    assert run.vocab_size == vocab_size
+    share = mfu(run, {"float32": 1e12}, 1000)
+    assert share == (vocab_size and flops_per_token("4x4x128", 64, vocab_size=vocab_size) * 1000 / 1e12)
 
 
 def test_compare_in_words(tmp_path, tokens, call):

@@ -26,9 +26,10 @@ class Peer(nn.Module):
         super().__init__()
         if settings.pretrained or settings.save:
             sys.exit("error: --pretrained, --save: the peer has neither; leave them out")
-        shape = rung_10.MODELS[settings.model]
+        shape = rung_10.shape_of(settings.model)
         self.model = GPT2LMHeadModel(GPT2Config(
-            n_positions=shape.block_size, n_embd=shape.n_embd, n_layer=shape.n_layer, n_head=shape.n_head,
+            vocab_size=loader.meta["vocab_size"], n_positions=shape.block_size,
+            n_embd=shape.n_embd, n_layer=shape.n_layer, n_head=shape.n_head,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
         ))
 

@@ -201,7 +201,8 @@ def floor_ms(run, rates):
     precision = run.headers["precision"]
     name = next((name for name in ("bfloat16", "float16") if precision.startswith(name)), "float32")
     name = "tf32" if name == "float32" and "in TF32" in precision else name
-    return 1000 * flops_per_token(run.model, run.T, BY_NAME[run.name].causal) * run.tokens_per_step / rates[name]
+    per_token = flops_per_token(run.model, run.T, BY_NAME[run.name].causal, run.vocab_size) or math.nan
+    return 1000 * per_token * run.tokens_per_step / rates[name]
 
 
 def check_profile(stages, flags, folder):

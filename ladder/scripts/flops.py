@@ -12,28 +12,36 @@ computes half of it, and "causal" counts half of the second term: for gpt2 at T=
 MFU = FLOPs per token * tokens/sec / the highest matrix-product rate measured on that device, over float32, TF32 and
 16 bits: the same for all rungs, so the column rises towards 100 %.
 """
+import re
+
 from ladder.scripts.stages import STAGES, load_script
 
-VOCAB_SIZE = 50257
+VOCAB_SIZE = 50257  # of GPT-2's tokens
 SHAPES = {name: (shape.n_layer, shape.n_head, shape.n_embd)  # --model: (n_layer, n_head, n_embd)
           for name, shape in load_script(STAGES[0]).MODELS.items()}
 
 
-def flops_per_token(model, T, causal=False):
-    """FLOPs of training on one token at sequence length T; None for an unknown model.
+def shape_of(model):
+    """(n_layer, n_head, n_embd) of a --model, which may be a shape like 4x4x128; None for an unknown one."""
+    numbers = re.fullmatch(r"(\d+)x(\d+)x(\d+)", model or "")
+    return tuple(map(int, numbers.groups())) if numbers else SHAPES.get(model)
+
+
+def flops_per_token(model, T, causal=False, vocab_size=VOCAB_SIZE):
+    """FLOPs of training on one token at sequence length T; None for an unknown model or vocabulary.
 
     `causal` counts half of attention; otherwise all of it, as PaLM does.
     """
-    if model not in SHAPES or T is None:
+    if not shape_of(model) or T is None or vocab_size is None:
         return None
-    n_layer, _, n_embd = SHAPES[model]
-    n_matrix = VOCAB_SIZE * n_embd + n_layer * 12 * n_embd * n_embd
+    n_layer, _, n_embd = shape_of(model)
+    n_matrix = vocab_size * n_embd + n_layer * 12 * n_embd * n_embd
     return 6 * n_matrix + (6 if causal else 12) * n_layer * n_embd * T
 
 
 def mfu(run, rates, tokens_per_second, causal=False):
     """A speed as a share (0 to 1) of the device's best measured matrix-product rate (FLOP/s), or None."""
-    per_token = flops_per_token(run.model, run.T, causal)
+    per_token = flops_per_token(run.model, run.T, causal, run.vocab_size)
     if not rates or per_token is None or tokens_per_second is None:
         return None
     on_cpu = "threads" in run.headers.get("device", "")  # where all ranks share the measured rate

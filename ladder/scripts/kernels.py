@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ladder.scripts.flops import VOCAB_SIZE
 from ladder.scripts.stages import BY_LABEL, load_script
 
 LOWERED = {}  # the kernels of each graph: rungs 7 to 10 have the same
@@ -278,7 +279,7 @@ def patches(recorder):
 def stand_ins(recorder):
     """A loader without data, and a log that turns the recorder on after the first step, off after the second."""
     class Loader:
-        meta, tokens, n_batches = {"vocab_size": 0, "source": "", "tokenizer": ""}, (), 1
+        meta, tokens, n_batches = {"vocab_size": VOCAB_SIZE, "source": "", "tokenizer": ""}, (), 1
 
         def __init__(self, folder, B, T):
             self.shape = B, T

@@ -23,7 +23,7 @@ import sys
 import psutil
 import torch
 
-from ladder.scripts.flops import SHAPES, VOCAB_SIZE
+from ladder.scripts.flops import SHAPES, VOCAB_SIZE, shape_of
 from ladder.scripts.stages import BY_LABEL
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver takes about as much
@@ -34,7 +34,7 @@ RUN_BY_DEFAULT = [str(number) for number in range(11)]  # the labels of `python 
 
 def step_bytes(model, B, T, label):
     """Bytes that training on the rung `label` takes at its peak."""
-    stage, (n_layer, n_head, n_embd) = BY_LABEL[label], SHAPES[model]
+    stage, (n_layer, n_head, n_embd) = BY_LABEL[label], shape_of(model)
     n_embeddings = (VOCAB_SIZE * (1 if stage.tied else 2) + BLOCK_SIZE) * n_embd
     parameters = n_embeddings + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
     a, v, s = stage.memory
@@ -51,7 +51,7 @@ def largest_fitting(model, T, labels, available_bytes):
 
 def split_parameters(model, n_layer=None):
     """(parameters of the embedding, of one block, number of blocks) of rung 24 and fsdp_run.py, without norms."""
-    layers, _, n_embd = SHAPES[model]
+    layers, _, n_embd = shape_of(model)
     n_rows, n_hidden = math.ceil(VOCAB_SIZE / 128) * 128, math.ceil(8 * n_embd / 3 / 64) * 64
     return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer or layers
 
@@ -77,7 +77,7 @@ def card_bytes(model, B, T, ranks, sharded, n_layer=None):
     state = state_bytes(model, ranks if sharded else 1, n_layer)
     unsharded = 10 * embedding + (10 * block if sharded else 2 * block * n_layer)
     a, v, _ = BY_LABEL["fsdp"].memory
-    kept = B * T * ((2 if sharded else 4) * n_layer + a) * SHAPES[model][2] + v * VOCAB_SIZE * min(B * T, LOSS_CHUNK)
+    kept = B * T * ((2 if sharded else 4) * n_layer + a) * shape_of(model)[2] + v * VOCAB_SIZE * min(B * T, LOSS_CHUNK)
     return PROCESS_BYTES + state + unsharded + kept
 
 

@@ -33,7 +33,7 @@ def fastest_ms(run):
 
     Not the whole floor: small tensors stay in a card's cache, which the floor ignores.
     """
-    card, per_token = card_of(run.device), flops_per_token(run.model, run.T, causal=True)
+    card, per_token = card_of(run.device), flops_per_token(run.model, run.T, True, run.vocab_size)
     precision = run.headers.get("precision", "16 bits")
     if card is None or per_token is None or run.tokens_per_step is None or "float8" in run.headers:
         return None

@@ -110,6 +110,13 @@ class Run:
     def data(self):
         return self.headers.get("data")
 
+    @property
+    def vocab_size(self):
+        """How many tokens the vocabulary has, as far as its name says so; None for others."""
+        name = re.search(r" \((\S+) tokens\)", self.data or " (gpt2 tokens)")
+        trained = re.fullmatch(r"bpe-(\d+)", name[1]) if name else None
+        return int(trained[1]) if trained else {"gpt2": 50257, "gpt2-bytes": 50257, "bytes": 257}.get(name and name[1])
+
     def setting(self):
         """What two runs must share to be compared."""
         return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": self.device}
