@@ -24,9 +24,8 @@ from ladder.errors import UserError
 from ladder.measure import check, rates, runner
 from ladder.measure.runner import Job, command_for, parse_rungs, plan, run_job
 from ladder.scripts.flops import SHAPES, flops_per_token, mfu
-from ladder.scripts.memory import largest_fitting
 from ladder.scripts.lessons import read_lesson
-from ladder.scripts.memory import PROCESS_BYTES, RUN_BY_DEFAULT, recommend, step_bytes
+from ladder.scripts.memory import PROCESS_BYTES, RUN_BY_DEFAULT, largest_fitting, recommend, step_bytes
 from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
 from ladder.show.compare import compare
 from ladder.show.logs import PEER, read_log
