@@ -8,7 +8,7 @@
 
 For each text the two learning rates are searched with rung 24, which all rungs then share; dropout is searched, too.
 Every rung is trained with three seeds, two runs at a time on one thread each. "last" is the validation loss at the end,
-"lowest" that of the best validation, which rung 27 keeps. Finished runs are not repeated.
+"lowest" that of the best validation, which rung 27 keeps. Finished runs are not repeated. --png draws the losses.
 """
 import argparse
 import os
@@ -19,10 +19,13 @@ from itertools import product
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from matplotlib import pyplot as plt
+
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
 
-FLAGS = ("--model 4x4x128 -B 6 -T 256 --total-batch 1536 --recompute-blocks 0 --steps 1100 --val-every 100 "
+EVERY = 100  # steps from one validation to the next
+FLAGS = (f"--model 4x4x128 -B 6 -T 256 --total-batch 1536 --recompute-blocks 0 --steps 1100 --val-every {EVERY} "
          "--val-sequences 256 --checkpoint-every 0 --warmup-steps 20").split()
 RATES = list(product((0.005, 0.01), (0.005, 0.01)))  # AdamW's, Muon's
 ROWS = {  # what it is: (rung, its flags)
@@ -46,7 +49,7 @@ def val_losses(label, flags, folder):
 
 
 def compare(data, out, pool):
-    """Search the rates, run all rows with all seeds, print the table."""
+    """Search the rates, run all rows with all seeds, print the table; {row: [losses of a seed's validations, ...]}."""
     base = ["--data", data]
     rates = {pair: ["--max-lr", pair[0], "--muon-lr", pair[1]] for pair in RATES}
     found = pool.starmap(val_losses, [("24", [*base, *rates[pair]], out / "{:g}_{:g}".format(*pair)) for pair in RATES])
@@ -63,14 +66,32 @@ def compare(data, out, pool):
         less = [loss - min(runs[seed, "24"]) for loss, seed in zip(low, SEEDS, strict=True)]
         print(f"| {name} | " + " | ".join(f"{statistics.median(x):{sign}.3f} ({min(x):{sign}.3f} to {max(x):{sign}.3f})"
                                           for x, sign in ((last, ""), (low, ""), (less, "+"))) + " |", flush=True)
+    return {name: [runs[seed, name] for seed in SEEDS] for name in ROWS}
+
+
+def draw(found, path):
+    """The losses of {text: {row: [losses of a seed, ...]}}: the median over the seeds, and their range."""
+    figure, panels = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False, layout="constrained")
+    for panel, (text, rows) in zip(panels[0], found.items(), strict=True):
+        for name, seeds in rows.items():
+            steps = [EVERY * (i + 1) for i in range(len(seeds[0]))]
+            line, = panel.plot(steps, list(map(statistics.median, zip(*seeds, strict=True))), label=name)
+            panel.fill_between(steps, *([pick(x) for x in zip(*seeds, strict=True)] for pick in (min, max)),
+                               color=line.get_color(), alpha=0.2)
+        panel.set(title=text, xlabel="step", ylabel="validation loss, nats per byte")
+        panel.set_ylim(top=min(panel.get_ylim()[1], 2.5))
+    panels[0][0].legend()
+    figure.savefig(path, dpi=100)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, nargs="+", help="folders of token files")
     parser.add_argument("--out", type=Path, default=Path("logs/own_text"), help="default: %(default)s")
+    parser.add_argument("--png", type=Path, help="draw the losses into this file")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with ThreadPool(2) as pool:
-        for data in args.data:
-            compare(data, args.out / data.name, pool)
+        found = {data.name: compare(data, args.out / data.name, pool) for data in args.data}
+    if args.png:
+        draw(found, args.png)
