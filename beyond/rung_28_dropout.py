@@ -7,8 +7,10 @@ remains is divided by 1 - p, so its expected value stays the same. GPT-2 also dr
 attention kernel of a CPU cannot do, so they are left out here. Validation and the saved model drop nothing.
 The seed of the masks is a function of the batch's number, so --resume continues bit by bit without saving an RNG state.
 
-Gain: RACE PENDING.
-Cost: time for the random numbers; more steps to the same training loss, so --dropout 0 for a text that is read once.
+Gain: on 72 kB of text, read 23 times, the lowest validation loss falls from 1.65 to 1.58 nats per byte, with --dropout
+0.2 to 1.56, and hardly rises again (experiments/own_text.py).
+Cost: time for the random numbers, almost half of a small model's step on a CPU. A text that is read once gets 0.06 nats
+worse: there give --dropout 0.
 
 Source: Srivastava et al. 2014, "Dropout: A Simple Way to Prevent Neural Networks from Overfitting".
 """
