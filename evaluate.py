@@ -27,7 +27,7 @@ from sample import load_model, pick_device
 
 PIECE = re.compile(  # cut before a blank, where no token is split
     r".{,16383}[^\W_](?=[ \t\r\n])|.{,16383}\S(?=[ \t\r\n])|.{1,16384}", re.DOTALL)
-LOGITS, TOKENS = 2**27, 2**14  # at most so many at once, unless a single sequence has more: 0.5 GB of logits
+LOGITS, TOKENS = 2**27, 2**14  # how many at most in a batch, unless one sequence has more: 0.5 GB of logits
 
 
 def encode_again(tokens, theirs, ours):
@@ -42,7 +42,7 @@ def encode_again(tokens, theirs, ours):
 
 @torch.inference_mode()
 def losses(model, tokens, T, batch_size, end_of_text=None):
-    """The loss of every token but the first, in nats, summed by its place in its sequence, (T,); their number, (T,).
+    """The loss of every token but the first, in nats, summed by position in the sequence, (T,); how many, (T,).
 
     With the id `end_of_text` no token attends to a document before its own.
     """

@@ -1,10 +1,10 @@
 """Rung 27, best checkpoint: keep the model with the lowest validation loss, and stop when there is no lower one.
 
-    python beyond/rung_27_best_checkpoint.py --val-every 50 --patience 10 --save best.pt
+    python beyond/rung_27_best_checkpoint.py --steps 5000 --val-every 50 --patience 10 --save mine.pt
 
 On a small text the training loss still falls when the validation loss has long begun to rise: the model memorizes the
-text, and the last model is not the best one. Here each new lowest validation loss has the weights copied to main memory
-and written to best.pt beside the checkpoints, and the copy is what --save writes at the end. It is also part of every
+text, and the last model is not the best one. Here, at each new lowest validation loss, the weights are copied to main
+memory and written to best.pt beside the checkpoints; --save writes that copy at the end. It is also part of every
 checkpoint, so a resumed run keeps exactly the best model of all its steps. With --patience N training stops after N
 validations in a row without a new lowest loss.
 

@@ -1,9 +1,9 @@
 """Rung 29, documents apart: no attention across <|endoftext|>.
 
 A sequence is cut from a long row of documents, so it may hold the end of one and the beginning of another. Until here a
-token attended to everything before it, also to documents that have nothing to do with its own. Now it attends to its
-own document only, which begins with the <|endoftext|> before it, as generated text does. Positions need no reset,
-because RoPE's scores depend on distances alone.
+token attended to everything before it, even to documents that have nothing to do with its own. Now it attends only to
+its own document, which begins with the <|endoftext|> before it. Positions need no reset, because RoPE's scores depend
+only on distances.
 On CUDA FlexAttention compiles the mask into the kernel, which skips blocks that are masked entirely. Elsewhere, and
 where a model runs eagerly, attention takes a boolean mask. A text of one document is attended to as before.
 

@@ -9,8 +9,8 @@
 
 Each line of a .jsonl file is a document, as is each row of a .parquet file or dataset; a .txt file is one, or several
 with <|endoftext|> between them. Memory does not grow with the corpus. Of many documents, a hash draws a tenth for
-validation; of few, it is the end of the text. Without a network the text is Python's language reference, and GPT-2's
-tokens are its single bytes.
+validation; of few, the end of the text is held out. Without a network the default text is Python's language reference,
+and only the 256 byte tokens of GPT-2 are used.
 """
 import argparse
 import codecs

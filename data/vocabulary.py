@@ -8,7 +8,7 @@ tokenizers library stores as tokenizer.json; None for GPT-2's), and
     byte_lengths()     bytes of UTF-8 that each token stands for, (vocab_size,); 0 for the end of text
     to_transformers()  the same tokenizer for transformers
 
-Cut between a letter or digit and the blank after it, the pieces of a text give the tokens of the whole.
+If a text is cut only between a letter or digit and the blank after it, its pieces give the tokens of the whole.
 """
 import os
 import re
@@ -24,7 +24,7 @@ from tokenizers.trainers import BpeTrainer
 
 SEPARATOR = "<|endoftext|>"
 MOST_TOKENS = 1 << 16  # token files hold uint16
-OUR_NAMES = ("gpt2", "gpt2-bytes", "bytes")  # these say everything; no folder's tokenizer is called so
+OUR_NAMES = ("gpt2", "gpt2-bytes", "bytes")  # each names one tokenizer; a folder's never gets one of them
 PROBE = " Two  blanks,\n\n\ttabs\t12345\nnaïve 日本語 🙂!\r\n"  # a tokenizer that changes this would change other texts
 
 

@@ -5,12 +5,12 @@
     python -m experiments.nanogpt nanoGPT
 
 nanoGPT's README trains 4 layers of width 128 for 2,000 steps of 12 x 64 characters on a CPU. Here its train.py does
-so, with other learning rates too (its lowest is a tenth of the highest, as in its config). The budget is 2,000 of its
-median step. The recipe of docs/own_text.md gets as many steps as fit into that, and has its two learning rates
-searched. Compiling is apart, and listed. Both are then trained with three seeds, and the loss is that of each
-character of the last tenth of Tiny Shakespeare, in windows of the T that each was trained with.
+so, with other learning rates too (decaying to a tenth of the highest, as in its config). The budget is 2,000 times its
+median step. The recipe of docs/own_text.md gets as many steps as fit into that, and its two learning rates are
+searched. The time to compile is not part of it; it is printed. Both are then trained with three seeds, and the loss is
+the mean over the last tenth of Tiny Shakespeare, in nats per character, in windows of the T that each was trained with.
 
-The times are taken first, on all cores, in turns. All other runs, whose times do not matter, go two at a time on one
+The times are taken first, on all cores, alternating. All other runs, whose times do not matter, go two at a time on one
 thread each. Finished runs are not repeated.
 """
 import argparse

@@ -1,14 +1,15 @@
 """What do rungs 26 to 29 bring, on a text that a small model memorizes and on one that it does not?
 
-    head -c 80000 tiny_shakespeare.txt > small.txt
+    U=https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
+    curl -sL $U | head -c 80000 > small.txt
     python data/prepare.py --text small.txt --tokenizer bytes --out data/small
     python -m experiments.python_corpus docstrings.jsonl --docstrings
     python data/prepare.py --text docstrings.jsonl --tokenizer bytes --out data/docstrings
     python -m experiments.own_text data/small data/docstrings
 
-For each text the two learning rates are searched with rung 24, which all rungs then share; dropout is searched, too.
-Every rung is trained with three seeds, two runs at a time on one thread each. "last" is the validation loss at the end,
-"lowest" that of the best validation, which rung 27 keeps. Finished runs are not repeated. --png draws the losses.
+For each text the two learning rates are searched with rung 24 and shared by all rungs; two rates of dropout are
+tried. Every rung is trained with three seeds, two runs at a time on one thread each. "last" is the validation loss at
+the end, "lowest" that of the best validation, which rung 27 keeps. Finished runs are not repeated. --png draws losses.
 """
 import argparse
 import os
