@@ -292,7 +292,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file, on `device`; memory-mapped where it is too large for that."""
+    """Batches of windows of a token file, shuffled, on `device`; memory-mapped where it is too large for that."""
 
     def __init__(self, folder, B, T, device, split="train", seed=None):
         self.B, self.T, self.device, self.seed, self.epoch = B, T, device, seed, None
@@ -472,6 +472,7 @@ def train(settings):
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
     notes["batches"] = "on the device" if loader.on_device else "prefetched" if device == "cuda" else "memory-mapped"
     notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
+    notes["documents"] = "one" if model.end_of_text is None else "apart"
     if settings.val_every:
         val_loader = DataLoaderLite(settings.data, 1, settings.T, device, "val")
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)

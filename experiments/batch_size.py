@@ -41,7 +41,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("logs/batch_size"), help="default: %(default)s")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    jobs = [(args.data, total_batch, rate, args.out / f"{total_batch}_{rate:g}")
+    jobs = [(args.data, total_batch, rate, args.out / args.data.name / f"{total_batch}_{rate:g}")
             for rate in RATES for total_batch in BATCHES]
     with ThreadPool(2) as pool:
         losses = dict(zip([job[1:3] for job in jobs], pool.starmap(last_loss, jobs), strict=True))

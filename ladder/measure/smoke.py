@@ -115,7 +115,7 @@ def plan(settings, scratch):
         trial.then += [resuming(trial)] if stage.label in ("24", "27") else []
         trials.append(trial)
     for stage in STAGES:
-        if stage.torchrun or stage.label == "24" or stage.label == "25" and device == "cuda":
+        if stage.torchrun or stage.label == "24" or stage.label in ("25", "29") and device == "cuda":
             trial = train(stage.label, "torchrun", like=stage.label)
             trial.then += [resuming(trial)] if stage.torchrun and "--checkpoint-dir" in trial.command else []
             trials.append(trial)
