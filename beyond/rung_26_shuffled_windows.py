@@ -265,7 +265,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 class DataLoaderLite:
-    """Batches of windows of a token file, shuffled, on `device`; memory-mapped where it is too large for that."""
+    """Batches of consecutive tokens from a token file, on `device`; memory-mapped where it is too large for that."""
 
     def __init__(self, folder, B, T, device, split="train", seed=None):
         self.B, self.T, self.device, self.seed, self.epoch = B, T, device, seed, None
