@@ -81,7 +81,7 @@ def draw(found, path):
                                color=line.get_color(), alpha=0.2)
         panel.set(title=text, xlabel="step", ylabel="validation loss, nats per byte")
         panel.set_ylim(top=min(panel.get_ylim()[1], 2.5))
-    panels[0][0].legend()
+    panels[0][-1].legend()
     figure.savefig(path, dpi=100)
 
 
