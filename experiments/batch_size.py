@@ -3,7 +3,7 @@
     python data/prepare.py --tokenizer bytes --out data/bytes
     python -m experiments.batch_size data/bytes
 
-The model of docs/own_text.md reads 1.6 million characters of Tiny Shakespeare in steps of 768, 3,072 or 12,288, with
+The model of docs/own_text.md reads 393,216 characters of Tiny Shakespeare in steps of 768, 3,072 or 12,288, with
 one learning rate after another for AdamW and half of it for Muon; two runs at a time, on one thread each. Shown is the
 validation loss at the end. Finished runs are not repeated.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
 
-TOKENS, T = 3 * 2**19, 256
+TOKENS, T = 3 * 2**17, 256
 BATCHES = [768, 3072, 12288]
 RATES = [0.005, 0.01, 0.02, 0.04]
 STAGE = BY_LABEL["29"]
