@@ -144,6 +144,7 @@ def test_check_warns_of_a_full_disk(free, mark, monkeypatch):
 @pytest.mark.parametrize("count, mark", [(0, check.NEUTRAL), (1, check.NEUTRAL), (2, check.GOOD)])
 def test_one_gpu_is_not_several(count, mark, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     found = next(one for one in check.check_ranks("cuda") if one.what.startswith("GPUs"))
     assert found.mark == mark and (f"{count} GPU" in found.detail)
 

@@ -192,6 +192,6 @@ def write_plots(reports, folder, wanted=lambda name: True):
 
 
 def shown_in_docs(root):
-    """The names of the pictures that README.md and docs/*.md show."""
+    """The names of the pictures of docs/ that README.md and docs/*.md show."""
     texts = [path.read_text(encoding="utf-8") for path in [root / "README.md", *root.glob("docs/*.md")]]
-    return {name for text in texts for name in re.findall(r"!\[[^\]]*\]\((?:docs/)?([^)]+\.png)\)", text)}
+    return {name for text in texts for name in re.findall(r"!\[[^\]]*\]\((?:docs/)?([^)/]+\.png)\)", text)}
