@@ -9,8 +9,8 @@ The seed of the masks is a function of the batch's number, so --resume continues
 
 Gain: on 72 kB of text, read 23 times, the lowest validation loss falls from 1.65 to 1.58 nats per byte, with --dropout
 0.2 to 1.56, and hardly rises again (experiments/own_text.py).
-Cost: time for the random numbers, 40 % of a small model's step on a CPU. On a text that is read only once the loss gets
-0.06 nats worse: there give --dropout 0.
+Cost: time for the random numbers, 40 % of a small model's step on a CPU. On a text that is read only once the loss is
+0.06 nats higher: give --dropout 0 there.
 
 Source: Srivastava et al. 2014, "Dropout: A Simple Way to Prevent Neural Networks from Overfitting".
 """
