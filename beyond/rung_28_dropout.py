@@ -9,7 +9,7 @@ The seed of the masks is a function of the batch's number, so --resume continues
 
 Gain: on 72 kB of text, read 23 times, the lowest validation loss falls from 1.65 to 1.58 nats per byte, with --dropout
 0.2 to 1.56, and hardly rises again (experiments/own_text.py).
-Cost: a small model's step takes 1.46 times as long on a CPU, for the random numbers (same script). Where the text is not
+Cost: random numbers: a small model takes 1.46 times as long per step on a CPU (same script). Where the text is not
 read to its end even once, the loss is 0.065 nats higher: give --dropout 0 there.
 
 Source: Srivastava et al. 2014, "Dropout: A Simple Way to Prevent Neural Networks from Overfitting".
