@@ -1,10 +1,10 @@
 """Ideas that did not become rungs, by the protocol of the race: variants of rung 24, each with its own search.
 
     python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
-        --val-every 60 --recompute-blocks 0 --max-lr LR
+        --val-every 60 --recompute-blocks 0
 
-Each is the script of rung 24 with the replacements below. LR is what the race found for AdamW. The folder then
-holds logs as after python -m ladder run --race; rerun the same command to resume.
+Each is the script of rung 24 with the replacements below. The folder then holds logs as after python -m ladder run
+--race; rerun the same command to resume.
 """
 import argparse
 import sys
@@ -17,7 +17,7 @@ from ladder.errors import UserError
 from ladder.measure.race import n_jobs, race
 from ladder.measure.runner import Runner, check_flags
 from ladder.scripts.stages import BY_LABEL
-from ladder.show.standings import last_val_loss, read_sweep
+from ladder.show.standings import last_val_loss, read_sweep, show_rates
 
 BASE = BY_LABEL["24"]  # the last rung of the race
 VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
@@ -77,7 +77,7 @@ def main():
     sweep = read_sweep(args.logs)
     for stage in stages:
         rounds = [last_val_loss(args.logs / f"round_{n + 1}" / f"{stage.name}.log") for n in range(args.seeds)]
-        rates = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sweep[stage.name].items())
+        rates = ", ".join(f"{show_rates(rates)}: {loss:.3f}" for rates, loss in sweep[stage.name].items())
         print(f"{stage.title}: {' '.join(f'{loss:.3f}' for loss in rounds)} (search: {rates})")
 
 

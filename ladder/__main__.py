@@ -63,9 +63,11 @@ def add_run(verbs):
     run.add_argument("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
     run.add_argument("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
     instead = run.add_mutually_exclusive_group()
-    instead.add_argument("--race", type=positive, metavar="SEEDS", help="instead: find each rung's learning rate, then "
+    instead.add_argument("--race", type=positive, metavar="SEEDS", help="instead: find each rung's learning rates, then "
                          "compare over this many seeds the tokens and seconds to a validation loss (from rung 13)")
     instead.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
+    run.add_argument("--race-jobs", type=positive, default=1, metavar="N", help="run N scripts of a race at a time, each "
+                     "on its share of the cores; the timing at its end always runs one (default: %(default)s)")
     run.add_argument("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each rung (default: 3600)")
     run.add_argument("--processes", type=positive, default=2, help="of ddp, fsdp and dcp (default: %(default)s)")
     run.add_argument("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {RUNS}/DATE_TIME)")
@@ -241,6 +243,8 @@ def run(args):
         raise UserError(f"--time-limit {args.time_limit:g}: must be more than 0")
     if (args.race or args.max_batch) and (args.repeat > 1 or args.peers):
         raise UserError(f"{'--peers' if args.peers else '--repeat'}: not with --race or --max-batch; leave it out")
+    if args.race_jobs > 1 and not args.race:
+        raise UserError("--race-jobs: only with --race; leave it out")
     settings = check_flags(stages, args.flags)
     if args.max_batch:
         return max_batch(args, stages)
@@ -278,7 +282,7 @@ def measure(args, stages, runner):
         if not args.resume:
             runner.measure_machine(arguments=args.argv)
         if args.race:
-            race(stages, args.flags, runner.log_dir, args.race, runner.run, args.processes)
+            race(stages, args.flags, runner.log_dir, args.race, runner.run, args.processes, args.race_jobs)
         else:
             runner.run(jobs)
         runner.measure_machine()

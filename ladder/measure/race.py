@@ -2,25 +2,33 @@
 
 A faster step shows in its milliseconds, a better one only in the loss it reaches. For a fair comparison all rungs train
 a model of the same size, on the same data, with the same batch and number of steps, each with its own best learning
-rate. The search tries four rates, each twice the one before, and continues until the best has a neighbor on each side
-or ten have been tried. Then all rungs run with several seeds, in interleaved rounds. The target is the median of the
-first rung's final losses, rounded up to two digits.
+rates: AdamW's, and Muon's where a rung has Muon. A race has three parts:
+
+The search begins at the best rates of the rung before and tries half and twice of each, the other one fixed. It moves
+to the best of all tried and repeats that, until no neighbor is better or MOST_RATES have been tried. Then all rungs run
+with several seeds, in interleaved rounds. These two give losses, which do not depend on what else the machine does, so
+that several scripts may run at once. The last part gives times: short runs of all rungs, in interleaved rounds, each
+alone on the machine. The target is the median of the first rung's final losses, rounded up to two digits.
 """
 import math
+from functools import partial
+from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.measure.runner import Job, command_for, split_flags
+from ladder.measure.runner import Job, command_for, own_flags, split_flags
 from ladder.scripts.stages import load_script
-from ladder.show.standings import best_of, last_val_loss, read_sweep, searched_by
+from ladder.show.standings import best_of, last_val_loss, neighbors, read_sweep, searched_by, show_rates
 
-FIRST_RATES, MOST_RATES = 4, 10  # that a search tries
+MOST_RATES = 12  # that a search tries
 SEED = 1337  # of the first round, and of the search for the learning rates
+TIMINGS, TIMED_STEPS = 3, 30  # rounds that measure the time of a step, and their length
 
 
-def rate_flag(stage):
-    """The flag of the learning rate to search for, and its default: Muon's if it has Muon."""
+def default_rates(stage):
+    """{flag: default} of the learning rates of a rung: AdamW's, and Muon's if it has Muon."""
     settings = load_script(stage).Settings
-    return ("--muon-lr", settings.muon_lr) if hasattr(settings, "muon_lr") else ("--max-lr", settings.max_lr)
+    return {f"--{name.replace('_', '-')}": getattr(settings, name)
+            for name in ("max_lr", "muon_lr") if hasattr(settings, name)}
 
 
 def check_race(stages, settings, flags):
@@ -35,74 +43,73 @@ def check_race(stages, settings, flags):
         raise UserError("--val-every 0: --race compares validation losses; give the steps from one to the next")
 
 
-def first_rates(stage):
-    """The learning rates that the search for a rung's best one begins with."""
-    _, default = rate_flag(stage)
-    return [default * 2**power for power in range(FIRST_RATES)]
-
-
-def search(stage, flags, log_dir, run, processes):
-    """Run a rung with one learning rate after another; returns the best."""
-    flag, _ = rate_flag(stage)
-    losses, rates = {}, first_rates(stage)
-    while rates:
-        folders = {rate: log_dir / "sweep" / f"{rate:g}" for rate in rates}
-        run([Job(stage.name, command_for(stage, [*flags, flag, f"{rate:g}"], folder, processes), folder)
-             for rate, folder in folders.items()])
-        losses |= {rate: last_val_loss(folder / f"{stage.name}.log") for rate, folder in folders.items()}
+def search(stage, start, try_rates):
+    """The best rates of a rung, by a pattern search from `start`. `try_rates` turns a list of rates into {rates: loss}."""
+    losses, best = {}, start
+    while new := [rates for rates in (best, *neighbors(best)) if rates not in losses][: MOST_RATES - len(losses)]:
+        losses |= try_rates(new)
         best = best_of(losses)
         if losses[best] == math.inf:
-            raise UserError(f"--race: no run of {stage.file} ended with a loss; its logs are in {log_dir}/sweep")
-        rates = [best / 2] if best == min(losses) else [2 * best] if best == max(losses) else []
-        rates = rates if len(losses) < MOST_RATES else []
+            raise UserError(f"--race: no run of {stage.file} ended with a loss; its logs are in sweep/")
     return best
 
 
-def race(stages, flags, log_dir, seeds, run, processes=2):
-    """Run a race: first the search, then the rounds. `run` runs a list of jobs and returns when they have ended."""
-    chosen = {}  # the flags of each rung
-    adamw = []  # what the first rungs found for AdamW, which keeps the embeddings when Muon takes the matrices
+def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1):
+    """Run a race: the search, the rounds, the timing. `run` runs a list of jobs, and returns when they have ended."""
+    settings = load_script(stages[0]).parse_settings(own_flags(stages[0], flags, Path()))
+    chosen, carried = {}, {}  # {rung: its rates}; {flag: the last rate that a search found}
+
+    def job(stage, folder, rates, *more):
+        words = [word for flag, rate in zip(default_rates(stage), rates, strict=True) for word in (flag, f"{rate:g}")]
+        return Job(stage.name, command_for(stage, [*flags, *words, *more], folder, processes), folder)
+
+    def try_rates(stage, new):
+        """{rates: final validation loss}, with the first seed and no other validation."""
+        more = ["--val-every", str(settings.steps), "--seed", str(SEED)]
+        folders = {rates: log_dir / "sweep" / show_rates(rates, "_") for rates in new}
+        run([job(stage, folder, rates, *more) for rates, folder in folders.items()], at_once)
+        return {rates: last_val_loss(folder / f"{stage.name}.log") for rates, folder in folders.items()}
+
     for stage in stages:
         if (same := searched_by(stage, chosen)).name in chosen:  # same losses: one search for both
             chosen[stage.name] = chosen[same.name]
             continue
-        flag, _ = rate_flag(stage)
-        fixed = adamw if flag == "--muon-lr" else []
-        best = search(stage, [*flags, *fixed, "--seed", str(SEED)], log_dir, run, processes)
-        chosen[stage.name] = [*fixed, flag, f"{best:g}"]
-        adamw = adamw or ([flag, f"{best:g}"] if flag == "--max-lr" else [])
-    for number in range(seeds):
-        folder = log_dir / f"round_{number + 1}"
-        words = {stage: [*flags, *chosen[stage.name], "--seed", str(SEED + number)] for stage in stages}
-        run([Job(stage.name, command_for(stage, words[stage], folder, processes), folder) for stage in stages])
+        start = default_rates(stage) | {flag: carried[flag] for flag in default_rates(stage) if flag in carried}
+        chosen[stage.name] = search(stage, tuple(start.values()), partial(try_rates, stage))
+        carried |= zip(start, chosen[stage.name], strict=True)
+    run([job(stage, log_dir / f"round_{n + 1}", chosen[stage.name], "--seed", str(SEED + n))
+         for n in range(seeds) for stage in stages], at_once)
+    more = ["--steps", str(min(settings.steps, TIMED_STEPS)), "--val-every", "0", "--seed", str(SEED)]
+    run([job(stage, log_dir / "timing" / f"round_{n + 1}", chosen[stage.name], *more)
+         for n in range(TIMINGS) for stage in stages])
 
 
-def searching(stages):
-    """The rungs that get a search of their own."""
+def fewest_searches(stages):
+    """{rung that gets a search of its own: how many runs it takes at least}."""
     names = [stage.name for stage in stages]
-    return [stage for place, stage in enumerate(stages) if searched_by(stage, names[:place]).name not in names[:place]]
+    return {stage: 1 + 2 * len(default_rates(stage)) for place, stage in enumerate(stages)
+            if searched_by(stage, names[:place]).name not in names[:place]}
 
 
 def n_jobs(stages, seeds):
-    """How many jobs a race has, if no search continues beyond its first learning rates."""
-    return FIRST_RATES * len(searching(stages)) + seeds * len(stages)
+    """How many jobs a race has, if no search goes on from where it begins."""
+    return sum(fewest_searches(stages).values()) + (seeds + TIMINGS) * len(stages)
 
 
 def describe_race(stages, seeds):
     """The plan of a race, for the user, before it starts."""
-    searches = searching(stages)
-    starts = {}  # {"--max-lr 0.0006 to 0.0048": [rung, ...]}
-    for stage in searches:
-        rates = first_rates(stage)
-        starts.setdefault(f"{rate_flag(stage)[0]} {rates[0]:g} to {rates[-1]:g}", []).append(stage.label)
-    return (f"race: at least {n_jobs(stages, seeds)} runs: {FIRST_RATES} learning rates or more for each of "
-            f"{len(searches)} rungs, then {seeds} seeds of {len(stages)} rungs.\nThe search begins with "
-            + "; ".join(f"{rates} (rung {', '.join(labels)})" for rates, labels in starts.items()) + ".")
+    fewest, begins = fewest_searches(stages), {}
+    for stage in fewest:
+        for flag, rate in default_rates(stage).items():
+            begins.setdefault(flag, f"{flag} {rate:g} (rung {stage.label})")
+    return (f"race: at least {n_jobs(stages, seeds)} runs: {sum(fewest.values())} or more to find the learning rates of "
+            f"{len(fewest)} rungs, then {seeds} seeds and {TIMINGS} timings of {len(stages)} rungs.\n"
+            f"The search begins with {' and '.join(begins.values())}; each rung goes on from the best of the one before.")
 
 
 def search_progress(stages, log_dir):
     """How much of a race's search is done, in one line."""
-    sweep = read_sweep(log_dir)
-    done = {stage.label: sum(map(math.isfinite, sweep.get(stage.name, {}).values())) for stage in searching(stages)}
-    return (f"the search for learning rates has finished {sum(done.values())} of at least {FIRST_RATES * len(done)} "
+    sweep, fewest = read_sweep(log_dir), fewest_searches(stages)
+    done = {stage.label: sum(map(math.isfinite, sweep.get(stage.name, {}).values())) for stage in fewest}
+    return (f"the search for learning rates has finished {sum(done.values())} of at least {sum(fewest.values())} "
             f"runs ({', '.join(f'rung {label}: {count}' for label, count in done.items())})")

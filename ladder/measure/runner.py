@@ -1,7 +1,8 @@
-"""Run the rungs one after another as a user would, in child processes, and measure the machine in the same run.
+"""Run the rungs as a user would, in child processes, and measure the machine in the same run.
 
-A rung that fails, runs out of memory or takes too long is reported, and the others still run. Ctrl-C stops the child
-and everything it started; finished results are kept.
+They run one after another, or several at once where only their losses count. A rung that fails, runs out of memory or
+takes too long is reported, and the others still run. Ctrl-C stops the children and everything they started; finished
+results are kept.
 """
 import argparse
 import contextlib
@@ -13,11 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field, fields
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import filelock
 import psutil
+import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ladder.errors import UserError
@@ -28,6 +31,7 @@ from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
+NEVER = threading.Event()  # is never set
 SIGKILL = 9  # which the kernel sends when memory runs out; Windows' signal module lacks the name
 
 
@@ -38,6 +42,8 @@ class Job:
     name: str
     command: list
     log_dir: Path
+    env: dict = field(default_factory=dict)  # variables for it alone
+    memory: float | None = None  # bytes it may hold on a CPU; None: MEMORY_SHARE of what is free when it starts
 
 
 @dataclass
@@ -149,11 +155,13 @@ def holds_more(pid, limit):
     return total(lambda process: process.memory_info().rss) > limit and total(exactly) > limit
 
 
-def watch(child, seconds, limit, verdict):
-    """Stop the child when its time is up or it holds more than `limit` bytes; the reason goes to `verdict`."""
+def watch(child, seconds, limit, stopped, verdict):
+    """Stop the child when its time is up, it holds more than `limit` bytes, or `stopped` is set; says why in `verdict`."""
     deadline = time.monotonic() + seconds
     while child.poll() is None:
-        if time.monotonic() > deadline:
+        if stopped.is_set():
+            verdict.append(("stopped", ""))
+        elif time.monotonic() > deadline:
             verdict.append(("timed out", f"no end after {seconds:g} s"))
         elif limit and holds_more(child.pid, limit):
             verdict.append(("out of memory", f"took more than {limit / 1e9:.1f} GB"))
@@ -163,15 +171,20 @@ def watch(child, seconds, limit, verdict):
         time.sleep(0.5)
 
 
-def run_job(job, seconds, device, on_line=lambda line: None):
-    """Run one job to its end; `on_line` gets its output. KeyboardInterrupt stops the child first."""
-    limit = MEMORY_SHARE * psutil.virtual_memory().available if device == "cpu" else None  # a GPU refuses on its own
+def free_memory():
+    """How many bytes a child on a CPU may hold."""
+    return MEMORY_SHARE * psutil.virtual_memory().available
+
+
+def run_job(job, seconds, device, on_line=lambda line: None, stopped=NEVER):
+    """Run one job to its end; `on_line` gets its output. KeyboardInterrupt, and setting `stopped`, stop the child."""
+    limit = (job.memory or free_memory()) if device == "cpu" else None  # a GPU refuses on its own
     child = subprocess.Popen(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=Path.cwd(),
-        start_new_session=os.name == "posix", env=os.environ | (keeping_freed_memory() if device == "cpu" else {}),
+        start_new_session=os.name == "posix", env=os.environ | (keeping_freed_memory() if device == "cpu" else {}) | job.env,
     )
     verdict, last = [], ""
-    watcher = threading.Thread(target=watch, args=(child, seconds, limit, verdict), daemon=True)
+    watcher = threading.Thread(target=watch, args=(child, seconds, limit, stopped, verdict), daemon=True)
     watcher.start()
     errors = []
     try:
@@ -241,9 +254,9 @@ def locked(folder, resume, flag="--logs"):
 
 @dataclass
 class Runner:
-    """Runs the jobs of one folder in sequence and records how each ended; as a context, it shows a progress bar.
+    """Runs the jobs of one folder and records how each ended; as a context, it shows a progress bar.
 
-    At the `deadline` the job in progress is stopped, and its log deleted.
+    At the `deadline` the jobs in progress are stopped, and their logs deleted.
     """
 
     settings: object  # of the first rung: steps and device
@@ -254,6 +267,8 @@ class Runner:
     deadline: float = math.inf  # of time.monotonic()
     n_jobs: int = 0  # how many there probably are
     outcomes: list = field(default_factory=list)
+    steps: dict = field(default_factory=dict)  # {log: steps done} of the jobs in progress
+    stopped: threading.Event = field(default_factory=threading.Event)  # by Ctrl-C
 
     def __enter__(self):
         columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"),
@@ -275,36 +290,58 @@ class Runner:
     def measure_machine(self, **more):
         """Called before and after the jobs, since rates drift; `more` is added to machine.json."""
         if self.left() > 0:
-            self.show("machine", "matrix-product rates")
+            self.progress.update(self.bar, description="machine", what="matrix-product rates")
             write_machine(self.log_dir, self.settings.device, **more)
 
-    def run(self, jobs):
-        """Run the jobs, up to the deadline."""
-        for job in jobs:
-            if self.left() < 1:
-                break
-            if self.resume and is_finished(job):
-                self.outcomes.append(Outcome(job.name, "skipped", "finished before"))
-                continue
-            self.n_jobs = max(self.n_jobs, len(self.outcomes) + 1)
-            description = f"{len(self.outcomes) + 1} of {self.n_jobs} {job.name}"
-            self.show(description, "starting")
+    def run(self, jobs, at_once=1):
+        """Run the jobs, `at_once` at a time with an equal share of the cores and the memory, up to the deadline."""
+        if at_once > 1:
+            threads, memory = max(1, torch.get_num_threads() // at_once), free_memory() / at_once
+            jobs = [replace(job, env={"OMP_NUM_THREADS": str(threads)}, memory=memory) for job in jobs]
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                for future in [pool.submit(self.run_one, job) for job in jobs]:
+                    while wait([future], timeout=0.5).not_done:
+                        pass  # short waits, because Windows delivers Ctrl-C only between them
+                    future.result()
+            except BaseException:
+                self.stopped.set()
+                raise
+
+    def run_one(self, job):
+        if self.stopped.is_set() or self.left() < 1:
+            return
+        if self.resume and is_finished(job):
+            self.outcomes.append(Outcome(job.name, "skipped", "finished before"))
+            return
+        try:
+            self.show(job, "starting")
             outcome = run_job(job, min(self.seconds, self.left()), self.settings.device,
-                              lambda line, description=description: self.show_step(description, line))
-            if outcome.status == "timed out" and self.left() < 1:
-                (job.log_dir / f"{job.name}.log").unlink(missing_ok=True)
-                break
+                              lambda line: self.show_step(job, line), self.stopped)
+        except BaseException:
+            self.stopped.set()  # before this thread takes the next job
+            raise
+        finally:
+            self.steps.pop(job.log_dir / job.name, None)
+        if outcome.status == "timed out" and self.left() < 1:
+            (job.log_dir / f"{job.name}.log").unlink(missing_ok=True)
+        elif not self.stopped.is_set():
             self.finish(job, outcome)
 
-    def show(self, description, what, step=0):
-        steps = self.settings.steps
-        self.progress.update(self.bar, description=description, what=what, total=self.n_jobs * steps,
-                             completed=len(self.outcomes) * steps + step)
+    def show(self, job, what, step=0):
+        """Show how far the jobs are, and what `job` does if it is the one that began first."""
+        self.steps[job.log_dir / job.name] = step
+        done, steps = len(self.outcomes), self.settings.steps
+        self.n_jobs = max(self.n_jobs, done + len(self.steps))
+        self.progress.update(self.bar, total=self.n_jobs * steps,
+                             completed=done * steps + sum(list(self.steps.values())))
+        if job.log_dir / job.name == next(iter(list(self.steps))):
+            self.progress.update(self.bar, description=f"{done + 1} of {self.n_jobs} {job.name}", what=what)
 
-    def show_step(self, description, line):
+    def show_step(self, job, line):
         if match := STEP_LINE.match(line):
-            what = f"step {match[1]}/{self.settings.steps} loss {match[2]} {match[3]} ms"
-            self.show(description, what, int(match[1]))
+            steps = (split_flags(job.command, "--steps")[0] or [self.settings.steps])[0]
+            self.show(job, f"step {match[1]}/{steps} loss {match[2]} {match[3]} ms", int(match[1]))
 
     def finish(self, job, outcome):
         """Keep the outcome, and print one line about it."""

@@ -1,4 +1,5 @@
 """Pictures of a report: where a step's time goes, the ladder of tokens/sec, the losses, the memory."""
+import math
 import re
 
 import matplotlib
@@ -11,7 +12,7 @@ from ladder.scripts.stages import BY_NAME
 from ladder.show.logs import PEER
 from ladder.show.profile import is_reliable
 from ladder.show.report import conditions, where
-from ladder.show.standings import race_curves, standings
+from ladder.show.standings import finished, race_curves, standings
 
 # One colour per kind of work, here and on the page. Blue is the arithmetic; colour-blind readers can tell all eight
 # apart, on white and on black (a test checks it).
@@ -36,13 +37,14 @@ def colours_of(report):
     return {name: shades(0.92 * i / max(1, len(rungs) - 1)) for i, name in enumerate(rungs)} | {PEER: "grey"}
 
 
-def new_figure(title, caption, height=4.2, columns=1):
-    figure, axes = plt.subplots(1, columns, figsize=(9, height), layout="constrained", sharey=columns > 1)
+def new_figure(title, caption, height=4.2, mosaic="a", **how):
+    """(the figure, the axes for each letter of `mosaic`)."""
+    figure, axes = plt.subplot_mosaic(mosaic, figsize=(9, height), layout="constrained", **how)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     figure.text(0.01, -0.01, caption, fontsize=7, color="grey", va="top", wrap=True)
-    for one in axes if columns > 1 else [axes]:
+    for one in axes.values():
         one.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return figure, *axes.values()
 
 
 def plot_ladder(report):
@@ -110,7 +112,7 @@ def rung_title(name):
 
 def plot_losses(report):
     """The loss against steps and against seconds of training."""
-    figure, (by_step, by_time) = new_figure("Loss", conditions(report), columns=2)
+    figure, by_step, by_time = new_figure("Loss", conditions(report), mosaic="ab", sharey=True)
     colours = colours_of(report)
     for row in report.rows:
         run = report.runs[row.name][0]
@@ -126,26 +128,79 @@ def plot_losses(report):
     return figure
 
 
+def draw_seconds(axes, report):
+    """One bar per rung: its seconds to the target, their spread, and their share of the first rung's."""
+    (target, racers), colours = standings(report), colours_of(report)
+    third, runs = racers[0].seconds[0] / 3, finished(report.runs)
+    for i, racer in enumerate(racers):
+        whole = runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
+        middle, low, high = (min(seconds, whole) for seconds in racer.seconds)
+        reached = math.isfinite(racer.seconds[0])
+        axes.barh(i, middle, color=colours[racer.name], alpha=1 if reached else 0.25, height=0.76,
+                  xerr=[[middle - low], [high - middle]], error_kw={"elinewidth": 1, "alpha": 0.5})
+        if racer.seconds[2] == math.inf:
+            axes.plot(high, i, ">", color="0.4", markersize=4)
+        seconds = f"{racer.seconds[0]:,.{0 if racer.seconds[0] >= 20 else 1}f}"
+        axes.annotate(f"{seconds} s, {racer.percent[0]:.0f} %" if reached else "not reached", (high, i), (6, 0),
+                      textcoords="offset points", va="center", fontsize=9)
+    axes.axvline(third, color="black", linewidth=1, linestyle="--")
+    axes.annotate("a third", (third, -0.5), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+    names = [f"{racer.title}  {BY_NAME[racer.name].label}" for racer in racers]
+    axes.set_yticks(range(len(racers)), names, fontsize=9)
+    axes.set(ylim=(len(racers) - 0.5, -0.5))
+    axes.set_xlabel(f"seconds of training to a validation loss of {target:.2f}", fontsize=8, color="grey")
+    axes.tick_params(length=0)
+    axes.tick_params(axis="x", labelsize=8, labelcolor="grey")
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.margins(x=0.15)
+
+
+def about_seconds(report):
+    """The caption of draw_seconds."""
+    first, n_seeds = report.rows[0].name, max(map(len, finished(report.runs).values()))
+    return (f"{where(report)}. The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where a seed "
+            f"never got there; dashed: a third of the seconds of rung {BY_NAME[first].label}.")
+
+
+def plot_seconds(report):
+    """The bars of a race alone."""
+    figure, axes = new_figure("Seconds to the same loss, rung by rung", about_seconds(report),
+                              height=1 + 0.3 * max(4, len(report.rows)))
+    draw_seconds(axes, report)
+    return figure
+
+
 def plot_race(report):
-    """The validation loss against seconds, and the loss that each learning rate of the search ended with."""
-    figure, (by_time, by_rate) = new_figure("To the same validation loss", where(report), columns=2)
-    colours, titles = colours_of(report), {row.name: row.title for row in report.rows}
-    target, racers = standings(report)
+    """The seconds to the target, the losses on the way there, and the final losses of the search.
+
+    Those of the search are along each of the two rates, the other at its best.
+    """
+    bars = 1 + 0.3 * max(4, len(report.rows))
+    figure, by_rung, by_time, by_adamw, by_muon = new_figure(
+        "Seconds to the same loss, rung by rung", about_seconds(report), height=bars + 3.6, mosaic="aaaa\nbbcd",
+        height_ratios=[bars, 3.6])
+    draw_seconds(by_rung, report)
+    (target, racers), colours = standings(report), colours_of(report)
     for name, _, seconds, losses in race_curves(report):
-        by_time.plot(seconds, losses, color=colours[name], label=titles[name], linewidth=1.4)
+        by_time.plot(seconds, losses, color=colours[name], linewidth=1.4)
     by_time.axhline(target, color="black", linewidth=0.8, linestyle=":")
     for racer in racers:
         by_time.plot(racer.seconds[0], target, "o", color=colours[racer.name], markersize=4)
-        losses = report.sweep.get(racer.name, {})
-        by_rate.plot(losses.keys(), losses.values(), color=colours[racer.name], marker="o", markersize=3, linewidth=1.2)
     ends = [racer.val_loss[0] for racer in racers]
     by_time.set(xlabel="seconds of training", ylabel="validation loss (nats)",
                 ylim=(min(ends) - 0.1, target + 1.5 * (target - min(ends)) + 0.1))
-    by_rate.set(xlabel="learning rate in the search", xscale="log")
-    rates = sorted({rate for losses in report.sweep.values() for rate in losses})
-    by_rate.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45, fontsize=7, ha="right")
-    by_rate.set_xticks([], minor=True)
-    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    for i, (axes, whose) in enumerate([(by_adamw, "AdamW's"), (by_muon, "Muon's")]):
+        axes.sharey(by_time)
+        axes.tick_params(labelleft=False)
+        for racer in racers:
+            losses, best = report.sweep.get(racer.name, {}), racer.rates
+            at_best = {rates[i]: loss for rates, loss in losses.items()
+                       if len(best) > i and (*rates[:i], *rates[i + 1 :]) == (*best[:i], *best[i + 1 :])}
+            axes.plot(at_best.keys(), at_best.values(), color=colours[racer.name], marker="o", markersize=3, linewidth=1)
+        axes.set(xlabel=f"{whose} rate", xscale="log")
+        tried = sorted({rates[i] for losses in report.sweep.values() for rates in losses if len(rates) > i})
+        axes.set_xticks(tried, [f"{rate:g}" for rate in tried], rotation=45, fontsize=7, ha="right")
+        axes.set_xticks([], minor=True)
     return figure
 
 
@@ -170,7 +225,7 @@ def save(figure, path):
 def plots_of(report):
     """{kind: a function that draws it} of all plots of a report."""
     if report.sweep:
-        return {"race": lambda: plot_race(report)}
+        return {"race": lambda: plot_race(report), "seconds": lambda: plot_seconds(report)}
     plots = {"ladder": lambda: plot_ladder(report), "loss": lambda: plot_losses(report),
              "memory": lambda: plot_memory(report)}
     return plots | ({"profile": lambda: plot_profile(report.profile)} if report.profile else {})

@@ -21,7 +21,7 @@ from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
 from ladder.show.logs import PEER, PEER_FILE, read_folder
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
-from ladder.show.standings import WIDE, finished, race_texts, read_sweep
+from ladder.show.standings import WIDE, finished, race_texts, read_sweep, read_timing
 
 LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
 BEYOND_MARKS = ("<!-- beyond:begin -->", "<!-- beyond:end -->")
@@ -75,7 +75,8 @@ class Report:
     rows: list
     runs: dict  # {name: [Run, ...]}
     profile: dict | None  # where each rung's step time goes, as profile.json has it
-    sweep: dict  # of a race, {rung: {learning rate: validation loss}}; else {}
+    sweep: dict  # of a race, {rung: {its learning rates: validation loss}}; else {}
+    timing: dict  # of a race, {rung: [Run, ...]} that measured the time of a step; {} without
     skipped: list = field(default_factory=list)  # why files of the folder were not used
 
 
@@ -136,10 +137,11 @@ def read_or_skip(read, folder, skipped, default):
         return default
 
 
-def row_of(name, rounds, rates, common_loss, common_val_loss):
-    """The row of one rung; compare_rows adds how it compares with others."""
-    ms = statistics.median(run.median_ms for run in rounds)
-    low, high = spread(rounds)
+def row_of(name, rounds, timed, rates, common_loss, common_val_loss):
+    """The row of one rung, with the times of `timed`; compare_rows adds how it compares with others."""
+    ms = statistics.median(run.median_ms for run in timed)
+    low, high = spread(timed)
+    clocked = rounds if timed is rounds else []  # a race's rounds may have shared the machine
     tokens, ranks = rounds[0].tokens_per_step, rounds[0].ranks
     speed = tokens / ms * 1000 if tokens else None
     title = BY_NAME[name].title if name in BY_NAME else PEER_TITLE if name == PEER else name
@@ -149,7 +151,7 @@ def row_of(name, rounds, rates, common_loss, common_val_loss):
         ms=ms,
         ms_low=low,
         ms_high=high,
-        rounds=len(rounds),
+        rounds=len(timed),
         tokens_per_second=speed,
         times_baseline=None,
         times_before=None,
@@ -159,14 +161,14 @@ def row_of(name, rounds, rates, common_loss, common_val_loss):
         peak_memory_gb=median_or_none(run.peak_memory_gb for run in rounds),
         last_loss=statistics.median(run.losses[-1] for run in rounds),
         last_step=min(run.steps[-1] for run in rounds),
-        seconds_to_common_loss=median_or_none(run.seconds_to(common_loss) for run in rounds),
-        first_step_s=statistics.median(run.first_step_s for run in rounds),
-        cold_first_step_s=median_or_none(run.first_step_s for run in rounds if run.start == "cold"),
-        warm_first_step_s=median_or_none(run.first_step_s for run in rounds if run.start == "warm"),
+        seconds_to_common_loss=median_or_none(run.seconds_to(common_loss) for run in clocked),
+        first_step_s=statistics.median(run.first_step_s for run in timed),
+        cold_first_step_s=median_or_none(run.first_step_s for run in timed if run.start == "cold"),
+        warm_first_step_s=median_or_none(run.first_step_s for run in timed if run.start == "warm"),
         complete=all(run.complete for run in rounds),
         last_val_loss=median_or_none(run.val_losses[-1] for run in rounds if run.val_losses),
         seconds_to_common_val_loss=median_or_none(
-            run.seconds_to_val(common_val_loss) for run in rounds if run.val_losses),
+            run.seconds_to_val(common_val_loss) for run in clocked if run.val_losses),
     )
 
 
@@ -203,11 +205,15 @@ def build_report(folder, peak_tflops=None, **stand_ins):
     every_run = [run for rounds in runs.values() for run in rounds]
     common_loss = common_lowest(run.losses for run in every_run)
     common_val_loss = common_lowest(run.val_losses for run in every_run)
-    rows = [row_of(name, rounds, machine.get("rates"), common_loss, common_val_loss) for name, rounds in runs.items()]
+    ended = finished(runs)
+    sweep = read_sweep(Path(folder)) if ended else {}
+    timing = read_timing(Path(folder), ended) if sweep else {}
+    rows = [row_of(name, rounds, timing.get(name, rounds), machine.get("rates"), common_loss, common_val_loss)
+            for name, rounds in runs.items()]
     compare_rows(rows)
     return Report(
         Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs,
-        profile, read_sweep(Path(folder)) if finished(runs) else {}, skipped,
+        profile, sweep, timing, skipped,
     )
 
 
@@ -413,7 +419,7 @@ def beyond_table(report):
 def race_table(report):
     """The README's table of a race."""
     texts, caption = race_texts(report)
-    table = markdown(texts, {name: "" if name == "label" else name for name in texts if name != "rung"}, 3)
+    table = markdown(texts, {name: "" if name == "label" else name for name in texts if name != "rung"}, 2)
     return f"{table}\n\n{where(report)}. {caption}"
 
 
