@@ -128,6 +128,7 @@ def test_resume_skips_what_is_finished(measured, call):
 def test_runs_that_cannot_race(rungs, more, reasons, tmp_path, tokens, call):
     answer = call("run", "--race", 2, "--rungs", rungs, *flags(tokens), *more, "--logs", tmp_path / "logs")
     assert is_one_error(answer, *reasons) and not list(tmp_path.iterdir())
+    assert is_one_error(call("run", "--race-jobs", 2, *flags(tokens)), "--race-jobs: only with --race; leave it out")
 
 
 def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
@@ -904,7 +905,7 @@ def test_ctrl_c_during_a_search_says_how_far_it_is(fake_run, call):
             raise KeyboardInterrupt
 
     code, output, _ = fake_run(interrupt_the_second, "--rungs", "16-18", "--race", 2, "--warmup-steps", 1)
-    assert code == 130 and "race: at least 14 runs" in output, output
+    assert code == 130 and "race: at least 23 runs" in output, output
     assert "has finished 1 of at least 8 runs (rung 16: 1, rung 18: 0)" in output
     assert f"run --resume --logs {tool.newest_run(Path.exists)} continues" in output and "no table" not in output
 

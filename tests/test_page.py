@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_race import ADAMW, MUON, VAL_LOSSES, run_race
+from test_race import ADAMW, BEST, MUON, VAL_LOSSES, run_race
 
 from ladder.scripts.cards import CARDS
 from ladder.scripts.floor import floor_data
@@ -407,15 +407,15 @@ def test_without_javascript(open_page):
 def test_a_race_on_the_page(open_page, tmp_path_factory):
     """The validation losses as a chart, the standings as a table, and in each lesson what its rung reached."""
     folder = tmp_path_factory.mktemp("race")
-    run_race(folder / "race", {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, **VAL_LOSSES)
+    run_race(folder / "race", BEST, [ADAMW, MUON], 3, **VAL_LOSSES)
     write_page([build_report(folder / "race")], folder / "index.html")
     for width in (1400, 390):
         page = open_page(width, path=folder / "index.html")
         chart = page.locator(".race .chart")
         assert chart.locator("canvas").bounding_box()["height"] > 200 and "Muon" in chart.inner_text()
         rows = [row.locator("th, td").all_inner_texts() for row in page.locator(".race .scroll tbody tr").all()]
-        assert [row[:2] for row in rows] == [["16 gradient checkpointing", "0.0012"], ["18 Muon", "0.004"]]
-        assert rows[1][-3:] == ["2.8", "1.6–3.3", "69%"]
+        assert [row[:2] for row in rows] == [["16 gradient checkpointing", "0.0012"], ["18 Muon", "0.0012, 0.004"]]
+        assert rows[1][-4:] == ["2.8", "69 (41–82)", "1.25M", "1.00"]
         assert page.locator("#machine option").inner_text() == "cpu, 2 cores, tiny, B=2 T=32, text (rungs 16, 18)"
         assert effect(page, "18")["seconds to 6"] == ["2.8"]  # rung 17, before it, was not in the race
         assert effect(page, "16")["validation loss"] == ["6.000"]

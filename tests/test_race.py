@@ -1,37 +1,50 @@
-"""run --race: the search for learning rates, the seeds, and the standings, on logs with known losses and for real."""
+"""run --race: the search for learning rates, the seeds, the timing, and the standings, on known losses and for real."""
+import _thread
 import io
 import math
+import sys
+import threading
+import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import test_ladder_tool
 from rich.console import Console
-from test_ladder_tool import ladder
 
 from ladder.errors import UserError
-from ladder.measure.race import describe_race, n_jobs, race, rate_flag, search_progress
-from ladder.measure.runner import Job
+from ladder.measure import race as race_module
+from ladder.measure import runner as runner_module
+from ladder.measure.race import MOST_RATES, default_rates, describe_race, n_jobs, race, search, search_progress
+from ladder.measure.runner import Job, Runner
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import read_log
+from ladder.show.plots import write_plots
 from ladder.show.report import build_report, write_tables
 from ladder.show.standings import (
     best_of,
     last_val_loss,
+    paired_p,
     print_race,
     race_curves,
     race_texts,
     read_sweep,
+    show_rates,
     standings,
     steps_to,
 )
 
-ADAMW, CHUNKED, MUON = (BY_LABEL[label] for label in ("16", "17", "18"))
+call = test_ladder_tool.call  # the fixture
+ADAMW, CHUNKED, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("16", "17", "18", "19"))
 STEPS = (10, 20, 30, 40)  # of the validations
 MS = {MUON.name: 110.0}  # a step of the others takes 100
+BEST = {ADAMW.name: (1.2e-3,), MUON.name: (1.2e-3, 4e-3)}  # learning rates
 
 
 def write_log(job, val_losses, ms):
     """A log as the script of the job writes it, with these validation losses."""
     job.log_dir.mkdir(parents=True, exist_ok=True)
-    lines = [f"# script: {job.name}.py", "# model: tiny | parameters: 1", "# device: cpu (2 threads)",
+    lines = [f"# script: {job.name}.py", "# model: tiny | parameters: 1,250,000", "# device: cpu (2 threads)",
              "# total batch: 64 tokens in 1 micro-steps", "# batch: B=2 T=32 | steps: 40 | seed: 1", "# data: text"]
     for step in range(1, 41):
         lines.append(f"step : {step} | loss: 5.0 | dt: {ms} ms | tokens/sec: 1")
@@ -47,85 +60,119 @@ def flag_of(job, flag):
     return job.command[places[-1] + 1] if places else None
 
 
-def run_race(folder, best, stages, seeds=2, slow=None, **values):
-    """Drive a race whose runs end the better, the closer log2(rate) is to that of `best[name]`; the jobs, in order.
+def rates_of(job):
+    """The learning rates of a job, as its flags have them: AdamW's, and Muon's if it has Muon."""
+    return tuple(flag_of(job, flag) for flag in default_rates(BY_NAME[job.name]))
 
-    In the round `slow` the machine takes 1.2 times as long.
+
+def run_race(folder, best, stages, seeds=2, slow=(), timing=True, **values):
+    """Drive a race whose runs end the better, the closer log2 of each rate is to that of `best[name]`; the jobs, in order.
+
+    In the folders `slow` the machine takes 1.2 times as long. Without `timing` the race stops before it.
     """
     done = []
 
-    def run(jobs):
+    def run(jobs, at_once=1):
         for job in jobs:
-            rate = float(flag_of(job, rate_flag(BY_NAME[job.name])[0]))
-            end = 4 + abs(math.log2(rate / best[job.name]))
-            write_log(job, values.get(job.name, lambda end, job: (9, 8, 7, end))(end, job),
-                      MS.get(job.name, 100.0) * (1.2 if job.log_dir.name == slow else 1))
+            end = 4 + sum(abs(math.log2(float(rate) / middle))
+                          for rate, middle in zip(rates_of(job), best[job.name], strict=True))
+            if timing or "timing" not in job.log_dir.parts:
+                write_log(job, values.get(job.name, lambda end, job: (9, 8, 7, end))(end, job),
+                          MS.get(job.name, 100.0) * (1.2 if {*slow} & {*job.log_dir.parts} else 1))
             done.append(job)
 
-    race(stages, ["--model", "tiny", "--seed", "7"], folder, seeds, run)
+    race(stages, ["--model", "tiny", "--steps", "40", "--seed", "7"], folder, seeds, run)
     return done
 
 
+def part_of(jobs, part):
+    """The jobs in the folders sweep, timing, or round."""
+    return [job for job in jobs if part in job.log_dir.parts
+            or part == "round" and job.log_dir.name.startswith(part) and "timing" not in job.log_dir.parts]
+
+
 def searched(jobs, stage):
-    flag, _ = rate_flag(stage)
-    return [flag_of(job, flag) for job in jobs if job.name == stage.name and "sweep" in job.log_dir.parts]
+    return [rates_of(job) for job in part_of(jobs, "sweep") if job.name == stage.name]
 
 
 @pytest.mark.parametrize("best, tried", [
-    (1.2e-3, ["0.0006", "0.0012", "0.0024", "0.0048"]),
-    (6e-4, ["0.0006", "0.0012", "0.0024", "0.0048", "0.0003"]),  # the best must not be the first or the last
-    (1.5e-4, ["0.0006", "0.0012", "0.0024", "0.0048", "0.0003", "0.00015", "7.5e-05"]),
-    (9.6e-3, ["0.0006", "0.0012", "0.0024", "0.0048", "0.0096", "0.0192"]),
+    (6e-4, ["0.0006", "0.0003", "0.0012"]),
+    (1.2e-3, ["0.0006", "0.0003", "0.0012", "0.0024"]),  # the best must not be the first or the last
+    (1.5e-4, ["0.0006", "0.0003", "0.0012", "0.00015", "7.5e-05"]),
+    (4.8e-3, ["0.0006", "0.0003", "0.0012", "0.0024", "0.0048", "0.0096"]),
 ])
 def test_the_search_goes_on_until_the_best_has_a_neighbour_on_each_side(tmp_path, best, tried):
-    jobs = run_race(tmp_path, {ADAMW.name: best}, [ADAMW])
-    assert searched(jobs, ADAMW) == tried
-    rounds = jobs[len(tried) :]
-    assert [flag_of(job, "--max-lr") for job in rounds] == [f"{best:g}"] * 2
+    jobs = run_race(tmp_path, {ADAMW.name: (best,)}, [ADAMW])
+    assert searched(jobs, ADAMW) == [(rate,) for rate in tried]
+    rounds = part_of(jobs, "round")
+    assert [rates_of(job) for job in rounds] == [(f"{best:g}",)] * 2
     assert [(job.log_dir.name, flag_of(job, "--seed")) for job in rounds] == [("round_1", "1337"), ("round_2", "1338")]
-    assert {flag_of(job, "--seed") for job in jobs[: len(tried)]} == {"1337"}
+    assert {flag_of(job, "--seed") for job in part_of(jobs, "sweep")} == {"1337"}
+    assert {flag_of(job, "--val-every") for job in part_of(jobs, "sweep")} == {"40"}  # after the last step only
+
+
+@pytest.mark.parametrize("start", [(1.2e-3, 4e-3), (4.8e-3, 6.4e-2), (9.6e-3, 2e-3), (4.8e-3, 8e-3)])
+def test_the_search_finds_both_rates_from_a_bad_start(start):
+    """On a tilted bowl, where the best of one rate depends on the other; no rates are tried twice."""
+    def try_rates(new):
+        tried.extend(new)
+        steps = {(a, m): (math.log2(a / 4.8e-3), math.log2(m / 8e-3)) for a, m in new}
+        return {rates: u * u + v * v + u * v / 2 for rates, (u, v) in steps.items()}
+
+    tried = []
+    assert search(MUON, start, try_rates) == pytest.approx((4.8e-3, 8e-3))
+    assert tried[0] == start and len(set(tried)) == len(tried) <= MOST_RATES
+    assert len(tried) == 5 or start != (4.8e-3, 8e-3)  # from the minimum it goes nowhere
+    far = (start[0] / 1024, start[1])
+    tried.clear()
+    assert search(MUON, far, try_rates) in tried and len(tried) == MOST_RATES
 
 
 def test_a_tie_is_broken_the_same_way_in_any_order():
     """The search has the rates in the order of its runs, the standings sorted."""
-    assert best_of({2.0: 5.0, 4.0: 5.0, 8.0: 6.0}) == best_of({8.0: 6.0, 4.0: 5.0, 2.0: 5.0}) == 4.0
+    assert best_of({(2.0,): 5.0, (4.0,): 5.0, (8.0,): 6.0}) == best_of({(8.0,): 6.0, (4.0,): 5.0, (2.0,): 5.0}) == (4.0,)
 
 
 def test_the_search_of_a_rung_that_learns_nothing_ends(tmp_path):
     """Equal losses: no rate is better than the highest, and the standings choose what the search has chosen."""
     flat = {ADAMW.name: lambda end, job: (9, 8, 7, 6)}
-    jobs = run_race(tmp_path / "flat", {ADAMW.name: 1}, [ADAMW], **flat)
-    assert len(searched(jobs, ADAMW)) == 10
+    jobs = run_race(tmp_path / "flat", {ADAMW.name: (1,)}, [ADAMW], **flat)
+    assert len(searched(jobs, ADAMW)) == MOST_RATES
     _, [racer] = standings(build_report(tmp_path / "flat"))
-    assert {flag_of(job, "--max-lr") for job in jobs[-2:]} == {racer.rate} == {searched(jobs, ADAMW)[-1]}
+    assert {rates_of(job) for job in part_of(jobs, "round")} == {(show_rates(racer.rates),)}
 
 
-def test_muon_gets_the_adamw_rate_of_the_first_rung_and_17_the_rate_of_16(tmp_path):
-    stages = [ADAMW, CHUNKED, MUON]
-    jobs = run_race(tmp_path, {ADAMW.name: 2.4e-3, CHUNKED.name: 2.4e-3, MUON.name: 4e-3}, stages)
-    assert len(jobs) == n_jobs(stages, 2) == 4 + 4 + 2 * 3
-    assert searched(jobs, CHUNKED) == [] and searched(jobs, MUON) == ["0.002", "0.004", "0.008", "0.016"]
-    assert [job.name for job in jobs[8:]] == [stage.name for stage in stages] * 2  # interleaved
-    rates = {job.name: (flag_of(job, "--max-lr"), flag_of(job, "--muon-lr")) for job in jobs[8:]}
-    assert rates == {ADAMW.name: ("0.0024", None), CHUNKED.name: ("0.0024", None), MUON.name: ("0.0024", "0.004")}
-    assert {flag_of(job, "--max-lr") for job in jobs[4:8]} == {"0.0024"}
-    sweep = read_sweep(tmp_path)
-    assert sweep[MUON.name] == {0.002: 5.0, 0.004: 4.0, 0.008: 5.0, 0.016: 6.0}
+def test_each_search_begins_at_the_best_of_the_one_before(tmp_path):
+    """Rung 17 has rung 16's losses, so it gets its rate; Muon's first search begins at its default."""
+    stages = [ADAMW, CHUNKED, MUON, TRAPEZOID]
+    best = {ADAMW.name: (1.2e-3,), CHUNKED.name: (1.2e-3,), MUON.name: (1.2e-3, 4e-3), TRAPEZOID.name: (2.4e-3, 4e-3)}
+    jobs = run_race(tmp_path, best, stages)
+    assert searched(jobs, CHUNKED) == [] and searched(jobs, MUON)[0] == ("0.0012", "0.002")
+    assert searched(jobs, MUON)[1:] == [("0.0006", "0.002"), ("0.0024", "0.002"), ("0.0012", "0.001"),
+                                        ("0.0012", "0.004"), ("0.0006", "0.004"), ("0.0024", "0.004"), ("0.0012", "0.008")]
+    assert searched(jobs, TRAPEZOID)[0] == ("0.0012", "0.004")
+    for part, number in (("round", 2), ("timing", 3)):
+        assert [job.name for job in part_of(jobs, part)] == [stage.name for stage in stages] * number  # interleaved
+        assert {(job.name, rates_of(job)) for job in part_of(jobs, part)} == {
+            (name, tuple(f"{rate:g}" for rate in rates)) for name, rates in best.items()}
+    assert {(flag_of(job, "--steps"), flag_of(job, "--val-every")) for job in part_of(jobs, "timing")} == {("30", "0")}
+    assert (tmp_path / "sweep" / "0.0012_0.004" / f"{MUON.name}.log").exists()
+    assert read_sweep(tmp_path)[MUON.name][1.2e-3, 4e-3] == 4.0 and len(read_sweep(tmp_path)[ADAMW.name]) == 4
 
 
-@pytest.mark.parametrize("rate, best", [("0.0024", "0.0012"), ("0.0048", "0.0024")])
+@pytest.mark.parametrize("rate, best", [("0.0024", "0.0012"), ("0.0012", "0.0006")])
 def test_a_run_that_diverges_is_never_the_best(tmp_path, rate, best):
     def losses(end, job):
         return (9, 8, 7, "nan" if flag_of(job, "--max-lr") == rate else end)
 
-    jobs = run_race(tmp_path, {ADAMW.name: 2e-3}, [ADAMW], **{ADAMW.name: losses})
-    assert [flag_of(job, "--max-lr") for job in jobs[-2:]] == [best] * 2
+    jobs = run_race(tmp_path, {ADAMW.name: (2e-3,)}, [ADAMW], **{ADAMW.name: losses})
+    assert {rates_of(job) for job in part_of(jobs, "round")} == {(best,)}
     with pytest.raises(UserError, match="no run of beyond/rung_16.* ended with a loss"):
-        run_race(tmp_path / "all", {ADAMW.name: 1}, [ADAMW], **{ADAMW.name: lambda end, job: (9, 8, 7, "inf")})
+        run_race(tmp_path / "all", {ADAMW.name: (1,)}, [ADAMW], **{ADAMW.name: lambda end, job: (9, 8, 7, "inf")})
 
 
 def test_a_run_that_broke_off_has_no_last_loss(tmp_path):
-    run_race(tmp_path, {ADAMW.name: 1.2e-3}, [ADAMW])
+    run_race(tmp_path, {ADAMW.name: (1.2e-3,)}, [ADAMW])
     path = tmp_path / "round_1" / f"{ADAMW.name}.log"
     assert last_val_loss(path) == 4
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))  # after its last validation
@@ -151,24 +198,26 @@ VAL_LOSSES = {name: lambda end, job: ROUNDS[job.name].get(job.log_dir.name, (9, 
 
 
 def test_the_standings(tmp_path):
-    run_race(tmp_path, {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, "round_3", **VAL_LOSSES)
+    run_race(tmp_path, BEST, [ADAMW, MUON], 3, ["round_3"], **VAL_LOSSES)
     report = build_report(tmp_path)
     target, [first, second] = standings(report)
-    assert target == 6.0 and (first.rate, second.rate) == ("0.0012", "0.004")
+    assert target == 6.0 and (first.rates, second.rates) == ((0.0012,), (0.0012, 0.004))
     assert first.val_loss == (6.0, 5.9, 6.1) and first.tokens[0] == 40 * 64 and first.tokens[2] == math.inf
     assert first.tokens[1] == pytest.approx(64 * (30 + 10 / 1.1))
     assert second.val_loss == (4, 3.9, 4) and second.tokens == (25 * 64, 15 * 64, 30 * 64)
     assert second.seconds == pytest.approx((2.75, 1.65, 3.3))  # as fast in all rounds, whatever the machine did
     texts, caption = race_texts(report)
-    assert list(texts["of rung 16's"]) == ["100%", "69%"]
+    assert list(texts["% of rung 16's"]) == ["100 (98–never)", "69 (41–82)"]
+    assert list(texts["learning rates"]) == ["0.0012", "0.0012, 0.004"]
     assert "6.00 is the median of the validation losses that rung 16 ends with" in caption
-    assert "best of 4 learning rates" in caption and "median of 3 seeds" in caption
+    assert "of 4 to 8 tries" in caption and "median of 3 seeds" in caption and "measured 3 times" in caption
     for width in (80, 140):
         console = Console(width=width, file=io.StringIO())
         print_race(report, console)
         output = console.file.getvalue()
-        assert "18 Muon" in output and "69%" in output and "…" not in output
-        assert ("1.6–3.3" in output) == (width == 140)
+        assert "18 Muon" in output and "0.0012" in output and "69" in output and "…" not in output
+        assert max(map(len, output.splitlines())) <= width
+        assert ("69 (41–82)" in output) == (width == 140)
     (tmp_path / "docs").mkdir()
     for file, name in {"README": "ladder", "docs/results": "ladder", "docs/long_runs": "beyond",
                        "docs/race": "race"}.items():
@@ -181,18 +230,19 @@ def test_the_standings(tmp_path):
 
 
 def test_with_two_seeds_the_first_rung_reaches_the_target_with_both(tmp_path):
-    run_race(tmp_path, {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 2, **VAL_LOSSES)
+    run_race(tmp_path, BEST, [ADAMW, MUON], 2, **VAL_LOSSES)
     report = build_report(tmp_path)
     target, [first, second] = standings(report)
     assert target == 6.1 and first.tokens[2] == 40 * 64  # and not 6.05, which one of them never reaches
-    run_race(tmp_path / "up", {ADAMW.name: 1.2e-3}, [ADAMW], **{ADAMW.name: lambda end, job: (9, 8, 7, 6.104)})
+    run_race(tmp_path / "up", BEST, [ADAMW], **{ADAMW.name: lambda end, job: (9, 8, 7, 6.104)})
     assert standings(build_report(tmp_path / "up"))[0] == 6.11
-    assert list(race_texts(report)[0]["of rung 16's"]) == ["100%", f"{second.seconds[0] / first.seconds[0]:.0%}"]
+    shares = [text.split()[0] for text in race_texts(report)[0]["% of rung 16's"]]
+    assert shares == ["100", f"{100 * second.seconds[0] / first.seconds[0]:.0f}"]
 
 
 def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
     """A second round that broke off, before its first validation or after; and a first one that did."""
-    run_race(tmp_path, {ADAMW.name: 1.2e-3, MUON.name: 4e-3}, [ADAMW, MUON], 3, **VAL_LOSSES)
+    run_race(tmp_path, BEST, [ADAMW, MUON], 3, **VAL_LOSSES)
     whole = (tmp_path / "round_2" / f"{MUON.name}.log").read_text()
     for n_lines in (8, 30):
         (tmp_path / "round_2" / f"{MUON.name}.log").write_text("".join(whole.splitlines(keepends=True)[:n_lines]))
@@ -210,25 +260,25 @@ def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
 
 def test_the_caption_says_where_a_search_is_doubtful(tmp_path):
     """Nothing of a good one; a best rate at the edge, rates that differ less than the seeds, a race of 40 steps."""
-    best = {ADAMW.name: 1.2e-3}
+    best = BEST
 
     def caption(name, best=best, **values):
         run_race(tmp_path / name, best, [ADAMW], 2, **values)
         return race_texts(build_report(tmp_path / name))[1]
 
     assert "40 steps are too few to choose a learning rate, take 50 or more" in caption("short")
-    assert "edge" not in caption("short again") and "flat" not in caption("short once more")
-    assert "rung 16's best rate, 0.3072, is at the edge" in caption("edge", {ADAMW.name: 1e6})
+    assert "ended" not in caption("short again") and "flat" not in caption("short once more")
+    assert "rung 16's search ended after 12 tries, so 0.6144 may not be" in caption("edge", {ADAMW.name: (1e6,)})
     seeds = {"round_1": (9, 8, 7, 5), "round_2": (9, 8, 7, 9)}  # further apart than the four rates
     noisy = caption("flat", **{ADAMW.name: lambda end, job: seeds.get(job.log_dir.name, (9, 8, 7, end))})
-    assert "rung 16's search is flat: its rates differ by no more than its seeds do" in noisy and "edge" not in noisy
+    assert "rung 16's search is flat: its rates differ by no more than its seeds do" in noisy and "ended" not in noisy
 
 
 def test_the_plan_of_a_race_and_how_far_its_search_is(tmp_path):
     stages = [ADAMW, CHUNKED, MUON]
     plan = describe_race(stages, 3)
-    assert "at least 17 runs: 4 learning rates or more for each of 2 rungs, then 3 seeds of 3 rungs" in plan
-    assert "--max-lr 0.0006 to 0.0048 (rung 16); --muon-lr 0.002 to 0.016 (rung 18)" in plan
+    assert n_jobs(stages, 3) == 26 and "at least 26 runs: 8 or more to find the learning rates of 2 rungs" in plan
+    assert "3 seeds and 3 timings of 3 rungs" in plan and "--max-lr 0.0006 (rung 16) and --muon-lr 0.002 (rung 18)" in plan
     assert "finished 0 of at least 8 runs (rung 16: 0, rung 18: 0)" in search_progress(stages, tmp_path)
     for rate, losses in ((0.0006, (9, 8, 7, 6)), (0.0012, (9, 8, 7, 6))):
         write_log(Job(ADAMW.name, [], tmp_path / "sweep" / f"{rate:g}"), losses, 100.0)
@@ -237,25 +287,136 @@ def test_the_plan_of_a_race_and_how_far_its_search_is(tmp_path):
     assert "finished 1 of at least 8 runs (rung 16: 1, rung 18: 0)" in search_progress(stages, tmp_path)
 
 
+def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(tmp_path):
+    """A rung that has not been timed alone is not compared with one that has: then no timing counts."""
+    run_race(tmp_path, BEST, [ADAMW, MUON], 3, ["timing"], **VAL_LOSSES)
+    report = build_report(tmp_path)
+    _, racers = standings(report)
+    assert [racer.ms for racer in racers] == [row.ms for row in report.rows] == pytest.approx([120, 132])
+    assert racers[1].seconds == pytest.approx((3.3, 1.98, 3.96)) and racers[1].val_loss == (4, 3.9, 4)
+    assert [curve[2][-1] for curve in race_curves(report)] == pytest.approx([4.8, 5.28])
+    for number in (1, 2, 3):
+        path = tmp_path / "timing" / f"round_{number}" / f"{MUON.name}.log"
+        path.write_text(path.read_text()[:600])  # killed
+    report = build_report(tmp_path)
+    assert report.timing == {} and [racer.ms for racer in standings(report)[1]] == [100, 110]
+    assert "ms/step, that of the same runs" in race_texts(report)[1]
+
+
+def test_a_paired_t_test(tmp_path):
+    """Student's distribution with 4 degrees of freedom has a closed form; the pairs are found by their round."""
+    before = {f"round_{n}": loss for n, loss in enumerate((6.10, 6.00, 5.90, 6.05, 5.97))}
+    after = {f"round_{n}": before[f"round_{n}"] - gain for n, gain in enumerate((0.10, 0.02, 0.06, -0.01, 0.05))}
+    t = 0.044 / math.sqrt(sum((gain - 0.044) ** 2 for gain in (0.10, 0.02, 0.06, -0.01, 0.05)) / 4 / 5)
+    q = t * t / (1 + t * t / 4)
+    p = 1 - 0.75 * math.sqrt(q) * (1 - q / 12)
+    assert 0.05 < p < 0.1 and paired_p(after, before) == pytest.approx(p)
+    assert paired_p(dict(reversed(after.items())), before) == pytest.approx(p) == paired_p(after | {"more": 1}, before)
+    assert paired_p({"round_1": 1}, before) is None is paired_p(before, before)  # one seed; the same losses
+    assert paired_p({n: loss - 0.5 for n, loss in before.items()}, before) < 1e-9
+
+
+def test_the_standings_say_what_is_beyond_chance(tmp_path):
+    """Not for the first rung, nor for one with the same losses; a run that never got there counts as its whole length."""
+    stages, best = [ADAMW, CHUNKED, MUON], BEST | {CHUNKED.name: BEST[ADAMW.name]}
+    ends = {stage.name: {f"round_{n + 1}": end + 0.01 * n for n in range(5)} for stage, end in zip(stages, (6, 6, 5.9), strict=True)}
+    ends[MUON.name]["round_5"] -= 0.001  # else all differences are the same
+    values = {name: lambda end, job: (9, 8, 7, ends[job.name].get(job.log_dir.name, end)) for name in ends}
+    run_race(tmp_path, best, stages, 5, **values)
+    report = build_report(tmp_path)
+    target, racers = standings(report)
+    assert target == 6.02 and [(racer.p_loss, racer.p_tokens) for racer in racers[:2]] == [(None, None)] * 2
+    gains = [0.1] * 4 + [0.101]
+    mean, sd = sum(gains) / 5, math.sqrt(sum((gain - sum(gains) / 5) ** 2 for gain in gains) / 4)
+    q = (t := mean / sd * math.sqrt(5)) * t / (1 + t * t / 4)
+    assert racers[2].p_loss == pytest.approx(1 - 0.75 * math.sqrt(q) * (1 - q / 12), abs=1e-9)
+    assert 0 < racers[2].p_tokens < 0.01 and racers[1].tokens[2] == math.inf
+    texts, caption = race_texts(report)
+    assert list(texts["p"]) == ["–", "–", "<0.001*"] and "* marks p < 0.01" in caption
+    assert list(texts["p "])[:2] == ["–", "–"] and texts["p "][2].endswith("*")
+    run_race(tmp_path / "one", best, stages, 1)
+    texts, caption = race_texts(build_report(tmp_path / "one"))
+    assert {*texts["p"], *texts["p "]} == {"–"} and "t-test" not in caption
+
+
+def test_the_pictures_of_a_race(tmp_path):
+    """Also where a rung never gets to the target."""
+    values = VAL_LOSSES | {MUON.name: lambda end, job: (9, 9, 9, end + 5)}
+    run_race(tmp_path, BEST, [ADAMW, MUON], 3, **values)
+    paths = write_plots([build_report(tmp_path)], tmp_path / "png")
+    assert [path.name for path in paths] == [f"{tmp_path.name}_race.png", f"{tmp_path.name}_seconds.png"]
+    assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+def make_runner(folder):
+    return Runner(SimpleNamespace(steps=40, device="cpu"), folder, 60, Console(file=io.StringIO()))
+
+
+def test_two_jobs_at_once_share_the_cores_and_the_memory(tmp_path, monkeypatch):
+    """The barrier lets only two pass together; one at a time keeps the machine as it is."""
+    barrier, seen = threading.Barrier(2), []
+
+    def run_job(job, *_):
+        barrier.wait(timeout=10)
+        seen.append(job)
+        write_log(job, (9, 8, 7, 6), 100.0)
+        return runner_module.Outcome(job.name, "ok")
+
+    monkeypatch.setattr(runner_module, "run_job", run_job)
+    monkeypatch.setattr(runner_module, "free_memory", lambda: 1000)
+    monkeypatch.setattr(runner_module.torch, "get_num_threads", lambda: 5)
+    jobs = [Job(ADAMW.name, [], tmp_path / f"round_{n}") for n in range(4)]
+    with make_runner(tmp_path) as runner:
+        runner.run(jobs, 2)
+        assert [outcome.status for outcome in runner.outcomes] == ["ok"] * 4
+        assert [(job.env, job.memory) for job in seen] == [({"OMP_NUM_THREADS": "2"}, 500)] * 4
+        barrier = threading.Barrier(1)
+        runner.run(jobs[:1])
+        assert (seen[-1].env, seen[-1].memory) == ({}, None)
+
+
+def test_ctrl_c_stops_all_that_run_at_once(tmp_path):
+    """And the jobs that wait for their turn do not start."""
+    script = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    files = [tmp_path / f"pid_{n}" for n in range(3)]
+    jobs = [Job("sleeper", [sys.executable, "-c", script, str(file)], tmp_path / file.name) for file in files]
+
+    def interrupt():
+        while not all(file.exists() and file.read_text() for file in files[:2]):
+            time.sleep(0.02)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    started = time.monotonic()
+    with make_runner(tmp_path) as runner, pytest.raises(KeyboardInterrupt):
+        runner.run(jobs, 2)
+    assert time.monotonic() - started < 20 and not files[2].exists() and not runner.outcomes
+    assert not any(psutil.pid_exists(int(file.read_text())) for file in files[:2])
+
+
 @pytest.mark.slow
-def test_a_race_for_real(tokens, tmp_path):
-    """It ends with the standings, the seed of the search runs as it ran there, and --resume repeats no search."""
+def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):
+    """With two scripts at once: the losses are those of one at a time, and --resume repeats nothing of the three parts."""
+    monkeypatch.setattr(race_module, "MOST_RATES", 3)
+    monkeypatch.setattr(race_module, "TIMINGS", 2)
     words = ["--model", "tiny", "--device", "cpu", "--data", tokens, "-B", 2, "-T", 16, "--total-batch", 32,
              "--steps", 4, "--val-every", 2, "--val-sequences", 2, "--compile-mode", "none", "--warmup-steps", 0]
-    logs = tmp_path / "race"
-    done = ladder("run", "--race", 1, "--rungs", "16", "--logs", logs, *words, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "To the same validation loss" in done.stdout
+    logs, name = tmp_path / "race", ADAMW.name
+    code, output, error = call("run", "--race", 1, "--race-jobs", 2, "--rungs", "16", "--logs", logs, *words)
+    assert code == 0 and "To the same validation loss" in output, output + error
     report = build_report(logs)
-    target, racers = standings(report)
-    for racer in racers:
-        losses = report.sweep[racer.name]
-        assert len(losses) >= 4 and min(losses) < float(racer.rate) < max(losses)
-        [run] = report.runs[racer.name]
-        assert run.val_losses == read_log(logs / "sweep" / racer.rate / f"{racer.name}.log").val_losses
-    assert 0 <= target - report.runs[racers[0].name][0].val_losses[-1] <= 0.01
-    kept = {path: path.stat().st_mtime_ns for path in logs.glob("sweep/*/*.log")}
-    (logs / "round_1" / f"{ADAMW.name}.log").unlink()
-    again = ladder("run", "--resume", "--logs", logs)
-    assert again.returncode == 0 and (logs / "round_1" / f"{ADAMW.name}.log").exists()
-    assert {path: path.stat().st_mtime_ns for path in logs.glob("sweep/*/*.log")} == kept
+    target, [racer] = standings(report)
+    assert len(report.sweep[name]) == 3 and racer.rates == best_of(report.sweep[name])
+    [run] = report.runs[name]
+    searched = read_log(logs / "sweep" / show_rates(racer.rates, "_") / f"{name}.log")
+    assert (searched.val_steps, run.val_steps) == ([4], [2, 4]) and searched.val_losses == run.val_losses[-1:]
+    assert len(report.timing[name]) == 2 and not any(timed.val_steps for timed in report.timing[name])
+    assert 0 <= target - run.val_losses[-1] <= 0.01
+    assert call("run", "--rungs", "16", "--logs", tmp_path / "one", *words, "--max-lr", show_rates(racer.rates))[0] == 0
+    assert read_log(tmp_path / "one" / f"{name}.log").val_losses == pytest.approx(run.val_losses, abs=1e-4)
+    gone = [logs / "round_1" / f"{name}.log", logs / "timing" / "round_2" / f"{name}.log"]
+    for path in gone:
+        path.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in logs.rglob("*.log")}
+    assert call("run", "--resume", "--logs", logs)[0] == 0 and all(path.exists() for path in gone)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept

@@ -140,7 +140,7 @@ def draw_seconds(axes, report):
                   xerr=[[middle - low], [high - middle]], error_kw={"elinewidth": 1, "alpha": 0.5})
         if racer.seconds[2] == math.inf:
             axes.plot(high, i, ">", color="0.4", markersize=4)
-        seconds = f"{racer.seconds[0]:,.{0 if racer.seconds[0] >= 20 else 1}f}"
+        seconds = f"{racer.seconds[0]:,.{0 if 3 * third >= 20 else 1}f}"
         axes.annotate(f"{seconds} s, {racer.percent[0]:.0f} %" if reached else "not reached", (high, i), (6, 0),
                       textcoords="offset points", va="center", fontsize=9)
     axes.axvline(third, color="black", linewidth=1, linestyle="--")

@@ -156,17 +156,15 @@ def step_ms(report, name):
 
 def doubts(report, racers):
     """Yields the reasons to doubt the learning rates of a race, as short clauses."""
-    by_name, steps = {racer.name: racer for racer in racers}, finished(report.runs)[racers[0].name][0].steps[-1]
+    steps = finished(report.runs)[racers[0].name][0].steps[-1]
     if steps < FEWEST_STEPS:
         yield f"{steps} steps are too few to choose a learning rate, take {FEWEST_STEPS} or more"
-    for name, losses in report.sweep.items():
-        if name not in by_name:
-            continue
-        label, best = f"rung {BY_NAME[name].label}'s", best_of(losses)
+    for racer in (racer for racer in racers if racer.name in report.sweep):
+        label, losses = f"rung {BY_NAME[racer.name].label}'s", report.sweep[racer.name]
         finite = list(filter(math.isfinite, losses.values()))
-        _, low, high = by_name[name].val_loss
-        if not losses.keys() >= set(neighbors(best)):
-            yield f"{label} search ended after {len(losses)} tries, so {show_rates(best)} may not be its best"
+        _, low, high = racer.val_loss
+        if not losses.keys() >= set(neighbors(racer.rates)):
+            yield f"{label} search ended after {len(losses)} tries, so {show_rates(racer.rates)} may not be its best"
         if len(finite) == len(losses) and max(finite) - min(finite) <= high - low:
             yield f"{label} search is flat: its rates differ by no more than its seeds do"
 
@@ -233,7 +231,7 @@ def print_race(report, console):
     table = Table(title="To the same validation loss", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
     texts = texts.drop(columns=[*IN_A_LINK, "ms/step", "parameters", "GB"])
     if console.width < WIDE:
-        texts = texts.drop(columns="p ").replace(r" \(.*", "", regex=True)
+        texts = texts.drop(columns="p ").replace({r" \(.*": "", ", ": ",\n"}, regex=True)
     for heading in texts:
         form = {"min_width": 16} if heading == "rung" else {"no_wrap": True, "justify": "right"}
         table.add_column(textwrap.fill(heading, 7, break_long_words=False), **form)
