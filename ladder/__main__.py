@@ -63,11 +63,11 @@ def add_run(verbs):
     run.add_argument("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
     run.add_argument("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
     instead = run.add_mutually_exclusive_group()
-    instead.add_argument("--race", type=positive, metavar="SEEDS", help="instead: find each rung's learning rates, then "
-                         "compare over this many seeds the tokens and seconds to a validation loss (from rung 13)")
+    instead.add_argument("--race", type=positive, metavar="SEEDS", help="instead: find each rung's learning rates, "
+                         "then compare over this many seeds the tokens and seconds to a validation loss (from rung 13)")
     instead.add_argument("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
-    run.add_argument("--race-jobs", type=positive, default=1, metavar="N", help="run N scripts of a race at a time, each "
-                     "on its share of the cores; the timing at its end always runs one (default: %(default)s)")
+    run.add_argument("--race-jobs", type=positive, default=1, metavar="N", help="run N scripts of a race at a time, "
+                     "each on its share of the cores; the timing at its end always runs one (default: %(default)s)")
     run.add_argument("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each rung (default: 3600)")
     run.add_argument("--processes", type=positive, default=2, help="of ddp, fsdp and dcp (default: %(default)s)")
     run.add_argument("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {RUNS}/DATE_TIME)")

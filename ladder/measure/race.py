@@ -44,7 +44,7 @@ def check_race(stages, settings, flags):
 
 
 def search(stage, start, try_rates):
-    """The best rates of a rung, by a pattern search from `start`. `try_rates` turns a list of rates into {rates: loss}."""
+    """The best rates of a rung, by a pattern search from `start`. `try_rates` makes {rates: loss} of rates."""
     losses, best = {}, start
     while new := [rates for rates in (best, *neighbors(best)) if rates not in losses][: MOST_RATES - len(losses)]:
         losses |= try_rates(new)
@@ -102,9 +102,9 @@ def describe_race(stages, seeds):
     for stage in fewest:
         for flag, rate in default_rates(stage).items():
             begins.setdefault(flag, f"{flag} {rate:g} (rung {stage.label})")
-    return (f"race: at least {n_jobs(stages, seeds)} runs: {sum(fewest.values())} or more to find the learning rates of "
-            f"{len(fewest)} rungs, then {seeds} seeds and {TIMINGS} timings of {len(stages)} rungs.\n"
-            f"The search begins with {' and '.join(begins.values())}; each rung goes on from the best of the one before.")
+    return (f"race: at least {n_jobs(stages, seeds)} runs: {sum(fewest.values())} or more to find the learning rates "
+            f"of {len(fewest)} rungs, then {seeds} seeds and {TIMINGS} timings of {len(stages)} rungs.\n"
+            f"The search begins with {' and '.join(begins.values())}; each rung continues from the one before.")
 
 
 def search_progress(stages, log_dir):

@@ -156,7 +156,7 @@ def holds_more(pid, limit):
 
 
 def watch(child, seconds, limit, stopped, verdict):
-    """Stop the child when its time is up, it holds more than `limit` bytes, or `stopped` is set; says why in `verdict`."""
+    """Stop the child when its time is up, it holds more than `limit` bytes, or `stopped` is set; `verdict` gets why."""
     deadline = time.monotonic() + seconds
     while child.poll() is None:
         if stopped.is_set():
@@ -179,9 +179,10 @@ def free_memory():
 def run_job(job, seconds, device, on_line=lambda line: None, stopped=NEVER):
     """Run one job to its end; `on_line` gets its output. KeyboardInterrupt, and setting `stopped`, stop the child."""
     limit = (job.memory or free_memory()) if device == "cpu" else None  # a GPU refuses on its own
+    env = os.environ | (keeping_freed_memory() if device == "cpu" else {}) | job.env
     child = subprocess.Popen(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=Path.cwd(),
-        start_new_session=os.name == "posix", env=os.environ | (keeping_freed_memory() if device == "cpu" else {}) | job.env,
+        start_new_session=os.name == "posix", env=env,
     )
     verdict, last = [], ""
     watcher = threading.Thread(target=watch, args=(child, seconds, limit, stopped, verdict), daemon=True)

@@ -27,7 +27,7 @@ from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.plots import KIND_COLOURS
 from ladder.show.profile import is_reliable
 from ladder.show.report import allocators, describe, table_of, warnings
-from ladder.show.standings import IN_A_LINK, race_curves, race_texts, show_rates, standings
+from ladder.show.standings import IN_A_LINK, race_curves, race_texts, standings
 
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
@@ -203,7 +203,7 @@ def race_data(report):
     if not report.sweep:
         return {}
     target, racers = standings(report)
-    return {racer.name: {"target": rounded(target, 4), "rate": show_rates(racer.rates), "val": rounded(racer.val_loss[0], 4),
+    return {racer.name: {"target": rounded(target, 4), "val": rounded(racer.val_loss[0], 4),
                          "tokens_to": rounded(racer.tokens[0], 6), "seconds_to": rounded(racer.seconds[0], 4)}
             for racer in racers}
 

@@ -158,8 +158,8 @@ def draw_seconds(axes, report):
 def about_seconds(report):
     """The caption of draw_seconds."""
     first, n_seeds = report.rows[0].name, max(map(len, finished(report.runs).values()))
-    return (f"{where(report)}. The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where a seed "
-            f"never got there; dashed: a third of the seconds of rung {BY_NAME[first].label}.")
+    return (f"{where(report)}. The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where a "
+            f"seed never got there; dashed: a third of the seconds of rung {BY_NAME[first].label}.")
 
 
 def plot_seconds(report):
@@ -177,8 +177,8 @@ def plot_race(report):
     """
     bars = 1 + 0.3 * max(4, len(report.rows))
     figure, by_rung, by_time, by_adamw, by_muon = new_figure(
-        "Seconds to the same loss, rung by rung", about_seconds(report), height=bars + 3.6, mosaic="aaaa\nbbcd",
-        height_ratios=[bars, 3.6])
+        "Seconds to the same loss, rung by rung", about_seconds(report) + " Below: the way there; and the losses that "
+        "the search ended with, along each learning rate.", bars + 3.6, "aaaa\nbbcd", height_ratios=[bars, 3.6])
     draw_seconds(by_rung, report)
     (target, racers), colours = standings(report), colours_of(report)
     for name, _, seconds, losses in race_curves(report):
@@ -196,7 +196,7 @@ def plot_race(report):
             losses, best = report.sweep.get(racer.name, {}), racer.rates
             at_best = {rates[i]: loss for rates, loss in losses.items()
                        if len(best) > i and (*rates[:i], *rates[i + 1 :]) == (*best[:i], *best[i + 1 :])}
-            axes.plot(at_best.keys(), at_best.values(), color=colours[racer.name], marker="o", markersize=3, linewidth=1)
+            axes.plot(at_best.keys(), at_best.values(), color=colours[racer.name], marker="o", markersize=3)
         axes.set(xlabel=f"{whose} rate", xscale="log")
         tried = sorted({rates[i] for losses in report.sweep.values() for rates in losses if len(rates) > i})
         axes.set_xticks(tried, [f"{rate:g}" for rate in tried], rotation=45, fontsize=7, ha="right")

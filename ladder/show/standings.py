@@ -217,8 +217,8 @@ def race_texts(report):
         f"the best learning rates (AdamW's, and Muon's if it has Muon) of {n_tries} tries with the first seed. The "
         f"numbers are the median of {n_seeds} seeds, and in brackets the lowest and highest. Seconds are steps times "
         f"ms/step, {timed}: compiling and validating do not count."
-        + f" p: how likely so large a difference from the row before would be by chance alone, a paired t-test over the "
-          f"seeds; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule." * (n_seeds > 1)
+        + f" p: how likely so large a difference from the row before would be by chance alone, a paired t-test over "
+          f"the seeds; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule." * (n_seeds > 1)
         + f" Doubtful: {doubtful}." * bool(doubtful))
 
 
