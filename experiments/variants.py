@@ -52,16 +52,16 @@ VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
 }
 
 
-def write_variant(name, folder):
+def write_variant(name, folder, variants=VARIANTS):
     """The script of a variant, in `folder`, as a stage of a race."""
     text = BASE.path.read_text(encoding="utf-8")
-    for old, new in VARIANTS[name][1]:
+    for old, new in variants[name][1]:
         if text.count(old) != 1:
-            raise UserError(f"experiments/variants.py: {name} no longer fits {BASE.file}: {old!r}")
+            raise UserError(f"{name}: the variant no longer fits {BASE.file}: {old!r}")
         text = text.replace(old, new)
     path = folder / f"{name}.py"
     path.write_text(text, encoding="utf-8")
-    return replace(BASE, label=name, file=str(path.resolve()), title=VARIANTS[name][0], same_losses=None)
+    return replace(BASE, label=name, file=str(path.resolve()), title=variants[name][0], same_losses=None)
 
 
 def main():

@@ -1,6 +1,7 @@
 """experiments/: what they change about a model or a run, and that their numbers are true."""
 import ast
 import json
+import math
 import re
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import load_module, losses, run_command, rung, train
 
-from experiments import causal_attention, compress, data_wait, eight_bit_adamw, sampling_speed, variants
+from experiments import causal_attention, compress, data_wait, eight_bit_adamw, past_qwen3, sampling_speed, variants
 from ladder.show.logs import read_log
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -268,3 +269,28 @@ def test_causal_attention_in_blocks_is_causal_attention(T):
     for name, attention in causal_attention.CONTESTANTS.items():
         same = torch.allclose(attention(q, k, v), expected, atol=1e-5)
         assert same == (name != "flash kernel, no mask"), name
+
+
+@pytest.mark.parametrize("name", past_qwen3.TRIALS)
+def test_trials_past_qwen3_train(name, tmp_path):
+    """Each starts with a loss near rung 24's, all that it adds gets a gradient, and no token sees a later one."""
+    module = load_module(variants.write_variant(name, tmp_path, past_qwen3.TRIALS).path)
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(block_size=16, vocab_size=257, n_layer=4, n_head=2, n_embd=32))
+    model.recompute_blocks = 0
+    optimizer = model.configure_optimizers(0.1)
+    x = torch.randint(0, 257, (2, 16))
+    for step in range(3):  # what ends the branches is zero in the first, and so are the gradients before it
+        loss = model(x, x.roll(-1, dims=1))
+        loss.backward()
+        if step == 0:
+            assert abs(loss.item() - math.log(257)) < (1 if name == "wide_init" else 0.2)
+        if step == 2:
+            idle = {part for part, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+            assert idle <= {"transformer.h.0.attn.mix"}  # of the first block, which has none before it
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    changed = torch.cat((x[:, :10], x[:, 10:].roll(1, dims=1)), dim=1)
+    with torch.no_grad():
+        assert torch.allclose(model(x)[:, :10], model(changed)[:, :10], atol=1e-5)
