@@ -66,7 +66,7 @@ def load_checkpoint(path, convert=to_transformers):
     try:
         return convert(checkpoint), checkpoint
     except (KeyError, RuntimeError):  # names that are missing; names or shapes that differ
-        sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (from 23 on); give a checkpoint of one")
+        sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (23 to 29); give a checkpoint of one")
 
 
 def restore_tokenizer(checkpoint):

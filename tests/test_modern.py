@@ -356,7 +356,7 @@ def test_18_a_crashed_run_resumes_bit_by_bit(label, tmp_path, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", [MUON, LAST])
+@pytest.mark.parametrize("label", [MUON, LAST, "31"])
 def test_18_two_ranks_equal_one_process(label, tmp_path, tokens):
     """2 ranks x 2 micro-steps x B=2 against one process with B=8, float32: as for DDP itself."""
     def flags(folder, B):
