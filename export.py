@@ -3,8 +3,8 @@
     python export.py model.pt my-gpt2               # a file of --save, or a checkpoint: checkpoints/<script>/newest.pt
     python speedup_10_fused_adamw.py --pretrained my-gpt2       # and back: train it further
 
-The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 on, with the same logits, and the tokenizer;
-transformers has no model for the rungs between. GPT-2's "Conv1D" layers store their matrices transposed, the rows that
+The folder holds a GPT-2 up to rung 19 and a Qwen3 from rung 23 to 29, with the same logits, and the tokenizer;
+transformers has no model for the others. GPT-2's "Conv1D" layers store their matrices transposed, the rows that
 pad the vocabulary (rung 7) are cut off, and untied embeddings stay untied (baseline.py's; no other script can train
 such a model further).
 """
@@ -92,7 +92,7 @@ def to_gpt2(config, weights, **ends):
 
 
 def to_qwen3(config, weights, **ends):
-    """A Qwen3ForCausalLM with the weights of a GPT of rung 23 or later; raises RuntimeError for others."""
+    """A Qwen3ForCausalLM with the weights of a GPT of rungs 23 to 29; raises RuntimeError for others."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM(Qwen3Config(

@@ -4,8 +4,8 @@
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50      # a Hugging Face name or folder
 
 The weights become a transformers model (export.py), whose generate() provides the key-value cache, sampling and
-streaming. Rungs 20 to 22, for which transformers has no model, use their own script's model, without a cache. A prompt
-that leaves no room for the new tokens in the model's longest sequence loses its beginning.
+streaming. Rungs 20 to 22 and from 30 on, for which transformers has no model, use their own script's, without a cache.
+A prompt that leaves no room for the new tokens in the model's longest sequence loses its beginning.
 """
 import argparse
 import logging

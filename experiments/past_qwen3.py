@@ -4,8 +4,8 @@
     python -m experiments.past_qwen3 logs/past_qwen3 --data data/bytes --model 4x4x128 -B 4 -T 256 --total-batch 1024 \
         --steps 500 --val-every 250 --val-sequences 256 --recompute-blocks 0 --max-lr 0.01 --muon-lr 0.0025
 
-Each is the script of rung 24 with the replacements below, and starts as the same model wherever the idea allows it. The
-same command resumes. What such a trial favors goes into the race, where both rates are searched, with five seeds.
+Each is the script of rung 24 with the replacements below; where the idea allows it, what is new starts at zero. The
+same command resumes. What such a trial favors goes into the race: both rates searched, five seeds.
 """
 import argparse
 import statistics
@@ -78,13 +78,13 @@ def pairs_and_triples(n_rows):
 TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, what replaces it), ...])
     "pairs_8k": ("hashed pairs of tokens, 8,192 rows (speedrun)", pairs(8192)),
     "pairs_64k": ("hashed pairs of tokens, 65,536 rows (speedrun)", pairs(65536)),
-    "n_grams_8k": ("hashed pairs and triples, 8,192 rows each (Pagnoni et al. 2024)", pairs_and_triples(8192)),
-    "n_grams_32k": ("hashed pairs and triples, 32,768 rows each (Pagnoni et al. 2024)", pairs_and_triples(32768)),
+    "n_grams_8k": ("hashed pairs and triples, 8,192 rows each (after Pagnoni et al. 2024)", pairs_and_triples(8192)),
+    "n_grams_32k": ("hashed pairs and triples, 32,768 rows each (after Pagnoni et al. 2024)", pairs_and_triples(32768)),
     "smear": ("each embedding takes a learned part of the one before (speedrun)", [
         (BEFORE_THE_DRAW, "        self.smear = nn.Parameter(torch.zeros(config.n_embd))\n" + BEFORE_THE_DRAW),
         (EMBEDDED, EMBEDDED + "        x = x + self.smear * F.pad(x, (0, 0, 1, -1))\n"),
     ]),
-    "embedding_convolution": ("a short convolution of the embeddings (Allen-Zhu 2025, Canon layers)", [
+    "embedding_convolution": ("a short convolution of the embeddings (after Allen-Zhu 2025, Canon layers)", [
         *CONVOLUTION,
         (BEFORE_THE_DRAW, "        self.convolution = ShortConvolution(config.n_embd)\n" + BEFORE_THE_DRAW),
         (EMBEDDED, EMBEDDED + "        x = self.convolution(x)\n"),
@@ -153,7 +153,8 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
          ".add_(is_target, alpha=-1).mul_(1 - capped.square()).to(linear.dtype)\n"),
         ("return self.lm_head(x)[..., :", "return (15 * torch.tanh(self.lm_head(x) / 15))[..., :"),
     ]),
-    "next_but_one": ("the token after the next is predicted, too, with a weight of 0.2 (Gloeckle et al. 2024)", [
+    "next_but_one": ("the token after the next is predicted, too, by one more matrix, with a weight of 0.2 "
+                     "(after Gloeckle et al. 2024)", [
         (BEFORE_THE_DRAW, "        self.next_but_one = nn.Linear(config.n_embd, config.n_embd, bias=False)\n"
                           + BEFORE_THE_DRAW),
         ("        return ChunkedCrossEntropy.apply(x, self.lm_head",
@@ -176,7 +177,7 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
                  "            norm = update.norm(dim=(-2, -1), keepdim=True) + 1e-10\n"
                  "            update = update * (0.2 * update[0].numel() ** 0.5 / norm)\n"),
     ]),
-    "polar_express": ("other coefficients in each of Muon's iterations (Amsel et al. 2025)", [
+    "polar_express": ("other coefficients in each of Muon's iterations (Amsel et al. 2025; the speedrun's)", [
         ("    for _ in range(5):", "    x = x / 1.02\n"
          "    for a, b, c in ((8.156554524902461, -22.48329292557795, 15.878769915207462),\n"
          "                    (4.042929935166739, -2.808917465908714, 0.5000178451051316),\n"
@@ -196,8 +197,8 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
          '(update + muon["weight_decay"] * torch.stack(stack) * (update * torch.stack(stack) > 0)).unbind()'),
     ]),
     "no_decay": ("no weight decay", [("(weight_decay=0.1)", "(weight_decay=0.0)")]),
-    "wide_init": ("matrices drawn with a standard deviation of (inputs)^-0.5 instead of 0.02", [
-        (STD, "            std = 0.02 if isinstance(module, nn.Embedding) else module.weight.shape[1] ** -0.5\n"),
+    "wide_init": ("all matrices, the embedding too, drawn with a standard deviation of (inputs)^-0.5 instead of 0.02", [
+        (STD, "            std = module.weight.shape[1] ** -0.5\n"),
     ]),
 }
 SEEDS = 1337, 1338, 1339  # of rung 24 itself: how far chance goes
@@ -207,8 +208,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("logs", type=Path, help="a folder")
     args, flags = parser.parse_known_args()
-    args.logs.mkdir(parents=True, exist_ok=True)
     settings = check_flags([BASE], flags)
+    if settings.recompute_blocks != 0:
+        raise UserError("give --recompute-blocks 0: some of the replacements are made for it")
+    args.logs.mkdir(parents=True, exist_ok=True)
     runs = [(BASE, seed) for seed in SEEDS] + [(write_variant(name, args.logs, TRIALS), SEEDS[0]) for name in TRIALS]
     folders = {seed: args.logs / f"seed_{seed}" for seed in SEEDS}
     with Runner(settings, args.logs, 7200, Console(), resume=True, n_jobs=len(runs)) as runner:

@@ -120,7 +120,7 @@ rung("29", "beyond/rung_29_documents_apart.py", "documents apart", "28",
      "train")
 # Past Qwen3: fewer tokens to the same loss.
 rung("30", "beyond/rung_30_frequency_prior.py", "frequency prior", "24",
-     "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "count_log_frequencies", "train", exports_to=None)
+     "ChunkedCrossEntropy", "GPT", "count_log_frequencies", "train", exports_to=None)
 rung("31", "beyond/rung_31_ngram_embeddings.py", "hashed n-gram embeddings", "30",
      "GPTConfig", "GPT.__init__", "GPT.forward")
 # Several cards.

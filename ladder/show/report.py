@@ -439,7 +439,7 @@ def write_tables(reports, root=ROOT):
     The README shows the machine with the most rungs; among several, the one where they gain the most.
     """
     reports = [report for report in reports if len(report.rows) > 1]
-    races = [report for report in reports if report.sweep]
+    races = sorted((report for report in reports if report.sweep), key=lambda report: -len(report.rows))
     beyond = [report for report in reports if BEYOND & report.runs.keys() and report not in races]
     ladder = sorted((report for report in reports if report not in [*beyond, *races]), reverse=True,
                     key=lambda report: (len(report.rows), max(row.times_baseline or 0 for row in report.rows)))

@@ -218,7 +218,8 @@ def race_texts(report):
         f"numbers are the median of {n_seeds} seeds, and in brackets the lowest and highest. Seconds are steps times "
         f"ms/step, {timed}: compiling and validating do not count."
         + f" p: how likely so large a difference from the row before would be by chance alone, a paired t-test over "
-          f"the seeds; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule." * (n_seeds > 1)
+          f"the seeds; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule. A run that never gets there counts "
+          f"with all its tokens." * (n_seeds > 1)
         + f" Doubtful: {doubtful}." * bool(doubtful))
 
 
