@@ -4,7 +4,8 @@ What comes next depends most on the last few tokens. Attention has to learn to c
 each pair and each triple from the first step on. There are far more of them than rows, so a hash chooses the row, and
 n-grams that collide share a vector. The tables start at zero, so the model starts as rung 30's.
 
-Gain: GAIN31
+Gain: on bytes the most since Muon: rung 16's loss after 18 instead of 45 % of its seconds, and a final loss 0.05 lower
+(p = 0.001, docs/race.md). The more the tokens, the fewer n-grams recur.
 Cost: two tables of n_rows_hashed * n_embd parameters, 12.6M for GPT-2 (124M), with their gradients and AdamW's moments
 0.2 GB; two lookups per token.
 
