@@ -2,6 +2,7 @@
 import _thread
 import io
 import math
+import signal
 import sys
 import threading
 import time
@@ -379,7 +380,7 @@ def test_two_jobs_at_once_share_the_cores_and_the_memory(tmp_path, monkeypatch):
         assert (seen[-1].env, seen[-1].memory) == ({}, None)
 
 
-def test_ctrl_c_stops_all_that_run_at_once(tmp_path, monkeypatch):
+def test_ctrl_c_stops_all_that_run_at_once(tmp_path, monkeypatch, request):
     """And the jobs that wait for their turn do not start. Each has its share of the cores."""
     monkeypatch.setattr(runner_module.torch, "get_num_threads", lambda: 6)
     script = ("import os, sys, time; time.sleep(0.1)\n"
@@ -392,6 +393,9 @@ def test_ctrl_c_stops_all_that_run_at_once(tmp_path, monkeypatch):
             time.sleep(0.02)
         _thread.interrupt_main()
 
+    # a script that ran in this process before may have left its own handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     threading.Thread(target=interrupt, daemon=True).start()
     started = time.monotonic()
     with make_runner(tmp_path) as runner, pytest.raises(KeyboardInterrupt):

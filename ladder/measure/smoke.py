@@ -70,12 +70,13 @@ def training(settings, scratch, label, how="", like="", within=SAME, **changes):
     names = {each.name for each in fields(load_script(stage).Settings)}
     words = [word for key, value in (flags | changes).items() if key in names
              for word in ("-" * min(len(key), 2) + key.replace("_", "-"), str(value))]
-    return Trial(name, [sys.executable, *start, *words], scratch / name, 1, like, within)
+    return Trial(name, [sys.executable, *start, *words], scratch / name, first=1, like=like, within=within)
 
 
 def resuming(trial):
     """The trial that resumes another one from its last checkpoint but one."""
-    return Trial(f"{trial.name}-resume", [*trial.command, "--resume"], trial.log_dir, STEPS // 2 + 1, trial.name)
+    return Trial(f"{trial.name}-resume", [*trial.command, "--resume"], trial.log_dir, first=STEPS // 2 + 1,
+                 like=trial.name)
 
 
 def using(trial, device, exports):
