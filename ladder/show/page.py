@@ -164,13 +164,14 @@ def machine_name(report):
     setting = report.setting
     if not setting["device"] or not setting["B"]:
         return report.name
-    headers = [run.headers["device"] for rounds in report.runs.values() for run in rounds]
+    timed = report.timing or report.runs  # a race's rounds may have had half of the cores each
+    headers = [run.headers["device"] for rounds in timed.values() for run in rounds]
     cores = max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
     device = setting["device"] + (f", {cores} core{'s' * (cores > 1)}" if cores else "")
     rates = report.machine.get("rates", {})
     device += f", {max(rates, key=rates.get)}" if rates and cores else ""
     model = f", {setting['model']}" if setting["model"] != "gpt2" else ""
-    text = f", {setting['data'].split(' (')[0]}" if report.sweep and setting["data"] else ""  # races differ by it
+    text = f", {setting['data']}" if report.sweep and setting["data"] else ""  # races differ by it
     text += ", default allocator" if "default" in allocators(report) else ""
     return f"{device}{model}, B={setting['B']} T={setting['T']}{text}"
 
