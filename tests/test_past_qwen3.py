@@ -1,4 +1,6 @@
 """Past Qwen3: what rungs 30 and up add to the model, in plain Python, and that they start where rung 24 does."""
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -59,7 +61,7 @@ def test_30_loss_and_gradients_are_those_of_torch(bias):
     ours = module.ChunkedCrossEntropy.apply(x, weight, prior, targets, 1000, 7)
     truth = F.cross_entropy((x @ weight.T + prior)[:, :1000], targets)
     assert torch.allclose(ours, truth, atol=1e-5)
-    for got, expected in zip(torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(truth, (x, weight)), strict=True):
+    for got, expected in zip(*(torch.autograd.grad(loss, (x, weight)) for loss in (ours, truth)), strict=True):
         assert torch.allclose(got, expected, atol=1e-6)
 
 
@@ -130,7 +132,7 @@ def test_31_rows_of_pairs_and_triples():
 def test_31_the_hash_spreads_the_pairs_of_real_text(real_text):
     """Close to what random rows would do: of n pairs in r rows r * (1 - (1 - 1/r)^n) are used."""
     text = real_text.encode()
-    pairs = set(zip(text, text[1:]))
+    pairs = set(itertools.pairwise(text))
     used = {(36313 * token + before) % 8191 for before, token in pairs}
     assert len(used) > 0.9 * 8191 * (1 - (1 - 1 / 8191) ** len(pairs)), (len(used), len(pairs))
 
