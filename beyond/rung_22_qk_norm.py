@@ -5,8 +5,8 @@ the softmax puts all weight on one token, where its gradient vanishes. So the qu
 an RMSNorm: up to the learned gains each gets the length hs^0.5, and no score can exceed hs^0.5.
 The norm, in float32, comes before the rotation (rung 20), which changes no length. All heads of a block share the gain.
 
-Gain: scores bounded by the learned gains, however long q and k become. In our race (12M parameters, docs/race.md) the
-final loss falls from 6.03 to 5.93, beyond the spread.
+Gain: scores bounded by the learned gains, however long q and k become. In our race (docs/race.md) the final loss
+falls from 1.871 to 1.847 nats per byte (p = 0.002).
 Cost: two norms over hs numbers per head and token, and 2 * hs parameters per block.
 
 Sources: Henry et al. 2020, "Query-Key Normalization for Transformers"; Dehghani et al. 2023, "Scaling Vision

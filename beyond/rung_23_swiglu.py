@@ -5,8 +5,8 @@ matrices side by side, gate and up: SiLU(gate(x)) * up(x), elementwise, and then
 with each other, where GELU only sees one sum at a time. With a hidden width of 8/3 * C, rounded up to a multiple of 64
 for whole tiles (rung 7), three matrices have as many parameters as the two had, 8 * C^2, and take as much arithmetic.
 
-Gain: products of features, with as many parameters. No gain in our race (12M parameters, docs/race.md): the spread of
-its loss overlaps that of the rung before.
+Gain: products of features, with as many parameters. No gain in our race (docs/race.md): the final
+loss differs from the rung before's by no more than chance (p = 0.88).
 Cost: one more elementwise operation and its tensors.
 With rungs 20 to 22 this is Qwen3's architecture, with one key-value head per query head: transformers'
 Qwen3ForCausalLM computes the same logits. export.py writes such a model and --pretrained loads it (docs/modern.md).

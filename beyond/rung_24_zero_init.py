@@ -5,10 +5,11 @@ start at zero, the branches add nothing at first: the model starts as its embedd
 branch stands in the way of a gradient. They do not stay zero, because the gradient of a matrix comes from its input and
 from the gradient of its output, not from itself.
 
-Gain: at initialization the model computes the same function at any depth. No gain in our race (12M parameters,
-docs/race.md): the spread of its loss overlaps that of the rung before.
+Gain: at initialization the model computes the same function at any depth. In our race (docs/race.md)
+the final loss is 0.011 nats per byte lower, which may be chance (p = 0.015).
 Cost: none in time or memory. In the first step the other matrices of the blocks get no gradient: it would have to pass
-through a zero matrix.
+through a zero matrix. What is left, the embedding and its tied output layer, expects the current token again: the first
+loss of GPT-2 (124M) is 15.0, 10.8 with equal probabilities (rung 30 changes that).
 
 Source: Zhang et al. 2019, "Fixup Initialization".
 """
