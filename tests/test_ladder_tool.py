@@ -1,5 +1,6 @@
 """python -m ladder: every verb on real short runs of the tiny model, and on everything a user can get wrong."""
 import io
+import itertools
 import json
 import os
 import random
@@ -18,13 +19,14 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, load_module, make_tokens, own_settings, run_command, rung, train
+from rich.console import Console
 
 import ladder.__main__ as tool
 from ladder.errors import UserError
 from ladder.measure import check, rates, runner
 from ladder.measure.runner import Job, command_for, parse_rungs, plan, run_job
 from ladder.scripts.flops import SHAPES, flops_per_token, mfu
-from ladder.scripts.lessons import read_lesson
+from ladder.scripts.lessons import print_lesson, read_lesson
 from ladder.scripts.memory import PROCESS_BYTES, RUN_BY_DEFAULT, largest_fitting, recommend, step_bytes
 from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
 from ladder.show.compare import compare
@@ -805,6 +807,19 @@ def test_diff_shows_text_change_and_effect(call):
     assert "+ " in call("diff", "ddp", "rung_12_prefetch.py")[1] and "@@" not in call("diff", 0)[1]
     for wrong in (["99"], ["x"], ["1", "2", "3"]):
         assert is_one_error(call("diff", *wrong))
+
+
+def test_diff_fills_the_lines_of_a_narrow_terminal():
+    """A line ends where the next word would no longer fit; code keeps its lines."""
+    for label, code in (("20", None), ("16", "    python beyond/rung_16_gradient_checkpointing.py -B 16 --recompute")):
+        before, after = (BY_LABEL[name].path.read_text(encoding="utf-8") for name in (BY_LABEL[label].before, label))
+        console = Console(width=80, record=True, file=io.StringIO())
+        print_lesson(read_lesson(before, after), console)
+        text = console.export_text().split("@@")[0]
+        for line, following in itertools.pairwise(text.splitlines()):
+            if line[:1].strip() and following[:1].strip():  # not code
+                assert len(line.rstrip()) + 1 + len(following.split()[0]) > 80
+        assert code is None or code in text
 
 
 def snapshot(folder):

@@ -1,6 +1,7 @@
 """A lesson: the docstring of a rung, and the difference to the rung before, down to the changed words."""
 import ast
 import difflib
+import itertools
 import re
 from dataclasses import dataclass, field
 
@@ -8,6 +9,8 @@ from ladder.errors import UserError
 
 CONTEXT = 3  # unchanged lines around a change
 WORD = re.compile(r"\w+|\s+|.")
+LABEL = r"(?:Gain|Cost|Beware|Sources?):"
+FULL_LINE = 120  # characters: a docstring's line that ends a sentence and has room for the next word ends a paragraph
 
 
 @dataclass
@@ -103,12 +106,27 @@ def in_diff_order(hunk):
         added += [right] if right is not None else []
 
 
+def part_paragraphs(body):
+    """A docstring's text with an empty line after every paragraph, also where the script has none."""
+    lines = []
+    for line, following in itertools.pairwise([*body.split("\n"), ""]):
+        lines.append(line)
+        word = following.split(" ")[0]  # "" in an indented line
+        ends = line.endswith((".", ":", ")")) and len(line) + 1 + len(word) <= FULL_LINE
+        if re.match(LABEL, following) or (ends and word and line[0] not in " *-"):
+            lines.append("")
+    return "\n".join(lines)
+
+
 def print_lesson(lesson, console):
     """The lesson in a terminal: the text, then the unified diff in colour."""
     from rich.syntax import Syntax
 
     console.print(lesson.title, style="bold", markup=False, highlight=False)
-    console.print(f"\n{lesson.body}\n", markup=False, highlight=False)
+    console.print()
+    for paragraph in re.split("\n{2,}", part_paragraphs(lesson.body)):
+        text = paragraph if re.search("(?m)^[ *-]", paragraph) else paragraph.replace("\n", " ")  # code and lists as is
+        console.print(f"{text}\n", markup=False, highlight=False, width=min(console.width, FULL_LINE))
     painter = Syntax("", "python", theme="ansi_dark", background_color="default")
     styles = {" ": ("", ""), "-": ("on #4a2222", "bold on #8a3030"), "+": ("on #1d3d26", "bold on #2f7a45")}
     for hunk in lesson.hunks:

@@ -22,7 +22,7 @@ from ladder.files import write_whole
 from ladder.scripts.cards import CARDS
 from ladder.scripts.floor import floor_data
 from ladder.scripts.laws import first_line
-from ladder.scripts.lessons import Line, in_diff_order, read_lesson, split_docstring
+from ladder.scripts.lessons import LABEL, Line, in_diff_order, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.plots import KIND_COLOURS
 from ladder.show.profile import is_reliable
@@ -32,8 +32,6 @@ from ladder.show.standings import IN_A_LINK, race_curves, race_texts, standings
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
            Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the colour of the text
-LABEL = r"(?:Gain|Cost|Beware|Sources?):"
-FULL_LINE = 120  # characters: a docstring's line that ends a sentence and has room for the next word ends a paragraph
 MAX_POINTS = 400  # of a loss curve; for longer runs only every second, third, ... step is drawn
 
 
@@ -84,14 +82,7 @@ def hunk_view(hunk, before, after):
 
 def prose(body):
     """A docstring's text as HTML: paragraphs, lists, code, and separate paragraphs for "Gain:" and the like."""
-    lines = []
-    for line, following in itertools.pairwise([*body.split("\n"), ""]):
-        lines.append(line)
-        word = following.split(" ")[0]  # "" in an indented line
-        ends = line.endswith((".", ":", ")")) and len(line) + 1 + len(word) <= FULL_LINE
-        if re.match(LABEL, following) or (ends and word and line[0] not in " *-"):
-            lines.append("")
-    text = "\n".join(lines)
+    text = part_paragraphs(body)
     # Fences around code, since after a list Markdown takes indented lines for more of the list; backticks around flags.
     text = re.sub(r"(?m)(?:^    .*\n?)+", lambda code: f"```\n{textwrap.dedent(code[0]).rstrip()}\n```\n", text)
     text = re.sub(r"(```(?s:.*?)```|`.*?`)|(?<!\w)(--[a-z-]+)", lambda found: found[1] or f"`{found[2]}`", text)
