@@ -8,8 +8,8 @@ from the gradient of its output, not from itself.
 Gain: at initialization the model computes the same function at any depth. In our race (docs/race.md)
 the final loss is 0.011 nats per byte lower, which may be chance (p = 0.015).
 Cost: none in time or memory. In the first step the other matrices of the blocks get no gradient: it would have to pass
-through a zero matrix. What is left, the embedding and its tied output layer, expects the current token again: the first
-loss of GPT-2 (124M) is 15.0, 10.8 with equal probabilities (rung 30 changes that).
+through a zero matrix. What is left, the embedding and the output layer tied to it, predicts that a token repeats: the
+first loss of GPT-2 (124M) is 15.0, where equal probabilities would give 10.8 (rung 30 changes that).
 
 Source: Zhang et al. 2019, "Fixup Initialization".
 """

@@ -80,7 +80,7 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
     "pairs_64k": ("hashed pairs of tokens, 65,536 rows (speedrun)", pairs(65536)),
     "n_grams_8k": ("hashed pairs and triples, 8,192 rows each (after Pagnoni et al. 2024)", pairs_and_triples(8192)),
     "n_grams_32k": ("hashed pairs and triples, 32,768 rows each (after Pagnoni et al. 2024)", pairs_and_triples(32768)),
-    "smear": ("each embedding takes a learned part of the one before (speedrun)", [
+    "smear": ("smear: each embedding takes a learned part of the one before (speedrun)", [
         (BEFORE_THE_DRAW, "        self.smear = nn.Parameter(torch.zeros(config.n_embd))\n" + BEFORE_THE_DRAW),
         (EMBEDDED, EMBEDDED + "        x = x + self.smear * F.pad(x, (0, 0, 1, -1))\n"),
     ]),
@@ -103,7 +103,7 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
         (EMBEDDED, EMBEDDED + "        embedded = x\n"),
         (CALL, "                x = block(x + self.share[i] * embedded, cos, sin)\n"),
     ]),
-    "u_net": ("learned shares of the first half's outputs enter the second half, mirrored (speedrun)", [
+    "u_net": ("U-net skips: learned shares of the first half's outputs enter the second half, mirrored (speedrun)", [
         (BEFORE_THE_DRAW, "        self.skip = nn.Parameter(torch.zeros(config.n_layer // 2))\n" + BEFORE_THE_DRAW),
         (EMBEDDED, EMBEDDED + "        skipped, half = [], self.config.n_layer // 2\n"),
         (CALL, "                x = block(x if i < half else x + self.skip[i - half] * skipped.pop(), cos, sin)\n"
@@ -169,7 +169,7 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
         ("return MuonAdamW([*groups, ",
          'groups[0]["params"] += [self.next_but_one.weight]\n        return MuonAdamW([*groups, '),
     ]),
-    "normuon": ("each row of Muon's update divided by its root mean square over the steps (Li et al. 2025)", [
+    "normuon": ("NorMuon: each row of Muon's update divided by its root mean square over the steps (Li et al. 2025)", [
         (UPDATE, "            update = orthogonalize(grads.lerp(torch.stack(momenta), 0.95)).float()\n"
                  '            rows = [self.state[p].setdefault("rows", torch.zeros_like(p[:, :1])) for p in stack]\n'
                  "            torch._foreach_lerp_(rows, update.square().mean(-1, keepdim=True).unbind(), 0.05)\n"

@@ -131,7 +131,7 @@ def plot_losses(report):
 def draw_seconds(axes, report):
     """One bar per rung: its seconds to the target, their spread, and their share of the first rung's."""
     (target, racers), colours = standings(report), colours_of(report)
-    third, runs = racers[0].seconds[0] / 3, finished(report.runs)
+    runs, digits = finished(report.runs), 0 if racers[0].seconds[0] >= 20 else 1
     for i, racer in enumerate(racers):
         whole = runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
         middle, low, high = (min(seconds, whole) for seconds in racer.seconds)
@@ -140,11 +140,9 @@ def draw_seconds(axes, report):
                   xerr=[[middle - low], [high - middle]], error_kw={"elinewidth": 1, "alpha": 0.5})
         if racer.seconds[2] == math.inf:
             axes.plot(high, i, ">", color="0.4", markersize=4)
-        seconds = f"{racer.seconds[0]:,.{0 if 3 * third >= 20 else 1}f}"
+        seconds = f"{racer.seconds[0]:,.{digits}f}"
         axes.annotate(f"{seconds} s, {racer.percent[0]:.0f} %" if reached else "not reached", (high, i), (6, 0),
                       textcoords="offset points", va="center", fontsize=9)
-    axes.axvline(third, color="black", linewidth=1, linestyle="--")
-    axes.annotate("a third", (third, -0.5), (0, 2), textcoords="offset points", ha="center", fontsize=8)
     names = [f"{racer.title}  {BY_NAME[racer.name].label}" for racer in racers]
     axes.set_yticks(range(len(racers)), names, fontsize=9)
     axes.set(ylim=(len(racers) - 0.5, -0.5))
@@ -157,9 +155,9 @@ def draw_seconds(axes, report):
 
 def about_seconds(report):
     """The caption of draw_seconds."""
-    first, n_seeds = report.rows[0].name, max(map(len, finished(report.runs).values()))
+    n_seeds = max(map(len, finished(report.runs).values()))
     return (f"{where(report)}. The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where a "
-            f"seed never got there; dashed: a third of the seconds of rung {BY_NAME[first].label}.")
+            "seed never got there.")
 
 
 def plot_seconds(report):

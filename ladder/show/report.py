@@ -226,14 +226,19 @@ def allocators(report):
     return under
 
 
+def data_of(report):
+    """The name of the text, and the kind of its tokens."""
+    return (report.setting["data"] or "unknown data").split(" | ")[0]
+
+
 def where(report):
     """One line: the device, on a CPU the allocator of its memory, the model, the batch and the text."""
     setting = report.setting
-    data = (setting["data"] or "unknown data").split(" | ")[0]
     batch = f"B={setting['B']} T={setting['T']}" if setting["B"] else "unknown batch"
     known = [name for name in allocators(report) if name not in ("unknown", "torch")]
     allocator = f" (allocator: {' and '.join(known)})" if known else ""
-    return f"{setting['device'] or 'unknown device'}{allocator}, {setting['model'] or 'unknown model'}, {batch}, {data}"
+    device, model = setting["device"] or "unknown device", setting["model"] or "unknown model"
+    return f"{device}{allocator}, {model}, {batch}, {data_of(report)}"
 
 
 def conditions(report):
@@ -420,7 +425,7 @@ def race_table(report):
     """The README's table of a race."""
     texts, caption = race_texts(report)
     table = markdown(texts, {name: "" if name == "label" else name for name in texts if name != "rung"}, 2)
-    return f"{table}\n\n{where(report)}. {caption}"
+    return f"### {data_of(report)}\n\n{table}\n\n{where(report)}. {caption}"
 
 
 def between_marks(text, marks, tables, readme):

@@ -215,8 +215,9 @@ def race_texts(report):
     return texts, (
         f"{target:.2f} is the median of the validation losses that rung {label} ends with, rounded up. Each rung has "
         f"the best learning rates (AdamW's, and Muon's if it has Muon) of {n_tries} tries with the first seed. The "
-        f"numbers are the median of {n_seeds} seeds, and in brackets the lowest and highest. Seconds are steps times "
-        f"ms/step, {timed}: compiling and validating do not count."
+        f"numbers are the median of {n_seeds} seeds, and in brackets the lowest and highest. Tokens to the target are "
+        f"interpolated between two validations; a run that is there at the first may have been sooner. Seconds are "
+        f"steps times ms/step, {timed}: compiling and validating do not count."
         + f" p: how likely so large a difference from the row before would be by chance alone, a paired t-test over "
           f"the seeds; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule. A run that never gets there counts "
           f"with all its tokens." * (n_seeds > 1)
