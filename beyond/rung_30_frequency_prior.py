@@ -7,10 +7,11 @@ the blocks are the identity, they predict that a token repeats. Its logit is the
 in GPT-2 with rung 24's 0.02, and training would first have to unlearn that; now it is at most 1.
 This builds on rung 24; rungs 25 to 29 (FP8, and what a small text needs) are not part of it.
 
-Gain: a faster start. GPT-2 (124M), 40 steps of 1,024 tokens: a validation loss of 5.99 instead of 6.54 (one seed, rates
-not searched, experiments/). None on bytes, whose frequencies are learned at once (docs/race.md).
-Cost: one fixed number per entry of the vocabulary. The model is no Qwen3 any more: export.py refuses it, sample.py runs
-the script's own model. --pretrained starts from a Qwen3 as before, without the bias.
+Gain: a faster start. In our race with GPT-2's tokens (docs/race.md) rung 16's loss after 18 instead of 64 % of its
+seconds, and a final loss 0.19 lower (p < 0.001). None on bytes, whose frequencies are learned at once.
+Cost: one fixed number per entry of the vocabulary, added to each logit: there 7 % more time per step. The model is no
+Qwen3 any more: export.py refuses it, sample.py runs the script's own model. --pretrained starts from a Qwen3 as before,
+without the bias.
 
 Source: Meister et al. 2023, "A Natural Bias for Language Generation Models" (there the bias is trained).
 """

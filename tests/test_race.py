@@ -348,8 +348,9 @@ def test_the_pictures_of_a_race(tmp_path):
     """Also where a rung never gets to the target."""
     values = VAL_LOSSES | {MUON.name: lambda end, job: (9, 9, 9, end + 5)}
     run_race(tmp_path, BEST, [ADAMW, MUON], 3, **values)
-    paths = write_plots([build_report(tmp_path)], tmp_path / "png")
-    assert [path.name for path in paths] == [f"{tmp_path.name}_race.png", f"{tmp_path.name}_seconds.png"]
+    run_race(tmp_path / "shorter", BEST, [ADAMW], 3)
+    paths = write_plots([build_report(tmp_path), build_report(tmp_path / "shorter")], tmp_path / "png")
+    assert [path.name for path in paths] == [f"{tmp_path.name}_race.png", "shorter_race.png", "races.png"]
     assert all(path.stat().st_size > 10_000 for path in paths)
 
 

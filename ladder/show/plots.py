@@ -11,7 +11,7 @@ from ladder.errors import UserError
 from ladder.scripts.stages import BY_NAME
 from ladder.show.logs import PEER
 from ladder.show.profile import is_reliable
-from ladder.show.report import conditions, where
+from ladder.show.report import conditions, data_of, where
 from ladder.show.standings import finished, race_curves, standings
 
 # One colour per kind of work, here and on the page. Blue is the arithmetic; colour-blind readers can tell all eight
@@ -27,12 +27,14 @@ KIND_COLOURS = {
     "waiting": "#b6bfba",
 }
 
+RACES = "races.png"  # the picture of all races
+
 plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formula
 
 
-def colours_of(report):
+def colours_of(rows):
     """{name: colour} along one colour map, so that only neighbours look alike; the peer is grey."""
-    rungs = [row.name for row in report.rows if row.name != PEER]
+    rungs = [row.name for row in rows if row.name != PEER]
     shades = plt.get_cmap("viridis")
     return {name: shades(0.92 * i / max(1, len(rungs) - 1)) for i, name in enumerate(rungs)} | {PEER: "grey"}
 
@@ -51,7 +53,7 @@ def plot_ladder(report):
     """One bar per rung: tokens/sec with its spread, its ratio to the baseline, and MFU if known."""
     rows = [row for row in report.rows if row.tokens_per_second]
     figure, axes = new_figure("Tokens per second", conditions(report), height=0.8 + 0.36 * max(4, len(rows)))
-    colours = colours_of(report)
+    colours = colours_of(report.rows)
     speeds = [row.tokens_per_second for row in rows]
     per_ms = [row.tokens_per_second * row.ms for row in rows]
     low = [speed - work / row.ms_high for speed, work, row in zip(speeds, per_ms, rows, strict=True)]
@@ -113,7 +115,7 @@ def rung_title(name):
 def plot_losses(report):
     """The loss against steps and against seconds of training."""
     figure, by_step, by_time = new_figure("Loss", conditions(report), mosaic="ab", sharey=True)
-    colours = colours_of(report)
+    colours = colours_of(report.rows)
     for row in report.rows:
         run = report.runs[row.name][0]
         by_step.plot(run.steps, run.losses, color=colours[row.name], label=row.title, linewidth=1.2)
@@ -128,11 +130,16 @@ def plot_losses(report):
     return figure
 
 
-def draw_seconds(axes, report):
-    """One bar per rung: its seconds to the target, their spread, and their share of the first rung's."""
-    (target, racers), colours = standings(report), colours_of(report)
-    runs, digits = finished(report.runs), 0 if racers[0].seconds[0] >= 20 else 1
-    for i, racer in enumerate(racers):
+def draw_seconds(axes, report, rows=None):
+    """One bar per rung: its seconds to the target, their spread, and their share of the first rung's.
+
+    With `rows` of a report there is a place for each of these, some of them empty.
+    """
+    target, racers = standings(report)
+    apart, rows, runs = rows is None, rows or report.rows, finished(report.runs)
+    colours, places = colours_of(rows), {row.name: i for i, row in enumerate(rows)}
+    for racer in racers:
+        i = places[racer.name]
         whole = runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
         middle, low, high = (min(seconds, whole) for seconds in racer.seconds)
         reached = math.isfinite(racer.seconds[0])
@@ -140,31 +147,36 @@ def draw_seconds(axes, report):
                   xerr=[[middle - low], [high - middle]], error_kw={"elinewidth": 1, "alpha": 0.5})
         if racer.seconds[2] == math.inf:
             axes.plot(high, i, ">", color="0.4", markersize=4)
-        seconds = f"{racer.seconds[0]:,.{digits}f}"
-        axes.annotate(f"{seconds} s, {racer.percent[0]:.0f} %" if reached else "not reached", (high, i), (6, 0),
+        seconds = f"{racer.seconds[0]:,.{0 if racers[0].seconds[0] >= 20 else 1}f} s, " if apart else ""
+        axes.annotate(f"{seconds}{racer.percent[0]:.0f} %" if reached else "not reached", (high, i), (6, 0),
                       textcoords="offset points", va="center", fontsize=9)
-    names = [f"{racer.title}  {BY_NAME[racer.name].label}" for racer in racers]
-    axes.set_yticks(range(len(racers)), names, fontsize=9)
-    axes.set(ylim=(len(racers) - 0.5, -0.5))
-    axes.set_xlabel(f"seconds of training to a validation loss of {target:.2f}", fontsize=8, color="grey")
+    axes.set_yticks(range(len(rows)), [f"{row.title}  {BY_NAME[row.name].label}" for row in rows], fontsize=9)
+    axes.set(ylim=(len(rows) - 0.5, -0.5))
+    axes.set_xlabel(f"seconds to a validation loss of {target:.2f}", fontsize=8, color="grey")
     axes.tick_params(length=0)
     axes.tick_params(axis="x", labelsize=8, labelcolor="grey")
     axes.spines[["left", "bottom"]].set_visible(False)
-    axes.margins(x=0.15)
+    axes.margins(x=0.15 if apart else 0.3)
 
 
 def about_seconds(report):
     """The caption of draw_seconds."""
     n_seeds = max(map(len, finished(report.runs).values()))
-    return (f"{where(report)}. The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where a "
-            "seed never got there.")
+    return f"The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where a seed never got there."
 
 
-def plot_seconds(report):
-    """The bars of a race alone."""
-    figure, axes = new_figure("Seconds to the same loss, rung by rung", about_seconds(report),
-                              height=1 + 0.3 * max(4, len(report.rows)))
-    draw_seconds(axes, report)
+def plot_races(reports):
+    """The bars of several races side by side, those of the same rung in one row."""
+    rows = {row.name: row for report in reports for row in report.rows}
+    rows = [rows[name] for name in BY_NAME if name in rows]
+    mosaic = "".join(chr(ord("a") + i) for i in range(len(reports)))
+    settings = " · ".join(dict.fromkeys(where(report).split(", B=")[0] for report in reports))
+    figure, *panels = new_figure("Seconds to the same loss, rung by rung", f"{settings}. {about_seconds(reports[0])}",
+                                 1.3 + 0.28 * len(rows), mosaic)
+    for axes, report in zip(panels, reports, strict=True):
+        draw_seconds(axes, report, rows)
+        axes.set_title(data_of(report), fontsize=9, loc="left")
+        axes.tick_params(labelleft=axes is panels[0])
     return figure
 
 
@@ -175,10 +187,11 @@ def plot_race(report):
     """
     bars = 1 + 0.3 * max(4, len(report.rows))
     figure, by_rung, by_time, by_adamw, by_muon = new_figure(
-        "Seconds to the same loss, rung by rung", about_seconds(report) + " Below: the way there; and the losses that "
-        "the search ended with, along each learning rate.", bars + 3.6, "aaaa\nbbcd", height_ratios=[bars, 3.6])
+        "Seconds to the same loss, rung by rung", f"{where(report)}. {about_seconds(report)} Below: the way there; and "
+        "the losses that the search ended with, along each learning rate.",
+        bars + 3.6, "aaaa\nbbcd", height_ratios=[bars, 3.6])
     draw_seconds(by_rung, report)
-    (target, racers), colours = standings(report), colours_of(report)
+    (target, racers), colours = standings(report), colours_of(report.rows)
     for name, _, seconds, losses in race_curves(report):
         by_time.plot(seconds, losses, color=colours[name], linewidth=1.4)
     by_time.axhline(target, color="black", linewidth=0.8, linestyle=":")
@@ -206,7 +219,7 @@ def plot_memory(report):
     """Peak memory of each rung."""
     rows = [row for row in report.rows if row.peak_memory_gb]
     figure, axes = new_figure("Peak memory", conditions(report), height=0.8 + 0.36 * max(4, len(rows)))
-    colours = colours_of(report)
+    colours = colours_of(report.rows)
     axes.barh([row.title for row in rows], [row.peak_memory_gb for row in rows], color=[colours[r.name] for r in rows])
     axes.invert_yaxis()
     for i, row in enumerate(rows):
@@ -223,7 +236,7 @@ def save(figure, path):
 def plots_of(report):
     """{kind: a function that draws it} of all plots of a report."""
     if report.sweep:
-        return {"race": lambda: plot_race(report), "seconds": lambda: plot_seconds(report)}
+        return {"race": lambda: plot_race(report)}
     plots = {"ladder": lambda: plot_ladder(report), "loss": lambda: plot_losses(report),
              "memory": lambda: plot_memory(report)}
     return plots | ({"profile": lambda: plot_profile(report.profile)} if report.profile else {})
@@ -241,6 +254,10 @@ def write_plots(reports, folder, wanted=lambda name: True):
             if wanted(path.name):
                 paths.append(path)
                 save(draw(), path)
+    races = sorted((report for report in reports if report.sweep), key=lambda report: -len(report.rows))
+    if len(races) > 1 and wanted(RACES):
+        paths.append(folder / RACES)
+        save(plot_races(races), folder / RACES)
     return paths
 
 
