@@ -171,8 +171,8 @@ def plot_races(reports):
     rows = [rows[name] for name in BY_NAME if name in rows]
     mosaic = "".join(chr(ord("a") + i) for i in range(len(reports)))
     settings = " · ".join(dict.fromkeys(where(report).split(", B=")[0] for report in reports))
-    figure, *panels = new_figure("Seconds to the same loss, rung by rung", f"{settings}. {about_seconds(reports[0])}",
-                                 1.3 + 0.28 * len(rows), mosaic)
+    figure, *panels = new_figure("Seconds to the same loss, rung by rung", f"{settings}. {about_seconds(reports[0])} "
+                                 "No bar: not raced.", 1.3 + 0.28 * len(rows), mosaic)
     for axes, report in zip(panels, reports, strict=True):
         draw_seconds(axes, report, rows)
         axes.set_title(data_of(report), fontsize=9, loc="left")
