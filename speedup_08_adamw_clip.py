@@ -1,14 +1,15 @@
-"""Rung 8, GPT-3's AdamW and gradient clipping: more stable training.
+"""Rung 8, GPT-3's AdamW and gradient clipping: no batch dominates the steps after it.
 
 Two settings of one recipe. Until here: torch's default betas, (0.9, 0.999), and no clipping.
 
 AdamW divides each step by the root of a running average of the squared gradient. torch's default, beta2 = 0.999,
 averages over about 1000 steps; GPT-3's 0.95 averages over about 20, which follows a change in gradient scale sooner.
-And the gradients are clipped to a global norm of 1.0, the norm of all of them taken as one vector, so that a single
-odd batch cannot throw the weights far.
+And the gradients are clipped to a global norm of 1.0, the norm of all of them taken as one vector. AdamW divides by the
+gradients' own size, so a large gradient makes no larger step by itself; but it would dominate the running averages, and
+with them the direction and the size of many steps to come.
 
-Gain: more stable training, and a gradient norm in the log, the first place to look when a run diverges. This rung is
-about how the loss falls; speed and memory stay the same, but for one pass over the gradients.
+Gain: a gradient norm in the log, the first place to look when a run diverges. This rung is about how the loss falls in
+long runs (not measured here); speed and memory stay the same, but for one pass over the gradients.
 Cost: that pass.
 Under float16 the gradients carry the scaler's factor, which is divided out first: clipping needs the true norm.
 
@@ -250,6 +251,7 @@ def open_tokens(folder, split, n_needed):
             raise ValueError(f"{split}.bin is not what meta.json describes")
         vocabulary = folder / "tokenizer.json"  # where the tokenizer's name does not say it all
         meta["tokenizer_json"] = vocabulary.read_text(encoding="utf-8") if vocabulary.exists() else None
+        meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: --data {folder}: no token files ({error}); make them: python data/prepare.py --out {folder}")
     if len(tokens) < n_needed:
@@ -314,8 +316,8 @@ class Log:
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
         self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
-        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
-                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
+        self.line(f"# data: {loader.meta['name']} | loaded {len(loader.tokens)} tokens"
+                  f" | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
         print(text, flush=True)
@@ -363,7 +365,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
     except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk, no memory
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        memory = "out of memory; try half the -B, or a shorter -T"
-        sys.exit(f"error: {memory if isinstance(error, RuntimeError) else error}")
+        sys.exit(f"error: {error if isinstance(error, OSError) else 'out of memory; try half the -B, or a lower -T'}")

@@ -7,10 +7,10 @@ the batch was fetched when the step began, and the device sat idle for as long a
 - a larger one stays memory-mapped, and the next batch is fetched while the device is still busy with this one, into
   pinned memory (which the operating system cannot move), from where the GPU copies it without Python waiting.
 
-Gain: no step begins with a wait for its batch (experiments/data_wait.py measures that wait, which is part of `dt`).
+Gain: only the first step waits for its batch (experiments/data_wait.py measures that wait, which is part of `dt`).
 Cost: 8 bytes of device memory per token of the file, or one more batch. The batches and their order stay the same.
-No effect on a CPU, where a batch is already in the memory that it is used from. On Apple GPUs only the first way helps:
-there torch waits for each copy.
+No effect on a CPU: the tokens are in its memory already. On Apple GPUs only the first way helps: there torch waits for
+each copy.
 
 Source: PyTorch's tutorial on pin_memory and non_blocking; torch.cuda.mem_get_info in its documentation.
 """
@@ -340,6 +340,7 @@ def open_tokens(folder, split, n_needed):
             raise ValueError(f"{split}.bin is not what meta.json describes")
         vocabulary = folder / "tokenizer.json"  # where the tokenizer's name does not say it all
         meta["tokenizer_json"] = vocabulary.read_text(encoding="utf-8") if vocabulary.exists() else None
+        meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: --data {folder}: no token files ({error}); make them: python data/prepare.py --out {folder}")
     if len(tokens) < n_needed:
@@ -404,8 +405,8 @@ class Log:
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
         self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
-        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
-                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
+        self.line(f"# data: {loader.meta['name']} | loaded {len(loader.tokens)} tokens"
+                  f" | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
         print(text, flush=True)
@@ -453,7 +454,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
     except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk, no memory
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        memory = "out of memory; try half the -B, or a shorter -T"
-        sys.exit(f"error: {memory if isinstance(error, RuntimeError) else error}")
+        sys.exit(f"error: {error if isinstance(error, OSError) else 'out of memory; try half the -B, or a lower -T'}")

@@ -1,6 +1,6 @@
 """Rung 17, chunked cross-entropy: the logits of a whole batch never exist at once. Starts from rung 16.
 
-A batch of up to --loss-chunk tokens, as -B 4 -T 1024 is, is a single chunk and saves no memory: raise -B to see it.
+To see its effect raise -B: a batch of up to --loss-chunk tokens (-B 4 -T 1024) is a single chunk and saves no memory.
 
 With 50,257 logits per token, the output layer needs more memory than all blocks together once these are recomputed
 (rung 16). But the loss is a mean over tokens, and the gradient of a token's loss with respect to its logits depends on
@@ -512,6 +512,7 @@ def open_tokens(folder, split, n_needed):
             raise ValueError(f"{split}.bin is not what meta.json describes")
         vocabulary = folder / "tokenizer.json"  # where the tokenizer's name does not say it all
         meta["tokenizer_json"] = vocabulary.read_text(encoding="utf-8") if vocabulary.exists() else None
+        meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: --data {folder}: no token files ({error}); make them: python data/prepare.py --out {folder}")
     if len(tokens) < n_needed:
@@ -576,8 +577,8 @@ class Log:
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
         self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
-        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
-                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
+        self.line(f"# data: {loader.meta['name']} | loaded {len(loader.tokens)} tokens"
+                  f" | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
         print(text, flush=True)
@@ -625,7 +626,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
     except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk, no memory
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        memory = "out of memory; try half the -B, or a shorter -T"
-        sys.exit(f"error: {memory if isinstance(error, RuntimeError) else error}")
+        sys.exit(f"error: {error if isinstance(error, OSError) else 'out of memory; try half the -B, or a lower -T'}")

@@ -8,8 +8,8 @@ only. Scaled by 0.2 * max(m, n)^0.5, an update is as large as AdamW's typically 
 says why --muon-lr is higher). Read `muon_update` first: `step` only stacks matrices of one shape.
 Muon trains the matrices of the blocks, at --muon-lr; embeddings, biases and LayerNorms stay with AdamW.
 
-Gain: no direction dominates a matrix's steps, so it takes fewer of them; one moment instead of two per parameter.
-Cost: counted, 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step, however few tokens the step has: in
+Gain: no direction dominates a matrix's updates, so training takes fewer steps; one moment instead of two per parameter.
+Cost: 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step (counted), however few tokens the step has: in
 GPT-2 (124M) 0.3 % of the arithmetic of 524,288 tokens, 43 % of that of 4,096. Details: docs/modern.md.
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (the polynomial); Liu et al.
 2025, "Muon is Scalable for LLM Training" (the factor 0.2 and the weight decay).
@@ -551,6 +551,7 @@ def open_tokens(folder, split, n_needed):
             raise ValueError(f"{split}.bin is not what meta.json describes")
         vocabulary = folder / "tokenizer.json"  # where the tokenizer's name does not say it all
         meta["tokenizer_json"] = vocabulary.read_text(encoding="utf-8") if vocabulary.exists() else None
+        meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: --data {folder}: no token files ({error}); make them: python data/prepare.py --out {folder}")
     if len(tokens) < n_needed:
@@ -615,8 +616,8 @@ class Log:
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
         self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
-        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
-                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
+        self.line(f"# data: {loader.meta['name']} | loaded {len(loader.tokens)} tokens"
+                  f" | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
         print(text, flush=True)
@@ -664,7 +665,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
     except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk, no memory
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        memory = "out of memory; try half the -B, or a shorter -T"
-        sys.exit(f"error: {memory if isinstance(error, RuntimeError) else error}")
+        sys.exit(f"error: {error if isinstance(error, OSError) else 'out of memory; try half the -B, or a lower -T'}")

@@ -1,35 +1,33 @@
-"""Rung 25, FP8: the large matrix products of the blocks in 8-bit floating point.
+"""Rung 25, FP8: the large matrix products of the blocks in 8-bit floating point. Starts from rung 24.
 
-    pip install torchao
     python beyond/rung_25_fp8.py --model gpt2-xl
 
 The tensor cores of Ada, Hopper and newer GPUs (compute capability 8.9 and up) multiply 8-bit numbers at twice the rate
 of bfloat16: E4M3 (4 bits of exponent, 3 of mantissa, up to 448) for weights and activations, E5M2 (up to 57,344) for
-gradients, which need range more than precision. So short a range has to be placed well: before a product, each input
-is scaled so that its largest number becomes the format's largest. torchao's linear layer does that in all three of its
-products. Weights, gradients and optimizer states stay in float32. Elsewhere it has no effect, and the log says so.
+gradients, which need range more than precision. So short a range has to be placed well: before a product each input is
+scaled, so that its largest number becomes the format's largest, and the product is divided by both scales. Read
+`to_float8` first. Weights, gradients and optimizer states stay in float32. On other devices it has no effect.
 
 Gain: up to twice the rate in these products. Published for Llama 3 8B on eight H100s: 1.25 times the tokens/sec.
 Cost: inputs are rounded by up to 6 % (E4M3) or 12.5 % (E5M2); scaling takes time that small layers do not win back.
-Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; torchao/float8/README.md. More: docs/modern.md.
+Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; torchao's float8, a library that does this and more,
+with the published figure in its README. More: docs/modern.md.
 """
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal, get_args
 
 import filelock
 import numpy as np
@@ -37,39 +35,43 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.utils.checkpoint
-from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+SCRIPT = Path(__file__)
+DEVICES = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]  # the fastest first
+MODELS = {"tiny": "2x2x64", "mini": "6x3x192", "small": "6x6x384", "gpt2": "12x12x768",  # layers x heads x width
+          "gpt2-medium": "24x16x1024", "gpt2-large": "36x20x1280", "gpt2-xl": "48x25x1600"}
 
-@dataclass
-class Settings:
-    """The command line's flags, one per line: type, help (and alias), default."""
 
-    model: Annotated[str, "tiny, mini, small, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a shape: 4x4x128"] = "gpt2"
-    pretrained: Annotated[str, "start from Hugging Face weights: a name or a folder"] = None
-    B: Annotated[int, "sequences per batch and process; None: 4, on a CPU 1", "--batch-size"] = None
-    T: Annotated[int, "tokens per sequence", "--seq-len"] = 1024
-    steps: Annotated[int, "optimizer steps"] = 50
-    loss_chunk: Annotated[int, "tokens whose logits exist at once; 0: all"] = 4096
-    float8_from: Annotated[int, "fewest outputs of a linear layer that computes in float8; 0: none does"] = 1025
-    recompute_blocks: Annotated[int, "how many blocks, from the first; None: all, 0: none"] = None
-    checkpoint_every: Annotated[int, "steps from one checkpoint to the next; 0: never"] = 250
-    checkpoint_dir: Annotated[Path, "folder of the checkpoints"] = Path("checkpoints") / Path(__file__).stem
-    resume: Annotated[bool, "continue from the newest checkpoint, if there is one"] = False
-    val_every: Annotated[int, "steps from one validation to the next; 0: never"] = 25
-    val_sequences: Annotated[int, "number of T-token sequences to validate on; 0: all"] = 32
-    total_batch: Annotated[int, "tokens per optimizer step; None: 524288, on a CPU 4 micro-batches"] = None
-    max_lr: Annotated[float, "highest learning rate, after the warm-up"] = 6e-4
-    muon_lr: Annotated[float, "highest learning rate of the blocks' matrices"] = 2e-3
-    warmup_steps: Annotated[int, "steps of linear warm-up"] = 10
-    decay_share: Annotated[float, "share of the steps, the last ones, in which the learning rate falls"] = 0.4
-    seed: Annotated[int, "random seed of the initial weights"] = 1337
-    device: Annotated[Literal["cuda", "mps", "cpu"], "None: the accelerator if there is one"] = None
-    data: Annotated[Path, "folder of token files, made by data/prepare.py"] = Path("data/tokens")
-    log_dir: Annotated[Path, "folder of the log"] = Path("logs")
-    compile_mode: Annotated[Literal["default", "reduce-overhead", "max-autotune", "none"], "none: eager"] = "default"
-    save: Annotated[Path, "write the trained model to this file"] = None
+def add_flags(parser):
+    """The flags of this script; a flag's help shows its default."""
+    parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
+    parser.add_argument("--pretrained", metavar="FILE", help="start from a model of --save or convert.py")
+    parser.add_argument("-B", "--batch-size", dest="B", type=int, default=1 if DEVICES == ["cpu"] else 4,
+                        help="sequences per batch")
+    parser.add_argument("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps")
+    parser.add_argument("--loss-chunk", type=int, default=4096, help="tokens whose logits exist at once; 0: all")
+    parser.add_argument("--float8-from", type=int, default=1025, help="fewest outputs of a layer in float8; 0: none")
+    parser.add_argument("--recompute-blocks", type=int, default=0, help="how many blocks to recompute, from the first")
+    parser.add_argument("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
+    parser.add_argument("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
+    parser.add_argument("--val-every", type=int, default=25, help="steps between validations; 0: never")
+    parser.add_argument("--val-sequences", type=int, default=32, help="number of sequences to validate on; 0: all")
+    parser.add_argument("--total-batch", type=int, help="tokens per optimizer step; None: 524288, on a CPU 4 batches")
+    parser.add_argument("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    parser.add_argument("--muon-lr", type=float, default=2e-3, help="highest learning rate of the blocks' matrices")
+    parser.add_argument("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
+    parser.add_argument("--decay-share", type=float, default=0.4, help="of the steps, the last ones: the rate falls")
+    parser.add_argument("--seed", type=int, default=1337, help="random seed of the initial weights")
+    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
+    parser.add_argument("--data", type=Path, default="data/tokens", help="folder of token files, by data/prepare.py")
+    parser.add_argument("--log-dir", type=Path, default="logs", help="folder of the log")
+    parser.add_argument("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
+                        default="default", help="of torch.compile; none: run eagerly")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model to this file")
 
 
 @dataclass
@@ -86,6 +88,17 @@ class GPTConfig:
     def n_hidden(self):
         """Width of the hidden layer of the MLP."""
         return math.ceil(8 * self.n_embd / 3 / 64) * 64
+
+
+def config_of(settings, vocab_size):
+    """The shape that --model names; exits with a one-line error if it names none."""
+    name = settings.model
+    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", MODELS.get(name, name))
+    n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)
+    if n_embd % (2 * n_head):
+        sys.exit(f"error: --model {name}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128, where the"
+                 " heads share the width evenly")
+    return GPTConfig(max(GPTConfig.block_size, settings.T), vocab_size, n_layer, n_head, n_embd)
 
 
 def rotary_angles(T, head_size):
@@ -121,7 +134,7 @@ class CausalSelfAttention(nn.Module):
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         q, k = rotate(self.q_norm(q.float()), cos, sin), rotate(self.k_norm(k.float()), cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs); (T, T) exists only in tiles
         y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
         return self.c_proj(y)
 
@@ -169,11 +182,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
             if ctx.needs_input_grad[0]:  # not in evaluate()
-                is_target = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
-                logits_grad = log_probs.exp_().add_(is_target, alpha=-1).to(logits.dtype)
-                rows_grad.copy_(logits_grad @ weight)
-                root = len(ids) ** 0.5  # divided by it, no sum over the chunk exceeds float16's range
-                weight_grad += root * (logits_grad.T @ (rows / root)).float()
+                one_hot = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
+                logits_grad = log_probs.exp_().add_(one_hot, alpha=-1).to(logits.dtype)  # softmax - one-hot
+                rows_grad.copy_(logits_grad @ weight)  # (chunk, n_rows) @ (n_rows, C)
+                weight_grad += 64 * (logits_grad.T @ (rows / 64)).float()  # / 64: no sum exceeds float16's range
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
@@ -190,7 +202,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.recompute_blocks, self.loss_chunk = config.n_layer, Settings.loss_chunk
+        self.recompute_blocks, self.loss_chunk = 0, 4096  # build_model sets them
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
@@ -218,7 +230,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False)  # keeps its inputs alone
+                x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False)  # keeps only its inputs
             else:
                 x = block(x, cos, sin)
         x = self.transformer.ln_f(x)
@@ -246,21 +258,27 @@ def orthogonalize(matrices):
     return x if wide is matrices else x.mT
 
 
+def muon_update(grads, momenta):
+    """The updates of N matrices, each by itself, from their gradients and momenta: (N, m, n) each."""
+    ahead = grads.lerp(momenta, 0.95)  # Nesterov: where the momentum is going
+    return 0.2 * max(ahead.shape[-2:]) ** 0.5 * orthogonalize(ahead)
+
+
 class MuonAdamW(torch.optim.AdamW):
-    """Muon for the matrices in the first group, AdamW for the others, which expects a "step" in each state it loads."""
+    """Muon for the matrices in the first group, AdamW for the others."""
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
             return  # float16: the scaler has found an overflow
-        muon, stacks = self.param_groups[0], {}  # matrices of one shape are computed together: few kernels
+        muon, stacks = self.param_groups[0], {}  # matrices of one shape are updated at once: few kernels
         for i, p in enumerate(muon["params"]):
             stacks.setdefault((p.shape, i * p.numel() // 2**27), []).append(p)  # of a large model only a few layers
             self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
         for stack in stacks.values():
-            grads, momenta = torch.stack([p.grad for p in stack]), [self.state[p]["momentum"] for p in stack]
-            torch._foreach_lerp_(momenta, grads.unbind(), 0.05)  # and in the next line Nesterov's look ahead
-            update = 0.2 * max(stack[0].shape) ** 0.5 * orthogonalize(grads.lerp(torch.stack(momenta), 0.95))
-            torch._foreach_sub_(stack, (update + muon["weight_decay"] * torch.stack(stack)).unbind(), alpha=muon["lr"])
+            grads, momenta = [p.grad for p in stack], [self.state[p]["momentum"] for p in stack]
+            torch._foreach_lerp_(momenta, grads, 0.05)
+            update = muon_update(torch.stack(grads), torch.stack(momenta)) + muon["weight_decay"] * torch.stack(stack)
+            torch._foreach_sub_(stack, update.unbind(), alpha=muon["lr"])
         for p in muon["params"]:
             p.grad = None  # so AdamW skips it
         super().step()
@@ -273,17 +291,24 @@ class DataLoaderLite:
         self.B, self.T, self.device = B, T, device
         self.tokens, self.meta = open_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
-        self.on_device = 10 * 8 * len(self.tokens) <= free_memory(device)
+        self.prefetched = {}  # {i: the i-th batch}
+        self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10  # as int64; most of it is for the model
         if self.on_device:
             self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
 
+    def prefetch(self, i):
+        """Fetch the i-th batch now; `batch(i)` will give it without a wait."""
+        self.prefetched[i] = self.batch(i)
+
     def batch(self, i):
         """The i-th B*T tokens of the file, wrapping around, and the token that follows each: inputs, targets (B, T)."""
-        start = i % self.n_batches * self.B * self.T
+        if i in self.prefetched:
+            return self.prefetched.pop(i)
+        start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
         if not self.on_device:
             chunk = torch.from_numpy(chunk.astype(np.int64))
-            chunk = chunk.pin_memory() if self.device == "cuda" else chunk
+            chunk = chunk.pin_memory() if self.device == "cuda" else chunk  # so that the copy needs no one to wait
             chunk = chunk.to(self.device, non_blocking=self.device == "cuda")
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
@@ -300,9 +325,9 @@ def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
     """The mean loss (nats per token) over the first sequences of `loader`, a loader with B=1, split among the ranks."""
     total = torch.zeros((), device=loader.device)
     model.eval()
-    for i in range(rank, n_sequences, world_size):
-        x, y = loader.batch(i)  # (1, T) each
-        with torch.autocast(loader.device, amp_dtype, enabled=amp_dtype != torch.float32):
+    with torch.autocast(loader.device, amp_dtype, enabled=amp_dtype != torch.float32):  # casts each weight only once
+        for i in range(rank, n_sequences, world_size):
+            x, y = loader.batch(i)  # (1, T) each
             total += model(x, y)
     model.train()
     if dist.is_initialized():
@@ -310,34 +335,86 @@ def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
     return total.item() / n_sequences
 
 
-def read_newest(paths):
-    """The first of the checkpoints `paths` that is not damaged; exits with a one-line error if all are."""
-    for path in paths:
+class Checkpoints:
+    """The run on disk: each file holds all that the next step depends on. On resuming only `free` flags may differ."""
+
+    def __init__(self, settings, loader, **parts):
+        self.settings, self.loader, self.parts, self.folder = settings, loader, parts, settings.checkpoint_dir
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.signals, self.newest = [], "none"
+        free = {"B", "device", "compile_mode", "data", "log_dir", "save", "checkpoint_every", "checkpoint_dir",
+                "resume", "val_every", "val_sequences", "recompute_blocks", "loss_chunk",
+                "float8_from"}
+        self.run = {name: value for name, value in vars(settings).items() if name not in free}
+        self.run |= {"script": SCRIPT.name, "text": f"{loader.meta.get('sha256')} in {loader.meta['tokenizer']} tokens"}
+
+    def lock(self):
+        """Keep other runs out of the folder until this process ends; exits if one is in it."""
+        self.held = filelock.FileLock(self.folder / "lock")
+        try:
+            self.held.acquire(timeout=0)
+        except filelock.Timeout:
+            sys.exit(f"error: --checkpoint-dir {self.folder}: another run is using it; give another")
+
+    def reason_to_stop(self, step):
+        """Why training ends after `step`, the same on all ranks: "--steps", "a signal", or "" if it goes on.
+
+        Until the first call, while the first step compiles, SIGTERM and Ctrl-C end the process: nothing is lost yet.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        signals = torch.tensor(float(len(self.signals)), device=self.settings.device)
+        if dist.is_initialized():
+            dist.all_reduce(signals)
+        return "--steps" if step == self.settings.steps else "a signal" if signals else ""
+
+    def read(self, path):
+        """The contents of a checkpoint; exits with a line that says how to go on without it if it is damaged."""
         with contextlib.suppress(Exception):  # a damaged file can raise any exception
-            if not zipfile.ZipFile(path).testzip():
+            if zipfile.ZipFile(path).testzip() is None:  # torch writes checksums, but does not read them
                 return torch.load(path, map_location="cpu", weights_only=True)
-        print(f"WARNING: {path} is damaged; skipping it", file=sys.stderr)
-    sys.exit(f"error: --resume: {paths[0]}: no checkpoint here can be read; delete them to start over")
+        older = [each.name for each in sorted(self.folder.glob("step_*.pt")) if each < path]
+        sys.exit(f"error: --resume: {path} is damaged; delete it to continue from {(older or ['step 0'])[-1]}")
 
+    def load(self):
+        """Restore the newest checkpoint: its step, the log and the seconds up to it. Exits if it is another run's."""
+        paths = sorted(self.folder.glob("step_*.pt"))
+        if not paths:
+            return 0, b"", []
+        if not self.settings.resume:
+            sys.exit(f"error: {paths[-1]}: from an earlier run; add --resume, or give another --checkpoint-dir")
+        saved = self.read(paths[-1])
+        falls_after = [run["steps"] * (1 - run.get("decay_share", 1)) for run in (saved["run"], self.run)]
+        if saved["step"] <= min(falls_after):  # neither run's rate has begun to fall: they may differ in when it does
+            saved["run"] |= {name: self.run[name] for name in ("steps", "decay_share")}
+        for name, value in self.run.items():
+            if (old := saved["run"].get(name)) != value:
+                sys.exit(f"error: --resume: {paths[-1]} has {name} {old}, not {value}; make them equal to continue it")
+        for name, part in self.parts.items():
+            part.load_state_dict(saved[name] or part.state_dict())  # a scaler's is empty if it was not needed
+        self.newest = f"step {saved['step']}"
+        log = re.sub(rb"steps: \d+", b"steps: %d" % self.settings.steps, saved["log"], count=1)
+        return saved["step"], log, saved["seconds"]
 
-def load_checkpoint(path, settings, run, model, optimizer, scaler):
-    """Restore the checkpoint at `path`: its step and log, or 0 and ""; exits with one line if it is another run's."""
-    make_folder(path.parent, "newest/notes.json", "previous/notes.json")  # of fsdp_sharded_checkpoint.py
-    paths = [path.with_name(name) for name in ("next.pt", "newest.pt", "previous.pt") if path.with_name(name).exists()]
-    if not paths:
-        return 0, ""
-    if not settings.resume:
-        sys.exit(f"error: {path}: from an earlier run; add --resume, or give another --checkpoint-dir and --log-dir")
-    checkpoint = read_newest(paths)
-    if all(checkpoint["step"] <= each["steps"] * (1 - each.get("decay_share", 1)) for each in (checkpoint["run"], run)):
-        checkpoint["run"] |= {key: run[key] for key in ("steps", "decay_share")}  # no decay yet: they may change
-    if other := [f"{key} {old}, not {run.get(key)}" for key, old in checkpoint["run"].items() if old != run.get(key)]:
-        sys.exit(f"error: --resume: {path} has {'; '.join(other)}; make them equal, the steps done depend on them")
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    if checkpoint["scaler"]:  # empty if autocast was not in float16
-        scaler.load_state_dict(checkpoint["scaler"])
-    return checkpoint["step"], checkpoint["log"]
+    def save(self, step, log):
+        """Write a checkpoint under a temporary name, then rename it: no kill leaves half of one under its name."""
+        if not all(weight.isfinite().all() for weight in self.parts["model"].parameters()):
+            return log.line(f"# WARNING: no checkpoint of step {step}: not all weights are finite")
+        contents = {name: part.state_dict() for name, part in self.parts.items()}
+        contents |= {key: self.loader.meta.get(key) for key in ("tokenizer", "tokenizer_json", "end_of_text")}
+        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "step": step, "run": self.run}
+        log.file.seek(0)
+        try:
+            with open(self.folder / "step.partial", "wb") as file:
+                torch.save(contents | {"log": log.file.read(), "seconds": log.seconds}, file)
+                os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+        except (OSError, RuntimeError):  # torch makes a RuntimeError of a full disk
+            return log.line(f"# WARNING: no checkpoint of step {step}: cannot be written; is the disk full?")
+        (self.folder / "step.partial").replace(self.folder / f"step_{step:07}.pt")
+        self.newest = f"step {step}"
+        log.line(f"# checkpoint: step {step} in {self.folder}")
+        for older in sorted(self.folder.glob("step_*.pt"))[:-2]:
+            older.unlink()
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
@@ -365,479 +442,304 @@ def compile_model(model, mode, device):
     return torch.compile(model, mode=mode), mode
 
 
+def to_float8(x, dtype):
+    """`x` as `dtype`, scaled so that its largest number becomes the type's largest; and the factor that undoes it."""
+    scale = torch.finfo(dtype).max / x.abs().max().float().clamp(min=1e-12)
+    return (x.float() * scale).to(dtype), 1 / scale
+
+
+def float8_product(a, a_factor, b, b_factor):
+    """a (m, k) @ b (k, n) -> bfloat16 (m, n); tensor cores take the rows of one and the columns of the other."""
+    b = b.t().contiguous().t()
+    return torch._scaled_mm(a.contiguous(), b, scale_a=a_factor, scale_b=b_factor, out_dtype=torch.bfloat16)
+
+
+class Float8Product(torch.autograd.Function):
+    """x (N, n_in) @ weight.T (n_in, n_out) -> (N, n_out); this product and the two of the backward pass in float8."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x, x_factor = to_float8(x, torch.float8_e4m3fn)
+        weight, weight_factor = to_float8(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x, x_factor, weight, weight_factor)
+        return float8_product(x, x_factor, weight.t(), weight_factor)
+
+    @staticmethod
+    def backward(ctx, y_grad):
+        x, x_factor, weight, weight_factor = ctx.saved_tensors
+        grad, factor = to_float8(y_grad, torch.float8_e5m2)  # (N, n_out): more exponent, as gradients need range
+        return (float8_product(grad, factor, weight, weight_factor),  # (N, n_out) @ (n_out, n_in)
+                float8_product(grad.t(), factor, x, x_factor))  # (n_out, N) @ (N, n_in)
+
+
+class Float8Linear(nn.Linear):
+    """nn.Linear without a bias, in float8; the weight stays float32: (..., n_in) -> (..., n_out)."""
+
+    def forward(self, x):
+        return Float8Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
 def use_float8(model, settings):
-    """Swap the wide linear layers of the blocks for torchao's, in place; returns what was done, for the log."""
-    if settings.device != "cuda" or torch.cuda.get_device_capability() < (8, 9):
-        return "no effect (needs a GPU of compute capability 8.9)"
-    if settings.B * settings.T % 16:
-        return "no effect (needs a multiple of 16 tokens in B * T)"
+    """Make the wide linear layers of the blocks compute in float8; returns what was done, for the log."""
+    if settings.device != "cuda" or torch.cuda.get_device_capability() < (8, 9) or settings.B * settings.T % 16:
+        return "no effect (needs a GPU of compute capability 8.9, and a multiple of 16 tokens in B * T)"
     layers = [part for part in model.transformer.h.modules() if isinstance(part, nn.Linear)]
     wide = [part for part in layers if 0 < settings.float8_from <= part.out_features]
-    if not wide:
-        return f"none of the {len(layers)} linear layers of the blocks"
-    try:
-        from torchao.float8 import convert_to_float8_training
-    except ImportError:
-        sys.exit("error: torchao: not installed; pip install torchao, or give --float8-from 0")
-    convert_to_float8_training(model.transformer.h, module_filter_fn=lambda part, name: part in wide)
-    return f"{len(wide)} of the {len(layers)} linear layers of the blocks"
+    for part in wide:
+        part.__class__ = Float8Linear  # the same parameter, another forward
+    return f"{len(wide) or 'none'} of the {len(layers)} linear layers of the blocks"
 
 
 def init_ranks(settings):
-    """(rank, world size) of this process under torchrun, else (0, 1)."""
+    """(rank, world size) under torchrun, else (0, 1); exits where its processes cannot train together."""
     if "RANK" not in os.environ:
         return 0, 1
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])  # among all, on this machine
+    if settings.device == "mps":
+        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
     if settings.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # its number on this machine
-    backend = "nccl" if settings.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(hours=1))  # not NCCL's 10 minutes: saving may take longer
-    return dist.get_rank(), dist.get_world_size()
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {torch.cuda.device_count()}")
+        torch.cuda.set_device(local_rank)
+    if rank > 0:  # only rank 0 prints and saves; each of the others has a log of its own
+        sys.stdout = open(os.devnull, "w")
+        settings.log_dir, settings.save = settings.log_dir / f"rank_{rank}", None
+    nccl = settings.device == "cuda" and dist.is_nccl_available()  # torch for Windows lacks it
+    if os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
+    dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(hours=1))  # rank 0 may save for so long
+    return rank, dist.get_world_size()
 
 
-def count_micro_steps(settings, world_size):
-    """How many batches of B * T tokens on each rank make --total-batch; exits with a one-line error if none do."""
-    tokens = settings.B * settings.T * world_size
-    if settings.total_batch is None:
-        settings.total_batch = 4 * tokens if settings.device == "cpu" else 2**19
-    micro_steps, rest = divmod(settings.total_batch, tokens)
-    if rest or not micro_steps:
-        sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")
-    if micro_steps > 1 and settings.device == "cuda" and settings.compile_mode in ("reduce-overhead", "max-autotune"):
-        sys.exit(f"error: --compile-mode {settings.compile_mode}: no CUDA graphs with accumulation; use default")
-    return micro_steps
+def optimizer_step(model, optimizer, scaler, loader, numbers, device, amp_dtype):
+    """One step on the batches `numbers`: the mean of their losses, and the norm of the gradient before clipping."""
+    optimizer.zero_grad()
+    loss = torch.zeros((), device=device)
+    for number in numbers:
+        x, y = loader.batch(number)  # (B, T) each
+        accumulating = dist.is_initialized() and number != numbers[-1]  # no all-reduce until the last one
+        with model.no_sync() if accumulating else contextlib.nullcontext():
+            with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
+                micro_loss = model(x, y) / len(numbers)  # so that the gradients add up to that of the mean
+            scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach()
+        loader.prefetch(number + numbers.step)  # the next one, while the device is busy with this one
+    scaler.unscale_(optimizer)  # divides the gradients by the scaler's factor: 1.0 is meant for the true ones
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
+    scaler.step(optimizer)
+    scaler.update()
+    return loss, norm
+
+
+def build_model(settings, loader):
+    """The model on its device, with what the flags say about training it."""
+    model = new_model(settings, loader).to(settings.device)
+    model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
+    model.loss_chunk = settings.loss_chunk or settings.B * settings.T
+    return model
 
 
 def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
     device = settings.device
-    if settings.decay_share > 1:
-        sys.exit(f"error: --decay-share {settings.decay_share}: more than all steps; give at most 1")
     rank, world_size = init_ranks(settings)
-    micro_steps = count_micro_steps(settings, world_size)
+    tokens = settings.B * settings.T * world_size  # of a batch on each rank
+    settings.total_batch = settings.total_batch or (4 * tokens if device == "cpu" else 2**19)
+    if settings.total_batch % tokens:
+        sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")
+    n_batches = settings.total_batch // tokens * world_size  # per step, of all ranks together
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
-    precision = f"{amp_dtype} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
+    precision = f"{str(amp_dtype)[6:]} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
 
     loader = DataLoaderLite(settings.data, settings.B, settings.T, device)
-    model = new_model(settings, loader).to(device)
-    if settings.recompute_blocks is not None:
-        model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
-    model.loss_chunk = settings.loss_chunk or settings.B * settings.T
-    float8 = use_float8(model, settings)
+    model = build_model(settings, loader)
     optimizer = model.configure_optimizers(weight_decay=0.1)
-    ddp_model = DDP(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
+    ddp_model = DDP(model, gradient_as_bucket_view=True) if dist.is_initialized() else model  # views: no second copy
     step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
     notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
     notes["batches"] = "on the device" if loader.on_device else "prefetched" if device == "cuda" else "memory-mapped"
-    notes["float8"] = float8
     notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
+    notes["float8"] = use_float8(model, settings)
     if settings.val_every:
         val_loader = DataLoaderLite(settings.data, 1, settings.T, device, "val")
         n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
-    shared = ("model", "pretrained", "T", "steps", "total_batch", "seed", "max_lr", "warmup_steps",
-              "decay_share")
-    run = {name: getattr(settings, name) for name in shared} | {"data": loader.meta["id"], "script": SCRIPT.stem}
-    run["muon_lr"] = settings.muon_lr
-    try:  # kept in `settings`: a lock is released when its object is garbage-collected
-        settings.lock = rank == 0 and filelock.FileLock(settings.checkpoint_dir / "lock").acquire(timeout=0)
-    except filelock.Timeout:
-        sys.exit(f"error: --checkpoint-dir {settings.checkpoint_dir}: another run is using it; give another")
-    stop = []  # no longer empty once a signal has come
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.append(True))
-    path, every = settings.checkpoint_dir / "newest.pt", settings.checkpoint_every
-    done, old_log = load_checkpoint(path, settings, run, model, optimizer, scaler)
-    if done == settings.steps:
-        print(f"{path}: this run is finished, all of its {done} steps are done")
-        return save_model(settings, model, loader, done)
+    checkpoints = Checkpoints(settings, loader, model=model, optimizer=optimizer, scaler=scaler)
+    if rank == 0:
+        checkpoints.lock()
+    step, old_log, seconds = checkpoints.load()
+    steps = range(step + 1, settings.steps + 1)  # those that are left
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
-    if done and rank == 0:
-        old_log = re.sub(r"steps: \d+", f"steps: {settings.steps}", old_log, count=1)
-        log.path.write_text(old_log, encoding="utf-8")
-    log.line(f"# checkpoints: every {every} steps | steps done before: {done}")
-    batch = loader.batch(done * micro_steps * world_size + rank)
+    if step:
+        log.file.truncate(0)
+        log.file.write(old_log)
+        log.seconds = seconds
+        log.line(f"# resumed after step {step} of {settings.steps}")
 
-    for step in range(done + 1, settings.steps + 1):
+    for step in steps:
         t0 = time.perf_counter()
         lr = get_lr(step, settings.steps, settings.max_lr, settings.warmup_steps, settings.decay_share)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.param_groups[0]["lr"] = get_lr(
             step, settings.steps, settings.muon_lr, settings.warmup_steps, settings.decay_share)
-        optimizer.zero_grad()
-        loss = torch.zeros((), device=device)
-        for micro_step in range(micro_steps):
-            i = (step - 1) * micro_steps + micro_step
-            x, y = batch  # (B, T) each
-            accumulating = dist.is_initialized() and micro_step < micro_steps - 1  # no all-reduce until the last one
-            with ddp_model.no_sync() if accumulating else contextlib.nullcontext():
-                with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
-                    micro_loss = step_model(x, y) / micro_steps
-                scaler.scale(micro_loss).backward()
-            loss += micro_loss.detach()
-            batch = loader.batch((i + 1) * world_size + rank)  # while the device is busy
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
-        scaler.step(optimizer)
-        scaler.update()
+        numbers = range((step - 1) * n_batches + rank, step * n_batches, world_size)  # of this rank's batches
+        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, numbers, device, amp_dtype)
         torch.get_device_module(device).synchronize()  # kernels launch asynchronously: wait, then read the clock
         dt = time.perf_counter() - t0
-        loss, stopping = loss / world_size, torch.tensor(len(stop), device=device)
+        loss = loss.detach() / world_size
         if dist.is_initialized():
             dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
-            dist.all_reduce(stopping)  # all ranks stop after the same step
-        log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
+        left = timedelta(seconds=round((settings.steps - step) * np.median([*log.seconds[-100:], dt])))
+        log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
         if settings.val_every and (step % settings.val_every == 0 or step == settings.steps):
             t0 = time.perf_counter()
             val_loss = evaluate(model, val_loader, n_val, amp_dtype, rank, world_size)
-            log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s{log.left()}")
-        due = every and (step % every == 0 or step == settings.steps or stopping)
-        if rank == 0 and due and (norm.isfinite() or scaler.is_enabled()):
-            state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "run": run}
-            newer = path.with_name("next.pt")
-            problem = save_checkpoint(newer, model, loader, step, **state, log=log.path.read_text(encoding="utf-8"))
-            log.line(f"# WARNING: {problem}" if problem else f"# checkpoint: step {step} in {path}")
-            for old, new in ((path, path.with_name("previous.pt")), (newer, path)):
-                if old.exists() and not problem:
-                    old.replace(new)
-        if stopping:
-            log.line(f"# stopped by a signal after step {step}; rerun with --resume to continue")
+            log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s")
+        reason = checkpoints.reason_to_stop(step)
+        if rank == 0 and settings.checkpoint_every and (step % settings.checkpoint_every == 0 or reason):
+            checkpoints.save(step, log)
+        if reason:
+            log.line(f"# ended by {reason} after step {step}; newest checkpoint: {checkpoints.newest}")
             break
 
-    new, cached = (counters["inductor"][f"fxgraph_cache_{result}"] for result in ("miss", "hit"))
-    log.line(f"# first step: {log.seconds[0]:.2f} s | graphs compiled: {new}, from the cache: {cached}")
-    log.finish()
-    save_model(settings, model, loader, step)
+    log.finish(step)
+    save_model(settings.save, model, loader, step)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
 
 
 # ---- the same in every rung ------------------------------------------------------------------------------------------
 
-SCRIPT = Path(__file__)
-RANK = int(os.environ.get("RANK", 0))  # under torchrun (ddp_run.py); only rank 0 prints, logs and saves
-TOKENIZER = ("tokenizer", "tokenizer_json", "end_of_text")  # of the data, stored with a model
-MODELS = {  # what --model accepts by name; sizes with tied embeddings
-    "tiny": GPTConfig(n_layer=2, n_head=2, n_embd=64),  # for tests
-    "mini": GPTConfig(n_layer=6, n_head=3, n_embd=192),  # 12M parameters: what two CPU cores can compare
-    "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),  # 30M parameters: what a CPU can train
-    "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),  # 124M
-    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
-    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
-    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
-}
-
-
-def parse_settings(argv=None):
-    """The command line as Settings; exits with a one-line error if a value cannot be used."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    flags = {"B": "-B", "T": "-T"}
-    for field in fields(Settings):
-        kind, text, *alias = get_args(field.type)
-        how = {"choices": get_args(kind)} if get_args(kind) else {"type": kind}
-        how = {"action": "store_true"} if kind is bool else how
-        how.update(default=field.default, help=f"{text} (default: {field.default})")
-        flag = flags.setdefault(field.name, "--" + field.name.replace("_", "-"))
-        parser.add_argument(flag, *alias, dest=field.name, **how)
-    settings = Settings(**vars(parser.parse_args(argv)))
-    found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
-    if not settings.device and found == ["cpu"] and shutil.which("nvidia-smi"):
-        print("WARNING: the NVIDIA GPU is not being used; python -m ladder check says why", file=sys.stderr)
-    settings.device = settings.device or found[0]
-    shape_of(settings.model)
-    if settings.B is None:
-        settings.B = 1 if settings.device == "cpu" else 4
-    for name, value in vars(settings).items():
-        lowest = 1 if name in ("B", "T", "steps") else 0
-        if type(value) in (int, float) and not lowest <= value < 2**63:
-            sys.exit(f"error: {flags[name]} {value}: out of range; give at least {lowest}")
-    if settings.device not in found:
-        sys.exit(f"error: --device {settings.device}: torch {torch.__version__} has only {found} here")
-    folder = settings.save.parent if settings.save else Path()
-    if settings.save and (settings.save.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK))):
-        sys.exit(f"error: --save {settings.save}: cannot be written; name a file in a folder that exists")
-    if "RANK" in os.environ:
-        check_torchrun(settings)
-    return settings
-
-
-def check_torchrun(settings):
-    """Exit with a one-line error where the processes that torchrun has started cannot train together."""
-    if settings.device == "mps":
-        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
-    if settings.device == "cuda":
-        if not torch.distributed.is_nccl_available():
-            sys.exit("error: --device cuda: this torch lacks NCCL, as on Windows; use WSL, or --device cpu")
-        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
-            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {torch.cuda.device_count()}")
-        if (mode := getattr(settings, "compile_mode", "")) in ("reduce-overhead", "max-autotune"):
-            sys.exit(f"error: --compile-mode {mode}: no CUDA graphs under DDP (pytorch issue 169545); use default")
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
-
-
-def make_folder(folder, *foreign):
-    """Make `folder`; exits with a one-line error if it is not writable, or holds a file `foreign`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        sys.exit(f"error: {folder}: cannot be written ({error.strerror}); give another folder")
-    if found := [name for name in foreign if (folder / name).exists()]:
-        sys.exit(f"error: {folder}: holds checkpoints of another format, {found[0]}; give another --checkpoint-dir")
-
-
 def open_tokens(folder, split, n_needed):
-    """(the tokens of "train" or "val", memory-mapped, (n_tokens,) uint16; meta.json); prepares missing default data.
-
-    Exits with a one-line error if the files are missing or unusable.
-    """
-    if folder == Settings.data and not folder.exists():
-        prepare = SCRIPT.resolve().parents[SCRIPT.parent.name == "beyond"] / "data" / "prepare.py"
-        if subprocess.run([sys.executable, prepare]).returncode:
-            sys.exit(f"error: --data {folder}: could not be prepared; see above")
+    """(The tokens of "train" or "val", memory-mapped, (n_tokens,) uint16; meta.json); exits if they cannot be used."""
+    if folder == Path("data/tokens") and not folder.exists():  # the first run prepares the default text
+        subprocess.run([sys.executable, "data/prepare.py"])
     try:
-        meta = {"end_of_text": 50256} | json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokens = np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r")
-        fits = len(tokens) == meta[f"{split}_tokens"] and tokens[:10**8].max() < meta["vocab_size"]
-        if not fits or not {"source", "tokenizer"} <= meta.keys():
+        if len(tokens) != meta[f"{split}_tokens"] or tokens[:10**8].max() >= meta["vocab_size"]:
             raise ValueError(f"{split}.bin is not what meta.json describes")
-        named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # the name says it all
-        meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
-        meta["id"] = f"{meta.get('sha256')} in {meta['tokenizer']} tokens"
+        vocabulary = folder / "tokenizer.json"  # where the tokenizer's name does not say it all
+        meta["tokenizer_json"] = vocabulary.read_text(encoding="utf-8") if vocabulary.exists() else None
+        meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"error: --data {folder}: no usable token files ({error}); make them with"
-                 f" python data/prepare.py [--text FILE] --out {folder}")
+        sys.exit(f"error: --data {folder}: no token files ({error}); make them: python data/prepare.py --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens, a batch needs {n_needed}; lower -B or -T")
     return tokens, meta
 
 
-def shape_of(name):
-    """The GPTConfig of a --model; exits with a one-line error if there is none."""
-    numbers = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})", name)
-    if name not in MODELS and not numbers:
-        sys.exit(f"error: --model {name}: give {', '.join(MODELS)}, or layers x heads x width, for example 4x4x128")
-    if name in MODELS:
-        return MODELS[name]
-    n_layer, n_head, n_embd = map(int, numbers.groups())
-    if n_embd % (2 * n_head):
-        sys.exit(f"error: --model {name}: {n_embd} cannot be split into {n_head} heads of even width; change one")
-    return GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-
-
 def new_model(settings, loader):
     """The GPT that --model or --pretrained names; exits with a one-line error if it does not fit the data or -T."""
-    if settings.pretrained:
-        model = from_pretrained(settings.pretrained)
-        ours, path = loader.meta["tokenizer_json"], Path(settings.pretrained, "tokenizer.json")
-        theirs = path.read_text(encoding="utf-8") if ours and path.is_file() else ours
-        other = ours and json.loads(ours)["model"] != json.loads(theirs)["model"]
-        if other or model.config.vocab_size != loader.meta["vocab_size"]:
-            sys.exit(f"error: --data {settings.data}: its {loader.meta['vocab_size']} tokens are not the model's"
-                     f" {model.config.vocab_size}; prepare it again with --tokenizer {settings.pretrained}")
-    else:
-        longest = max(GPTConfig.block_size, settings.T if "rotate" in globals() else 0)  # RoPE (rung 20) has no limit
-        model = GPT(replace(shape_of(settings.model), vocab_size=loader.meta["vocab_size"], block_size=longest))
-    if settings.T > model.config.block_size:
-        sys.exit(f"error: -T {settings.T}: the model's longest sequence is {model.config.block_size}; lower -T")
+    if not settings.pretrained:
+        return GPT(config_of(settings, loader.meta["vocab_size"]))
+    saved, meta = read_model(settings.pretrained), loader.meta
+    if (saved["config"]["vocab_size"], saved["tokenizer_json"]) != (meta["vocab_size"], meta["tokenizer_json"]):
+        sys.exit("error: --pretrained: its tokens are not the data's; data/prepare.py --tokenizer takes this file")
+    if saved["config"]["block_size"] < settings.T:
+        sys.exit(f"error: -T {settings.T}: the model's longest sequence is {saved['config']['block_size']}; lower -T")
+    try:
+        model = GPT(GPTConfig(**saved["config"]))
+        model.load_state_dict(saved["model"])
+        if not all(torch.equal(weight, saved["model"][name]) for name, weight in model.state_dict().items()):
+            raise RuntimeError("two matrices where this script has one")
+    except (RuntimeError, TypeError):
+        sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
 
 
-def from_pretrained(name):
-    """A GPT with the weights of a Hugging Face GPT-2, from rung 23 on a Qwen3 (name or folder); exits with one line."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def read_model(path):
+    """What a file of `save_model` holds; exits with a one-line error if `path` is something else."""
     try:
-        hf = AutoConfig.from_pretrained(name)
-        model = GPT(config_of(hf, name))
-        hf_model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
-        if report["missing_keys"]:  # transformers has drawn them at random
-            raise ValueError("it lacks weights")
-    except Exception as error:  # no network, no such name, a damaged file: any exception
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: --pretrained {name}: cannot be loaded ({reason}); give another name or folder")
-    if model.lm_head.weight is model.transformer.wte.weight and not hf.tie_word_embeddings:
-        sys.exit(f"error: --pretrained {name}: its embeddings are untied; use baseline.py")
-    names = {"model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
-             "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn": "attn", "o_proj": "c_proj"}
-    weights, found = model.state_dict(), hf_model.state_dict()
-    for key in [key for key in found if "q_proj" in key]:  # a Qwen3 has three matrices where c_attn is one
-        parts = [found.pop(key.replace("q_proj", f"{part}_proj")) for part in "qkv"]
-        found[key.replace("q_proj", "c_attn")] = torch.cat(parts)
-    for key, weight in found.items():
-        if hf.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-            weight = weight.t()  # GPT-2's Conv1D stores (in, out), nn.Linear (out, in)
-        for theirs, ours in names.items():
-            key = key.replace(theirs, ours)
-        weights[key][: len(weight)] = weight  # a padded vocabulary (rung 7) has more rows
-    return model
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        return {key: saved[key] for key in ("script", "config", "model", "tokenizer_json")}
+    except Exception:  # no such file, a folder, a text, a damaged archive: any exception
+        sys.exit(f"error: {path}: not a model's file; if it is on Hugging Face: python convert.py {path} model.pt")
 
 
-def config_of(hf, name):
-    """The GPTConfig of a Hugging Face configuration; exits with a one-line error if this script has another model."""
-    rungs = {"gpt2": "a GPT-2; use rung 19 or one before", "qwen3": "a Qwen3; use rung 23 or later"}
-    kind = "qwen3" if hasattr(GPTConfig, "n_hidden") else "20 to 22" if "rotate" in globals() else "gpt2"
-    if hf.model_type != kind:
-        other = "not a GPT-2 checkpoint; give the name or the folder of one"
-        sys.exit(f"error: --pretrained {name}: {rungs.get(hf.model_type, other)}")
-    config = GPTConfig(
-        hf.max_position_embeddings, hf.vocab_size, hf.num_hidden_layers, hf.num_attention_heads, hf.hidden_size)
-    if kind == "gpt2":
-        needed = {"activation_function": "gelu_new", "n_inner": hf.n_inner and 4 * config.n_embd,
-                  "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5}
-    else:
-        needed = {"num_key_value_heads": config.n_head, "head_dim": config.n_embd // config.n_head,
-                  "intermediate_size": config.n_hidden, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-                  "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000},
-                  "sliding_window": None, "tie_word_embeddings": True}
-    for key, ours in needed.items():
-        if (found := getattr(hf, key, None)) != ours:
-            title = {"gpt2": "GPT-2", "qwen3": "Qwen3"}[kind]
-            sys.exit(f"error: --pretrained {name}: not a {title} checkpoint that fits here (its {key} is {found}, not"
-                     f" {ours}); give one of this script's shape")
-    return config
-
-
-def save_checkpoint(path, model, loader, step, **more):
-    """Write a checkpoint under a temporary name, then rename it, so a kill never leaves half a file.
-
-    Returns an error message, or None on success.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with open(partial, "wb") as file:
-            torch.save({"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
-                        "step": step, **{key: loader.meta[key] for key in TOKENIZER}, **more}, file)
-            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+def save_model(path, model, loader, step):
+    """Write a model's file, if a `path` is given; under a temporary name, then renamed: no kill leaves half of it."""
+    if path:
+        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()
+        tokens = {key: loader.meta.get(key) for key in ("tokenizer", "tokenizer_json", "end_of_text")}
+        torch.save({"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
+                    "step": step, **tokens}, contents)
+        partial.write_bytes(contents.getbuffer())
         partial.replace(path)
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        partial.unlink(missing_ok=True)
-        return f"{path} could not be written ({getattr(error, 'strerror', 'is the disk full?')})"
-
-
-def save_model(settings, model, loader, step):
-    """Write the trained model to --save's file; exits with a one-line error if that fails."""
-    if settings.save and RANK == 0 and (problem := save_checkpoint(settings.save, model, loader, step)):
-        sys.exit(f"error: --save: {problem}")
-
-
-def device_name(device):
-    """The name of the chip."""
-    if device != "cpu":
-        return torch.cuda.get_device_name() if device == "cuda" else "Apple GPU"
-    cpuinfo = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    name = re.search(r"model name\s*: (.+)", cpuinfo)
-    return f"{name[1] if name else 'CPU'} ({torch.get_num_threads()} threads)"
-
-
-def allocator(device):
-    """What hands out the device's memory; on a CPU "default" is what the system and this build of torch have."""
-    if device != "cpu":
-        return "torch"
-    libraries = Path("/proc/self/maps").read_text() if os.path.exists("/proc/self/maps") else ""
-    preloaded = re.search(r"/lib(tcmalloc|jemalloc|mimalloc)[^/]*\.so", libraries)
-    kept = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"} <= os.environ.keys()  # glibc keeps what is freed
-    return preloaded[1] if preloaded else "glibc, memory kept" if kept else "default"
-
-
-def peak_memory(device):
-    """Peak memory in GB (1e9 bytes): of torch's allocator on CUDA, of the process on a CPU; on MPS what is held now."""
-    if device != "cpu":
-        return (torch.cuda.max_memory_allocated() if device == "cuda" else torch.mps.driver_allocated_memory()) / 1e9
-    if sys.platform == "win32":
-        return float("nan")  # Windows has no resource module
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 class Log:
-    """The run's log, on the screen and line by line in <log-dir>/<script>.log: a killed run keeps its steps."""
+    """The run's log, on the screen and line by line in <log-dir>/<script>.log; an earlier one gets a date as suffix."""
 
     def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
         self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
-        self.steps, self.start = settings.steps, time.perf_counter()
-        make_folder(settings.log_dir)
-        self.path = settings.log_dir / f"{SCRIPT.stem}.log"
-        if RANK == 0:
-            self.path.write_text("")
-        name = f"{settings.pretrained} (pretrained)" if settings.pretrained else settings.model
+        path = settings.log_dir / f"{SCRIPT.stem}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
+        self.file = open(path, "a+b", buffering=0)  # unbuffered: a killed run keeps its steps
+        chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         self.line(f"# script: {SCRIPT.name}")
-        self.line(f"# model: {name} | parameters: {sum(p.numel() for p in model.parameters()):,}")
-        precision = precision.removeprefix("torch.")
-        self.line(f"# device: {device_name(self.device)} | torch: {torch.__version__} | precision: {precision}"
-                  f" | allocator: {allocator(self.device)}")
+        self.line(f"# model: {settings.pretrained or settings.model}"
+                  f" | parameters: {sum(p.numel() for p in model.parameters()):,}")
+        self.line(f"# device: {chip} | torch: {torch.__version__} | precision: {precision}")
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
         self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
-        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
-                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
+        self.line(f"# data: {loader.meta['name']} | loaded {len(loader.tokens)} tokens"
+                  f" | 1 epoch = {loader.n_batches} batches")
 
-    def line(self, text, on_screen=""):
-        if RANK > 0:
-            return
-        print(text + on_screen, flush=True)
+    def line(self, text):
+        print(text, flush=True)
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+            self.file.write(f"{text}\n".encode())
         except OSError as error:  # a full disk must not end the training
-            print(f"WARNING: {self.path}: this line is lost ({error.strerror})", file=sys.stderr, flush=True)
+            print(f"WARNING: {self.file.name}: this line is lost ({error.strerror})", file=sys.stderr, flush=True)
 
     def step(self, step, loss, dt, **more):
         """Log a step: the loss in nats, dt in seconds, what the rung adds. Exits when the loss is not finite."""
         self.seconds.append(dt)
-        self.last = step
         self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
-                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()),
-                  self.left())
+                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
         if not math.isfinite(loss):
             sys.exit(f"error: the loss is {loss} at step {step}, so training stops; see NaN in docs/measuring.md")
 
-    def left(self):
-        """The time left, from this process's steps and from what was between them: validations, checkpoints."""
-        between = (time.perf_counter() - self.start - sum(self.seconds)) / len(self.seconds)
-        minutes = int((self.steps - self.last) * (np.median(self.seconds[-100:]) + between) / 60)
-        hours = f"{minutes // 60} h " if minutes >= 60 else ""
-        return f" | left: {hours}{minutes % 60} min" if minutes and len(self.seconds) >= 10 else ""
-
-    def finish(self):
-        """Log the median step time after warm-up: 5 steps (2 in runs of up to 10), on an accelerator 3 s if longer."""
-        n = len(self.seconds)
-        warm_up = min(5 if n > 10 else 2, n - 1)
-        if self.device != "cpu":
-            needed = 2 + (np.cumsum(self.seconds[1:]) < 3).sum()  # 3 s after the first step, during which it compiles
-            warm_up = max(warm_up, min(needed, n - 10))  # 10 steps are left for the median
-            if warm_up < needed:
-                self.line("# warm-up: less than 3 s, so the median may be too high; give more --steps")
-        if self.device == "cuda":
-            self.line(f"# memory reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e9:.2f} GB")
-        dt, first = np.median(self.seconds[warm_up:]), self.last - n + warm_up + 1
-        self.line(f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
-                  f" | peak memory: {peak_memory(self.device):.2f} GB | steps {first}-{self.last}")
+    def finish(self, step):
+        """Log the median time of the second half of the steps; during the first half the device warms up."""
+        half = len(self.seconds) // 2
+        dt = np.median(self.seconds[half:])
+        memory = f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if self.device == "cuda" else ""
+        self.line(f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}{memory}"
+                  f" | steps {step - len(self.seconds) + half + 1}-{step}")
 
 
-def main(argv=None):
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no such method
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character of a file's name
-    train(parse_settings(argv))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():  # under torchrun
-        torch.distributed.destroy_process_group()
-        time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
+def parse_settings(argv=None):
+    """The command line; exits with argparse's two lines if a value cannot be used."""
+    parser = argparse.ArgumentParser(usage="%(prog)s [flags]", description=__doc__.splitlines()[0], allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_flags(parser)
+    settings = parser.parse_args(argv)
+    numbers = [value for value in vars(settings).values() if type(value) in (int, float)]
+    if min(settings.B, settings.T, settings.steps) < 1 or not all(0 <= number < 2**63 for number in numbers):
+        parser.error("-B, -T and --steps must be at least 1, and no number below 0")
+    if settings.save and not os.access(settings.save.parent, os.W_OK):
+        parser.error(f"argument --save: {settings.save.parent} is not a folder that can be written to")
+    if settings.save and settings.save.exists() and read_model(settings.save)["script"] != SCRIPT.name:
+        parser.error(f"argument --save: {settings.save} exists, and is not a model of this script")
+    return settings
 
 
 if __name__ == "__main__":
     try:
-        main()
+        train(parse_settings())
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
-    except OSError as error:  # a folder that cannot be written, a full disk
-        sys.exit(f"error: {error}")
-    except RuntimeError as error:
-        if "no kernel image" in str(error):  # CUDA's words where this build of torch leaves the GPU's architecture out
-            sys.exit("error: --device cuda: this torch was not built for this GPU; see python -m ladder check")
-        if "out of memory" not in str(error) and "allocate memory" not in str(error):
+    except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk, no memory
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        sys.exit("error: out of memory; try half the -B, or a shorter -T")
+        sys.exit(f"error: {error if isinstance(error, OSError) else 'out of memory; try half the -B, or a lower -T'}")

@@ -34,7 +34,7 @@ from ladder.scripts.stages import BY_LABEL  # noqa: E402
 
 STEP_LINE = re.compile(
     r"step : (?P<step>\d+) \| loss: (?P<loss>\S+) \| dt: (?P<ms>[\d.]+) ms \| tokens/sec: (?P<tokens_per_second>[\d.]+)"
-    r"( \| norm: (?P<norm>\S+))?( \| lr: (?P<lr>\S+))?"
+    r"( \| norm: (?P<norm>\S+))?( \| lr: (?P<lr>\S+))?( \| left: .+)?"
 )
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
@@ -64,12 +64,28 @@ def losses(log):
     return [step["loss"] for step in read_steps(log)]
 
 
+def has_flag(module, name):
+    """Whether a script has the flag whose value its settings have under `name`."""
+    return hasattr(module.parse_settings([]), name)
+
+
+def new_gpt(module, size="tiny", vocab_size=50257):
+    """A fresh model of a script, of one of the shapes that --model names."""
+    return module.GPT(module.config_of(module.parse_settings(["--model", size]), vocab_size))
+
+
+def main(module, *words):
+    """Run a script as its command line would, and leave nothing of it behind in this process."""
+    with own_settings():
+        module.train(module.parse_settings([str(word) for word in words]))
+
+
 def train(module, folder, data, *flags, compile_mode="none"):
-    """Run a rung's main() with the tiny model on a CPU, and return the path of its log. `flags` may override all."""
+    """Train the tiny model of a rung on a CPU, and return the path of its log. `flags` may override all."""
     own = ["--model", "tiny", "--device", "cpu", "--data", data, "--log-dir", folder]
-    own += ["--compile-mode", compile_mode] if hasattr(module, "compile_model") else []
-    own += ["--checkpoint-dir", folder / "checkpoints"] if hasattr(module.Settings, "checkpoint_dir") else []
-    module.main([str(word) for word in (*own, *flags)])
+    own += ["--compile-mode", compile_mode] if has_flag(module, "compile_mode") else []
+    own += ["--checkpoint-dir", folder / "checkpoints"] if has_flag(module, "checkpoint_dir") else []
+    main(module, *own, *flags)
     return folder / f"{Path(module.__file__).stem}.log"
 
 
@@ -166,8 +182,15 @@ def record_run(module, folder, data, *flags):
 
     module.new_model = hooked_model
     module.GPT.forward = clock.slow(module.GPT.forward, STEP_SECONDS["forward"])
-    batch = clock.slow(module.DataLoaderLite.batch, STEP_SECONDS["batch"])
-    module.DataLoaderLite.batch = lambda loader, i: run.batches.append((loader.B, i)) or batch(loader, i)
+    batch = module.DataLoaderLite.batch
+
+    def see_batch(loader, i):
+        if i in getattr(loader, "prefetched", ()):
+            return batch(loader, i)  # seen when it was fetched
+        run.batches.append((loader.B, i))
+        return clock.slow(batch, STEP_SECONDS["batch"])(loader, i)
+
+    module.DataLoaderLite.batch = see_batch
     hook = register_optimizer_step_pre_hook(see_step)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("synchronize", "get_device_name", "get_device_capability", "max_memory_allocated",
@@ -253,8 +276,8 @@ def short_run(tmp_path_factory, tokens):
 
     def record(label):
         module = rung(label)
-        more = ["--total-batch", 128] if hasattr(module.Settings, "total_batch") else []  # one micro-step
-        more += ["--val-sequences", 2] if hasattr(module.Settings, "val_sequences") else []
+        more = ["--total-batch", 128] if has_flag(module, "total_batch") else []  # one micro-step
+        more += ["--val-sequences", 2] if has_flag(module, "val_sequences") else []
         with own_settings():
             return record_run(module, tmp_path_factory.mktemp("run"), tokens, *SHORT, *more)
 
@@ -273,10 +296,12 @@ def own_settings():
     """Undo what a script sets for its whole process: the precision of products, signal handlers."""
     precision = torch.get_float32_matmul_precision()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    torch.set_float32_matmul_precision(precision)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # a script's handler holds its model, and the lock of its folder
 
 
 @pytest.fixture(autouse=True)

@@ -69,35 +69,38 @@ rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2", "autocast_dty
      same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)
 rung("4", "speedup_04_residual_scaling.py", "residual scaling", "3",
      "CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights")
-rung("5", "speedup_05_compile.py", "torch.compile", "4", "imports", "Settings", "compile_model", "train",
+rung("5", "speedup_05_compile.py", "torch.compile", "4", "add_flags", "compile_model", "train",
      same_losses=0.1, lecture_ms=130)
 rung("6", "speedup_06_flash_attn.py", "flash attention", "5",
      "CausalSelfAttention.__init__", "CausalSelfAttention.forward",
      same_losses=0.1, causal=True, memory=(36, 10, 0), lecture_ms=96)
 rung("7", "speedup_07_vocab_pad.py", "vocabulary padding", "6", "GPT.__init__", "GPT.forward", lecture_ms=93)
 rung("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", "7", "train")
-rung("9", "speedup_09_cosine_lr.py", "cosine learning rate", "8", "Settings", "get_lr", "train")
+rung("9", "speedup_09_cosine_lr.py", "cosine learning rate", "8", "add_flags", "get_lr", "train")
 rung("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", "9", "GPT.configure_optimizers", "train")
-rung("ddp", "ddp_run.py", "DistributedDataParallel", "10", "imports", "init_ranks", "train", torchrun=True)
+rung("ddp", "ddp_run.py", "DistributedDataParallel", "10",
+     "imports", "add_flags", "init_ranks", "train", torchrun=True)
 # Beyond speed: what a long training run needs.
 rung("11", "beyond/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
-     "imports", "Settings", "count_micro_steps", "train")
-rung("12", "beyond/rung_12_prefetch.py", "prefetch", "11", "DataLoaderLite", "free_memory", "train", same_losses=0.01)
-rung("13", "beyond/rung_13_validation.py", "validation", "12", "Settings", "DataLoaderLite", "evaluate", "train",
-     same_losses=0.01)
+     "imports", "add_flags", "optimizer_step", "train")
+rung("12", "beyond/rung_12_prefetch.py", "prefetch", "11",
+     "DataLoaderLite", "free_memory", "optimizer_step", "train", same_losses=0.01)
+rung("13", "beyond/rung_13_validation.py", "validation", "12",
+     "imports", "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01)
 rung("14", "beyond/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
-     "Settings", "load_checkpoint", "train", same_losses=0.01)
+     "add_flags", "Checkpoints", "train", same_losses=0.01)
 rung("15", "beyond/rung_15_preemption.py", "preemption", "14",
-     "imports", "read_newest", "load_checkpoint", "train", same_losses=0.01)
+     "imports", "Checkpoints", "init_ranks", "train", same_losses=0.01)
 rung("16", "beyond/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
-     "imports", "Settings", "GPT.__init__", "GPT.forward", "train", same_losses=0.1)
+     "imports", "add_flags", "GPT.__init__", "GPT.forward", "Checkpoints", "build_model", "train", same_losses=0.1)
 # From GPT-2 to a modern transformer: fewer tokens to the same loss.
 rung("17", "beyond/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
-     "Settings", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train", same_losses=0.1, chunked=True)
+     "add_flags", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "Checkpoints", "build_model",
+     same_losses=0.1, chunked=True)
 rung("18", "beyond/rung_18_muon.py", "Muon", "17",
-     "Settings", "GPT.configure_optimizers", "orthogonalize", "MuonAdamW", "train")
+     "add_flags", "GPT.configure_optimizers", "orthogonalize", "muon_update", "MuonAdamW", "train")
 rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18",
-     "Settings", "load_checkpoint", "get_lr", "train")
+     "add_flags", "Checkpoints.load", "get_lr", "train")
 rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
      "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None)
 rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
@@ -108,27 +111,27 @@ rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "ML
      exports_to="qwen3")
 rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
 # Larger models.
-rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "Settings", "use_float8", "train")
+rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "add_flags", "Checkpoints.__init__", "to_float8", "float8_product",
+     "Float8Product", "Float8Linear", "use_float8", "train")
 # A model worth keeping from a small text.
-rung("26", "beyond/rung_26_shuffled_windows.py", "shuffled windows", "24", "Settings", "DataLoaderLite", "train")
+rung("26", "beyond/rung_26_shuffled_windows.py", "shuffled windows", "24", "DataLoaderLite", "train")
 rung("27", "beyond/rung_27_best_checkpoint.py", "best checkpoint", "26",
-     "imports", "Settings", "load_checkpoint", "is_last", "train", same_losses=0.01)
+     "imports", "add_flags", "Best", "Checkpoints", "train", same_losses=0.01)
 rung("28", "beyond/rung_28_dropout.py", "dropout", "27",
-     "Settings", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train")
+     "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "optimizer_step", "build_model")
 rung("29", "beyond/rung_29_documents_apart.py", "documents apart", "28",
      "imports", "attention_mask", "CausalSelfAttention.forward", "Block.forward", "GPT.__init__", "GPT.forward",
-     "train")
+     "build_model", "train")
 # Past Qwen3: fewer tokens to the same loss.
 rung("30", "beyond/rung_30_frequency_prior.py", "frequency prior", "24",
-     "ChunkedCrossEntropy", "GPT", "count_log_frequencies", "train", exports_to=None)
+     "ChunkedCrossEntropy", "GPT", "count_log_frequencies", "build_model", exports_to=None)
 rung("31", "beyond/rung_31_ngram_embeddings.py", "hashed n-gram embeddings", "30",
      "GPTConfig", "GPT.__init__", "GPT.forward")
 # Several cards.
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
-     "imports", "orthogonalize", "evaluate", "load_checkpoint", "compile_model", "shard", "gather", "train",
-     torchrun=True)
+     "imports", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save", "compile_model", "shard", "gather",
+     "optimizer_step", "build_model", "train", torchrun=True)
 rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
-     "imports", "read_newest", "load_checkpoint", "rename_next", "save_sharded", "train",
-     same_losses=0.01, torchrun=True)
+     "imports", "Checkpoints", same_losses=0.01, torchrun=True)
 
 BY_NAME = {stage.name: stage for stage in STAGES}
