@@ -9,6 +9,7 @@ memory in use. torch's wheels for Windows have mimalloc built in; macOS is left 
 """
 import importlib.metadata
 import os
+import re
 import sys
 
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # mallopt(3): one heap, which never shrinks
@@ -31,6 +32,12 @@ def keeping_freed_memory():
     if library is None or {" ", ":"} & set(library):  # LD_PRELOAD is a list of paths, separated by either
         return KEPT
     return {"LD_PRELOAD": library, "MIMALLOC_PURGE_DELAY": "-1"}
+
+
+def name_of(environment):
+    """What hands out a CPU's memory under these variables; "default" is what the system and this torch have."""
+    preloaded = re.search(r"lib(tcmalloc|jemalloc|mimalloc)", environment.get("LD_PRELOAD", ""))
+    return preloaded[1] if preloaded else "glibc, memory kept" if KEPT.keys() <= environment.keys() else "default"
 
 
 if __name__ == "__main__":

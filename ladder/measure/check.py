@@ -1,5 +1,4 @@
 """What this machine has, what each rung will gain from it, and what to do about what is missing: one line each."""
-import importlib.util
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ladder.measure.allocator import keeping_freed_memory
-from ladder.measure.rates import nvidia_gpus, rung_10
+from ladder.measure.rates import device_name, nvidia_gpus, rung_10
 from ladder.scripts.memory import card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters
 from ladder.scripts.stages import ROOT
 
@@ -69,7 +68,7 @@ def nvidia_problem():
 def check_device(device):
     total = torch.cuda.mem_get_info()[1] if device == "cuda" else psutil.virtual_memory().total
     memory = f"{total / 1e9:.0f} GB, {free_memory(device) / 1e9:.0f} GB free"
-    name = f"{device}: {rung_10.device_name(device)}, {memory}"
+    name = f"{device}: {device_name(device)}, {memory}"
     for gpu in nvidia_gpus() if device == "cuda" else []:
         name += f"; {gpu['name']}, driver {gpu['driver']}, power limit {gpu['power limit']}"
     yield Finding(GOOD if device != "cpu" else NEUTRAL, "device", name)
@@ -90,12 +89,9 @@ def check_formats(device):
         torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",
     }
     yield Finding(NEUTRAL if dtype in without else GOOD, "bfloat16", without.get(dtype, "rung 3 gains"))
-    if capability < (8, 9):
-        yield Finding(NEUTRAL, "float8", "rung 25 has no effect on this device")
-    else:
-        torchao = importlib.util.find_spec("torchao")
-        need = "works" if torchao else "needs torchao: pip install torchao"
-        yield Finding(GOOD if torchao else BAD, "float8", f"rung 25 {need}")
+    float8 = capability >= (8, 9)
+    gain = "rung 25 gains with wide layers" if float8 else "rung 25 has no effect on this device"
+    yield Finding(GOOD if float8 else NEUTRAL, "float8", gain)
 
 
 def compile_problem(device):
@@ -134,7 +130,8 @@ def check_ranks(device):
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     detail = f"{count} GPUs" if count != 1 else "1 GPU"
     if count > 1 and not nccl:
-        yield Finding(BAD, "GPUs for ddp_run.py", f"{detail}, but this torch lacks NCCL, as on Windows: use WSL")
+        yield Finding(BAD, "GPUs for ddp_run.py", f"{detail}, over gloo, which is slow: this torch lacks NCCL, as on "
+                                                  "Windows; WSL has it")
         return
     yield Finding(GOOD if count > 1 else NEUTRAL, "GPUs for ddp_run.py",
                   detail if count > 1 else f"{detail}: ddp_run.py can run 2 processes on the CPU, over gloo")

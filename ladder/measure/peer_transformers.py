@@ -26,9 +26,9 @@ class Peer(nn.Module):
         super().__init__()
         if settings.pretrained or settings.save:
             sys.exit("error: --pretrained, --save: the peer has neither; leave them out")
-        shape = rung_10.shape_of(settings.model)
+        shape = rung_10.config_of(settings, loader.meta["vocab_size"])
         self.model = GPT2LMHeadModel(GPT2Config(
-            vocab_size=loader.meta["vocab_size"], n_positions=shape.block_size,
+            vocab_size=shape.vocab_size, n_positions=shape.block_size,
             n_embd=shape.n_embd, n_layer=shape.n_layer, n_head=shape.n_head,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
         ))
@@ -41,7 +41,7 @@ class Peer(nn.Module):
 def main(argv=None):
     rung_10.new_model = Peer
     rung_10.SCRIPT = ROOT / Path(__file__).name  # names the log
-    rung_10.main(argv)
+    rung_10.train(rung_10.parse_settings(argv))
 
 
 if __name__ == "__main__":

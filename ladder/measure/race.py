@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.measure.runner import Job, command_for, own_flags, split_flags
+from ladder.measure.runner import Job, command_for, defaults, own_flags, split_flags
 from ladder.scripts.stages import load_script
 from ladder.show.standings import best_of, last_val_loss, neighbors, read_sweep, searched_by, show_rates
 
@@ -26,9 +26,8 @@ TIMINGS, TIMED_STEPS = 3, 30  # rounds that measure the time of a step, and thei
 
 def default_rates(stage):
     """{flag: default} of the learning rates of a rung: AdamW's, and Muon's if it has Muon."""
-    settings = load_script(stage).Settings
-    return {f"--{name.replace('_', '-')}": getattr(settings, name)
-            for name in ("max_lr", "muon_lr") if hasattr(settings, name)}
+    settings = defaults(stage)
+    return {f"--{name.replace('_', '-')}": settings[name] for name in ("max_lr", "muon_lr") if name in settings}
 
 
 def check_race(stages, settings, flags):
@@ -37,7 +36,7 @@ def check_race(stages, settings, flags):
         if split_flags(flags, flag)[0]:
             raise UserError(f"{flag}: --race sets it itself, for each rung and round; leave it out")
     for stage in stages:
-        if not hasattr(load_script(stage).Settings, "val_every"):
+        if "val_every" not in defaults(stage):
             raise UserError(f"--race: {stage.file} does not validate; take rungs from 13 on, for example --rungs 16-24")
     if not settings.val_every:
         raise UserError("--val-every 0: --race compares validation losses; give the steps from one to the next")

@@ -9,8 +9,10 @@ import argparse
 import csv
 import json
 import platform
+import re
 import subprocess
 import time
+from pathlib import Path
 
 import torch
 
@@ -64,10 +66,24 @@ def nvidia_gpus():
     return [dict(zip(("name", "driver", "power limit"), row, strict=True)) for row in rows if len(row) == 3]
 
 
+def cpu_name():
+    """The processor's name, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def device_name(device):
+    """The name of the chip, on a CPU with the number of threads."""
+    if device == "cpu":
+        return f"{cpu_name()} ({torch.get_num_threads()} threads)"
+    return torch.cuda.get_device_name() if device == "cuda" else "Apple GPU"
+
+
 def describe(device):
     """What a reader of the rates needs to know about the machine."""
     return {
-        "device": device, "name": rung_10.device_name(device), "cpu": rung_10.device_name("cpu"),
+        "device": device, "name": device_name(device), "cpu": device_name("cpu"),
         "gpus": nvidia_gpus(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "python": platform.python_version(), "system": platform.platform(), "threads": torch.get_num_threads(),
     }

@@ -6,6 +6,7 @@ results are kept.
 """
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -15,17 +16,19 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import filelock
 import psutil
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.measure.allocator import keeping_freed_memory
+from ladder.measure import allocator
+from ladder.measure.rates import cpu_name
 from ladder.scripts.memory import largest_fitting
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
@@ -77,9 +80,15 @@ def split_flags(flags, *names):
     return [value for value in vars(values).values() if value is not None], rest
 
 
+@functools.cache
+def defaults(stage):
+    """{name: default} of the flags of a rung."""
+    return vars(load_script(stage).parse_settings([]))
+
+
 def own_flags(stage, flags, log_dir):
     """`flags` as a rung's script takes them; a measurement neither finds nor leaves a checkpoint."""
-    names = {field.name for field in fields(load_script(stage).Settings)}
+    names = defaults(stage)
     if "compile_mode" not in names:
         _, flags = split_flags(flags, "--compile-mode")
     if "checkpoint_every" in names:
@@ -97,12 +106,13 @@ def command_for(stage, flags, log_dir, processes=2):
 
 
 def check_flags(stages, flags):
-    """Each script checks its own flags, and the first also the data, before anything is written; its Settings."""
+    """Each script checks its own flags, and the first also the data, before anything is written; its settings."""
     if any(split_flags(flags, "--log-dir", "--save")[0]):
         raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
     settings = {stage: load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages}
-    first = settings[stages[0]]
-    load_script(stages[0]).open_tokens(first.data, "train", first.B * first.T + 1)
+    first, script = settings[stages[0]], load_script(stages[0])
+    _, meta = script.open_tokens(first.data, "train", first.B * first.T + 1)
+    script.config_of(first, meta["vocab_size"])
     return first
 
 
@@ -155,10 +165,25 @@ def holds_more(pid, limit):
     return total(lambda process: process.memory_info().rss) > limit and total(exactly) > limit
 
 
-def watch(child, seconds, limit, stopped, verdict):
-    """Stop the child when its time is up, it holds more than `limit` bytes, or `stopped` is set; `verdict` gets why."""
+def peak_bytes(pid):
+    """The most that one process of a tree has held until now; where the system does not record it, what it holds."""
+    peaks = [0]
+    for process in process_tree(pid):
+        with contextlib.suppress(psutil.Error, OSError, TypeError):  # it has just ended
+            status = Path(f"/proc/{process.pid}/status")
+            kib = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
+            peaks.append(1024 * int(kib[1]) if kib else process.memory_info().rss)
+    return max(peaks)
+
+
+def watch(child, seconds, limit, stopped, verdict, peaks):
+    """Stop the child when its time is up, it holds more than `limit` bytes, or `stopped` is set; `verdict` gets why.
+
+    `peaks` gets the most bytes that one of its processes has held, again and again.
+    """
     deadline = time.monotonic() + seconds
     while child.poll() is None:
+        peaks.append(peak_bytes(child.pid))
         if stopped.is_set():
             verdict.append(("stopped", ""))
         elif time.monotonic() > deadline:
@@ -176,16 +201,37 @@ def free_memory():
     return MEMORY_SHARE * psutil.virtual_memory().available
 
 
+def cached_graphs():
+    """How many graphs torch's cache on disk holds; a run that adds none had its graphs compiled before."""
+    return sum(1 for _ in Path(cache_dir(), "fxgraph").glob("*/*"))
+
+
+def record(job, device, env, peak, cache):
+    """Add to a job's log what only its environment and its process tell."""
+    log = job.log_dir / f"{job.name}.log"
+    words = [f"compile cache: {cache}"]
+    if device == "cpu":
+        threads = 1 if "torch.distributed.run" in job.command else torch.get_num_threads()  # torchrun's default
+        threads = env.get("OMP_NUM_THREADS", threads)
+        words = [f"machine: {cpu_name()} ({threads} threads)", f"allocator: {allocator.name_of(env)}",
+                 f"process memory: {peak / 1e9:.2f} GB", *words]
+    with contextlib.suppress(OSError):  # a full disk, of which the script has warned
+        if log.exists():
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(f"# {' | '.join(words)}\n")
+
+
 def run_job(job, seconds, device, on_line=lambda line: None, stopped=NEVER):
     """Run one job to its end; `on_line` gets its output. KeyboardInterrupt, and setting `stopped`, stop the child."""
     limit = (job.memory or free_memory()) if device == "cpu" else None  # a GPU refuses on its own
-    env = os.environ | (keeping_freed_memory() if device == "cpu" else {}) | job.env
+    env = os.environ | (allocator.keeping_freed_memory() if device == "cpu" else {}) | job.env
+    graphs = cached_graphs()
     child = subprocess.Popen(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=Path.cwd(),
         start_new_session=os.name == "posix", env=env,
     )
-    verdict, last = [], ""
-    watcher = threading.Thread(target=watch, args=(child, seconds, limit, stopped, verdict), daemon=True)
+    verdict, peaks, last = [], [0], ""
+    watcher = threading.Thread(target=watch, args=(child, seconds, limit, stopped, verdict, peaks), daemon=True)
     watcher.start()
     errors = []
     try:
@@ -202,6 +248,7 @@ def run_job(job, seconds, device, on_line=lambda line: None, stopped=NEVER):
     if verdict:
         return Outcome(job.name, *verdict[0])
     if child.returncode == 0:
+        record(job, device, env, max(peaks), "cold" if cached_graphs() > graphs else "warm")
         return Outcome(job.name, "ok", "; ".join(errors))
     reason = errors[-1] if errors else last
     if "out of memory" in reason or child.returncode == -SIGKILL:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 
 from ladder.files import write_whole
 from ladder.measure.rates import describe, rung_10
-from ladder.measure.runner import Job, locked, run_job
+from ladder.measure.runner import Job, defaults, locked, run_job
 from ladder.scripts.memory import free_memory
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import STEP_LINE
@@ -37,7 +37,7 @@ PATCHES = {  # the function that a script asks about its device, and a different
     "pinned": ("free_memory", 0),
     "on-device": ("free_memory", math.inf),
 }
-LACKS = ("no effect", "not possible here", "no bfloat16", "not installed", "has no DDP", "NCCL")  # in scripts' words
+LACKS = ("no effect", "not possible here", "no bfloat16", "has no DDP")  # in scripts' words
 BROKEN = ("failed", "out of memory", "timed out")
 
 
@@ -61,14 +61,14 @@ def training(settings, scratch, label, how="", like="", within=SAME, **changes):
     stage, name, on_cpu, B = BY_LABEL[label], f"{label}-{how}".strip("-"), settings.device == "cpu", 4
     ranks, T = (2, 64) if on_cpu else (1, 256)
     flags = dict(model=settings.model, device=settings.device, data=settings.data, B=B, T=T, steps=STEPS,
-                 total_batch=2 * B * T, loss_chunk=T, val_every=2, val_sequences=2, checkpoint_every=STEPS // 2,
+                 total_batch=2 * B * T, loss_chunk=T, recompute_blocks=1, val_every=2, val_sequences=2,
+                 checkpoint_every=STEPS // 2,
                  float8_from=1, log_dir=scratch / name, checkpoint_dir=scratch / name, save=scratch / name / "model.pt")
     start = ["-m", "ladder.measure.smoke", how, label] if how in PATCHES else [str(stage.path)]
     if how == "torchrun":
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *start]
         flags["B"] = B // ranks  # a step has the same tokens as in one process
-    names = {each.name for each in fields(load_script(stage).Settings)}
-    words = [word for key, value in (flags | changes).items() if key in names
+    words = [word for key, value in (flags | changes).items() if key in defaults(stage)
              for word in ("-" * min(len(key), 2) + key.replace("_", "-"), str(value))]
     return Trial(name, [sys.executable, *start, *words], scratch / name, first=1, like=like, within=within)
 
@@ -81,7 +81,7 @@ def resuming(trial):
 
 def using(trial, device, exports):
     """The trials that use the model that another one has saved."""
-    uses = {"sample": ["--device", device, "--max-new-tokens", "8"], "export": [str(trial.log_dir / "exported")]}
+    uses = {"sample": ["--device", device, "--max-new-tokens", "8"], "convert": [str(trial.log_dir / "converted")]}
     return [Trial(f"{trial.name}-{use}", [sys.executable, str(ROOT / f"{use}.py"), str(trial.log_dir / "model.pt"),
                                           *words], trial.log_dir)
             for use, words in uses.items() if use == "sample" or exports]
@@ -123,9 +123,8 @@ def plan(settings, scratch):
     trials += [train(label, "float16") for label in ("3", "10")] + [train("24", "float16", like="24")]
     trials += [train(label, "on-device" if device == "cpu" else "pinned", like=label) for label in ("24", "26")]
     trials += [train("24", "eager", like="24", compile_mode="none"), own_text(settings, scratch)]
-    if device == "cuda":  # graphs with accumulation are refused: rung 24's two micro-steps become one
-        trials += [train(label, "graphs", like=label, B=B, compile_mode="reduce-overhead")
-                   for label, B in (("10", 4), ("24", 8))]
+    if device == "cuda":
+        trials += [train("10", "graphs", like="10", compile_mode="reduce-overhead")]
     return trials
 
 
@@ -174,8 +173,8 @@ class Smoke:
             return
         trial.log_dir.mkdir(parents=True, exist_ok=True)
         if "--resume" in trial.command:
-            for path in trial.log_dir.glob("newest*"):  # else nothing is left to do
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            newest = max(trial.log_dir.glob("step_*"), key=lambda path: path.name)
+            shutil.rmtree(newest) if newest.is_dir() else newest.unlink()  # else nothing is left to do
         lines, started = [], time.monotonic()
         with open(self.out / f"{trial.name}.txt", "w", encoding="utf-8") as file:
             def keep(line):
@@ -287,7 +286,7 @@ def main(how, label, *flags):
     """Run a script that gets a different answer about its device: python -m ladder.measure.smoke float16 24 FLAGS..."""
     script, (name, answer) = load_script(BY_LABEL[label]), PATCHES[how]
     setattr(script, name, lambda device: answer)
-    script.main(flags)
+    script.train(script.parse_settings(flags))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def lesson_hash(label):
     """A hash of what a step of a rung computes: its model and `train` up to the end of the loop, without docstrings."""
     lesson = BY_LABEL[label].path.read_text(encoding="utf-8").partition("\n" + BANNER)[0]
     parts = [node for node in ast.parse(lesson).body
-             if getattr(node, "name", "Settings") not in ("Settings", "DataLoaderLite", "get_lr")]
+             if getattr(node, "name", "add_flags") not in ("add_flags", "config_of", "DataLoaderLite", "get_lr")]
     for node in (node for part in parts for node in ast.walk(part)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]

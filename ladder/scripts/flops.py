@@ -17,7 +17,7 @@ import re
 from ladder.scripts.stages import STAGES, load_script
 
 VOCAB_SIZE = 50257  # of GPT-2's tokens
-SHAPES = {name: (shape.n_layer, shape.n_head, shape.n_embd)  # --model: (n_layer, n_head, n_embd)
+SHAPES = {name: tuple(map(int, shape.split("x")))  # --model: (n_layer, n_head, n_embd)
           for name, shape in load_script(STAGES[0]).MODELS.items()}
 
 
@@ -44,6 +44,5 @@ def mfu(run, rates, tokens_per_second, causal=False):
     per_token = flops_per_token(run.model, run.T, causal, run.vocab_size)
     if not rates or per_token is None or tokens_per_second is None:
         return None
-    on_cpu = "threads" in run.headers.get("device", "")  # where all ranks share the measured rate
-    devices = 1 if on_cpu else run.ranks
+    devices = 1 if run.on_cpu else run.ranks  # on a CPU all ranks share the measured rate
     return per_token * tokens_per_second / (devices * max(rates.values()))

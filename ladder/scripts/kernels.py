@@ -279,7 +279,7 @@ def patches(recorder):
 def stand_ins(recorder):
     """A loader without data, and a log that turns the recorder on after the first step, off after the second."""
     class Loader:
-        meta, tokens, n_batches = {"vocab_size": VOCAB_SIZE, "source": "", "tokenizer": ""}, (), 1
+        meta, tokens, n_batches = {"vocab_size": VOCAB_SIZE}, (), 1
 
         def __init__(self, folder, B, T):
             self.shape = B, T
@@ -288,8 +288,6 @@ def stand_ins(recorder):
             return torch.zeros(self.shape, dtype=torch.int64), torch.zeros(self.shape, dtype=torch.int64)
 
     class Log:
-        seconds = (0.0, 0.0)
-
         def __init__(self, *args, **notes):
             pass
 
@@ -299,21 +297,20 @@ def stand_ins(recorder):
         def line(self, text):
             pass
 
-        def left(self):
-            return ""
-
-        def finish(self):
+        def finish(self, step):
             pass
 
     return Loader, Log
 
 
-def count(label, model, B, T, **settings):
-    """The kernels of a training step of the rung `label`, as a list of Kernel; `settings` as for the script."""
+def count(label, model, B, T, **more):
+    """The kernels of a training step of the rung `label`, as a list of Kernel; `more` settings of the script."""
     script, recorder = load_script(BY_LABEL[label]), Recorder()
     script.DataLoaderLite, script.Log = stand_ins(recorder)
     script.GPT.to = lambda self, device: self
-    settings = script.Settings(model=model, B=B, T=T, steps=2, device="cpu", **settings)
+    flags = {"--model": model, "-B": B, "-T": T, "--steps": 2, "--device": "cpu"}
+    settings = script.parse_settings([str(word) for flag in flags.items() for word in flag])
+    vars(settings).update(more)
     precision = torch.get_float32_matmul_precision()
     with contextlib.ExitStack() as stack:
         for name, value in patches(recorder):

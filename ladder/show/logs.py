@@ -21,7 +21,8 @@ COUNT = r"(\d{1,12})"
 STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms"
                        rf"(?:\s*\|\s*tok\w*/s\w*:?\s*{NUMBER})?")
 VAL_LINE = re.compile(rf"val : step {COUNT} \| loss: {NUMBER}")
-MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*peak memory: {NUMBER} GB \| steps {COUNT}-")
+MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*\| steps {COUNT}-")
+PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
 GRAPHS = re.compile(rf"{COUNT}, from the cache: {COUNT}")
 
 
@@ -55,10 +56,10 @@ class Run:
 
     @property
     def warm_up(self):
-        """How many steps at the start the median leaves out: as the log says, else by the scripts' rule for a CPU."""
+        """How many steps at the start the median leaves out: as the log says, else the first half, as scripts do."""
         if self.first_counted_step in self.steps:
             return self.steps.index(self.first_counted_step)
-        return min(5 if len(self.ms) > 10 else 2, len(self.ms) - 1)
+        return len(self.ms) // 2
 
     @property
     def median_ms(self):
@@ -88,9 +89,11 @@ class Run:
     @property
     def start(self):
         """"cold" if the first step compiled a graph, "warm" if all came from Inductor's cache, None without graphs."""
-        graphs = GRAPHS.match(self.headers.get("graphs compiled", ""))
-        compiled, cached = map(int, graphs.groups()) if graphs else (0, 0)
-        return "cold" if compiled else "warm" if cached else None
+        if graphs := GRAPHS.match(self.headers.get("graphs compiled", "")):  # of scripts that counted them
+            compiled, cached = map(int, graphs.groups())
+            return "cold" if compiled else "warm" if cached else None
+        eager = self.headers.get("compile", "none").startswith(("none", "not "))
+        return None if eager else self.headers.get("compile cache")
 
     @property
     def model(self):
@@ -98,13 +101,19 @@ class Run:
 
     @property
     def device(self):
-        """The device, without the number of threads, which torchrun changes."""
-        return re.sub(r" \(\d+ threads\)", "", self.headers["device"]) if "device" in self.headers else None
+        """The device, on a CPU its name where it is known, without the number of threads, which torchrun changes."""
+        name = self.headers.get("machine") or self.headers.get("device")
+        return re.sub(r" \(\d+ threads\)", "", name) if name else None
+
+    @property
+    def on_cpu(self):
+        device = self.headers.get("device", "")
+        return device == "cpu" or "threads)" in device
 
     @property
     def allocator(self):
-        """What hands out the device's memory; None in logs from before this header existed."""
-        return self.headers.get("allocator")
+        """What hands out the device's memory: torch on an accelerator; on a CPU None where nobody has recorded it."""
+        return self.headers.get("allocator") or (None if self.on_cpu or "device" not in self.headers else "torch")
 
     @property
     def data(self):
@@ -208,8 +217,9 @@ def add_line(run, line):
         run.val_steps.append(int(match[1]))
         run.val_losses.append(float(match[2]))
     elif match := MEDIAN_LINE.match(line):
-        run.peak_memory_gb = float(match[1]) if math.isfinite(float(match[1])) else None
-        run.first_counted_step = int(match[2])
+        run.first_counted_step = int(match[1])
+    if (peak := PEAK.search(line)) and math.isfinite(float(peak[1] or peak[2])):
+        run.peak_memory_gb = float(peak[1] or peak[2])
 
 
 def read_folder(folder, **stand_ins):
