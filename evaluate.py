@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from baseline import TOKENIZER, open_tokens
+from baseline import open_tokens
 from data import vocabulary
 from data.prepare import warn
 from sample import load_model, pick_device
@@ -91,7 +91,7 @@ def main(argv=None):
     if T > longest:
         sys.exit(f"error: -T {T}: the model's longest sequence is {longest}; lower -T")
     try:
-        theirs = vocabulary.restore(*(meta[key] for key in TOKENIZER))
+        theirs = vocabulary.restore(*(meta[key] for key in vocabulary.FIELDS))
     except vocabulary.NoTokenizer as error:
         sys.exit(f"error: --data {args.data}: {error}; prepare it again, or connect to the network")
     if (tokenizer.name, tokenizer.json) != (theirs.name, theirs.json):

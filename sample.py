@@ -3,7 +3,7 @@
     python sample.py model.pt --prompt "ROMEO:" --num-samples 3
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50      # a Hugging Face name or folder
 
-The weights become a transformers model (export.py), whose generate() provides the key-value cache, sampling and
+The weights become a transformers model (convert.py), whose generate() provides the key-value cache, sampling and
 streaming. Rungs 20 to 22 and from 30 on, for which transformers has no model, use their own script's, without a cache.
 A prompt that leaves no room for the new tokens in the model's longest sequence loses its beginning.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from convert import load_checkpoint, load_hugging_face, refuse_folder, restore_tokenizer, to_transformers
 from data import vocabulary
 from data.prepare import warn
-from export import load_checkpoint, refuse_folder, restore_tokenizer, to_transformers
 from ladder.scripts.stages import BY_NAME, load_script
 
 
@@ -48,22 +48,6 @@ def to_model(checkpoint):
     return model.eval()
 
 
-def from_hugging_face(name):
-    """A transformers GPT-2 or Qwen3 from a folder or the Hugging Face hub; exits with one line when there is none."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        if AutoConfig.from_pretrained(name).model_type not in ("gpt2", "qwen3"):
-            raise ValueError("neither a GPT-2 nor a Qwen3")
-        model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
-        if report["missing_keys"]:  # transformers has initialized them at random
-            raise ValueError("it lacks weights")
-    except Exception as error:  # no network, no such name, a damaged file: any exception
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: {name}: cannot be loaded ({reason}); give a checkpoint file, or a GPT-2's name or folder")
-    return model.eval()
-
-
 def load_model(name, device):
     """(The model in a checkpoint file, a Hugging Face folder or on the hub, on the device; its tokenizer).
 
@@ -75,7 +59,7 @@ def load_model(name, device):
             model, checkpoint = load_checkpoint(name, to_model)
             tokenizer = restore_tokenizer(checkpoint)
         else:
-            model, tokenizer = from_hugging_face(name), vocabulary.from_hugging_face(name)
+            model, tokenizer = load_hugging_face(name), vocabulary.from_hugging_face(name)
     except vocabulary.NoTokenizer as error:
         sys.exit(f"error: {name}: no usable tokenizer ({error}); give a folder that has one, or connect to the network")
     if tokenizer.vocab_size > model.config.vocab_size:

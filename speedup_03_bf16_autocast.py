@@ -247,7 +247,8 @@ def new_model(settings, loader):
     if not settings.pretrained:
         return GPT(config_of(settings, loader.meta["vocab_size"]))
     saved, meta = read_model(settings.pretrained), loader.meta
-    if (saved["config"]["vocab_size"], saved["tokenizer_json"]) != (meta["vocab_size"], meta["tokenizer_json"]):
+    ours, theirs = (json.loads(each["tokenizer_json"] or "{}").get("model") for each in (saved, meta))
+    if saved["config"]["vocab_size"] != meta["vocab_size"] or ours != theirs:
         sys.exit("error: --pretrained: its tokens are not the data's; data/prepare.py --tokenizer takes this file")
     if saved["config"]["block_size"] < settings.T:
         sys.exit(f"error: -T {settings.T}: the model's longest sequence is {saved['config']['block_size']}; lower -T")
@@ -274,9 +275,8 @@ def save_model(path, model, loader, step):
     """Write a model's file, if a `path` is given; under a temporary name, then renamed: no kill leaves half of it."""
     if path:
         partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()
-        tokens = {key: loader.meta.get(key) for key in ("tokenizer", "tokenizer_json", "end_of_text")}
-        torch.save({"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
-                    "step": step, **tokens}, contents)
+        torch.save({"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(), "step": step,
+                    **{key: loader.meta.get(key) for key in ("tokenizer", "tokenizer_json", "end_of_text")}}, contents)
         partial.write_bytes(contents.getbuffer())
         partial.replace(path)
 

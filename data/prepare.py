@@ -60,10 +60,13 @@ def load_tokenizer(name):
     try:
         if name == "gpt2":
             return vocabulary.GPT2()
-        return vocabulary.of_bytes() if name == "bytes" else vocabulary.from_hugging_face(name)
+        if name == "bytes":
+            return vocabulary.of_bytes()
+        ours = Path(name).is_file() or Path(name, "meta.json").exists()
+        return vocabulary.of_ours(Path(name)) if ours else vocabulary.from_hugging_face(name)
     except vocabulary.NoTokenizer as error:
         if name != "gpt2":
-            sys.exit(f"error: --tokenizer {name}: {error}; give gpt2, bytes, or a folder with a byte-level tokenizer")
+            sys.exit(f"error: --tokenizer {name}: {error}; give gpt2, bytes, a model's file, or a folder that has one")
         warn(f"{error}. Using GPT-2's single-byte tokens: losses are NOT comparable with those of gpt2 tokens.")
         return vocabulary.of_bytes("gpt2-bytes")
 
@@ -313,8 +316,9 @@ def main(argv=None):
     parser.add_argument("--field", help="the field of .jsonl, .parquet or dataset that is the text (default: text)")
     parser.add_argument("--encoding", help="how .txt and .jsonl files are encoded (default: UTF-8)")
     tokens = parser.add_mutually_exclusive_group()
-    tokens.add_argument("--tokenizer", default="gpt2", metavar="gpt2|bytes|FOLDER_OR_NAME",
-                        help="GPT-2's (default), single bytes, or a Hugging Face tokenizer of at most 65,536 tokens")
+    tokens.add_argument("--tokenizer", default="gpt2", metavar="gpt2|bytes|FILE|FOLDER|NAME",
+                        help="GPT-2's (default), single bytes, that of a model's file or of a folder of tokens, or one "
+                             "from Hugging Face of at most 65,536 tokens")
     tokens.add_argument("--train-tokenizer", type=int, metavar="SIZE", help="train one of so many tokens on the text")
     parser.add_argument("--out", type=Path, default=Path("data/tokens"), help="a folder (default: %(default)s)")
     args = parser.parse_args(argv)

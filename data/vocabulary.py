@@ -10,6 +10,7 @@ tokenizers library stores as tokenizer.json; None for GPT-2's), and
 
 If a text is cut only between a letter or digit and the blank after it, its pieces give the tokens of the whole.
 """
+import json as json_library
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from tokenizers.trainers import BpeTrainer
 
 SEPARATOR = "<|endoftext|>"
 MOST_TOKENS = 1 << 16  # token files hold uint16
+FIELDS = ("tokenizer", "tokenizer_json", "end_of_text")  # what a model's file says of its tokenizer: `restore`'s words
 OUR_NAMES = ("gpt2", "gpt2-bytes", "bytes")  # each names one tokenizer; a folder's never gets one of them
 PROBE = " Two  blanks,\n\n\ttabs\t12345\nnaïve 日本語 🙂!\r\n"  # a tokenizer that changes this would change other texts
 
@@ -159,6 +161,28 @@ def from_hugging_face(name):
     if tokenizer.decode(ids) != PROBE or lengths.sum() != len(PROBE.encode()) or [*ids] != [*np.concatenate(pieces)]:
         raise NoTokenizer("does not give back the text that it encodes, piece by piece; only byte-level tokenizers do")
     return tokenizer
+
+
+def is_gpt2(tokenizer):
+    """Whether a tokenizer of the tokenizers library is GPT-2's: its last merge tells."""
+    return tokenizer.end_of_text == GPT2.end_of_text and tokenizer.tokenizer.token_to_id("Ġgazed") == 50255
+
+
+def of_ours(path):
+    """The tokenizer of a model's file, or of a folder of token files. Raise NoTokenizer when it is neither."""
+    try:
+        if path.is_dir():
+            meta = json_library.loads((path / "meta.json").read_text(encoding="utf-8"))
+            file = path / "tokenizer.json"
+            saved = meta | {"tokenizer_json": file.read_text(encoding="utf-8") if file.exists() else None}
+        else:
+            import torch  # takes seconds, and few need it
+
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        fields = [saved[key] for key in FIELDS]
+    except Exception as error:  # a damaged file: any exception
+        raise NoTokenizer(f"cannot be read ({type(error).__name__})") from error
+    return restore(*fields)
 
 
 def restore(name, json, end_of_text):

@@ -54,6 +54,15 @@ def rung(label):
     return load_module(BY_LABEL[str(label)].path)
 
 
+def converted(source, label, path):
+    """The model of a rung's script that convert.py makes of a Hugging Face folder, in the new file `path`."""
+    load_module(ROOT / "convert.py").main([str(source), str(path), "--script", BY_LABEL[str(label)].file])
+    module, saved = rung(label), torch.load(path, weights_only=True)
+    model = module.GPT(module.GPTConfig(**saved["config"])).eval()
+    model.load_state_dict(saved["model"])
+    return model
+
+
 def read_steps(log):
     """The step lines of a log file as dictionaries of numbers."""
     lines = [STEP_LINE.fullmatch(line) for line in Path(log).read_text().splitlines() if line.startswith("step")]

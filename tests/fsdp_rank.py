@@ -1,10 +1,11 @@
-"""One rank of an FSDP test: the own main() of fsdp or dcp, one run after the other in one process group.
+"""One rank of an FSDP test: the own train() of fsdp or dcp, one run after the other in one process group.
 
     torchrun ... tests/fsdp_rank.py FOLDER        # FOLDER/runs.json: {name of the run: [label, dtype, [flags]]}
 
 To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: what this rank
 held and moved in the last step, in bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and
-DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells.
+DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells. With NAN_RANK
+a weight of that rank is not a number after each step.
 """
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from conftest import rung
+from conftest import main, rung
 from tensor_bytes import Watch, local_bytes
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -30,6 +31,8 @@ def run(name, label, dtype, flags):
     batch, unscale = script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_
 
     def dying_batch(self, i):
+        if i in self.prefetched:
+            return batch(self, i)
         fetched.append(i)
         now = str(rank), str(len(fetched))
         if now == (os.environ.get("DIE_RANK"), os.environ.get("DIE_BATCH")) and not (folder / "died").exists():
@@ -50,11 +53,13 @@ def run(name, label, dtype, flags):
         found["optimizer"] = local_bytes(t for state in optimizer.state.values() for t in state.values())
         found["moved"], found["peak"] = watch.moved, watch.peak
         watch.moved, watch.peak = [], 0
+        if str(rank) == os.environ.get("NAN_RANK"):
+            optimizer.param_groups[0]["params"][0].to_local().data[0, 0] = torch.nan
 
     script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_ = dying_batch, overflow
     hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
     with watch:
-        script.main([*flags, "--log-dir", str(folder / name), "--checkpoint-dir", str(folder / name / "checkpoints")])
+        main(script, *flags, "--log-dir", folder / name, "--checkpoint-dir", folder / name / "checkpoints")
     for hook in hooks:
         hook.remove()
     torch.amp.GradScaler.unscale_ = unscale

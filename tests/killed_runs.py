@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # noqa: F401 - the optimizer would import it in every life: two seconds
-from conftest import rung
+from conftest import main, rung
 
 LONGEST_LIFE = 1.2  # seconds; a life needs about 0.3 until its first step, on a busy machine far more: so it grows
 module = rung("15")
@@ -26,7 +26,7 @@ def live(flags, seconds):
     if pid == 0:
         torch.set_num_threads(1)
         sys.stdout = open(os.devnull, "w")
-        module.main(flags)
+        main(module, *flags)
         os._exit(0)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -4,12 +4,13 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import losses, run_command, rung, train
-from test_beyond import Crash, cut_in_half, flip_a_byte, val_lines
+from test_beyond import Crash, checkpoints_of, cut_in_half, flip_a_byte, val_lines
 from test_ddp import RANK, TWO_RANKS
 from torch.nn import functional as F
 
@@ -21,7 +22,8 @@ T = 16
 # 400 tokens are memorized in a few steps: the lowest validation loss is that of step 12 of 30.
 RATES = ("--max-lr", 1e-2, "--muon-lr", 2e-2)
 FLAGS = ("-B", 4, "-T", T, "--total-batch", 4 * T, "--steps", 30, "--val-every", 3, "--val-sequences", 0,
-         "--checkpoint-every", 10, "--recompute-blocks", 0, *RATES)
+         "--checkpoint-every", 10, *RATES)
+STEP_10, STEP_20, STEP_30 = (f"checkpoints/step_00000{step}.pt" for step in (10, 20, 30))
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,7 @@ def whole(tmp_path_factory, small):
 
 def val_losses(folder):
     """{step: validation loss} of a run's log."""
-    lines = re.findall(r"^val : step (\d+) \| loss: (\S+) ", (folder / LOG).read_text(), re.M)
-    return {int(step): float(loss) for step, loss in lines}
+    return dict(val_lines(folder / LOG))
 
 
 def saved(path):
@@ -79,12 +80,17 @@ def loss_of(file, data):
     return F.cross_entropy(logits.flatten(0, 1).double(), ids[1 : n * T + 1]).item()
 
 
+def assert_same_model(file, truth):
+    """The weights to the bit, and the step that they are of."""
+    ours, truth = saved(file), saved(truth)
+    assert ours["step"] == truth["step"]
+    assert all(torch.equal(ours["model"][key], truth["model"][key]) for key in truth["model"]), file
+
+
 def assert_same_best(folder, whole):
-    """The models that --save and best.pt have, to the bit, and the losses of all steps."""
+    """The models that --save and best.pt have, and the losses of all steps."""
     for name in ("model.pt", "checkpoints/best.pt"):
-        ours, truth = saved(folder / name), saved(whole / name)
-        assert ours["step"] == truth["step"]
-        assert all(torch.equal(ours["model"][key], truth["model"][key]) for key in truth["model"]), name
+        assert_same_model(folder / name, whole / name)
     assert losses(folder / LOG) == losses(whole / LOG) and val_losses(folder) == val_losses(whole)
     best = [re.search("^# best: .*", (path / LOG).read_text(), re.M)[0] for path in (folder, whole)]
     assert best[0] == best[1]
@@ -94,17 +100,17 @@ def test_27_the_best_is_the_one_with_the_lowest_validation_loss(whole, small):
     found = val_losses(whole)
     step = min(found, key=found.get)
     assert list(found) == list(range(3, 31, 3)) and step == 12
-    assert f"# best: step 12 of 30, validation loss {found[12]:.6f}\n" in (whole / LOG).read_text()
-    files = {"model.pt": 12, "checkpoints/best.pt": 12, "checkpoints/newest.pt": 30}
+    assert f"# best: step 12, validation loss {found[12]:.6f}\n" in (whole / LOG).read_text()
+    files = {"model.pt": 12, "checkpoints/best.pt": 12, STEP_30: 30}
     for name, step in files.items():
         assert saved(whole / name)["step"] == step
         assert loss_of(whole / name, small) == pytest.approx(found[step], abs=1e-5)
-    remembered = saved(whole / "checkpoints/newest.pt")["best"]
+    remembered = saved(whole / STEP_30)["best"]
     assert (remembered["step"], round(remembered["loss"], 6)) == (12, found[12])
 
 
 def test_27_best_pt_is_a_model_like_that_of_save(whole):
-    """So that sample.py, export.py and evaluations take it."""
+    """So that sample.py, convert.py and evaluations take it."""
     keys = [set(saved(whole / name)) for name in ("checkpoints/best.pt", "model.pt")]
     assert keys[0] == keys[1] and not list(whole.glob("checkpoints/*.partial"))
     sizes = [(whole / name).stat().st_size for name in ("checkpoints/best.pt", "model.pt")]
@@ -121,19 +127,17 @@ def test_27_keeping_the_best_changes_no_step(whole, small, tmp_path):
 
 def test_27_without_checkpoints_save_still_writes_the_best(whole, small, tmp_path):
     folder = run_in(tmp_path / "run", small, "--checkpoint-every", 0)
-    assert {path.name for path in (folder / "checkpoints").iterdir()} <= {"lock"}
-    ours, truth = saved(folder / "model.pt"), saved(whole / "model.pt")
-    assert ours["step"] == 12 and all(torch.equal(ours["model"][key], truth["model"][key]) for key in truth["model"])
+    assert not checkpoints_of(folder / "checkpoints")
+    assert_same_model(folder / "model.pt", whole / "model.pt")
 
 
 def test_27_without_validation_the_last_one_is_saved(whole, small, tmp_path):
     folder = run_in(tmp_path / "run", small, "--val-every", 0)
-    ours, truth = saved(folder / "model.pt"), saved(whole / "checkpoints/newest.pt")
-    assert ours["step"] == 30 and all(torch.equal(ours["model"][key], truth["model"][key]) for key in truth["model"])
+    assert_same_model(folder / "model.pt", whole / STEP_30)
     assert not (folder / "checkpoints/best.pt").exists() and "# best" not in (folder / LOG).read_text()
     (folder / "model.pt").unlink()  # and again by the run that finds itself finished
     run_in(folder, small, "--val-every", 0, "--resume")
-    assert saved(folder / "model.pt")["step"] == 30
+    assert_same_model(folder / "model.pt", whole / STEP_30)
 
 
 @pytest.mark.parametrize("patience, last", [(1, 15), (2, 18), (3, 21)])
@@ -141,10 +145,11 @@ def test_27_patience_counts_validations(patience, last, whole, small, tmp_path):
     """Without a lower loss than that of step 12; its steps are those of the run that goes on."""
     folder = run_in(tmp_path / "run", small, "--patience", patience)
     assert losses(folder / LOG) == losses(whole / LOG)[:last] and list(val_losses(folder))[-1] == last
-    assert f"# stopped by --patience after step {last}\n" in (folder / LOG).read_text()
-    assert f"# best: step 12 of {last}, " in (folder / LOG).read_text()
+    newest = f"newest checkpoint: step {last}"
+    assert f"# ended by --patience after step {last}; {newest}\n" in (folder / LOG).read_text()
+    assert "# best: step 12, " in (folder / LOG).read_text()
     assert saved(folder / "model.pt")["step"] == saved(folder / "checkpoints/best.pt")["step"] == 12
-    assert saved(folder / "checkpoints/newest.pt")["step"] == last
+    assert saved(folder / f"checkpoints/step_00000{last}.pt")["step"] == last
 
 
 def test_27_a_new_lowest_loss_starts_the_count_again(small, tmp_path):
@@ -153,18 +158,17 @@ def test_27_a_new_lowest_loss_starts_the_count_again(small, tmp_path):
     module.evaluate = lambda *args: next(made_up)
     folder = run_in(tmp_path / "run", small, "--patience", 2, module=module)
     assert list(val_losses(folder).values()) == [5, 6, 4, 4, 4.5]
-    assert "# best: step 9 of 15, validation loss 4.000000\n" in (folder / LOG).read_text()
+    assert "# best: step 9, validation loss 4.000000\n" in (folder / LOG).read_text()
 
 
 def test_27_a_run_out_of_patience_is_finished_until_it_gets_more(whole, small, tmp_path, capsys):
     folder = run_in(tmp_path / "run", small, "--patience", 2)
-    truth = saved(folder / "model.pt")
     (folder / "model.pt").unlink()
     capsys.readouterr()
     run_in(folder, small, "--patience", 2, "--resume")
-    assert capsys.readouterr().out.endswith("newest.pt: this run is finished, all of its 18 steps are done\n")
-    ours = saved(folder / "model.pt")
-    assert ours["step"] == 12 and all(torch.equal(ours["model"][key], truth["model"][key]) for key in truth["model"])
+    assert "step : " not in capsys.readouterr().out
+    assert losses(folder / LOG) == losses(whole / LOG)[:18]
+    assert_same_model(folder / "model.pt", whole / "model.pt")
     run_in(folder, small, "--patience", 0, "--resume")
     assert_same_best(folder, whole)
 
@@ -182,24 +186,22 @@ def test_27_the_decay_can_follow_where_patience_ended_the_run(small, tmp_path):
     assert rates[17] == 1e-2 and rates[18:] == pytest.approx(decaying, rel=1e-4)
 
 
-@pytest.mark.parametrize("crash_after", ["best.pt of step 12", "next.pt of step 20"])
-def test_27_a_crash_between_two_files_changes_nothing(crash_after, whole, small, tmp_path):
-    """best.pt is then of a later step than the checkpoint, or the checkpoint has its temporary name."""
-    module = float32_rung()
-    save = module.save_checkpoint
+def test_27_a_crash_between_two_files_changes_nothing(whole, small, tmp_path, monkeypatch):
+    """best.pt is then of a later step than the newest checkpoint."""
+    save = torch.save
 
-    def crashing_save(path, model, loader, step, **more):
-        problem = save(path, model, loader, step, **more)
-        if f"{path.name} of step {step}" == crash_after:
+    def crashing_save(contents, file):
+        if "run" in contents and contents["step"] == 20:  # best.pt is not a checkpoint
             raise Crash
-        return problem
+        return save(contents, file)
 
-    module.save_checkpoint = crashing_save
+    monkeypatch.setattr(torch, "save", crashing_save)
     folder = tmp_path / "run"
     with pytest.raises(Crash):
-        run_in(folder, small, module=module)
+        run_in(folder, small)
+    monkeypatch.undo()
     assert saved(folder / "checkpoints/best.pt")["step"] == 12
-    assert saved(folder / "checkpoints/newest.pt")["step"] == 10
+    assert checkpoints_of(folder / "checkpoints") == {"best.pt", "step.partial", STEP_10.split("/")[1]}
     run_in(folder, small, "--resume")
     assert_same_best(folder, whole)
 
@@ -218,24 +220,28 @@ def make_stale(path):
 def test_27_best_pt_is_not_needed_to_resume(damage, whole, small, tmp_path):
     """From step 20 on no loss is lower than that of step 12, and yet its model is what is kept."""
     (tmp_path / "checkpoints").mkdir()
-    shutil.copy(whole / "checkpoints/previous.pt", tmp_path / "checkpoints/newest.pt")
-    shutil.copy(whole / "checkpoints/best.pt", tmp_path / "checkpoints/best.pt")
+    for name in (STEP_20, "checkpoints/best.pt"):
+        shutil.copy(whole / name, tmp_path / name)
     damage(tmp_path / "checkpoints/best.pt")
     run_in(tmp_path, small, "--resume")
-    assert "steps done before: 0\n" in (tmp_path / LOG).read_text()  # the log that the checkpoint has
+    assert "# resumed after step 20 of 30\n" in (tmp_path / LOG).read_text()
     assert_same_best(tmp_path, whole)
 
 
-def test_27_a_full_disk_costs_the_file_and_not_the_run(whole, small, tmp_path):
-    module = float32_rung()
-    save = module.save_checkpoint
-    module.save_checkpoint = lambda path, *args, **more: (
-        f"{path} could not be written (No space left)" if path.name == "best.pt" else save(path, *args, **more))
-    folder = run_in(tmp_path / "run", small, module=module)
-    assert len(re.findall(r"^# WARNING: \S+best.pt could not be written", (folder / LOG).read_text(), re.M)) == 5
-    assert not (folder / "checkpoints/best.pt").exists()
-    shutil.copy(whole / "checkpoints/best.pt", folder / "checkpoints/best.pt")
-    assert_same_best(folder, whole)
+def test_27_a_full_disk_costs_the_file_and_not_the_run(whole, small, tmp_path, monkeypatch):
+    """best.pt is written first, so there is no newer checkpoint either."""
+    write = Path.write_bytes
+
+    def full_disk(path, contents):
+        if path.name == "best.pt.partial":
+            raise OSError(28, "No space left on device")
+        return write(path, contents)
+
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    folder = run_in(tmp_path / "run", small)
+    assert len(re.findall(r"^# WARNING: no checkpoint of step [123]0", (folder / LOG).read_text(), re.M)) == 3
+    assert not checkpoints_of(folder / "checkpoints")
+    assert_same_model(folder / "model.pt", whole / "model.pt")
 
 
 def test_27_a_signal_saves_the_best_so_far(whole, small, tmp_path):
@@ -251,8 +257,8 @@ def test_27_a_signal_saves_the_best_so_far(whole, small, tmp_path):
 
     module.evaluate = evaluate_and_stop
     folder = run_in(tmp_path / "run", small, module=module)
-    assert "# stopped by a signal after step 16" in (folder / LOG).read_text()
-    assert saved(folder / "model.pt")["step"] == 12 and saved(folder / "checkpoints/newest.pt")["step"] == 16
+    assert "# ended by a signal after step 15; newest checkpoint: step 15\n" in (folder / LOG).read_text()
+    assert_same_model(folder / "model.pt", whole / "model.pt")
     run_in(folder, small, "--resume")
     assert_same_best(folder, whole)
 
@@ -261,27 +267,22 @@ def test_27_a_signal_before_the_first_validation(small, tmp_path):
     """There is no best yet: the current model is what --save writes."""
     module = float32_rung()
     batch = module.DataLoaderLite.batch
-    module.DataLoaderLite.batch = lambda *args: os.kill(os.getpid(), signal.SIGTERM) or batch(*args)
+    module.DataLoaderLite.batch = lambda self, i: (i == 2 and os.kill(os.getpid(), signal.SIGTERM)) or batch(self, i)
     folder = run_in(tmp_path / "run", small, module=module)
-    ours, truth = saved(folder / "model.pt"), saved(folder / "checkpoints/newest.pt")
-    assert ours["step"] == truth["step"] == 1 and truth["best"]["step"] == 0
-    assert all(torch.equal(ours["model"][key], truth["model"][key]) for key in truth["model"])
-    assert not (folder / "checkpoints/best.pt").exists()
+    newest = folder / "checkpoints/step_0000002.pt"
+    assert_same_model(folder / "model.pt", newest)
+    assert saved(newest)["best"]["step"] == 0 and not (folder / "checkpoints/best.pt").exists()
 
 
-@pytest.mark.parametrize("flags, reason", [
-    (["--patience", -1], "--patience -1: out of range; give at least 0"),
-    (["--patience", 2, "--val-every", 0], "--patience 2: --val-every 0 turns validation off; change one"),
-])
-def test_27_wrong_values(flags, reason, small, tmp_path):
-    with pytest.raises(SystemExit, match=f"^error: {reason}$"):
-        run_in(tmp_path / "run", small, *flags)
+def test_27_patience_without_validation_is_refused(small, tmp_path):
+    with pytest.raises(SystemExit, match="^error: --patience 2: --val-every 0 turns validation off; change one$"):
+        run_in(tmp_path / "run", small, "--patience", 2, "--val-every", 0)
     assert not (tmp_path / "run" / LOG).exists()
 
 
 def test_27_losses_on_other_sequences_are_not_compared(whole, small, tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    shutil.copy(whole / "checkpoints/previous.pt", tmp_path / "checkpoints/newest.pt")
+    shutil.copy(whole / STEP_20, tmp_path / STEP_20)
     with pytest.raises(SystemExit, match="has val_sequences 0, not 4; make them equal"):
         run_in(tmp_path, small, "--resume", "--val-sequences", 4)
 
@@ -293,12 +294,12 @@ def test_27_two_ranks_stop_at_the_same_step(whole, small, tmp_path):
              "--compile-mode", "none", "--data", small, "--log-dir", tmp_path, "--checkpoint-dir", tmp_path / "best"]
     run = run_command(*TWO_RANKS, RANK, tmp_path, BEST, *flags)
     assert run.returncode == 0, run.stderr
-    assert "# stopped by --patience after step 18\n" in (tmp_path / LOG).read_text()
+    assert "# ended by --patience after step 18; newest checkpoint: step 18\n" in (tmp_path / LOG).read_text()
     assert losses(tmp_path / LOG) == pytest.approx(losses(whole / LOG)[:18], abs=1e-3)
     assert [step for step, _ in val_lines(tmp_path / LOG)] == [3, 6, 9, 12, 15, 18]
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert all(torch.equal(ranks[0][key], ranks[1][key]) for key in ranks[0])
     assert saved(tmp_path / "model.pt")["step"] == 12
     resumed = run_command(*TWO_RANKS, RANK, tmp_path, BEST, *flags, "--resume")
-    assert resumed.returncode == 0 and "this run is finished" in resumed.stdout, resumed.stderr
+    assert resumed.returncode == 0 and "step : " not in resumed.stdout, resumed.stderr
     assert loss_of(tmp_path / "model.pt", small) == pytest.approx(val_losses(whole)[12], abs=1e-3)

@@ -207,7 +207,7 @@ def test_a_model_that_was_trained_on_shorter_sequences(second, warned, evaluate,
     (["-T", "0"], "-T 0: out of range; give at least 1"),
     (["--batch-size", "-1"], "--batch-size -1: out of range; give at least 1"),
     (["--device", "abacus"], "--device abacus: not available here .*; try --device cpu"),
-    (["--data", "nowhere"], "--data nowhere: no usable token files .*; make them with"),
+    (["--data", "nowhere"], "--data nowhere: no token files .*; make them: python data/prepare.py"),
 ])
 def test_flags(flags, reason, evaluate, tmp_path):
     tokenizer = vocabulary.of_bytes()
@@ -224,7 +224,7 @@ def test_models_without_a_fitting_tokenizer(evaluate, tmp_path, hf_folder):
     small = saved(gpt2(SimpleNamespace(vocab_size=100)), vocabulary.of_bytes(), tmp_path / "small")
     for model, reason in [(hf_folder, "no usable tokenizer .*; give a folder that has one"),
                           (small, "its tokenizer has 257 tokens, more than the model, 100; give"),
-                          (tmp_path / "text.pt", "damaged, or not a checkpoint"),
+                          (tmp_path / "text.pt", "damaged, or not a model's file"),
                           (tmp_path / "data", "cannot be loaded")]:
         with pytest.raises(SystemExit, match=f"^error: {model}: .*{reason}") as stop:
             evaluate.main([str(model), "--data", str(data), "--device", "cpu"])

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, load_module, losses, read_steps, run_command, rung, train
+from conftest import ROOT, load_module, losses, new_gpt, read_steps, run_command, rung, train
 from tensor_bytes import Watch
-from test_beyond import val_lines
+from test_beyond import checkpoints_of, val_lines
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ladder.measure.check import plan_cards
@@ -29,7 +29,7 @@ def on_ranks(n, folder, tokens, runs, *torchrun_flags, **environment):
     folder.mkdir(exist_ok=True)
     (folder / "runs.json").write_text(json.dumps(lines))
     return run_command(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}",
-                       *torchrun_flags, ROOT / "tests" / "fsdp_rank.py", folder, **environment)
+                       *torchrun_flags, ROOT / "tests" / "fsdp_rank.py", folder, timeout=120, **environment)
 
 
 def alone(label, folder, tokens, *flags, dtype=torch.float32):
@@ -60,12 +60,16 @@ def one_process(tmp_path_factory, tokens):
     return alone("24", folder, tokens, "-B", 2, *SIX, "--save", folder / "model.pt")
 
 
-def notes(checkpoint):
-    """What a checkpoint says of its run."""
-    return json.loads((checkpoint / "notes.json").read_text())
+def assert_same_weights(file, truth):
+    """Up to the rounding of float32 sums in another order."""
+    ours, truth = (torch.load(path, weights_only=True)["model"] for path in (file, truth))
+    assert ours.keys() == truth.keys()
+    for name, weight in truth.items():
+        assert torch.allclose(ours[name], weight, rtol=0, atol=2e-5), name
+    assert ours["lm_head.weight"].data_ptr() == ours["transformer.wte.weight"].data_ptr()
 
 
-def assert_same_losses(log, truth, first=1):
+def assert_same_losses(log, truth):
     """Float32 sums in another order: the losses agree to 1e-5 of 10.8, as for DDP (test_ddp.py)."""
     ours, truth_steps = read_steps(log), read_steps(truth)
     assert [step["step"] for step in ours] == [step["step"] for step in truth_steps] == list(range(1, 7))
@@ -79,11 +83,7 @@ def assert_same_losses(log, truth, first=1):
 def test_two_ranks_track_one_process_with_twice_the_batch(two_ranks, one_process):
     """Through 6 steps of 2 micro-steps, and 3 sequences of validation, which 2 ranks cannot share evenly."""
     assert_same_losses(two_ranks / "float32" / LOG, one_process)
-    ours, truth = (torch.load(folder / "model.pt", weights_only=True) for folder in (two_ranks, one_process.parent))
-    assert ours["model"].keys() == truth["model"].keys() and ours["config"] == truth["config"]
-    for name, weight in truth["model"].items():
-        assert torch.allclose(ours["model"][name], weight, rtol=0, atol=2e-5), name
-    assert ours["model"]["lm_head.weight"].data_ptr() == ours["model"]["transformer.wte.weight"].data_ptr()
+    assert_same_weights(two_ranks / "model.pt", one_process.with_name("model.pt"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -95,7 +95,7 @@ def test_the_other_types_track_float32(dtype, two_ranks, one_process):
 
 def test_an_overflow_on_one_rank_is_one_on_all(two_ranks):
     """Rank 1 has met it; rank 0, whose scaler is saved, has halved its scale, too. The second step counts again."""
-    scaler = torch.load(two_ranks / "float16" / "checkpoints" / "newest.pt", weights_only=True)["scaler"]
+    scaler = torch.load(two_ranks / "float16/checkpoints/step_0000002.pt", weights_only=True)["scaler"]
     assert (scaler["scale"], scaler["_growth_tracker"]) == (32768.0, 1)
 
 
@@ -107,7 +107,7 @@ def rows_of(n_rows, n, rank):
 
 def assert_shares(folder, n):
     """4 bytes a number: 1 for the parameters and the gradients, 1 moment for matrices of blocks, 2 for the others."""
-    shapes = {name: p.shape for name, p in rung("24").GPT(rung("24").MODELS["tiny"]).named_parameters()}
+    shapes = {name: p.shape for name, p in new_gpt(rung("24")).named_parameters()}
     for rank in range(n):
         found = json.loads((folder / f"rank{rank}.json").read_text())
         kept = {name: 4 * rows_of(shape[0], n, rank) * math.prod(shape[1:]) for name, shape in shapes.items()}
@@ -161,105 +161,61 @@ def test_the_peak_is_what_the_tool_predicts(two_ranks, tmp_path, tokens):
     assert watch.peak == pytest.approx(card_bytes("tiny", 1, 16, 1, False) - PROCESS_BYTES, rel=0.2)
 
 
+STEP_4, STEP_6 = "step_0000004", "step_0000006"
+
+
 def copy_checkpoints(two_ranks, folder, *names):
-    """A folder with these checkpoints of the float32 run: newest (step 6), previous (step 4)."""
-    for name in names:
-        shutil.copytree(two_ranks / "shards" / "checkpoints" / name, folder / "checkpoints" / name)
-    return folder / "checkpoints"
-
-
-def copy_file(two_ranks, folder, *names):
-    """A folder with these one-file checkpoints of the float32 run: newest.pt (step 6), previous.pt (step 4)."""
+    """A folder with these checkpoints of the float32 runs of two ranks, one file or one folder each."""
     (folder / "checkpoints").mkdir(parents=True)
     for name in names:
-        shutil.copy(two_ranks / "float32" / "checkpoints" / name, folder / "checkpoints")
+        if name.endswith(".pt"):
+            shutil.copy(two_ranks / "float32" / "checkpoints" / name, folder / "checkpoints")
+        else:
+            shutil.copytree(two_ranks / "shards" / "checkpoints" / name, folder / "checkpoints" / name)
     return folder / "checkpoints"
 
 
-def test_a_file_of_two_ranks_resumes_alone(two_ranks, one_process, tmp_path, tokens, capsys):
-    """It holds what rung 24's holds, whole, and sums that show damage: a flipped bit lets the one before resume."""
-    checkpoints = copy_file(two_ranks, tmp_path, "newest.pt", "previous.pt")
-    found = torch.load(checkpoints / "previous.pt", weights_only=True)
-    truth = torch.load(one_process.parent / "checkpoints" / "previous.pt", weights_only=True)
-    assert found["step"] == 4 and found.keys() == truth.keys() and found["model"].keys() == truth["model"].keys()
-    assert found["model"]["lm_head.weight"].data_ptr() == found["model"]["transformer.wte.weight"].data_ptr()
-    damaged = bytearray((checkpoints / "newest.pt").read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    (checkpoints / "newest.pt").write_bytes(damaged)
-    log = alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
-    assert "newest.pt is damaged; skipping it" in capsys.readouterr().err
-    assert "steps done before: 4" in log.read_text()
+KINDS = pytest.mark.parametrize("label, suffix", [("fsdp", ".pt"), ("dcp", "")])
+
+
+@KINDS
+def test_a_checkpoint_of_two_ranks_resumes_alone(label, suffix, two_ranks, one_process, tmp_path, tokens):
+    checkpoints = copy_checkpoints(two_ranks, tmp_path, STEP_4 + suffix)
+    log = alone(label, tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
+    assert "# resumed after step 4 of 6" in log.read_text()
     assert_same_losses(log, one_process)
-    ours, whole = (torch.load(path, weights_only=True)["model"] for path in (tmp_path / "model.pt",
-                                                                             one_process.with_name("model.pt")))
-    for name in whole:
-        assert torch.allclose(ours[name], whole[name], rtol=0, atol=2e-5), name
+    assert checkpoints_of(checkpoints) == {STEP_4 + suffix, STEP_6 + suffix}
+    assert_same_weights(tmp_path / "model.pt", one_process.with_name("model.pt"))
 
 
-@pytest.mark.slow
-def test_a_file_made_alone_resumes_on_two_ranks(one_process, tmp_path, tokens):
-    alone("fsdp", tmp_path / "run", tokens, "-B", 2, *SIX)
-    (tmp_path / "run" / "checkpoints" / "newest.pt").unlink()
-    run = on_ranks(2, tmp_path, tokens, {"run": ("fsdp", "float32", ["-B", 1, *SIX, "--resume"])})
-    assert run.returncode == 0 and "steps done before: 4" in run.stdout, run.stderr
-    assert_same_losses(tmp_path / "run" / LOG, one_process)
-
-
-def test_what_cannot_resume_a_file(two_ranks, tmp_path, tokens, capsys):
-    """Another run's; rung 24's; a finished run, which still owes --save's file."""
-    checkpoints = copy_file(two_ranks, tmp_path, "newest.pt")
-    with pytest.raises(SystemExit, match=f"error: --resume: {checkpoints}/newest.pt has seed 1337, not 1; make them"):
-        alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--seed", 1)
-    with pytest.raises(SystemExit, match="has script fsdp_run, not rung_24_zero_init; make them equal"):
-        alone("24", tmp_path, tokens, "-B", 2, *SIX, "--resume")
-    alone("fsdp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
-    assert "finished, all of its 6 steps are done" in capsys.readouterr().out
-    ours, truth = (torch.load(folder / "model.pt", weights_only=True)["model"] for folder in (tmp_path, two_ranks))
-    assert all(torch.equal(ours[name], truth[name]) for name in truth)
-
-
-@pytest.mark.parametrize("resume", [(), ("--resume",)])
-def test_the_other_format_is_refused(resume, two_ranks, tmp_path, tokens):
-    """Neither starts over beside the other's checkpoints; nothing is written."""
-    folder = copy_checkpoints(two_ranks, tmp_path / "shards", "newest")
-    with pytest.raises(SystemExit, match=f"^error: {folder}: holds checkpoints of another format"):
-        alone("fsdp", tmp_path / "shards", tokens, "-B", 2, *SIX, *resume)
-    files = copy_file(two_ranks, tmp_path / "files", "previous.pt")
-    with pytest.raises(SystemExit, match=f"^error: {files}: holds checkpoints of another format"):
-        alone("dcp", tmp_path / "files", tokens, "-B", 2, *SIX, *resume)
-    assert {path.name for path in (*folder.iterdir(), *files.iterdir())} == {"newest", "previous.pt", "lock"}
-
-
-def test_a_checkpoint_of_two_ranks_resumes_alone(two_ranks, one_process, tmp_path, tokens):
-    copy_checkpoints(two_ranks, tmp_path, "previous")
-    log = alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
-    assert "steps done before: 4" in log.read_text()
-    assert_same_losses(log, one_process)
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"lock", "newest", "previous"}
-    ours, truth = (torch.load(path, weights_only=True)["model"] for path in (tmp_path / "model.pt",
-                                                                             one_process.with_name("model.pt")))
-    for name in truth:
-        assert torch.allclose(ours[name], truth[name], rtol=0, atol=2e-5), name
+def test_a_file_of_two_ranks_holds_what_that_of_one_process_holds(two_ranks, one_process):
+    """Whole; so it is also a model that --pretrained takes."""
+    path = f"checkpoints/{STEP_4}.pt"
+    found, truth = (torch.load(folder / path, weights_only=True)
+                    for folder in (two_ranks / "float32", one_process.parent))
+    assert found["step"] == 4 and found.keys() == truth.keys()
+    assert_same_weights(two_ranks / "float32" / path, one_process.parent / path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4])
-def test_a_checkpoint_of_two_ranks_resumes_on_other_numbers(n, two_ranks, one_process, tmp_path, tokens):
-    copy_checkpoints(two_ranks, tmp_path / "run", "previous")
-    run = on_ranks(n, tmp_path, tokens, {"run": ("dcp", "float32", ["-B", 1, *SIX, "--resume"])})
+@KINDS
+def test_a_checkpoint_of_two_ranks_resumes_on_other_numbers(label, suffix, n, two_ranks, one_process, tmp_path, tokens):
+    copy_checkpoints(two_ranks, tmp_path / "run", STEP_4 + suffix)
+    run = on_ranks(n, tmp_path, tokens, {"run": (label, "float32", ["-B", 1, *SIX, "--resume"])})
     assert run.returncode == 0, run.stderr
-    assert "steps done before: 4" in run.stdout
-    assert_same_losses(tmp_path / "run" / LOG_OF_SHARDS, one_process)
+    assert "# resumed after step 4 of 6" in run.stdout
+    assert_same_losses(tmp_path / "run" / f"{BY_LABEL[label].name}.log", one_process)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_made_alone_resumes_on_two_ranks(one_process, tmp_path, tokens):
-    alone("dcp", tmp_path / "run", tokens, "-B", 2, *SIX)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "newest")
-    run = on_ranks(2, tmp_path, tokens, {"run": ("dcp", "float32", ["-B", 1, *SIX, "--resume"])})
-    assert run.returncode == 0 and "steps done before: 4" in run.stdout, run.stderr
-    assert_same_losses(tmp_path / "run" / LOG_OF_SHARDS, one_process)
+@KINDS
+def test_a_checkpoint_made_alone_resumes_on_two_ranks(label, suffix, one_process, tmp_path, tokens):
+    alone(label, tmp_path / "run", tokens, "-B", 2, *SIX)
+    (tmp_path / "run" / "checkpoints" / (STEP_6 + suffix)).rename(tmp_path / "removed")
+    run = on_ranks(2, tmp_path, tokens, {"run": (label, "float32", ["-B", 1, *SIX, "--resume"])})
+    assert run.returncode == 0 and "# resumed after step 4 of 6" in run.stdout, run.stderr
+    assert_same_losses(tmp_path / "run" / f"{BY_LABEL[label].name}.log", one_process)
 
 
 @pytest.mark.slow
@@ -268,36 +224,21 @@ def test_a_killed_rank_comes_back(one_process, tmp_path, tokens):
     run = on_ranks(2, tmp_path, tokens, {"run": ("dcp", "float32", ["-B", 1, *SIX, "--resume"])}, "--max-restarts=1",
                    DIE_RANK="1", DIE_BATCH="8", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert run.returncode == 0, run.stderr
-    assert (tmp_path / "died").exists() and "steps done before: 2" in run.stdout
+    assert (tmp_path / "died").exists() and "# resumed after step 2 of 6" in run.stdout
     assert_same_losses(tmp_path / "run" / LOG_OF_SHARDS, one_process)
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # meant: what the crash has left
 def test_alone_it_is_rung_24(tmp_path, tokens, one_process):
     """To the bit, and after a crash, too: what remains of the save that it interrupted does not matter."""
-    whole = alone("dcp", tmp_path / "whole", tokens, "-B", 2, *SIX)
+    whole = alone("dcp", tmp_path, tokens, "-B", 2, *SIX)
     assert losses(whole) == losses(one_process)
-    checkpoints = tmp_path / "whole" / "checkpoints"
-    checkpoints.joinpath("newest").rename(checkpoints / "next")
-    checkpoints.joinpath("next", "notes.json").unlink()  # it is written last
-    again = alone("dcp", tmp_path / "whole", tokens, "-B", 2, *SIX, "--resume")
-    assert "steps done before: 4" in again.read_text() and losses(again) == losses(one_process)
-    assert notes(checkpoints / "newest")["step"] == 6 and not (checkpoints / "next").exists()
-
-
-@pytest.mark.parametrize("names", [("next",), ("previous", "next")])
-def test_killed_between_two_renames(names, two_ranks, one_process, tmp_path, tokens, monkeypatch):
-    """The complete folder has still its first name, and keeps what it holds through a next save that fails."""
-    checkpoints = copy_checkpoints(two_ranks, tmp_path, "previous", *set(names) - {"next", "previous"})
-    checkpoints.joinpath("previous").rename(checkpoints / "next")
-    if "previous" in names:
-        copy_checkpoints(two_ranks, tmp_path, "previous")
-        cut_in_half(checkpoints / "previous")
-    monkeypatch.setattr(FileSystemWriter, "write_data", lambda self, plan, planner: 1 / 0)
-    for _ in range(2):
-        log = alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
-        assert "steps done before: 4" in log.read_text() and "next could not be written (division by" in log.read_text()
-        assert_same_losses(log, one_process)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / STEP_6).rename(checkpoints / "step.partial")
+    cut_in_half(checkpoints / "step.partial")
+    again = alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
+    assert "# resumed after step 4 of 6" in again.read_text() and losses(again) == losses(one_process)
+    assert checkpoints_of(checkpoints) == {STEP_4, STEP_6}
 
 
 def test_a_failed_save_costs_the_checkpoint_and_not_the_run(tmp_path, tokens, monkeypatch, capsys):
@@ -312,11 +253,21 @@ def test_a_failed_save_costs_the_checkpoint_and_not_the_run(tmp_path, tokens, mo
         return write(self, plan, planner)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full_disk)
-    checkpoints = tmp_path / "checkpoints"
     alone("dcp", tmp_path, tokens, "-B", 2, *SIX)
-    assert capsys.readouterr().out.count("next could not be written ([Errno 28] No space left on device)") == 2
-    assert {path.name for path in checkpoints.iterdir()} == {"newest", "lock"}
-    assert notes(checkpoints / "newest")["step"] == 4
+    output = capsys.readouterr().out
+    assert re.findall("# WARNING: no checkpoint of step (.): cannot be written", output) == ["2", "6"]
+    assert "# ended by --steps after step 6; newest checkpoint: step 4\n" in output
+    assert checkpoints_of(tmp_path / "checkpoints") - {"step.partial"} == {STEP_4}
+
+
+@pytest.mark.slow
+def test_weights_lost_on_one_rank_are_not_saved_by_any(tmp_path, tokens):
+    """Also rank 0, which has finite ones, or it would wait for the other for an hour."""
+    flags = ["-B", 1, "-T", 16, "--total-batch", 32, "--steps", 1, "--val-every", 0, "--checkpoint-every", 1]
+    run = on_ranks(2, tmp_path, tokens, {"run": ("dcp", "float32", flags)}, NAN_RANK="1")
+    assert run.returncode == 0, run.stderr
+    assert "# WARNING: no checkpoint of step 1: not all weights are finite" in run.stdout
+    assert not list((tmp_path / "run" / "checkpoints").glob("step*"))
 
 
 def cut_in_half(folder):
@@ -327,38 +278,47 @@ def cut_in_half(folder):
 @pytest.mark.parametrize("damage", [
     cut_in_half, lambda folder: (folder / ".metadata").unlink(), lambda folder: (folder / "notes.json").write_text(""),
 ], ids=["half a file", "no metadata", "empty notes"])
-def test_a_damaged_newest_checkpoint_falls_back(damage, two_ranks, one_process, tmp_path, tokens, capsys):
-    checkpoints = copy_checkpoints(two_ranks, tmp_path, "newest", "previous")
-    damage(checkpoints / "newest")
-    log = alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume")
-    assert f"WARNING: {checkpoints}/newest is damaged; skipping it" in capsys.readouterr().err
-    assert "steps done before: 4" in log.read_text()
-    assert_same_losses(log, one_process)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it(damage, two_ranks, tmp_path, tokens):
+    for names, before in (([STEP_6, STEP_4], STEP_4), ([STEP_6], "step 0")):
+        folder = tmp_path / before
+        newest = copy_checkpoints(two_ranks, folder, *names) / STEP_6
+        damage(newest)
+        line = f"error: --resume: {newest} is damaged; delete it to continue from {before}"
+        with pytest.raises(SystemExit, match=f"^{line}$"):
+            alone("dcp", folder, tokens, "-B", 2, *SIX, "--resume")
+        assert not list(folder.glob("*.log*"))
 
 
-def test_what_cannot_be_resumed(two_ranks, tmp_path, tokens, capsys):
-    """Another run, by one line, before any weight is loaded; nothing but damaged checkpoints; a finished run."""
-    checkpoints = copy_checkpoints(two_ranks, tmp_path, "newest")
+@KINDS
+def test_what_cannot_be_resumed(label, suffix, two_ranks, tmp_path, tokens, capsys):
+    """Another run, by one line, before any weight is loaded; a finished run repeats nothing."""
+    newest = copy_checkpoints(two_ranks, tmp_path, STEP_6 + suffix) / (STEP_6 + suffix)
     for flags, reason in ((["--model", "mini"], "has model tiny, not mini"), (["--seed", 1], "has seed 1337, not 1"),
                           (["--muon-lr", 0.1], r"has muon_lr 0\.002, not 0\.1")):
-        with pytest.raises(SystemExit, match=f"error: --resume: {checkpoints}/newest {reason}; make them equal"):
-            alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume", *flags)
-    with pytest.raises(SystemExit, match="newest: from an earlier run; add --resume"):
-        alone("dcp", tmp_path, tokens, "-B", 2, *SIX)
-    alone("dcp", tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
-    assert "finished, all of its 6 steps are done" in capsys.readouterr().out
-    ours, truth = (torch.load(folder / "model.pt", weights_only=True)["model"] for folder in (tmp_path, two_ranks))
+        with pytest.raises(SystemExit, match=f"^error: --resume: {newest} {reason}; "):
+            alone(label, tmp_path, tokens, "-B", 2, *SIX, "--resume", *flags)
+    with pytest.raises(SystemExit, match=f"^error: {newest}: from an earlier run; add --resume"):
+        alone(label, tmp_path, tokens, "-B", 2, *SIX)
+    capsys.readouterr()
+    log = alone(label, tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
+    assert "step : " not in capsys.readouterr().out
+    assert losses(log) == losses(two_ranks / ("float32" if suffix else "shards") / log.name)
+    ours, truth = (torch.load(path, weights_only=True)["model"] for path in (
+        tmp_path / "model.pt", two_ranks / ("model.pt" if suffix else "shards.pt")))
     assert all(torch.equal(ours[name], truth[name]) for name in truth)  # it still owes --save's file
-    cut_in_half(copy_checkpoints(two_ranks, tmp_path / "damaged", "newest") / "newest")
-    with pytest.raises(SystemExit, match="no checkpoint here can be read; delete them to start over"):
-        alone("dcp", tmp_path / "damaged", tokens, "-B", 2, *SIX, "--resume")
+
+
+def test_rung_24_does_not_take_a_checkpoint_of_fsdp(two_ranks, tmp_path, tokens):
+    copy_checkpoints(two_ranks, tmp_path, STEP_6 + ".pt")
+    with pytest.raises(SystemExit, match="has script fsdp_run.py, not rung_24_zero_init.py; "):
+        alone("24", tmp_path, tokens, "-B", 2, *SIX, "--resume")
 
 
 @torch.no_grad()
 def test_what_ranks_save_becomes_a_folder_for_transformers(two_ranks, tmp_path):
     from transformers import Qwen3ForCausalLM
 
-    load_module(ROOT / "export.py").main([str(two_ranks / "model.pt"), str(tmp_path / "hf")])
+    load_module(ROOT / "convert.py").main([str(two_ranks / "model.pt"), str(tmp_path / "hf")])
     saved, module = torch.load(two_ranks / "model.pt", weights_only=True), rung("fsdp")
     model = module.GPT(module.GPTConfig(**saved["config"])).eval()
     model.load_state_dict(saved["model"])
@@ -393,7 +353,7 @@ def test_cards_on_paper():
 def test_the_parameters_of_the_memory_model_are_the_scripts(name):
     module = rung("fsdp")
     with torch.device("meta"):
-        model = module.GPT(module.MODELS[name])
+        model = new_gpt(module, name)
     embedding, block, n_layer = split_parameters(name)
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     assert embedding + block * n_layer == matrices

@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from ladder.scripts.laws import changed_definitions, changed_lines, definitions, plumbing, violations
+from ladder.scripts.laws import changed_definitions, changed_lines, definitions, flags, foreign, plumbing, violations
 from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
 
 SOURCES = {stage.file: stage.path.read_text(encoding="utf-8") for stage in STAGES}
@@ -25,7 +25,52 @@ def test_the_whole_ladder_obeys():
 def test_below_the_banner_all_scripts_are_the_same():
     """Byte for byte, and without the help of ladder/scripts/laws.py."""
     ends = {stage.path.read_bytes().partition(b"\n# ---- the same in every rung ")[2] for stage in STAGES}
-    assert len(ends) == 1 and ends.pop().count(b"\n") > 150
+    assert len(ends) == 1 and 100 < ends.pop().count(b"\n") <= 130
+
+
+@pytest.mark.parametrize("line, edited, verdict", [
+    ("def read_model(path):", "def idle():\n    pass\n\n\ndef read_model(path):", "idle is not used by baseline.py"),
+    ("        self.seconds.append(dt)", "        pass\n\n    def left(self):\n        pass\n", "Log.left is not used"),
+    ("    add_flags(parser)", '    add_flags(parser) if "get_lr" in globals() else None', "'globals()' is a later"),
+    ("    add_flags(parser)", "    settings.compile_mode = 1\n    add_flags(parser)", "'settings.compile_mode' is a"),
+    ("    add_flags(parser)", '    add_flags(parser)\n    "--muon-lr"', "'--muon-lr' is a later rung's business"),
+    ("    add_flags(parser)", "    torch.distributed.barrier()\n    add_flags(parser)", "'distributed' is a later"),
+    ("    add_flags(parser)", "    add_flags(parser)" + 30 * "\n    pass", "lines, more than 130"),
+])
+def test_the_law_notices_what_the_baseline_does_not_need(line, edited, verdict):
+    source = SOURCES["baseline.py"]
+    assert source.count("\n" + line) == 1 and list(foreign(SOURCES)) == []
+    found = list(foreign({**SOURCES, "baseline.py": source.replace("\n" + line, "\n" + edited)}))
+    assert any(verdict in text for text in found), found
+
+
+def test_the_flags_of_a_script_are_read_from_its_lines():
+    own = "--model --pretrained --batch-size --seq-len --steps --seed --device --data --log-dir --save"
+    assert flags(SOURCES["baseline.py"]) == set(own.split())
+
+
+@EACH
+def test_train_is_readable(stage):
+    """At most 40 lines up to rung 10, 75 in every script: that of rung 29 is the longest."""
+    train = next(node for node in ast.parse(SOURCES[stage.file]).body if getattr(node, "name", "") == "train")
+    assert train.end_lineno - train.lineno + 1 <= (40 if stage.label.isdigit() and int(stage.label) <= 10 else 75)
+
+
+def test_scripts_are_short():
+    """Lines, docstring included: whoever opens the first file should see nothing that it does not need."""
+    lines = {stage.label: len(SOURCES[stage.file].splitlines()) for stage in STAGES}
+    most = {"0": 345, "10": 400, "ddp": 440, "24": 700, "29": 790}
+    assert {label: lines[label] for label in most if lines[label] > most[label]} == {}
+    assert sum(lines.values()) <= 19_800
+
+
+@EACH
+def test_the_docstring_names_its_base(stage):
+    """In its first two lines, for rungs that a reader does not find by their number."""
+    if stage.before and stage.label not in [str(number) for number in range(11)] + ["ddp"]:
+        beginning = " ".join(ast.get_docstring(ast.parse(SOURCES[stage.file])).splitlines()[:2])
+        base = BY_LABEL[stage.before]
+        assert f"rom rung {base.label}" in beginning or f"rom {base.path.name}" in beginning
 
 
 @EACH_RUNG
@@ -52,18 +97,16 @@ STRAY_EDITS = [
     ("0", "    n_head: int = 12", "    n_head: int = 16", "speedup_01_weight_tying.py: GPTConfig differs"),
     ("5", "        return self.c_proj(self.gelu(self.c_fc(x)))", "        return self.c_fc(x)", "MLP.forward differs"),
     ("9", "import json", "import json, string", "speedup_09_cosine_lr.py: imports differs"),
-    ("10", '    seed: Annotated[int, "random', '    seed: Annotated[int, "some', "fused_adamw.py: Settings differs"),
+    ("10", "    parser.add_argument(\"--seed\", type=int", "    parser.add_argument(\"--seed\", type=float",
+     "fused_adamw.py: add_flags differs"),
     ("13", "@torch.no_grad()", "", "rung_14_checkpoint_resume.py: evaluate differs"),
     ("16", "@torch.no_grad()", "# without gradients", "rung_16_gradient_checkpointing.py: evaluate differs"),
     ("7", "class GPT(nn.Module):", "# a comment\nclass GPT(nn.Module):", "vocab_pad.py: Block.forward differs"),
     ("4", "def train(settings):", "EXTRA = 1\n\n\ndef train(settings):", "residual_scaling.py: EXTRA differs"),
-    ("8", "SCRIPT = Path(__file__)", "SCRIPT = Path('x')", "speedup_08_adamw_clip.py: below the banner it differs"),
-    ("0", "        main()", "        main([])", "speedup_01_weight_tying.py: below the banner it differs"),
-    ("16", "RANK = int(", "RANK  = int(", "gradient_checkpointing.py: below the banner it differs from baseline.py"),
-    ("ddp", "RANK = int(", "# ranks\nRANK = int(", "ddp_run.py: below the banner it differs from baseline.py"),
-    ("22", "        model = GPT(config_of", "        model = GPT (config_of", "22_qk_norm.py: below the banner"),
-    ("23", "RANK = int(", "RANK  = int(", "rung_23_swiglu.py: below the banner it differs from baseline.py"),
-    ("24", "        hf = AutoConfig", "        hf  = AutoConfig", "rung_24_zero_init.py: below the banner it differs"),
+    ("8", "SCRIPT = Path(__file__)", "SCRIPT = Path('x')", "speedup_08_adamw_clip.py: SCRIPT differs"),
+    ("0", "        train(parse_settings())", "        train()", "01_weight_tying.py: below the banner it differs"),
+    ("16", "        return GPT(config_of", "        return GPT (config_of", "16_gradient_checkpointing.py: below the"),
+    ("ddp", "class Log:", "# a comment\nclass Log:", "ddp_run.py: below the banner it differs from baseline.py"),
 ]
 
 
@@ -89,8 +132,8 @@ def test_lessons_are_short():
     lengths = {stage.label: len(changed_lines(before(stage), SOURCES[stage.file])) for stage in STAGES[1:]}
     ten = [lengths[str(number)] for number in range(1, 11)]
     assert statistics.median(ten) <= 8 and max(ten) <= 20, lengths
-    assert lengths.pop("fsdp") <= 67 and lengths.pop("dcp") <= 76, lengths  # sharding; a save that survives kills
-    assert max(lengths.values()) <= 40, lengths
+    grows = {"14": 60, "15": 60, "27": 60, "25": 53, "fsdp": 70, "dcp": 64, "18": 45}  # where a class is born or grows
+    assert {label: n for label, n in lengths.items() if n > grows.get(label, 40)} == {}
 
 
 def test_changed_lines_counts_both_sides_and_no_docstring():
@@ -102,7 +145,7 @@ def test_changed_lines_counts_both_sides_and_no_docstring():
 
 @EACH
 def test_scripts_import_nothing_of_the_project(stage):
-    allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "transformers", "filelock", "torchao"}
+    allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "filelock"}
     tree = ast.parse(SOURCES[stage.file])
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {"." * node.level + (node.module or "") for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -120,10 +163,10 @@ def test_definitions_come_in_the_same_order(stage):
 def test_the_lesson_comes_first(stage):
     names = list(definitions(SOURCES[stage.file]))
     assert ast.get_docstring(ast.parse(SOURCES[stage.file])).startswith("Rung ")
-    model = ["imports", "Settings", "GPTConfig", "CausalSelfAttention", "MLP", "Block", "GPT", "DataLoaderLite"]
+    model = ["imports", "add_flags", "GPTConfig", "CausalSelfAttention", "MLP", "Block", "GPT", "DataLoaderLite"]
     assert [name for name in names if name in model] == model
-    assert names[names.index("train") + 1] == "SCRIPT"  # the first line below the banner
-    assert names[-2:] == ["main", 'if __name__ == "__main__":']
+    assert names[names.index("train") + 1] == "open_tokens"  # the first definition below the banner
+    assert names[-2:] == ["parse_settings", 'if __name__ == "__main__":']
 
 
 @EACH
@@ -133,7 +176,7 @@ def test_lines_are_not_longer_than_120_characters(stage):
 
 def test_every_script_is_a_stage():
     scripts = {path.relative_to(ROOT).as_posix() for folder in (ROOT, ROOT / "beyond") for path in folder.glob("*.py")}
-    assert scripts - {"sample.py", "export.py", "evaluate.py"} == {stage.file for stage in STAGES}
+    assert scripts - {"sample.py", "convert.py", "evaluate.py"} == {stage.file for stage in STAGES}
 
 
 def test_the_ladder_is_one_chain():

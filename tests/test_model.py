@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import rung
+from conftest import converted, new_gpt, rung
 from torch.nn import functional as F
 
 from ladder.scripts.stages import BY_LABEL
@@ -55,9 +55,9 @@ def truth(hf_folder):
 
 
 @pytest.mark.parametrize("label", [label for label in OTHER_MODELS if label in GPT2])
-def test_logits_and_loss_equal_hugging_face(label, hf_folder, truth):
+def test_logits_and_loss_equal_hugging_face(label, hf_folder, truth, tmp_path):
     x, y, expected = truth
-    model = rung(label).from_pretrained(hf_folder)
+    model = converted(hf_folder, label, tmp_path / "model.pt")
     with torch.no_grad():
         logits, loss = model(x), model(x, y)
     assert logits.shape == (2, 128, 50257) and loss.shape == ()
@@ -83,7 +83,7 @@ def test_parameter_count(label):
 def test_sizes_of_the_family(name, millions):
     module = rung(1)
     with torch.device("meta"):
-        model = module.GPT(module.MODELS[name])
+        model = new_gpt(module, name)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
@@ -110,7 +110,7 @@ def test_neighbours_start_from_the_same_weights(label):
     states = []
     for module in (rung(BY_LABEL[label].before), rung(label)):
         torch.manual_seed(1337)
-        states.append(module.GPT(module.MODELS["tiny"]).state_dict())
+        states.append(new_gpt(module).state_dict())
     before, after = states
     added = {"30": {"log_frequency"}, "31": {"n_grams.0.weight", "n_grams.1.weight"}}.get(label, set())
     assert after.keys() - before.keys() == added and before.keys() <= after.keys()
@@ -120,10 +120,11 @@ def test_neighbours_start_from_the_same_weights(label):
 
 
 def refusal(label, folder):
-    """The line with which from_pretrained refuses a folder."""
+    """The line with which convert.py refuses to make a folder's model one of the rung."""
     with pytest.raises(SystemExit) as stop:
-        rung(label).from_pretrained(folder)
-    assert stop.value.code.startswith(f"error: --pretrained {folder}: ") and "\n" not in stop.value.code
+        converted(folder, label, folder.with_name(f"refused_{label}.pt"))
+    assert stop.value.code.startswith(f"error: {folder}: ") and "\n" not in stop.value.code
+    assert not folder.with_name(f"refused_{label}.pt").exists()
     return stop.value.code
 
 
@@ -143,7 +144,8 @@ def copy_with(hf_folder, folder, **changes):
 ], ids=lambda change: next(iter(change)))
 def test_variants_of_gpt2_are_refused(change, hf_folder, tmp_path):
     """Their weights would load, and compute something else."""
-    assert "not a GPT-2 checkpoint" in refusal("0", copy_with(hf_folder, tmp_path / "variant", **change))
+    (name, value), = change.items()
+    assert f"its {name} is {value};" in refusal("0", copy_with(hf_folder, tmp_path / "variant", **change))
 
 
 def test_other_shapes_are_refused(tmp_path):
@@ -153,8 +155,8 @@ def test_other_shapes_are_refused(tmp_path):
     BertForMaskedLM(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
                     ).save_pretrained(tmp_path / "bert")
     GPT2LMHeadModel(GPT2Config(**small, n_inner=48)).save_pretrained(tmp_path / "narrow")
-    for name in ("bert", "narrow"):
-        assert "not a GPT-2 checkpoint" in refusal("0", tmp_path / name)
+    for name, reason in [("bert", "neither a GPT-2 nor a Qwen3"), ("narrow", "its n_inner is 48")]:
+        assert reason in refusal("0", tmp_path / name)
 
 
 def test_a_damaged_file_is_refused(hf_folder, tmp_path):
@@ -167,9 +169,9 @@ def test_untied_weights_need_the_untied_model(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, tie_word_embeddings=False)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    model = rung(0).from_pretrained(tmp_path)
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, tie_word_embeddings=False)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "untied")
+    model = converted(tmp_path / "untied", "0", tmp_path / "model.pt")
     assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
     for label in ("1", "10"):
-        assert refusal(label, tmp_path).endswith("its embeddings are untied; use baseline.py")
+        assert "its embeddings are untied; give --script baseline.py" in refusal(label, tmp_path / "untied")

@@ -114,10 +114,10 @@ def test_28_a_resumed_run_drops_what_the_whole_run_drops(mode, tmp_path, tokens)
     module.get_lr = lambda step, *others, get_lr=module.get_lr: get_lr(step, *others) if step < 4 else 1 / 0
     with pytest.raises(ZeroDivisionError):
         train(module, tmp_path / "halves", tokens, *halves, compile_mode=mode)
-    with pytest.raises(SystemExit, match="has dropout 0.1, not 0.2; make them equal"):
+    with pytest.raises(SystemExit, match="has dropout 0.1, not 0.2; "):
         train(rung(DROPOUT), tmp_path / "halves", tokens, *halves, "--resume", "--dropout", 0.2)
     log = train(rung(DROPOUT), tmp_path / "halves", tokens, *halves, "--resume", compile_mode=mode)
-    assert "steps done before: 2" in log.read_text()
+    assert "# resumed after step 2 of 4" in log.read_text()
     assert losses(log) == losses(whole) and len(losses(whole)) == 4
     assert_equal(weights(tmp_path / "halves.pt"), weights(tmp_path / "whole.pt"))
 
@@ -163,12 +163,9 @@ def test_28_without_dropout_it_is_the_rung_before(mode, tmp_path, tokens):
     assert_equal(*(weights(path) for path in sorted(tmp_path.glob("*.pt"))))
 
 
-@pytest.mark.parametrize("value, reason", [
-    (1, "1.0: zeroes everything; give less than 1"), (30, "30.0: zeroes everything; give less than 1"),
-    (-0.1, "-0.1: out of range; give at least 0"), ("nan", "nan: out of range"),
-])
-def test_28_not_a_share(value, reason, tmp_path, tokens):
-    with pytest.raises(SystemExit, match=f"error: --dropout {reason}"):
+@pytest.mark.parametrize("value", [1.0, 30.0])
+def test_28_not_a_share(value, tmp_path, tokens):
+    with pytest.raises(SystemExit, match=f"^error: --dropout {value}: zeroes everything; give less than 1$"):
         train(rung(DROPOUT), tmp_path, tokens, *SHORT, "--dropout", value)
 
 
@@ -313,7 +310,8 @@ def corpus(folder, separator, **meta):
 
 
 @pytest.mark.parametrize("meta, expected", [
-    ({"documents": 200}, 50256), ({"documents": 200, "end_of_text": 7}, 7), ({}, 50256), ({"documents": 1}, None)])
+    ({"documents": 200, "end_of_text": 50256}, 50256), ({"documents": 200, "end_of_text": 7}, 7),
+    ({"documents": 1, "end_of_text": 50256}, None)])
 def test_29_the_token_is_that_of_the_data(meta, expected, tmp_path):
     """A single document is trained on as in the rung before, bit by bit; several are not, from the first step on."""
     data = corpus(tmp_path / "data", expected or 50256, **meta)

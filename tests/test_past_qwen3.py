@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import losses, rung, train
+from conftest import losses, new_gpt, rung, train
 from torch.nn import functional as F
 
 PRIOR, N_GRAMS = "30", "31"
@@ -12,10 +12,9 @@ PAST = [PRIOR, N_GRAMS]
 FLAGS = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 6, "--checkpoint-every", 2, "--val-every", 0)
 
 
-def tiny(label, seed=0):
-    module = rung(label)
-    torch.manual_seed(seed)
-    return module.GPT(module.MODELS["tiny"]).eval()
+def tiny(label):
+    torch.manual_seed(0)
+    return new_gpt(rung(label)).eval()
 
 
 IDS = torch.randint(0, 50257, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -147,18 +146,11 @@ def test_31_the_tables_are_adamws():
 
 
 def test_a_qwen3_is_the_start_and_not_the_end(tmp_path, tokens):
-    """--pretrained gives the same losses as in rung 24 at step 1; export.py refuses what comes out, in one line."""
-    import export
-
+    """Its file does not fit: what rungs 30 and up add would be missing, and the scale of the embedding is another."""
     train(rung("24"), tmp_path, tokens, *FLAGS, "--save", tmp_path / "24.pt")
-    export.main([str(tmp_path / "24.pt"), str(tmp_path / "hf")])
-    logs = [losses(train(rung(label), tmp_path / label, tokens, *FLAGS, "--pretrained", tmp_path / "hf",
-                         "--save", tmp_path / f"from_{label}.pt"))
-            for label in ("24", PAST[-1])]
-    assert logs[0][0] == logs[1][0] and logs[0][-1] != logs[1][-1]
-    with pytest.raises(SystemExit, match=r"neither a GPT-2 \(rungs 0 to 19\) nor a Qwen3 \(23 to 29\)"):
-        export.main([str(tmp_path / f"from_{PAST[-1]}.pt"), str(tmp_path / "no")])
-    assert not (tmp_path / "no").exists()
+    for label in PAST:
+        with pytest.raises(SystemExit, match="^error: --pretrained: not a model of this script; rung_24_zero_init.py "):
+            train(rung(label), tmp_path / label, tokens, *FLAGS, "--pretrained", tmp_path / "24.pt")
 
 
 def test_the_last_one_resumes_bit_by_bit(tmp_path, tokens):

@@ -1,10 +1,18 @@
-"""The laws of the ladder: a rung changes only what `stages.py` allows, above and below the banner."""
+"""The laws of the ladder: a rung changes only what `stages.py` allows, and below the banner nothing."""
 import ast
 import difflib
 import functools
 import itertools
+import re
+from collections import Counter
 
 from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
+
+
+MOST_LINES = 130  # below the banner
+# What no plumbing names: how a script would ask which rung it is, and the formats and libraries of later ones.
+LATER = ("globals()", "hasattr", "rung_", "speedup_", "RANK", "distributed", "torchrun", "transformers", "Qwen", "qwen",
+         "compile", "heckpoint", "resume", "filelock", "signal", "autocast", "scaler")
 
 
 def first_line(node):
@@ -75,23 +83,34 @@ def changed_lines(before, after):
     return [line for line in difflib.unified_diff(old, new, n=0, lineterm="") if line[0] in "+-"][2:]
 
 
-def without(text, source, names):
-    """`text`, a part of `source`, without the definitions `names` of it."""
-    for name in names:
-        text = text.replace(definitions(source)[name], "")
-    return text
+def flags(source):
+    """The long names of a script's own flags."""
+    return set(re.findall(r'"(--[a-z-]+)"', definitions(source)["add_flags"]))
+
+
+def foreign(sources):
+    """What stands below the banner without being the baseline's own business, one line each."""
+    first, below = sources[STAGES[0].file], plumbing(sources[STAGES[0].file])
+    used = Counter(getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(ast.parse(first)))
+    for name in definitions(below):
+        method = name.rpartition(".")[2]
+        if not (used[method] or method.startswith("__") or name.startswith("if ")):
+            yield f"below the banner: {name} is not used by {STAGES[0].file}"
+    later = set.union(*(flags(source) for source in sources.values())) - flags(first)
+    words = [*LATER, *sorted(later), *(f"settings.{flag[2:].replace('-', '_')}" for flag in sorted(later))]
+    yield from (f"below the banner: {word!r} is a later rung's business" for word in words if word in below)
+    if (n_lines := len(below.splitlines())) > MOST_LINES:
+        yield f"below the banner: {n_lines} lines, more than {MOST_LINES}"
 
 
 def violations(sources):
     """The breaches of the laws among the sources of the first rungs or all ({file: text}), one line each."""
-    first = sources[STAGES[0].file]
-    shared, own = plumbing(first), []  # own: the definitions below the banner that a rung up to here may change
+    yield from foreign(sources)
     for stage in STAGES[1:]:
         if stage.file not in sources:
             continue
-        own += [name for name in stage.may_change & definitions(first).keys() if definitions(first)[name] in shared]
         before = BY_LABEL[stage.before]
         for name in sorted(forbidden_changes(sources[before.file], sources[stage.file], stage.may_change)):
             yield f"{before.file} -> {stage.file}: {name} differs, which this rung may not change"
-        if without(plumbing(sources[stage.file]), sources[stage.file], own) != without(shared, first, own):
+        if plumbing(sources[stage.file]) != plumbing(sources[STAGES[0].file]):
             yield f"{stage.file}: below the banner it differs from {STAGES[0].file}"

@@ -1,4 +1,4 @@
-"""sample.py and export.py: the same model in transformers' hands, there and back."""
+"""convert.py and sample.py: the same model in transformers' hands, there and back."""
 import argparse
 import json
 import os
@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, load_module, make_tokens, run_command, rung, train
 
 from data import vocabulary
+from ladder.scripts.stages import BY_LABEL
 
 GPT2_BYTES = vocabulary.of_bytes("gpt2-bytes")
 PROMPT = "The value of an object"
@@ -25,7 +26,8 @@ def saved(tmp_path_factory, tokens):
     for label in ("16", "19", "20", "22", "23", "30"):
         train(rung(label), folder, tokens, "-B", 1, "-T", 32, "--steps", 1, "--val-every", 0, "--checkpoint-dir",
               folder / label)
-    return {path.stem: path for path in folder.glob("*.pt")} | {p.parent.name: p for p in folder.glob("*/newest.pt")}
+    checkpoints = {path.parent.name: path for path in folder.glob("*/step_0000001.pt")}
+    return checkpoints | {path.stem: path for path in folder.glob("*.pt")}
 
 
 @pytest.fixture
@@ -34,8 +36,8 @@ def sample():
 
 
 @pytest.fixture
-def export():
-    return load_module(ROOT / "export.py")
+def convert():
+    return load_module(ROOT / "convert.py")
 
 
 def own_model(label, path):
@@ -49,30 +51,31 @@ def own_model(label, path):
 
 @pytest.mark.parametrize("label", ["0", "1", "10", "16", "19"])
 @torch.no_grad()
-def test_the_folder_has_the_same_logits_and_so_has_the_way_back(label, saved, tmp_path, export):
+def test_the_folder_has_the_same_logits_and_so_has_the_way_back(label, saved, tmp_path, convert):
     from transformers import GPT2LMHeadModel
 
-    export.main([str(saved[label]), str(tmp_path / "hf")])
+    convert.main([str(saved[label]), str(tmp_path / "hf")])
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     x = torch.randint(0, 50257, (2, 48), generator=torch.Generator().manual_seed(0))
     expected = own_model(label, saved[label])(x)
     assert expected.shape == (2, 48, 50257)
     assert torch.allclose(theirs(x).logits, expected, atol=1e-4)
-    assert torch.equal(rung(label).from_pretrained(tmp_path / "hf").eval()(x), expected)
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "back.pt"), "--script", BY_LABEL[label].file])
+    assert torch.equal(own_model(label, tmp_path / "back.pt")(x), expected)
     assert theirs.config.tie_word_embeddings == (label != "0")
     if label == "0":
         for later in ("1", "7", "16"):
-            with pytest.raises(SystemExit, match="its embeddings are untied; use baseline.py"):
-                rung(later).from_pretrained(tmp_path / "hf")
+            with pytest.raises(SystemExit, match="its embeddings are untied; give --script baseline.py"):
+                convert.main([str(tmp_path / "hf"), str(tmp_path / "no.pt"), "--script", BY_LABEL[later].file])
 
 
 @pytest.mark.parametrize("label, config", [
     ("10", {"model_type": "gpt2", "n_positions": 1024, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     ("23", {"model_type": "qwen3", "max_position_embeddings": 1024, "attention_dropout": 0.0, "rms_norm_eps": 1e-6}),
 ])
-def test_the_written_config(label, config, saved, tmp_path, export):
+def test_the_written_config(label, config, saved, tmp_path, convert):
     """What the logits do not show: who trains it further meets the dropout, who generates the end of a document."""
-    export.main([str(saved[label]), str(tmp_path / "hf")])
+    convert.main([str(saved[label]), str(tmp_path / "hf")])
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert written.items() >= {**config, "bos_token_id": 50256, "eos_token_id": 50256, "vocab_size": 50257}.items()
     generation = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
@@ -86,9 +89,9 @@ def numbers(monkeypatch, sample):
 
 
 @pytest.mark.parametrize("label", ["20", "22", "30"])
-def test_of_other_models_there_is_nothing_to_export(label, saved, tmp_path, export):
+def test_other_models_are_not_transformers(label, saved, tmp_path, convert):
     with pytest.raises(SystemExit, match=r"neither a GPT-2 \(rungs 0 to 19\) nor a Qwen3 \(23 to 29\)"):
-        export.main([str(saved[label]), str(tmp_path / "hf")])
+        convert.main([str(saved[label]), str(tmp_path / "hf")])
     assert not (tmp_path / "hf").exists()
 
 
@@ -178,10 +181,10 @@ def test_values_out_of_range(flags, reason, saved, sample):
         sample.main([str(saved["10"]), "--device", "cpu", *map(str, flags)])
 
 
-def test_no_flipped_byte_changes_the_model(saved, sample, export, tmp_path):
+def test_no_flipped_byte_changes_the_model(saved, sample, convert, tmp_path):
     """torch writes check sums, but does not look at them when it loads."""
     path, original = tmp_path / "flipped.pt", saved["10"].read_bytes()
-    expected = export.load_checkpoint(saved["10"])[0].state_dict()
+    expected = convert.load_checkpoint(saved["10"])[0].state_dict()
     draw = random.Random(1337)
     places = [*range(0, 1000, 100), *(draw.randrange(len(original)) for _ in range(10)), *range(-1000, 0, 100)]
     refused = 0
@@ -190,22 +193,22 @@ def test_no_flipped_byte_changes_the_model(saved, sample, export, tmp_path):
         flipped[place] ^= 1 << draw.randrange(8)
         path.write_bytes(flipped)
         try:
-            weights = export.load_checkpoint(path)[0].state_dict()
+            weights = convert.load_checkpoint(path)[0].state_dict()
         except SystemExit as error:
-            assert error.code == f"error: {path}: damaged, or not a checkpoint; give a file that a rung wrote"
+            assert error.code == f"error: {path}: damaged, or not a model's file; give a file that a rung wrote"
             refused += 1
         else:  # a byte that means nothing, as those that align the numbers
             assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert refused >= 15
     path.write_bytes(original[: len(original) // 2] + bytes([original[len(original) // 2] ^ 1])
                      + original[len(original) // 2 + 1 :])  # within the weights
-    for main, more in [(export.main, [str(tmp_path / "out")]), (sample.main, [])]:
+    for main, more in [(convert.main, [str(tmp_path / "out")]), (sample.main, [])]:
         with pytest.raises(SystemExit, match="damaged"):
             main([str(path), *more])
     assert not (tmp_path / "out").exists()
 
 
-def test_other_files(saved, sample, export, tmp_path):
+def test_other_files(saved, sample, convert, tmp_path):
     (tmp_path / "text.pt").write_text("not a checkpoint")
     (tmp_path / "half.pt").write_bytes(saved["10"].read_bytes()[:1_000_000])
     torch.save({"weights": torch.ones(2)}, tmp_path / "other.pt")
@@ -214,30 +217,31 @@ def test_other_files(saved, sample, export, tmp_path):
     torch.save({**checkpoint, "config": {**checkpoint["config"], "n_kv_head": 1}}, tmp_path / "config.pt")
     torch.save({**checkpoint, "config": {**checkpoint["config"], "n_embd": 32}}, tmp_path / "shape.pt")
     for name, reason in [("nowhere", "cannot be read .No such file"), ("config", "neither a GPT-2 .* nor a Qwen3"),
-                         ("shape", "neither a GPT-2 .* nor a Qwen3"), ("text", "damaged, or not a checkpoint"),
-                         ("half", "damaged, or not a checkpoint"), ("other", "damaged, or not a checkpoint"),
-                         ("code", "damaged, or not a checkpoint")]:
-        for main, more in [(export.main, [str(tmp_path / "out")]), (sample.main, [])]:
+                         ("shape", "neither a GPT-2 .* nor a Qwen3"), ("text", "damaged, or not a model's file"),
+                         ("half", "damaged, or not a model's file"), ("other", "damaged, or not a model's file"),
+                         ("code", "damaged, or not a model's file")]:
+        for main, more in [(convert.main, [str(tmp_path / "out")]), (sample.main, [])]:
             with pytest.raises(SystemExit, match=f"^error: .*{name}.pt: .*{reason}") as caught:
                 main([str(tmp_path / f"{name}.pt"), *more])
             assert "weights_only" not in caught.value.code and "\n" not in caught.value.code
         assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit, match="cannot be loaded"):
         sample.main([str(tmp_path)])
-    with pytest.raises(SystemExit, match="exists already; name a new folder"):
-        export.main([str(saved["10"]), str(tmp_path)])
+    with pytest.raises(SystemExit, match="exists already; name a new file or folder"):
+        convert.main([str(saved["10"]), str(tmp_path)])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_folders_of_checkpoints(saved, sample, export, tmp_path):
+def test_folders_of_checkpoints(saved, sample, convert, tmp_path):
     """As a sharded script and as the others leave them: neither is a model, and one line says where it is."""
     from torch.distributed import checkpoint
 
     (tmp_path / "sharded").mkdir()
-    checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "sharded" / "newest", no_dist=True)
-    for folder, advice in [("sharded", "resume with --save FILE"), ("sharded/newest", "resume with --save FILE"),
+    sharded = tmp_path / "sharded" / "step_0000001"
+    checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=sharded, no_dist=True)
+    for folder, advice in [("sharded", "resume with --save FILE"), ("sharded/step_0000001", "resume with --save FILE"),
                            (saved["16"].parent, f"give {saved['16']}$")]:
-        for main, more in [(export.main, [str(tmp_path / "out")]), (sample.main, [])]:
+        for main, more in [(convert.main, [str(tmp_path / "out")]), (sample.main, [])]:
             with pytest.raises(SystemExit, match=f"^error: .*{folder}: .* not a model; {advice}"):
                 main([str(tmp_path / folder), *more])
 
@@ -267,7 +271,7 @@ def test_other_models_are_not_sampled(sample, tmp_path):
             sample.main([str(tmp_path / name)])
 
 
-def test_an_export_that_fails_leaves_nothing(saved, export, tmp_path, monkeypatch):
+def test_a_conversion_that_fails_leaves_nothing(saved, convert, tmp_path, monkeypatch):
     (tmp_path / "hf.partial").mkdir()  # nor takes what is not its own
 
     def full_disk(tokenizer):
@@ -275,7 +279,7 @@ def test_an_export_that_fails_leaves_nothing(saved, export, tmp_path, monkeypatc
 
     monkeypatch.setattr(vocabulary.Tokenizer, "to_transformers", full_disk)
     with pytest.raises(SystemExit, match="cannot be written .*No space left"):
-        export.main([str(saved["10"]), str(tmp_path / "hf")])
+        convert.main([str(saved["10"]), str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["hf.partial"]
 
 
@@ -286,7 +290,7 @@ def with_tokenizer(path, target, *tokenizer):
     return str(target)
 
 
-def test_no_merges_for_a_model_that_needs_them(saved, sample, export, tmp_path, monkeypatch, capsys):
+def test_no_merges_for_a_model_that_needs_them(saved, sample, convert, tmp_path, monkeypatch, capsys):
     """Without them there is no text; the model can be exported."""
     def no_network(name):
         raise ConnectionError
@@ -295,30 +299,22 @@ def test_no_merges_for_a_model_that_needs_them(saved, sample, export, tmp_path, 
     path = with_tokenizer(saved["10"], tmp_path / "gpt2.pt", "gpt2", None, 50256)
     with pytest.raises(SystemExit, match="gpt2.pt: no usable tokenizer .tiktoken could not fetch .*connect to the net"):
         sample.main([path])
-    export.main([path, str(tmp_path / "hf")])
+    convert.main([path, str(tmp_path / "hf")])
     assert "WARNING: tiktoken could not fetch" in capsys.readouterr().err
     assert (tmp_path / "hf" / "model.safetensors").exists() and not (tmp_path / "hf" / "tokenizer.json").exists()
 
 
-def test_a_tokenizer_that_cannot_be_restored(saved, sample, export, tmp_path):
+def test_a_tokenizer_that_cannot_be_restored(saved, sample, convert, tmp_path):
     for name, json_ in [("mine", "{"), ("mine", None), ("mine", vocabulary.of_bytes().json[:-100])]:
         path = with_tokenizer(saved["10"], tmp_path / "model.pt", name, json_, 256)
-        for main, more in [(export.main, [str(tmp_path / "out")]), (sample.main, [])]:
+        for main, more in [(convert.main, [str(tmp_path / "out")]), (sample.main, [])]:
             with pytest.raises(SystemExit, match="^error: .*model.pt: .*mine is damaged .*; give a f[^\n]*$"):
                 main([path, *more])
     assert not (tmp_path / "out").exists()
 
 
-def test_files_of_earlier_versions(saved, export, tmp_path):
-    checkpoint = torch.load(saved["10"], weights_only=True)
-    torch.save({key: checkpoint[key] for key in ("script", "config", "model", "step", "tokenizer")}, tmp_path / "old")
-    _, checkpoint = export.load_checkpoint(tmp_path / "old")
-    tokenizer = export.restore_tokenizer(checkpoint)
-    assert (tokenizer.name, tokenizer.end_of_text, tokenizer.decode([37])) == ("gpt2-bytes", 50256, "F")
-
-
 @pytest.mark.parametrize("label, size", [("10", 257), ("23", 300)])
-def test_the_tokenizer_of_the_data_goes_all_the_way(label, size, sample, export, tmp_path, real_text, capsys):
+def test_the_tokenizer_of_the_data_goes_all_the_way(label, size, sample, convert, tmp_path, real_text, capsys):
     """Trained on bytes or on tokens of the text itself, then in transformers' hands, then in sample.py's again."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
@@ -327,7 +323,7 @@ def test_the_tokenizer_of_the_data_goes_all_the_way(label, size, sample, export,
     tokens, path = make_tokens(tmp_path / "tokens", text, tokenizer), str(tmp_path / "model.pt")
     train(rung(label), tmp_path, tokens, "-B", 2, "-T", 32, "--steps", 2, "--save", path,
           *(["--val-every", 0, "--checkpoint-dir", tmp_path] if label == "23" else []))
-    export.main([path, str(tmp_path / "hf")])
+    convert.main([path, str(tmp_path / "hf")])
 
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.encode(text).tolist()
@@ -378,7 +374,7 @@ def test_as_programs(saved, tmp_path):
     run = run_command("bash", "-c", " ".join(map(str, ["set -o pipefail;", *words])), cwd=tmp_path,
                       PYTHONIOENCODING="ascii")
     assert run.returncode == 0 and run.stdout.startswith("--- sample 1 of 9\n??") and not run.stderr, run.stderr
-    run = run_command(sys.executable, "export.py", saved["10"], tmp_path / "日本", PYTHONIOENCODING="ascii")
+    run = run_command(sys.executable, "convert.py", saved["10"], tmp_path / "日本", PYTHONIOENCODING="ascii")
     assert run.returncode == 0 and "/??: 3,382,080 parameters" in run.stdout, run.stderr
     run = run_command(sys.executable, "sample.py", "nowhere.pt")
     assert run.returncode == 1 and run.stderr.startswith("error: nowhere.pt") and run.stderr.count("\n") == 1
@@ -386,13 +382,13 @@ def test_as_programs(saved, tmp_path):
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
 @pytest.mark.parametrize("label", ["10", "23"])
-def test_pipeline_and_tokenizer(label, saved, export, tmp_path, real_text):
+def test_pipeline_and_tokenizer(label, saved, convert, tmp_path, real_text):
     import tiktoken
     from transformers import AutoTokenizer, pipeline
 
     checkpoint = torch.load(saved[label], weights_only=True)
     torch.save({**checkpoint, "tokenizer": "gpt2"}, tmp_path / "merges.pt")  # its run had single bytes
-    export.main([str(tmp_path / "merges.pt"), str(tmp_path / "hf")])
+    convert.main([str(tmp_path / "merges.pt"), str(tmp_path / "hf")])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.encode(real_text[:50_000]) == tiktoken.get_encoding("gpt2").encode(real_text[:50_000])
     text = pipeline("text-generation", model=str(tmp_path / "hf"))(PROMPT, max_new_tokens=5)[0]["generated_text"]
