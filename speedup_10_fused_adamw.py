@@ -264,14 +264,15 @@ def train(settings):
 def open_tokens(folder, split, n_needed):
     """(The tokens of "train" or "val", memory-mapped, (n_tokens,) uint16; meta.json); exits if they cannot be used."""
     if folder == Path("data/tokens") and not folder.exists():  # the first run prepares the default text
-        subprocess.run([sys.executable, "data/prepare.py"])
+        prepare = (parent / "data" / "prepare.py" for parent in SCRIPT.resolve().parents)
+        subprocess.run([sys.executable, next(filter(Path.exists, prepare), "data/prepare.py")])
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokens = np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r")
         if len(tokens) != meta[f"{split}_tokens"] or tokens[:10**8].max() >= meta["vocab_size"]:
             raise ValueError(f"{split}.bin is not what meta.json describes")
-        vocabulary = folder / "tokenizer.json"  # where the tokenizer's name does not say it all
-        meta["tokenizer_json"] = vocabulary.read_text(encoding="utf-8") if vocabulary.exists() else None
+        named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # the name says it all
+        meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
         meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: --data {folder}: no token files ({error}); make them: python data/prepare.py --out {folder}")
@@ -293,9 +294,8 @@ def new_model(settings, loader):
     try:
         model = GPT(GPTConfig(**saved["config"]))
         model.load_state_dict(saved["model"])
-        if not all(torch.equal(weight, saved["model"][name]) for name, weight in model.state_dict().items()):
-            raise RuntimeError("two matrices where this script has one")
-    except (RuntimeError, TypeError):
+        assert all(torch.equal(weight, saved["model"][name]) for name, weight in model.state_dict().items())
+    except (AssertionError, RuntimeError, TypeError):  # the first: two matrices where this script has one
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
 
@@ -331,8 +331,8 @@ class Log:
         self.file = open(path, "a+b", buffering=0)  # unbuffered: a killed run keeps its steps
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         self.line(f"# script: {SCRIPT.name}")
-        self.line(f"# model: {settings.pretrained or settings.model}"
-                  f" | parameters: {sum(p.numel() for p in model.parameters()):,}")
+        n_parameters = sum(p.numel() for p in model.parameters())
+        self.line(f"# model: {settings.pretrained or settings.model} | parameters: {n_parameters:,}")
         self.line(f"# device: {chip} | torch: {torch.__version__} | precision: {precision}")
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
@@ -357,11 +357,10 @@ class Log:
 
     def finish(self, step):
         """Log the median time of the second half of the steps; during the first half the device warms up."""
-        half = len(self.seconds) // 2
-        dt = np.median(self.seconds[half:])
+        dt = np.median(self.seconds[len(self.seconds) // 2 :])
         memory = f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if self.device == "cuda" else ""
         self.line(f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}{memory}"
-                  f" | steps {step - len(self.seconds) + half + 1}-{step}")
+                  f" | steps {step - (len(self.seconds) - 1) // 2}-{step}")
 
 
 def parse_settings(argv=None):
@@ -373,7 +372,7 @@ def parse_settings(argv=None):
     numbers = [value for value in vars(settings).values() if type(value) in (int, float)]
     if min(settings.B, settings.T, settings.steps) < 1 or not all(0 <= number < 2**63 for number in numbers):
         parser.error("-B, -T and --steps must be at least 1, and no number below 0")
-    if settings.save and not os.access(settings.save.parent, os.W_OK):
+    if settings.save and not (settings.save.parent.is_dir() and os.access(settings.save.parent, os.W_OK)):
         parser.error(f"argument --save: {settings.save.parent} is not a folder that can be written to")
     if settings.save and settings.save.exists() and read_model(settings.save)["script"] != SCRIPT.name:
         parser.error(f"argument --save: {settings.save} exists, and is not a model of this script")
@@ -381,6 +380,7 @@ def parse_settings(argv=None):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character of a file's name
     try:
         train(parse_settings())
     except KeyboardInterrupt:
