@@ -360,7 +360,7 @@ class Checkpoints:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: self.signals.append(number))
-        signals = torch.tensor(float(len(self.signals)), device=self.settings.device)
+        signals = torch.tensor(len(self.signals), device=self.settings.device)
         if dist.is_initialized():
             dist.all_reduce(signals)
         return "--steps" if step == self.settings.steps else "a signal" if signals else ""
@@ -454,7 +454,7 @@ def init_ranks(settings):
         sys.stdout = open(os.devnull, "w")
         settings.log_dir, settings.save = settings.log_dir / f"rank_{rank}", None
     nccl = settings.device == "cuda" and dist.is_nccl_available()  # torch for Windows lacks it
-    if os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
         sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
     dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(hours=1))  # rank 0 may save for so long
     return rank, dist.get_world_size()

@@ -5,8 +5,6 @@ torch's functions and names that all scripts share are patched.
 """
 import json
 import os
-import re
-import resource
 import shutil
 import sys
 from types import SimpleNamespace
@@ -14,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import losses, own_settings, read_steps, run_command, rung, train
+from conftest import losses, new_gpt, own_settings, read_steps, rung, train
 from test_beyond import tokens_of, val_lines
-from test_ddp import TWO_RANKS
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ladder.scripts.stages import BY_LABEL
@@ -84,7 +81,7 @@ def grouped(tmp_path_factory, tokens):
             patch.setattr(dist, "all_reduce", all_ranks)
             try:
                 seen.log = train(module, folder, tokens, *ONE, "--steps", 4, "--val-every", 2, "--val-sequences", 2,
-                                 compile_mode="max-autotune")
+                                 compile_mode="max-autotune-no-cudagraphs")
             finally:
                 hook.remove()
                 if dist.is_initialized():
@@ -100,27 +97,7 @@ def test_a_rank_stops_when_another_one_gets_a_signal(label, grouped):
     seen = grouped(label)
     assert [step["step"] for step in read_steps(seen.log)] == [1, 2]
     log = seen.log.read_text()
-    assert "# checkpoint: step 2 in" in log and "# stopped by a signal after step 2" in log
-
-
-@pytest.mark.slow
-@latest
-def test_two_ranks_stop_after_the_same_step(label, tmp_path, tokens):
-    """SIGTERM to rank 1 alone, in its third batch; else rank 0 would wait for it until gloo gives up."""
-    program = ("import os, signal, sys; sys.path.insert(0, 'tests'); from conftest import rung; module = rung(LABEL); "
-               "batch = module.DataLoaderLite.batch; asked = []\n"
-               "def batch_of(self, i):\n"
-               "    asked.append(i)\n"
-               "    if os.environ['RANK'] == '1' and len(asked) == 3: os.kill(os.getpid(), signal.SIGTERM)\n"
-               "    return batch(self, i)\n"
-               "module.DataLoaderLite.batch = batch_of; module.main(sys.argv[1:])").replace("LABEL", repr(label))
-    (tmp_path / "rank.py").write_text(program)
-    run = run_command(*TWO_RANKS, tmp_path / "rank.py", "--model", "tiny", "--device", "cpu", "--data", tokens,
-                      "--log-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--compile-mode", "none",
-                      "-B", 1, "-T", 16, "--total-batch", 32, "--val-every", 0, "--steps", 50, timeout=120)
-    assert run.returncode == 0, run.stderr
-    stopped = int(re.search(r"# stopped by a signal after step (\d+); ", run.stdout)[1])
-    assert stopped <= 4 and f"# checkpoint: step {stopped} in" in run.stdout
+    assert "# checkpoint: step 2 in" in log and "# ended by a signal after step 2" in log
 
 
 @latest
@@ -131,7 +108,7 @@ def test_validation_is_under_autocast_and_without_gradients(label, grouped):
 
 @latest
 def test_the_mode_of_torch_compile_arrives(label, grouped):
-    assert grouped(label).modes == {"max-autotune"}
+    assert grouped(label).modes == {"max-autotune-no-cudagraphs"}
 
 
 @latest
@@ -187,11 +164,11 @@ def test_other_data_or_weights_are_not_resumed(label, begun, tokens, tmp_path):
     shutil.copytree(tokens, tmp_path / "other")
     meta = json.loads((tokens / "meta.json").read_text())
     (tmp_path / "other" / "meta.json").write_text(json.dumps({**meta, "sha256": "0" * 64}))
-    with pytest.raises(SystemExit, match="^error: --resume: .*data .*0000"):
+    with pytest.raises(SystemExit, match="^error: --resume: .* has text .*0000"):
         train(rung(label), begun(label), tmp_path / "other", *BEGUN, "--steps", 2, "--resume")
     module = rung(label)
-    module.new_model = lambda settings, loader: module.GPT(module.MODELS["tiny"])  # as if it were Hugging Face's
-    with pytest.raises(SystemExit, match="^error: --resume: .*pretrained .*elsewhere"):
+    module.new_model = lambda settings, loader: new_gpt(module)  # as if there were such a file
+    with pytest.raises(SystemExit, match="^error: --resume: .* has pretrained .*elsewhere"):
         train(module, begun(label), tokens, *BEGUN, "--steps", 2, "--resume", "--pretrained", "elsewhere")
 
 
@@ -204,8 +181,11 @@ def test_a_rank_takes_the_gpu_of_its_own_machine(label, monkeypatch, tokens):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append(int(str(device).removeprefix("cuda:"))))
     monkeypatch.setattr(dist, "init_process_group", stop)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # which a rank above 0 closes to itself
+    settings = module.parse_settings(["--data", str(tokens)])
+    settings.device = "cuda"
     with pytest.raises(Stop):
-        module.train(module.Settings(device="cuda", B=1, T=16, data=tokens))
+        module.train(settings)
     assert taken == [1]
 
 
@@ -220,9 +200,9 @@ def test_batches_are_copied_to_a_gpu_from_pinned_memory_and_without_waiting(toke
     assert events == ["pinned", (("cuda",), {"non_blocking": True})]
 
 
-DEFAULTS = {  # of Settings, in all scripts that have the flag; --max-lr and --steps are in the README's words
+DEFAULTS = {  # in all scripts that have the flag; --max-lr and --steps are in the README's words
     "T": 1024, "steps": 50, "seed": 1337, "max_lr": 6e-4, "warmup_steps": 10, "total_batch": None, "val_every": 25,
-    "val_sequences": 32, "checkpoint_every": 250, "recompute_blocks": None, "loss_chunk": 4096, "muon_lr": 2e-3,
+    "val_sequences": 32, "checkpoint_every": 250, "recompute_blocks": 0, "loss_chunk": 4096, "muon_lr": 2e-3,
     "decay_share": 0.4, "compile_mode": "default", "resume": False, "save": None, "model": "gpt2",
 }
 
@@ -230,7 +210,7 @@ DEFAULTS = {  # of Settings, in all scripts that have the flag; --max-lr and --s
 def test_the_defaults():
     """A changed one would change what everybody's next run computes, and what committed logs compare with."""
     for stage in BY_LABEL.values():
-        settings = vars(rung(stage.label).Settings())
+        settings = vars(rung(stage.label).parse_settings([]))
         assert settings.items() >= {name: DEFAULTS[name] for name in DEFAULTS if name in settings}.items(), stage.file
 
 
@@ -239,18 +219,23 @@ def test_the_default_batch_is_that_of_gpt3(label):
     """2**19 tokens: 128 micro-steps of 4 x 1024 on one GPU, 16 on eight; four of any size on a CPU."""
     module = rung(label)
     for device, ranks, micro_steps in (("cuda", 1, 128), ("cuda", 8, 16), ("cpu", 1, 4)):
-        settings = module.Settings(B=4, T=1024, device=device, compile_mode="default")
-        assert module.count_micro_steps(settings, ranks) == micro_steps
+        settings = module.parse_settings(["-B", "4", "-T", "1024"])
+        settings.device = device
+        module.init_ranks = lambda settings, ranks=ranks: (0, ranks)
+        module.autocast_dtype, module.DataLoaderLite = lambda device: torch.float32, stop
+        with pytest.raises(Stop):
+            module.train(settings)
+        assert settings.total_batch == micro_steps * 4 * 1024 * ranks
 
 
 def test_muon_does_not_care_how_small_a_gradient_is():
     """Newton-Schulz starts from a matrix of norm 1; an epsilon larger than the gradient would leave it smaller."""
     module, updates = rung("24"), []
     torch.manual_seed(0)
-    gradients = [torch.randn_like(p) for p in module.GPT(module.MODELS["tiny"]).transformer.h.parameters()]
+    gradients = [torch.randn_like(p) for p in new_gpt(module).transformer.h.parameters()]
     for scale in (1.0, 1e-6):
         torch.manual_seed(0)
-        model = module.GPT(module.MODELS["tiny"])
+        model = new_gpt(module)
         optimizer = model.configure_optimizers(weight_decay=0.0)
         before = model.transformer.h[0].mlp.gate_proj.weight.detach().clone()
         for p in model.parameters():
@@ -262,20 +247,11 @@ def test_muon_does_not_care_how_small_a_gradient_is():
     assert (updates[1] - updates[0]).norm() < 0.1 * updates[0].norm()
 
 
-def test_the_peak_on_a_cpu_is_in_bytes(tmp_path, tokens, monkeypatch):
-    """Linux counts KiB, macOS bytes."""
-    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2_000_000_000))
-    for system, peak in (("linux", "2048.00"), ("darwin", "2.00")):
-        monkeypatch.setattr(sys, "platform", system)
-        log = train(rung("10"), tmp_path, tokens, "-B", 1, "-T", 8, "--steps", 1)
-        assert f"| peak memory: {peak} GB |" in log.read_text()
-
-
-def test_a_model_is_on_the_disk_before_it_gets_its_name(tmp_path, tokens, monkeypatch):
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, tokens, monkeypatch):
     """After a power cut a file that was renamed but not written through may be empty."""
-    synced, fsync, path = [], os.fsync, tmp_path / "model.pt"
+    synced, fsync, path = [], os.fsync, tmp_path / "checkpoints" / "step_0000001.pt"
     monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_size, path.exists())) or fsync(file))
-    train(rung("24"), tmp_path, tokens, *ONE, "--steps", 1, "--val-every", 0, "--checkpoint-every", 0, "--save", path)
+    train(rung("24"), tmp_path, tokens, *ONE, "--steps", 1, "--val-every", 0)
     assert synced == [(path.stat().st_size, False)]
 
 
@@ -305,10 +281,10 @@ def test_a_rank_takes_its_own_batches(tokens, tmp_path, monkeypatch):
     module.DataLoaderLite.batch = lambda self, i: asked.append(i) or batch(self, i)
     for name, value in IN_A_GROUP_OF_ONE.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(dist, "get_rank", lambda *group: 1)
-    monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
+    init_ranks = module.init_ranks
+    module.init_ranks = lambda settings: init_ranks(settings) and (1, 2)
     train(module, tmp_path, tokens, "-B", 1, "-T", 8, "--total-batch", 32, "--steps", 2, "--val-every", 0)
-    assert asked == [1, 3, 5, 7, 9]
+    assert list(dict.fromkeys(asked)) == [1, 3, 5, 7, 9]
 
 
 def test_no_more_is_validated_than_there_is(tmp_path):
