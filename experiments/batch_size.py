@@ -29,7 +29,7 @@ def last_loss(data, total_batch, rate, folder):
     if not path.exists() or not read_log(path).complete:
         flags = ["--model", "4x4x128", "-B", total_batch // T, "-T", T, "--total-batch", total_batch, "--steps", steps,
                  "--warmup-steps", steps // 50, "--max-lr", rate, "--muon-lr", rate / 2, "--dropout", 0,
-                 "--recompute-blocks", 0, "--val-every", steps, "--val-sequences", 0, "--checkpoint-every", 0,
+                 "--val-every", steps, "--val-sequences", 0, "--checkpoint-every", 0,
                  "--checkpoint-dir", folder / "checkpoints", "--data", data, "--log-dir", folder]
         subprocess.run([sys.executable, STAGE.path, *map(str, flags)], check=True, stdout=subprocess.DEVNULL)
     return read_log(path).val_losses[-1]

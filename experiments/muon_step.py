@@ -31,7 +31,7 @@ def main():
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module = load_script(BY_LABEL["18"])
-    model = module.GPT(module.MODELS[args.model]).to(device)
+    model = module.GPT(module.config_of(module.parse_settings(["--model", args.model]), 50257)).to(device)
     contestants = optimizers(model)
     seconds = {name: [] for name in contestants}
     for _ in range(args.rounds + 1):  # the first warms up

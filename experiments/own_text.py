@@ -26,7 +26,7 @@ from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
 
 EVERY = 100  # steps from one validation to the next
-FLAGS = (f"--model 4x4x128 -B 6 -T 256 --total-batch 1536 --recompute-blocks 0 --steps 1100 --val-every {EVERY} "
+FLAGS = (f"--model 4x4x128 -B 6 -T 256 --total-batch 1536 --steps 1100 --val-every {EVERY} "
          "--val-sequences 256 --checkpoint-every 0 --warmup-steps 20").split()
 RATES = list(product((0.005, 0.01), (0.005, 0.01)))  # AdamW's, Muon's
 ROWS = {  # what it is: (rung, its flags)

@@ -2,7 +2,7 @@
 
     python data/prepare.py --tokenizer bytes --out data/bytes
     python -m experiments.past_qwen3 logs/past_qwen3 --data data/bytes --model 4x4x128 -B 4 -T 256 --total-batch 1024 \
-        --steps 500 --val-every 250 --val-sequences 256 --recompute-blocks 0 --max-lr 0.01 --muon-lr 0.0025
+        --steps 500 --val-every 250 --val-sequences 256 --max-lr 0.01 --muon-lr 0.0025
 
 Each is the script of rung 24 with the replacements below; where the idea allows it, what is new starts at zero. The
 same command resumes. What such a trial favors goes into the race: both rates searched, five seeds.
@@ -29,8 +29,8 @@ BLOCK = "    def forward(self, x, cos, sin):\n        x = x + self.attn(self.ln_
 ATTENTION = "    def forward(self, x, cos, sin):\n        B, T, C"
 MATRICES = "        matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]\n"
 VECTORS = "        others = [p for p in self.parameters() if p.dim() < 2]"
-UPDATE = ("            update = 0.2 * max(stack[0].shape) ** 0.5 * "
-          "orthogonalize(grads.lerp(torch.stack(momenta), 0.95))\n")
+UPDATE = ("            update = muon_update(torch.stack(grads), torch.stack(momenta))"
+          ' + muon["weight_decay"] * torch.stack(stack)\n')
 CONVOLUTION = [  # over a token and the three before it, one filter per channel, at first the token alone
     ("class CausalSelfAttention(", '''class ShortConvolution(nn.Module):
     def __init__(self, n_embd, size=4):
@@ -149,8 +149,8 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
          "            linear = F.linear(rows, weight)\n"
          "            capped = torch.tanh(linear.float() / 15)\n"
          "            logits = 15 * capped\n"),
-        (".add_(is_target, alpha=-1).to(logits.dtype)\n",
-         ".add_(is_target, alpha=-1).mul_(1 - capped.square()).to(linear.dtype)\n"),
+        (".add_(one_hot, alpha=-1).to(logits.dtype)",
+         ".add_(one_hot, alpha=-1).mul_(1 - capped.square()).to(linear.dtype)"),
         ("return self.lm_head(x)[..., :", "return (15 * torch.tanh(self.lm_head(x) / 15))[..., :"),
     ]),
     "next_but_one": ("the token after the next is predicted, too, by one more matrix, with a weight of 0.2 "
@@ -170,12 +170,13 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
          'groups[0]["params"] += [self.next_but_one.weight]\n        return MuonAdamW([*groups, '),
     ]),
     "normuon": ("NorMuon: each row of Muon's update divided by its root mean square over the steps (Li et al. 2025)", [
-        (UPDATE, "            update = orthogonalize(grads.lerp(torch.stack(momenta), 0.95)).float()\n"
+        (UPDATE, "            update = orthogonalize(torch.stack(grads).lerp(torch.stack(momenta), 0.95)).float()\n"
                  '            rows = [self.state[p].setdefault("rows", torch.zeros_like(p[:, :1])) for p in stack]\n'
                  "            torch._foreach_lerp_(rows, update.square().mean(-1, keepdim=True).unbind(), 0.05)\n"
                  "            update = update / (torch.stack(rows).sqrt() + 1e-10)\n"
                  "            norm = update.norm(dim=(-2, -1), keepdim=True) + 1e-10\n"
-                 "            update = update * (0.2 * update[0].numel() ** 0.5 / norm)\n"),
+                 "            update = update * (0.2 * update[0].numel() ** 0.5 / norm)\n"
+                 '            update = update + muon["weight_decay"] * torch.stack(stack)\n'),
     ]),
     "polar_express": ("other coefficients in each of Muon's iterations (Amsel et al. 2025; the speedrun's)", [
         ("    for _ in range(5):", "    x = x / 1.02\n"
@@ -188,13 +189,14 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
     ]),
     "three_iterations": ("three of Muon's five iterations", [("range(5):", "range(3):")]),
     "momentum_90": ("Muon's momentum 0.9 instead of 0.95", [
-        ("grads.unbind(), 0.05)", "grads.unbind(), 0.1)"),
-        ("torch.stack(momenta), 0.95))", "torch.stack(momenta), 0.9))"),
+        ("(momenta, grads, 0.05)", "(momenta, grads, 0.1)"),
+        ("grads.lerp(momenta, 0.95)", "grads.lerp(momenta, 0.9)"),
     ]),
     "betas_80_99": ("AdamW's betas 0.8 and 0.99 instead of 0.9 and 0.95", [("betas=(0.9, 0.95)", "betas=(0.8, 0.99)")]),
     "cautious_decay": ("Muon's weight decay only where it has the update's sign (Chen et al. 2025)", [
-        ('(update + muon["weight_decay"] * torch.stack(stack)).unbind()',
-         '(update + muon["weight_decay"] * torch.stack(stack) * (update * torch.stack(stack) > 0)).unbind()'),
+        (UPDATE, "            weights = torch.stack(stack)\n"
+                 "            update = muon_update(torch.stack(grads), torch.stack(momenta))\n"
+                 '            update = update + muon["weight_decay"] * weights * (update * weights > 0)\n'),
     ]),
     "no_decay": ("no weight decay", [("(weight_decay=0.1)", "(weight_decay=0.0)")]),
     "wide_init": ("all matrices, the embedding too, drawn with a standard deviation of (inputs)^-0.5 instead of 0.02", [
@@ -209,8 +211,8 @@ def main():
     parser.add_argument("logs", type=Path, help="a folder")
     args, flags = parser.parse_known_args()
     settings = check_flags([BASE], flags)
-    if settings.recompute_blocks != 0:
-        raise UserError("give --recompute-blocks 0: some of the replacements are made for it")
+    if settings.recompute_blocks:
+        raise UserError("--recompute-blocks: some of the replacements are made for none; leave it out")
     args.logs.mkdir(parents=True, exist_ok=True)
     runs = [(BASE, seed) for seed in SEEDS] + [(write_variant(name, args.logs, TRIALS), SEEDS[0]) for name in TRIALS]
     folders = {seed: args.logs / f"seed_{seed}" for seed in SEEDS}

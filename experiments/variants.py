@@ -1,7 +1,7 @@
 """Ideas that did not become rungs, by the protocol of the race: variants of rung 24, each with its own search.
 
     python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
-        --val-every 60 --recompute-blocks 0
+        --val-every 60
 
 Each is the script of rung 24 with the replacements below. The folder then holds logs as after python -m ladder run
 --race; rerun the same command to resume.
@@ -22,8 +22,8 @@ from ladder.show.standings import last_val_loss, read_sweep, show_rates
 BASE = BY_LABEL["24"]  # the last rung of the race
 VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
     "label_smoothing": ("label smoothing of 0.1, judged by the loss without it", [
-        ("logits_grad = log_probs.exp_().add_(is_target, alpha=-1)",
-         "smoothed = 0.9 * is_target\n"
+        ("logits_grad = log_probs.exp_().add_(one_hot, alpha=-1)",
+         "smoothed = 0.9 * one_hot\n"
          "                smoothed[:, :vocab_size] += 0.1 / vocab_size\n"
          "                logits_grad = log_probs.exp_().sub_(smoothed)"),
     ]),
@@ -44,10 +44,9 @@ VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
          "self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)\n"
          "        self.c_attn.weight.n_parts = 3"),
         ("stacks.setdefault((p.shape, ", 'stacks.setdefault((getattr(p, "n_parts", 1), p.shape, '),
-        ("update = 0.2 * max(stack[0].shape) ** 0.5 * orthogonalize(grads.lerp(torch.stack(momenta), 0.95))",
-         'parts = grads.lerp(torch.stack(momenta), 0.95).chunk(getattr(stack[0], "n_parts", 1), dim=1)\n'
-         "            parts = [0.2 * max(part.shape[1:]) ** 0.5 * orthogonalize(part) for part in parts]\n"
-         "            update = torch.cat(parts, dim=1)"),
+        ("update = muon_update(torch.stack(grads), torch.stack(momenta))",
+         'pieces = [torch.stack(each).chunk(getattr(stack[0], "n_parts", 1), dim=1) for each in (grads, momenta)]\n'
+         "            update = torch.cat([muon_update(*each) for each in zip(*pieces, strict=True)], dim=1)"),
     ]),
 }
 

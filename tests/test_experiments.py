@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_module, losses, run_command, rung, train
+from conftest import load_module, losses, new_gpt, run_command, rung, train
 
 from experiments import causal_attention, compress, data_wait, eight_bit_adamw, past_qwen3, sampling_speed, variants
 from ladder.show.logs import read_log
@@ -105,7 +105,7 @@ def test_compress_prints_the_whole_table_and_draws_it(model, saved, tokens, tmp_
     (["-T", 0], "-T 0: out of range; give at least 1"),
     (["--val-sequences", 0], "--val-sequences 0: out of range; give at least 1"),
     (["-T", 1025], "-T 1025: the model's longest sequence is 1024; lower -T"),
-    (["--data", "nowhere"], "--data nowhere: no usable token files"),
+    (["--data", "nowhere"], "--data nowhere: no token files"),
     (["--png", "nowhere/c.png"], "cannot be written; name a file in a folder that exists"),
     (["--device", "abacus"], "--device abacus: not available here"),
 ])
@@ -142,14 +142,20 @@ def test_data_wait_is_the_loaders(tokens, monkeypatch):
     for label in ("11", "12"):
         module = rung(label)
         batch = module.DataLoaderLite.batch
-        monkeypatch.setattr(module.DataLoaderLite, "batch", lambda *args, batch=batch: time.sleep(0.02) or batch(*args))
+
+        def slow_batch(loader, i, batch=batch):
+            if i not in getattr(loader, "prefetched", ()):
+                time.sleep(0.02)
+            return batch(loader, i)
+
+        monkeypatch.setattr(module.DataLoaderLite, "batch", slow_batch)
         waits.append(data_wait.median_wait(module, [*TINY, "--data", str(tokens), "--steps", "5"]))
     assert waits[0] >= 20 > 10 > waits[1] > 0  # ms
 
 
 def own_and_n_parameters(flags):
     rung_10 = eight_bit_adamw.rung_10
-    n_parameters = sum(p.numel() for p in rung_10.GPT(rung_10.MODELS["tiny"]).parameters())
+    n_parameters = sum(p.numel() for p in new_gpt(rung_10).parameters())
     return *eight_bit_adamw.train(eight_bit_adamw.own_adamw, flags), n_parameters
 
 
@@ -206,7 +212,7 @@ def variant(name, folder):
 def test_variants_are_what_they_say(tmp_path):
     """Each against torch, or in its parameters; and the last rung still has the lines that they replace."""
     base = load_module(variants.BASE.path)
-    config = base.MODELS["tiny"]
+    config = new_gpt(base).config
     n_parameters = sum(p.numel() for p in base.GPT(config).parameters())
 
     x = torch.randn(12, 64, requires_grad=True)
@@ -220,19 +226,19 @@ def test_variants_are_what_they_say(tmp_path):
         assert torch.allclose(ours, truth, atol=1e-5)
 
     module = variant("relu_squared", tmp_path)
-    mlp, x = module.MLP(module.MODELS["tiny"]), torch.randn(1, 3, 64)
+    mlp, x = module.MLP(config), torch.randn(1, 3, 64)
     expected = torch.relu(x @ mlp.up_proj.weight.T) ** 2 @ mlp.down_proj.weight.T
     assert torch.allclose(mlp(x), expected, atol=1e-6) and mlp.up_proj.weight.shape == (256, 64)
 
     module = variant("untied", tmp_path)
-    model = module.GPT(module.MODELS["tiny"])
+    model = new_gpt(module)
     assert sum(p.numel() for p in model.parameters()) == n_parameters + 50304 * 64
     groups = model.configure_optimizers(0.1).param_groups
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert any(p is model.lm_head.weight for p in groups[2]["params"])
 
     module = variant("adamw", tmp_path)
-    assert type(module.GPT(module.MODELS["tiny"]).configure_optimizers(0.1)) is torch.optim.AdamW
+    assert type(new_gpt(module).configure_optimizers(0.1)) is torch.optim.AdamW
 
     module = variant("qkv_apart", tmp_path)
     model = module.GPT(config)
