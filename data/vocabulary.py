@@ -1,7 +1,7 @@
 """Tokenizers: GPT-2's, single bytes, one from Hugging Face, or one trained on the text itself.
 
 Each has `name`, `vocab_size`, `end_of_text` (the id of the token before each document), `json` (what Hugging Face's
-tokenizers library stores as tokenizer.json; None for GPT-2's), and
+tokenizers library stores as tokenizer.json; None where the name says it all), and
 
     encode(text)       token ids, uint16; a literal "<|endoftext|>" is ordinary text
     decode(ids)        their text, without end-of-text tokens
@@ -88,7 +88,7 @@ class Tokenizer:
         return lengths
 
     def to_transformers(self):
-        return for_transformers(tokenizers.Tokenizer.from_str(self.json), self.end_of_text)
+        return for_transformers(tokenizers.Tokenizer.from_str(self.tokenizer.to_str()), self.end_of_text)
 
 
 class Bytes(Tokenizer):
@@ -107,6 +107,8 @@ class Bytes(Tokenizer):
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         tokenizer.add_special_tokens([SEPARATOR])
         super().__init__(name, tokenizer.to_str(), end)
+        if name == "gpt2-bytes":
+            self.json = None  # as GPT-2's: the name says it all
         self.id_of_byte = np.array(ids, dtype="<u2")
 
     def encode(self, text):
@@ -160,7 +162,8 @@ def from_hugging_face(name):
     lengths = tokenizer.byte_lengths()[ids]
     if tokenizer.decode(ids) != PROBE or lengths.sum() != len(PROBE.encode()) or [*ids] != [*np.concatenate(pieces)]:
         raise NoTokenizer("does not give back the text that it encodes, piece by piece; only byte-level tokenizers do")
-    return tokenizer
+    vocab = tokenizer.tokenizer.get_vocab()
+    return next((ours for ours in map(of_bytes, OUR_NAMES[1:]) if ours.tokenizer.get_vocab() == vocab), tokenizer)
 
 
 def is_gpt2(tokenizer):

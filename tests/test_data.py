@@ -91,7 +91,7 @@ def test_the_default_text_from_the_url_to_the_files(prepare, server, tmp_path):
     prepare.default_text = lambda: default_text(server + "/good")
     prepare.main(["--out", str(tmp_path / "new" / "tokens")])
     out = tmp_path / "new" / "tokens"
-    assert {path.name for path in out.iterdir()} == {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
+    assert {path.name for path in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
     n_train = len(CONTENT) * 9 // 10
     assert json.loads((out / "meta.json").read_text()) == {
         "source": "tiny_shakespeare", "sha256": hashlib.sha256(CONTENT).hexdigest(), "tokenizer": "gpt2-bytes",
@@ -305,8 +305,16 @@ def test_tokenizers_that_do_not_suit(kind, reason, tmp_path, capsys):
 
 def test_a_folder_named_as_our_tokenizers(tmp_path):
     """In the files "gpt2" says everything about the tokens."""
-    folder = hugging_face_folder(tmp_path / "gpt2", vocabulary.of_bytes().tokenizer)
+    folder = hugging_face_folder(tmp_path / "gpt2", vocabulary.trained(["some text"], 300).tokenizer)
     assert vocabulary.from_hugging_face(folder).name == "hf-gpt2"
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2-bytes"])
+def test_single_bytes_are_known_again(name, tmp_path):
+    """So that a converted model fits its data when it comes back."""
+    tokenizer = vocabulary.of_bytes(name)
+    found = vocabulary.from_hugging_face(hugging_face_folder(tmp_path / "model", tokenizer.tokenizer))
+    assert (found.name, found.json, found.end_of_text) == (name, tokenizer.json, tokenizer.end_of_text)
 
 
 @pytest.mark.skipif(not os.environ.get("TINY_SHAKESPEARE"), reason="set TINY_SHAKESPEARE to the text's path")

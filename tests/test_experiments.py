@@ -226,7 +226,7 @@ def test_variants_are_what_they_say(tmp_path):
         assert torch.allclose(ours, truth, atol=1e-5)
 
     module = variant("relu_squared", tmp_path)
-    mlp, x = module.MLP(config), torch.randn(1, 3, 64)
+    mlp, x = module.MLP(new_gpt(module).config), torch.randn(1, 3, 64)
     expected = torch.relu(x @ mlp.up_proj.weight.T) ** 2 @ mlp.down_proj.weight.T
     assert torch.allclose(mlp(x), expected, atol=1e-6) and mlp.up_proj.weight.shape == (256, 64)
 

@@ -131,7 +131,7 @@ def test_stored_counts_belong_to_the_scripts_as_they_are():
 
 @pytest.mark.parametrize("old, new, same", [
     ('"""The position-wise feed-forward network', '"""The MLP', True),
-    ("    log.finish()", "    log.line('end')", True),
+    ("    log.finish(step)", "    log.line('end')", True),
     ("import json\n", "import json\nimport csv\n", True), ("4 * config.n_embd", "3 * config.n_embd", False),
     ("        optimizer.zero_grad()\n", "", False),
 ])

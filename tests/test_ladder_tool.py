@@ -18,7 +18,7 @@ import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, load_module, make_tokens, own_settings, run_command, rung, train
+from conftest import ROOT, load_module, make_tokens, new_gpt, own_settings, run_command, rung, train
 from rich.console import Console
 
 import ladder.__main__ as tool
@@ -138,8 +138,8 @@ def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
     code, output, _ = call("run", "--rungs", "0-1", "--time-limit", 0.5, "--logs", tmp_path / "a", *flags(tokens))
     assert code == 1 and output.count("timed out: no end after 0.5 s") == 4  # as it happens, and in the end
     assert time.monotonic() - started < 60
-    code, output, _ = call("run", "--rungs", "0", "--logs", tmp_path / "b", *flags(tokens), "-T", 2048)
-    assert code == 1 and "failed: error: -T 2048" in output and "Traceback" not in output
+    code, output, _ = call("run", "--rungs", "0", "--logs", tmp_path / "b", *flags(tokens), "--pretrained", __file__)
+    assert code == 1 and "failed: error: " in output and "not a model's file" in output and "Traceback" not in output
     assert "no rung finished a step" in output and not list(tmp_path.iterdir())
 
 
@@ -489,10 +489,17 @@ def test_impossible_speeds_are_marked(tmp_path):
     assert any("impossible measurement" in warning for warning in warnings(report))
 
 
+@pytest.mark.parametrize("device, ms, warned", [
+    ("NVIDIA A100", [2000, *[100] * 19], True), ("NVIDIA A100", [2200, *[100] * 19], False),
+    ("EPYC (2 threads)", [2000, *[100] * 19], False)])
+def test_a_short_warm_up_of_a_gpu_is_said(device, ms, warned, tmp_path):
+    write_log(tmp_path / "baseline.log", ms=ms, header=f"# script: baseline.py\n# device: {device}\n# batch: B=4 T=1024\n")
+    assert any("less than 3 s" in warning for warning in warnings(build_report(tmp_path))) == warned
+
+
 def test_flops_in_closed_form():
     """PaLM's formula on GPT-2's published shapes; the scripts' sizes are the same."""
-    models = rung(0).MODELS
-    assert {name: (c.n_layer, c.n_head, c.n_embd) for name, c in models.items()} == SHAPES
+    assert {name: tuple(map(int, shape.split("x"))) for name, shape in rung(0).MODELS.items()} == SHAPES
     n_matrix = 50257 * 768 + 12 * (768 * 2304 + 768 * 768 + 2 * 768 * 3072)
     assert flops_per_token("gpt2", 1024) == 6 * n_matrix + 12 * 12 * 768 * 1024
     assert flops_per_token("gpt2", 1024, causal=True) == 6 * n_matrix + 6 * 12 * 768 * 1024
@@ -585,8 +592,8 @@ ALLOCATORS = "# script: {}.py\n# device: {} | allocator: {}\n# batch: B=4 T=1024
 
 
 @pytest.mark.parametrize("device, one, other, different", [
-    ("EPYC", "malloc", "tcmalloc", "malloc against tcmalloc"), ("EPYC", "", "tcmalloc", "unknown against tcmalloc"),
-    ("EPYC", "malloc", "malloc", None), ("NVIDIA H200", "", "torch", None),
+    ("EPYC (2 threads)", "malloc", "tcmalloc", "malloc against tcmalloc"),
+    ("EPYC (2 threads)", "", "tcmalloc", "unknown against tcmalloc"), ("EPYC (2 threads)", "malloc", "malloc", None), ("NVIDIA H200", "", "torch", None),
 ])
 def test_compare_names_different_allocators(device, one, other, different, tmp_path):
     logs = [read_log(write_log(tmp_path / f"{side}.log", ms=[ms] * 20, tail=MEDIAN,
@@ -751,7 +758,7 @@ def test_memory_model_against_measured_peaks():
 def test_memory_model_against_what_autograd_keeps():
     """The bytes of all tensors that the baseline's forward pass saves, its gradients of the logits left out."""
     module, B, T = rung(0), 2, 128
-    model = module.GPT(module.MODELS["tiny"])
+    model = new_gpt(module)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept = {}
 
@@ -1082,21 +1089,17 @@ def test_check_on_a_cpu_without_bfloat16(monkeypatch):
     assert "rungs 3 and up run in float32 here" in findings(check.check_formats, "cpu")["bfloat16"]
 
 
-@pytest.mark.parametrize("capability, installed, finding", [
-    ((8, 6), True, "– rung 25 has no effect on this device"),
-    ((8, 9), True, "✓ rung 25 works"),
-    ((9, 0), False, "✗ rung 25 needs torchao: pip install torchao"),
-])
-def test_check_says_what_float8_needs(capability, installed, finding, monkeypatch):
+@pytest.mark.parametrize("capability, finding", [
+    ((8, 6), "– rung 25 has no effect on this device"), ((8, 9), "✓ rung 25 gains with wide layers")])
+def test_check_says_what_float8_needs(capability, finding, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(check.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: installed or None)
     assert findings(check.check_formats, "cuda")["float8"] == finding
 
 
 @pytest.mark.parametrize("gpus, nccl, expected", [
     (2, True, "✓ 2 GPUs"),
-    (2, False, "✗ 2 GPUs, but this torch lacks NCCL, as on Windows: use WSL"),
+    (2, False, "✗ 2 GPUs, over gloo, which is slow: this torch lacks NCCL, as on Windows; WSL has it"),
     (1, False, "– 1 GPU: ddp_run.py can run 2 processes on the CPU, over gloo"),
 ])
 def test_check_says_whether_several_gpus_can_train_together(gpus, nccl, expected, monkeypatch):

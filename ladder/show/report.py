@@ -32,6 +32,7 @@ NOTHING = "–"  # in a table, where a log does not say
 GIVEN = "given"  # the name of a rate that was not measured
 NOISE = "(noise): the spreads of the two rungs overlap"
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
+WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
 IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished, or in wrong units"
 
 
@@ -331,6 +332,10 @@ def warnings(report):
         if fastest and row.ms < fastest[0]:
             yield (f"{row.title}: {row.ms:,.1f} ms, and the matrix products alone take {fastest[0]:,.1f} ms at "
                    f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
+        first = report.runs[row.name][0]
+        if not first.on_cpu and "device" in first.headers and sum(first.ms[: first.warm_up]) < WARM_UP_MS:
+            yield (f"{row.title}: the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to warm "
+                   "up a GPU: give more --steps")
         if not row.complete:
             yield f"{row.title}: the run did not finish ({row.last_step} steps)"
     if len(under := allocators(report)) > 1:
