@@ -162,7 +162,7 @@ def test_a_folder_whose_tokenizer_is_not_the_data_s(evaluate, tmp_path, capsys):
     ours = vocabulary.of_bytes()
     data, ids = data_folder(tmp_path / "data", vocabulary.trained(iter(DOCUMENTS), 300))
     evaluate.main([str(saved(gpt2(ours, std=0.0), ours, tmp_path / "model")), "--data", str(data), "--device", "cpu"])
-    n_tokens, n_bytes = numbers(capsys, r"val.bin \(made up\): (\S+) model tokens, (\S+) bytes, T=128\n")
+    n_tokens, n_bytes = numbers(capsys, r"val.bin \(made up\): (\S+) bytes tokens, (\S+) bytes, T=128\n")
     assert (n_tokens, n_bytes) == (len("".join(DOCUMENTS).encode()) + 1, len("".join(DOCUMENTS).encode()) - 1)
     assert n_tokens > len(ids)
 
@@ -238,7 +238,7 @@ def test_as_a_program(tmp_path):
     saved(gpt2(tokenizer, std=0.0), tokenizer, tmp_path / "model")
     run = run_command(sys.executable, ROOT / "evaluate.py", "model", "--data", "data", "--device", "cpu", cwd=tmp_path)
     assert run.returncode == 0 and run.stdout.count("\n") == 2, run.stderr
-    assert run.stdout.startswith(f"model on data/val.bin (made up): {len(ids) - 1:,} model tokens, ")
+    assert run.stdout.startswith(f"model on data/val.bin (made up): {len(ids) - 1:,} bytes tokens, ")
     assert "loss: 5.5491 nats per token | perplexity: 257.00 | bits per byte: " in run.stdout
 
 
