@@ -1,0 +1,314 @@
+"""Run rungs' `train` on fake CUDA tensors, without a GPU, and print for each what test_fake_cuda.py asserts, as JSON.
+
+    python tests/fake_cuda.py FOLDER bfloat16|float16 none|eager|aot_eager LABEL...
+
+FakeTensorMode computes shapes, types and devices, and no numbers. So a tensor on the wrong device raises, and each copy
+between host and device, each `.item()` on the device, is seen. A C++ library registers a device guard for CUDA that does
+nothing, so that a build of torch without CUDA slices, copies and runs the autograd engine on such tensors. What needs
+numbers is replaced: the gradient scaler's kernels, files, the counting of rung 30.
+"""
+import ast
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+GUARD = r"""
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+using namespace c10;
+namespace at {
+struct FakeHooks : CUDAHooksInterface {
+  FakeHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+};
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, FakeHooks)
+}
+struct FakeCuda : impl::DeviceGuardImplInterface {
+  static constexpr DeviceType static_type = DeviceType::CUDA;
+  Device d() const { return {static_type, 0}; }
+  Stream s() const { return Stream(Stream::DEFAULT, d()); }
+  DeviceType type() const override { return static_type; }
+  Device exchangeDevice(Device) const override { return d(); }
+  Device getDevice() const override { return d(); }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Stream getStream(Device) const override { return s(); }
+  Stream getNewStream(Device, int) const override { return s(); }
+  Stream exchangeStream(Stream) const override { return s(); }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+};
+namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, FakeCuda) }
+"""
+
+
+def register_guard():
+    """Compile the library, once for each installed torch, and load it: before torch asks what CUDA there is."""
+    torch_folder = Path(importlib.util.find_spec("torch").origin).parent
+    version = hashlib.sha256(f"{GUARD}{torch_folder}{sys.version}".encode()).hexdigest()[:12]
+    library = Path(tempfile.gettempdir()) / f"fake_cuda_{version}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            source, built = Path(folder, "guard.cpp"), Path(folder, library.name)
+            source.write_text(GUARD)
+            subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", source, "-o", built,
+                            f"-L{torch_folder}/lib", "-ltorch_cpu", "-lc10"], check=True)
+            built.replace(library)
+    ctypes.CDLL(f"{torch_folder}/lib/libtorch_cpu.so", mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+register_guard()
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.amp import grad_scaler  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
+from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ladder.scripts.stages import BY_LABEL, load_script  # noqa: E402
+
+PINNED = WeakIdKeyDictionary()
+B, T = 2, 128
+N_MICRO_STEPS = 2
+
+
+class Watch(TorchDispatchMode):
+    """Counts where the host waits for the device in `script`: {(step, in the timed part of train, what): times}."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, script):
+        super().__init__()
+        self.script, self.step, self.waits, self.casts = script, 1, Counter(), Counter()
+        train = next(node for node in ast.parse(script.read_text()).body if getattr(node, "name", "") == "train")
+        loop = next(node for node in train.body if isinstance(node, ast.For) and ast.unparse(node.target) == "step")
+        last = next(node for node in loop.body if ast.unparse(node).startswith("dt = "))
+        self.timed = range(loop.body[0].lineno, last.lineno + 1)
+
+    def frames(self, file):
+        """(function, line) of each frame in a file, the innermost first."""
+        frame = inspect.currentframe()
+        while frame:
+            if frame.f_code.co_filename == str(file):
+                yield frame.f_code.co_name, frame.f_lineno
+            frame = frame.f_back
+
+    def number(self, tensor):
+        """Of .item(), bool(), float(): no fake tensor has one. The scaler finds nothing infinite; else 1."""
+        scaling = any(self.frames(grad_scaler.__file__)) or "step" in dict(self.frames(self.script))
+        return 0.0 if scaling and tensor.device.type == "cuda" else 1.0
+
+    def wait(self, what):
+        timed = any(name == "train" and line in self.timed for name, line in self.frames(self.script))
+        self.waits[self.step, timed, what] += 1
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = op.overloadpacket._qualified_op_name if hasattr(op, "overloadpacket") else str(op)
+        if name == "aten::_local_scalar_dense":
+            if args[0].device.type == "cuda":
+                self.wait("item")
+            return args[0].dtype.is_floating_point and self.number(args[0])
+        if name in ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_consecutive"):
+            self.wait(name)
+        if name in ("aten::_to_copy", "aten::copy_"):
+            source, target = (args[0], kwargs.get("device")) if name == "aten::_to_copy" else (args[1], args[0].device)
+            target = torch.device(target or source.device).type
+            blocking = not (kwargs.get("non_blocking") or len(args) > 2 and args[2])
+            if source.device.type != target and (blocking or target == "cuda" and source not in PINNED):
+                self.wait("copy to the device" if target == "cuda" else "copy to the host")
+            if kwargs.get("dtype", source.dtype) != source.dtype and source.is_leaf and source.requires_grad:
+                self.casts[self.step, *dict(self.frames(self.script)).keys() & {"evaluate"}] += 1
+        if name == "aten::_amp_update_scale_":
+            return args[0]
+        if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+            assert {tensor.device.type for tensor in (*args[0], *args[1:3])} == {"cuda"}
+            return None
+        return op(*args, **kwargs)
+
+
+def pin(tensor):
+    pinned = torch.empty_like(tensor)
+    PINNED[pinned] = True
+    return pinned
+
+
+def new_replicator(self, tensor):  # of the scaler; torch's own asks for a real device
+    self.master, self._per_device_tensors = tensor, {}
+
+
+def move(self, function, recurse=True):
+    """nn.Module._apply that makes new parameters, tied ones once: fake tensors cannot be swapped in place."""
+    moved = {}
+    for module in self.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                moved[id(p)] = moved.get(id(p)) or (p, nn.Parameter(function(p).detach(), p.requires_grad))
+                module._parameters[name] = moved[id(p)][1]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else function(buffer)
+    return self
+
+
+def compiler(backend, mode, watch, graphs):
+    """A torch.compile that traces, and runs the graphs, forward and backward, on fake tensors."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    real = torch.compile
+
+    def run_on_fakes(graph_module, inputs):
+        graphs.append(graph_module)
+
+        def run(*args):
+            with mode, watch:
+                return graph_module(*args)
+
+        return run if backend == "eager" else make_boxed_func(run)
+
+    chosen = run_on_fakes if backend == "eager" else aot_autograd(
+        fw_compiler=run_on_fakes, bw_compiler=run_on_fakes, partition_fn=min_cut_rematerialization_partition)
+
+    def compile(model, **_):
+        compiled = real(model, backend=chosen)
+
+        def call(*args, **kwargs):
+            with _disable_current_modes():
+                return compiled(*args, **kwargs)
+
+        if isinstance(model, nn.Module):
+            call.parameters = model.parameters
+        return model if model is torch.sin else call  # the scripts' probe of the compiler
+
+    return compile
+
+
+def nothing(*_, **__):
+    pass
+
+
+def fake_cuda(float16):
+    """What the scripts and torch ask of a GPU: {name: answer}."""
+    return {
+        "torch.cuda.is_available": lambda: True, "torch.cuda.synchronize": nothing, "torch.cuda.device_count": lambda: 1,
+        "torch.cuda.current_device": lambda: 0, "torch.cuda.get_device_name": lambda *_: "a fake",
+        "torch.cuda.get_device_capability": lambda *_: (7, 5) if float16 else (9, 0),
+        "torch.cuda.is_bf16_supported": lambda *_, **__: not float16, "torch.cuda.is_initialized": lambda: True,
+        "torch.cuda._lazy_init": nothing, "torch.cuda.mem_get_info": lambda *_: (10**10, 10**11),
+        "torch.cuda.max_memory_allocated": lambda *_: 1, "torch.cuda.manual_seed_all": nothing,
+        "torch.cuda.manual_seed": nothing, "torch.cuda._is_in_bad_fork": lambda: False,
+        "torch.cuda.get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "torch.cuda.set_rng_state": nothing,
+        "torch.cuda.get_device_properties": lambda *_: SimpleNamespace(
+            name="a fake", major=9, minor=0, multi_processor_count=132, total_memory=10**11),
+        "torch.cuda.is_current_stream_capturing": lambda: False, "torch.cuda._exchange_device": lambda *_: 0,
+        "torch.cuda._maybe_exchange_device": lambda *_: 0, "torch.cuda.default_generators": (torch.Generator(),),
+        "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
+        "torch.amp.grad_scaler._MultiDeviceReplicator.__init__": new_replicator,
+        "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),  # as for real CUDA tensors
+        "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
+        "torch._functorch.config.graphsafe_rng_functionalization": False,  # it clones the GPU's generator
+        "torch._functorch.config.enable_autograd_cache": False,
+        "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init": True,
+        "torch.nn.Module._apply": move, "torch.Tensor.pin_memory": pin,
+    }
+
+
+def make_data(folder):
+    """Random ids of GPT-2's vocabulary in short documents."""
+    folder.mkdir(exist_ok=True)
+    for split, n in (("train", 20_000), ("val", 4_000)):
+        ids = np.random.default_rng(0).integers(0, 50257, n).astype("<u2")
+        ids[::37] = 50256
+        ids.tofile(folder / f"{split}.bin")
+    (folder / "meta.json").write_text(json.dumps({
+        "source": "random", "sha256": "", "tokenizer": "gpt2", "vocab_size": 50257, "end_of_text": 50256,
+        "documents": 500, "train_tokens": 20_000, "val_tokens": 4_000}))
+
+
+def flags_of(script, folder, label, compile_mode):
+    """Two steps of two micro-steps with a validation after each, as far as the script has flags for it."""
+    wanted = {
+        "B": B, "T": T, "steps": 2, "model": "tiny", "device": "cuda", "data": folder / "data",
+        "log_dir": folder / "logs", "compile_mode": compile_mode, "total_batch": N_MICRO_STEPS * B * T, "val_every": 1,
+        "val_sequences": 2, "checkpoint_every": 1, "checkpoint_dir": folder / f"checkpoints_{label}", "float8_from": 0,
+        "loss_chunk": T,
+    }
+    names = vars(script.parse_settings([]))
+    return [str(word) for name, value in wanted.items() if name in names
+            for word in (f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}", value)]
+
+
+def run(label, folder, float16, backend):
+    """Train two steps of a rung; returns what happened in the second."""
+    stage = BY_LABEL[label]
+    script, watch, graphs = load_script(stage), Watch(stage.path), []
+    script.DEVICES = ["cuda", "cpu"]
+    words = flags_of(script, folder, label, "none" if backend == "none" else "default")
+    log_step = script.Log.step
+
+    def count_step(self, *args, **more):
+        log_step(self, *args, **more)
+        watch.step += 1
+
+    script.Log.step, script.save_model = count_step, nothing
+    if hasattr(script, "Checkpoints"):
+        script.Checkpoints.save = nothing
+    if hasattr(script, "count_log_frequencies"):
+        script.count_log_frequencies = lambda tokens, n: torch.zeros(n, dtype=torch.float64)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with contextlib.ExitStack() as stack:
+        for name, answer in fake_cuda(float16).items():
+            stack.enter_context(mock.patch(name, answer))
+        if backend != "none":
+            stack.enter_context(mock.patch("torch.compile", compiler(backend, mode, watch, graphs)))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        settings = script.parse_settings(words)
+        stack.enter_context(mode)
+        stack.enter_context(watch)
+        script.train(settings)
+    operations = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    return {
+        "label": label, "steps": watch.step - 1, "graphs": len(graphs),
+        "waits": {what: n for (step, timed, what), n in watch.waits.items() if step == 2 and timed},
+        "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
+        "casts": watch.casts[2, "evaluate"], "rng": [name for name in operations if "rng_state" in name],
+    }
+
+
+if __name__ == "__main__":
+    folder, dtype, backend, *labels = sys.argv[1:]
+    make_data(Path(folder) / "data")
+    for label in labels:
+        print(json.dumps(run(label, Path(folder), dtype == "float16", backend)), flush=True)

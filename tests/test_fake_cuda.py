@@ -1,0 +1,51 @@
+"""The rungs on fake CUDA tensors (fake_cuda.py): no tensor on the wrong device, and who waits for the device, counted."""
+import json
+import shutil
+import sys
+
+import pytest
+from conftest import ROOT, run_command
+
+from ladder.scripts.stages import STAGES
+
+LABELS = [stage.label for stage in STAGES if stage.label not in ("fsdp", "dcp")]  # those two need several ranks
+COMPILED = LABELS[LABELS.index("5"):]
+MICRO_STEPS = 2
+WAITS = {  # {first rung: waits in the timed part of a step}, until the next rung that is named
+    "bfloat16": {"0": 2, "11": 2 * MICRO_STEPS, "12": 0},  # a copy of x and one of y, until 12 prefetches them
+    "float16": {"0": 2, "3": 3, "10": 2, "11": 2 * MICRO_STEPS, "12": 0, "18": 1},  # the scaler, until AdamW is fused; Muon
+}
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guard is compiled with g++")
+
+
+def runs(folder, dtype, backend, labels):
+    done = run_command(sys.executable, ROOT / "tests" / "fake_cuda.py", folder, dtype, backend, *labels, cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [run["label"] for run in found] == labels and {run["steps"] for run in found} == {2}
+    return found
+
+
+def waits_of(label, dtype):
+    known = [rung for rung in WAITS[dtype] if LABELS.index(rung) <= LABELS.index(label)]
+    return WAITS[dtype][known[-1]]
+
+
+@pytest.mark.parametrize("dtype, backend, labels", [
+    ("bfloat16", "none", LABELS), ("float16", "none", LABELS), ("bfloat16", "aot_eager", ["10", "24", "28", "29", "31"]),
+    pytest.param("bfloat16", "aot_eager", COMPILED, marks=pytest.mark.slow),
+    pytest.param("float16", "aot_eager", COMPILED, marks=pytest.mark.slow),
+])
+def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype, backend, labels, tmp_path):
+    found = runs(tmp_path, dtype, backend, labels)
+    assert {run["label"]: sum(run["waits"].values()) for run in found} == {
+        label: waits_of(label, dtype) for label in labels}
+    for run in found:
+        assert not run["breaks"] and run["graphs"] == (0 if backend == "none" else 2)  # forward and backward
+        assert not run["rng"]  # --resume restores the default generator: the masks of rung 28 must come from it alone
+
+
+def test_validation_casts_each_weight_once_whatever_the_number_of_sequences(tmp_path):
+    """autocast keeps its copies until it is left: it has to be around the loop, not in it."""
+    found = runs(tmp_path, "bfloat16", "none", ["13", "24"])
+    assert [run["casts"] for run in found] == [2 * 8 + 1, 2 * 5 + 1]  # of both layers, and the embedding
