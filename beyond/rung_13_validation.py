@@ -7,8 +7,8 @@ is evaluated on some of it: without gradients, always on the same sequences, wha
     python beyond/rung_13_validation.py --val-every 250 --val-sequences 0      # 0: the whole of val.bin
 
 Gain: the loss that counts; `python -m ladder report` then shows the seconds to a validation loss.
-Cost: one forward pass, a third of the arithmetic of training on as many tokens, outside `dt`. It takes one sequence at
-a time, so that it needs no more memory than a step.
+Cost: one forward pass, a third of the arithmetic of training on as many tokens, outside `dt`. It takes -B sequences at
+a time and keeps no activations, so it needs no more memory than a step.
 The line `val : step N` is the loss after the update of step N (the step line has the loss before it). The uncompiled
 model is evaluated: it shares its weights with the compiled one, and needs no second compilation.
 
@@ -220,14 +220,15 @@ def free_memory(device):
 
 
 @torch.no_grad()
-def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
+def evaluate(model, loader, n_sequences, B, amp_dtype, rank, world_size):
     """The mean loss (nats per token) over the first sequences of `loader`, a loader with B=1, split among the ranks."""
     total = torch.zeros((), device=loader.device)
     model.eval()
     with torch.autocast(loader.device, amp_dtype, enabled=amp_dtype != torch.float32):  # casts each weight only once
-        for i in range(rank, n_sequences, world_size):
-            x, y = loader.batch(i)  # (1, T) each
-            total += model(x, y)
+        for first in range(rank, n_sequences, world_size * B):
+            numbers = range(first, n_sequences, world_size)[:B]
+            x, y = map(torch.cat, zip(*map(loader.batch, numbers), strict=True))  # (at most B, T) each
+            total += len(numbers) * model(x, y)
     model.train()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -344,7 +345,7 @@ def train(settings):
         log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
         if settings.val_every and (step % settings.val_every == 0 or step == settings.steps):
             t0 = time.perf_counter()
-            val_loss = evaluate(model, val_loader, n_val, amp_dtype, rank, world_size)
+            val_loss = evaluate(model, val_loader, n_val, settings.B, amp_dtype, rank, world_size)
             log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s")
 
     log.finish(step)

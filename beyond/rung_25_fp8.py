@@ -321,14 +321,15 @@ def free_memory(device):
 
 
 @torch.no_grad()
-def evaluate(model, loader, n_sequences, amp_dtype, rank, world_size):
+def evaluate(model, loader, n_sequences, B, amp_dtype, rank, world_size):
     """The mean loss (nats per token) over the first sequences of `loader`, a loader with B=1, split among the ranks."""
     total = torch.zeros((), device=loader.device)
     model.eval()
     with torch.autocast(loader.device, amp_dtype, enabled=amp_dtype != torch.float32):  # casts each weight only once
-        for i in range(rank, n_sequences, world_size):
-            x, y = loader.batch(i)  # (1, T) each
-            total += model(x, y)
+        for first in range(rank, n_sequences, world_size * B):
+            numbers = range(first, n_sequences, world_size)[:B]
+            x, y = map(torch.cat, zip(*map(loader.batch, numbers), strict=True))  # (at most B, T) each
+            total += len(numbers) * model(x, y)
     model.train()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -597,7 +598,7 @@ def train(settings):
         log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
         if settings.val_every and (step % settings.val_every == 0 or step == settings.steps):
             t0 = time.perf_counter()
-            val_loss = evaluate(model, val_loader, n_val, amp_dtype, rank, world_size)
+            val_loss = evaluate(model, val_loader, n_val, settings.B, amp_dtype, rank, world_size)
             log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s")
         reason = checkpoints.reason_to_stop(step)
         if rank == 0 and settings.checkpoint_every and (step % settings.checkpoint_every == 0 or reason):
