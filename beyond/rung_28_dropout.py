@@ -179,13 +179,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, vocab_size, chunk):
         total = torch.zeros((), device=x.device)
         x_grad = torch.empty_like(x)  # of the sum of the losses
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)  # likewise, added up chunk by chunk
+        in_training = ctx.needs_input_grad[0]  # unlike in evaluate()
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if in_training else None  # chunk by chunk added up
         for rows, ids, rows_grad in zip(x.split(chunk), targets.split(chunk), x_grad.split(chunk), strict=True):
             logits = F.linear(rows, weight)  # (chunk, C) -> (chunk, n_rows)
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
-            if ctx.needs_input_grad[0]:  # not in evaluate()
+            if in_training:
                 one_hot = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
                 logits_grad = log_probs.exp_().add_(one_hot, alpha=-1).to(logits.dtype)  # softmax - one-hot
                 rows_grad.copy_(logits_grad @ weight)  # (chunk, n_rows) @ (n_rows, C)
