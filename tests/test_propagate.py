@@ -124,6 +124,12 @@ def test_propagate_starts_at_the_rung_that_was_fixed(repository):
     assert all("norm.item():.5f" in (repository / file).read_text() for file in later)
 
 
+def test_another_branch_is_left_alone(repository):
+    """Rungs 30 and 31 start from 24, as 26 does."""
+    edit(repository / "beyond/rung_27_best_checkpoint.py", ("return 0 < self.settings.patience", "return 1 < self.settings.patience"))
+    assert list(propagate(BY_LABEL["27"], repository)) == [BY_LABEL["28"].file, BY_LABEL["29"].file]
+
+
 def test_a_fix_of_the_plumbing_belongs_into_the_baseline(repository):
     edit(repository / "speedup_08_adamw_clip.py", ("tokens[:10**8].max()", "tokens[:10**9].max()"))
     before = snapshot(repository)

@@ -123,7 +123,11 @@ def propagate(stage, root=ROOT, until=None):
     Returns {file: [lines that were merged word by word]} of the files written.
     """
     last = STAGES.index(until or STAGES[-1])
-    later = STAGES[STAGES.index(stage) + 1 : last + 1]
+    reached, later = {stage.label}, []
+    for rung in STAGES[STAGES.index(stage) + 1 : last + 1]:
+        if rung.before in reached:  # not those of another branch
+            reached.add(rung.label)
+            later.append(rung)
     if not later:
         raise UserError(f"{stage.file}: no rung comes after it" + (f" up to --until {until.label}" if until else ""))
     old = {rung.file: committed(rung.file, root) for rung in (stage, *later)}
