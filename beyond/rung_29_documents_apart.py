@@ -479,7 +479,8 @@ class Checkpoints:
     def keep_best(self, step, loss):
         """Copy the model to main memory if its validation loss is the lowest so far."""
         if loss < self.best.loss:
-            self.best.model.load_state_dict(self.parts["model"].state_dict())
+            weights = dict(self.parts["model"].named_parameters())  # a tied matrix once
+            self.best.model.load_state_dict(weights, strict=False)
             self.best.step, self.best.loss = step, loss
 
     def patience_is_over(self, step):
