@@ -4,8 +4,9 @@ A sequence is cut from a long row of documents, so it may hold the end of one an
 token attended to everything before it, even to documents that have nothing to do with its own. Now it attends only to
 its own document, which begins with the <|endoftext|> before it. Positions need no reset, because RoPE's scores depend
 only on distances.
-On CUDA FlexAttention compiles the mask into the kernel, which skips blocks that are masked entirely. Elsewhere, and
-where a model runs eagerly, attention takes a boolean mask. In a text of one document nothing changes.
+On CUDA FlexAttention compiles the mask into the kernel, which skips blocks that are masked entirely. Elsewhere, in an
+eager model, and with heads narrower than 16 or wider than 128 (for which FlexAttention has no kernel, or not on every
+GPU) attention takes a boolean mask. In a text of one document nothing changes.
 
 Measured: no difference beyond the seeds', with a small model and short documents (experiments/own_text.py).
 Cost: without FlexAttention the mask, B * T * T bytes, and a copy of it in each block in the type of the queries; a CPU
@@ -252,7 +253,8 @@ class GPT(nn.Module):
         cos, sin = self.cos[:T], self.sin[:T]  # (T, hs/2) each
         mask = None
         if self.end_of_text is not None:
-            mask = attention_mask(idx, self.end_of_text, flex=idx.is_cuda and torch.compiler.is_compiling())
+            fits = 16 <= self.config.n_embd // self.config.n_head <= 128
+            mask = attention_mask(idx, self.end_of_text, idx.is_cuda and torch.compiler.is_compiling() and fits)
         x = self.dropout(self.transformer.wte(idx))  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
