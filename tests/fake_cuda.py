@@ -1,9 +1,9 @@
 """Run rungs' `train` on fake CUDA tensors, without a GPU, and print for each what test_fake_cuda.py asserts, as JSON.
 
-    python tests/fake_cuda.py FOLDER bfloat16|float16 none|eager|aot_eager LABEL...
+    python tests/fake_cuda.py FOLDER bfloat16|float16 none|eager|aot_eager LABEL[:MODEL]...
 
 FakeTensorMode computes shapes, types and devices, and no numbers. So a tensor on the wrong device raises, and each copy
-between host and device, each `.item()` on the device, is seen. A C++ library registers a device guard for CUDA that does
+between host and device, and each `.item()` there, is seen. A C++ library registers a device guard for CUDA that does
 nothing, so that a build of torch without CUDA slices, copies and runs the autograd engine on such tensors. What needs
 numbers is replaced: the gradient scaler's kernels, files, the counting of rung 30.
 """
@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import inspect
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -107,7 +106,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, script):
         super().__init__()
-        self.script, self.step, self.waits, self.casts = script, 1, Counter(), Counter()
+        self.script, self.step, self.waits = script, 1, Counter()
         train = next(node for node in ast.parse(script.read_text()).body if getattr(node, "name", "") == "train")
         loop = next(node for node in train.body if isinstance(node, ast.For) and ast.unparse(node.target) == "step")
         last = next(node for node in loop.body if ast.unparse(node).startswith("dt = "))
@@ -145,8 +144,6 @@ class Watch(TorchDispatchMode):
             blocking = not (kwargs.get("non_blocking") or len(args) > 2 and args[2])
             if source.device.type != target and (blocking or target == "cuda" and source not in PINNED):
                 self.wait("copy to the device" if target == "cuda" else "copy to the host")
-            if kwargs.get("dtype", source.dtype) != source.dtype and source.is_leaf and source.requires_grad:
-                self.casts[self.step, *dict(self.frames(self.script)).keys() & {"evaluate"}] += 1
         if name == "aten::_amp_update_scale_":
             return args[0]
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
@@ -219,7 +216,8 @@ def nothing(*_, **__):
 def fake_cuda(float16):
     """What the scripts and torch ask of a GPU: {name: answer}."""
     return {
-        "torch.cuda.is_available": lambda: True, "torch.cuda.synchronize": nothing, "torch.cuda.device_count": lambda: 1,
+        "torch.cuda.is_available": lambda: True, "torch.cuda.synchronize": nothing,
+        "torch.cuda.device_count": lambda: 1,
         "torch.cuda.current_device": lambda: 0, "torch.cuda.get_device_name": lambda *_: "a fake",
         "torch.cuda.get_device_capability": lambda *_: (7, 5) if float16 else (9, 0),
         "torch.cuda.is_bf16_supported": lambda *_, **__: not float16, "torch.cuda.is_initialized": lambda: True,
@@ -254,10 +252,10 @@ def make_data(folder):
         "documents": 500, "train_tokens": 20_000, "val_tokens": 4_000}))
 
 
-def flags_of(script, folder, label, compile_mode):
+def flags_of(script, folder, label, model, compile_mode):
     """Two steps of two micro-steps with a validation after each, as far as the script has flags for it."""
     wanted = {
-        "B": B, "T": T, "steps": 2, "model": "tiny", "device": "cuda", "data": folder / "data",
+        "B": B, "T": T, "steps": 2, "model": model, "device": "cuda", "data": folder / "data",
         "log_dir": folder / "logs", "compile_mode": compile_mode, "total_batch": N_MICRO_STEPS * B * T, "val_every": 1,
         "val_sequences": 2, "checkpoint_every": 1, "checkpoint_dir": folder / f"checkpoints_{label}", "float8_from": 0,
         "loss_chunk": T,
@@ -267,12 +265,12 @@ def flags_of(script, folder, label, compile_mode):
             for word in (f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}", value)]
 
 
-def run(label, folder, float16, backend):
+def run(label, model, folder, float16, backend):
     """Train two steps of a rung; returns what happened in the second."""
     stage = BY_LABEL[label]
     script, watch, graphs = load_script(stage), Watch(stage.path), []
     script.DEVICES = ["cuda", "cpu"]
-    words = flags_of(script, folder, label, "none" if backend == "none" else "default")
+    words = flags_of(script, folder, label, model, "none" if backend == "none" else "default")
     log_step = script.Log.step
 
     def count_step(self, *args, **more):
@@ -303,12 +301,13 @@ def run(label, folder, float16, backend):
         "label": label, "steps": watch.step - 1, "graphs": len(graphs),
         "waits": {what: n for (step, timed, what), n in watch.waits.items() if step == 2 and timed},
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
-        "casts": watch.casts[2, "evaluate"], "rng": [name for name in operations if "rng_state" in name],
+        "rng": [name for name in operations if "rng_state" in name],
+        "flex": sum("flex_attention" in name for name in operations),
     }
 
 
 if __name__ == "__main__":
     folder, dtype, backend, *labels = sys.argv[1:]
     make_data(Path(folder) / "data")
-    for label in labels:
-        print(json.dumps(run(label, Path(folder), dtype == "float16", backend)), flush=True)
+    for label, _, model in (word.partition(":") for word in labels):
+        print(json.dumps(run(label, model or "tiny", Path(folder), dtype == "float16", backend)), flush=True)

@@ -5,11 +5,12 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import losses, run_command, rung, train
+from conftest import losses, new_gpt, run_command, rung, train
 from test_beyond import Crash, checkpoints_of, cut_in_half, flip_a_byte, val_lines
 from test_ddp import RANK, TWO_RANKS
 from torch.nn import functional as F
@@ -123,6 +124,17 @@ def test_27_keeping_the_best_changes_no_step(whole, small, tmp_path):
     module.autocast_dtype = lambda device: torch.float32
     log = train(module, tmp_path, small, *FLAGS)
     assert losses(log) == losses(whole / LOG)
+
+
+def test_27_a_tied_matrix_is_copied_once():
+    module = rung("27")
+    model = new_gpt(module)
+    copied, load = [], model.load_state_dict
+    best = SimpleNamespace(loss=9.0, model=SimpleNamespace(
+        load_state_dict=lambda weights, strict: copied.extend(weights) or load(weights, strict)))
+    kept = SimpleNamespace(best=best, parts={"model": model})
+    module.Checkpoints.keep_best(kept, 3, 8.0)
+    assert len(copied) == len(list(model.parameters())) and (best.step, best.loss) == (3, 8.0)
 
 
 def test_27_without_checkpoints_save_still_writes_the_best(whole, small, tmp_path):

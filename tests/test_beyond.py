@@ -236,9 +236,26 @@ def test_13_each_weight_is_cast_once_for_all_sequences(label, tokens):
     for n_sequences in (1, 5):
         with Casts(model) as casts:
             loader = module.DataLoaderLite(tokens, 1, 32, "cpu", "val")
-            module.evaluate(model, loader, n_sequences, torch.bfloat16, 0, 1)
+            module.evaluate(model, loader, n_sequences, 1, torch.bfloat16, 0, 1)
         counts.append(casts.count)
     assert counts[0] == counts[1] >= 2 * 4  # of two blocks, and not in float32 by accident
+
+
+@pytest.mark.parametrize("label", [VALIDATION, *LAST_TWO])
+def test_13_validates_on_the_same_sequences_whatever_b_and_the_number_of_ranks(label, tokens, monkeypatch):
+    module = rung(label)
+    model, loader = new_gpt(module), module.DataLoaderLite(tokens, 1, 32, "cpu", "val")
+    shapes = []
+    model.register_forward_hook(lambda model, inputs, loss: shapes.append(len(inputs[0])))
+    with torch.no_grad():
+        expected = np.mean([model(*loader.batch(i)).item() for i in range(5)])
+    shapes.clear()
+    for B, sizes in ((1, [1] * 5), (2, [2, 2, 1]), (8, [5])):
+        assert module.evaluate(model, loader, 5, B, torch.float32, 0, 1) == pytest.approx(expected, abs=1e-5)
+        assert shapes == sizes
+        shapes.clear()
+    shares = [module.evaluate(model, loader, 5, 2, torch.float32, rank, 3) for rank in range(3)]
+    assert sum(shares) == pytest.approx(expected, abs=1e-5)
 
 
 def test_13_watching_changes_nothing(tmp_path, tokens):

@@ -1,4 +1,4 @@
-"""The rungs on fake CUDA tensors (fake_cuda.py): no tensor on the wrong device, and who waits for the device, counted."""
+"""The rungs on fake CUDA tensors (fake_cuda.py): no tensor on the wrong device; the waits for the device, counted."""
 import json
 import shutil
 import sys
@@ -13,7 +13,7 @@ COMPILED = LABELS[LABELS.index("5"):]
 MICRO_STEPS = 2
 WAITS = {  # {first rung: waits in the timed part of a step}, until the next rung that is named
     "bfloat16": {"0": 2, "11": 2 * MICRO_STEPS, "12": 0},  # a copy of x and one of y, until 12 prefetches them
-    "float16": {"0": 2, "3": 3, "10": 2, "11": 2 * MICRO_STEPS, "12": 0, "18": 1},  # the scaler, until AdamW is fused; Muon
+    "float16": {"0": 2, "3": 3, "10": 2, "11": 2 * MICRO_STEPS, "12": 0, "18": 1},  # the scaler, but for fused AdamW
 }
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guard is compiled with g++")
 
@@ -22,7 +22,8 @@ def runs(folder, dtype, backend, labels):
     done = run_command(sys.executable, ROOT / "tests" / "fake_cuda.py", folder, dtype, backend, *labels, cwd=folder)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [run["label"] for run in found] == labels and {run["steps"] for run in found} == {2}
+    assert [run["label"] for run in found] == [label.split(":")[0] for label in labels]
+    assert {run["steps"] for run in found} == {2}
     return found
 
 
@@ -32,7 +33,8 @@ def waits_of(label, dtype):
 
 
 @pytest.mark.parametrize("dtype, backend, labels", [
-    ("bfloat16", "none", LABELS), ("float16", "none", LABELS), ("bfloat16", "aot_eager", ["10", "24", "28", "29", "31"]),
+    ("bfloat16", "none", LABELS), ("float16", "none", LABELS),
+    ("bfloat16", "aot_eager", ["10", "24", "28", "29", "31"]),
     pytest.param("bfloat16", "aot_eager", COMPILED, marks=pytest.mark.slow),
     pytest.param("float16", "aot_eager", COMPILED, marks=pytest.mark.slow),
 ])
@@ -45,7 +47,7 @@ def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype
         assert not run["rng"]  # --resume restores the default generator: the masks of rung 28 must come from it alone
 
 
-def test_validation_casts_each_weight_once_whatever_the_number_of_sequences(tmp_path):
-    """autocast keeps its copies until it is left: it has to be around the loop, not in it."""
-    found = runs(tmp_path, "bfloat16", "none", ["13", "24"])
-    assert [run["casts"] for run in found] == [2 * 8 + 1, 2 * 5 + 1]  # of both layers, and the embedding
+def test_29_flex_attention_gets_no_heads_that_it_has_no_kernel_for(tmp_path):
+    """Narrower ones are "NYI" there, of wider ones not every GPU holds the blocks: those get a boolean mask."""
+    found = runs(tmp_path, "bfloat16", "aot_eager", [f"29:2x2x{2 * head_size}" for head_size in (8, 16, 128, 256)])
+    assert [run["flex"] for run in found] == [0, 4, 4, 0]  # forward and backward, of two layers

@@ -493,7 +493,8 @@ def test_impossible_speeds_are_marked(tmp_path):
     ("NVIDIA A100", [2000, *[100] * 19], True), ("NVIDIA A100", [2200, *[100] * 19], False),
     ("EPYC (2 threads)", [2000, *[100] * 19], False)])
 def test_a_short_warm_up_of_a_gpu_is_said(device, ms, warned, tmp_path):
-    write_log(tmp_path / "baseline.log", ms=ms, header=f"# script: baseline.py\n# device: {device}\n# batch: B=4 T=1024\n")
+    header = f"# script: baseline.py\n# device: {device}\n# batch: B=4 T=1024\n"
+    write_log(tmp_path / "baseline.log", ms=ms, header=header)
     assert any("less than 3 s" in warning for warning in warnings(build_report(tmp_path))) == warned
 
 
@@ -593,7 +594,8 @@ ALLOCATORS = "# script: {}.py\n# device: {} | allocator: {}\n# batch: B=4 T=1024
 
 @pytest.mark.parametrize("device, one, other, different", [
     ("EPYC (2 threads)", "malloc", "tcmalloc", "malloc against tcmalloc"),
-    ("EPYC (2 threads)", "", "tcmalloc", "unknown against tcmalloc"), ("EPYC (2 threads)", "malloc", "malloc", None), ("NVIDIA H200", "", "torch", None),
+    ("EPYC (2 threads)", "", "tcmalloc", "unknown against tcmalloc"), ("EPYC (2 threads)", "malloc", "malloc", None),
+    ("NVIDIA H200", "", "torch", None),
 ])
 def test_compare_names_different_allocators(device, one, other, different, tmp_path):
     logs = [read_log(write_log(tmp_path / f"{side}.log", ms=[ms] * 20, tail=MEDIAN,

@@ -142,7 +142,7 @@ def test_28_recomputed_blocks_drop_the_same(mode):
 def test_28_validation_drops_nothing(tokens):
     module = rung(DROPOUT)
     loader = module.DataLoaderLite(tokens, 1, 32, "cpu", "val")
-    found = [module.evaluate(lively(module, p), loader, 4, torch.float32, 0, 1) for p in (0.0, 0.5, 0.5)]
+    found = [module.evaluate(lively(module, p), loader, 4, 2, torch.float32, 0, 1) for p in (0.0, 0.5, 0.5)]
     assert found[0] == found[1] == found[2]
 
 

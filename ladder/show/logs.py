@@ -127,8 +127,9 @@ class Run:
         return int(trained[1]) if trained else {"gpt2": 50257, "gpt2-bytes": 50257, "bytes": 257}.get(name and name[1])
 
     def setting(self):
-        """What two runs must share to be compared."""
-        return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": self.device}
+        """What two runs must share to be compared, None where it is not known."""
+        device = None if self.device == "cpu" else self.device  # a script alone, or one that was stopped, names no CPU
+        return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": device}
 
     def seconds_to(self, loss):
         """Seconds of training until a step's loss is first at or below `loss`; None if it never is."""

@@ -213,8 +213,8 @@ def build_report(folder, peak_tflops=None, **stand_ins):
             for name, rounds in runs.items()]
     compare_rows(rows)
     return Report(
-        Path(folder).resolve().name, first.setting(), machine, common_loss, common_val_loss, rows, runs,
-        profile, sweep, timing, skipped,
+        Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, common_loss, common_val_loss,
+        rows, runs, profile, sweep, timing, skipped,
     )
 
 
@@ -334,8 +334,8 @@ def warnings(report):
                    f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
         first = report.runs[row.name][0]
         if not first.on_cpu and "device" in first.headers and sum(first.ms[: first.warm_up]) < WARM_UP_MS:
-            yield (f"{row.title}: the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to warm "
-                   "up a GPU: give more --steps")
+            yield (f"{row.title}: the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to "
+                   "warm up a GPU: give more --steps")
         if not row.complete:
             yield f"{row.title}: the run did not finish ({row.last_step} steps)"
     if len(under := allocators(report)) > 1:
