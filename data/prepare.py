@@ -42,6 +42,7 @@ except ImportError:  # started as data/prepare.py
 
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+DEFAULTS = ("tiny_shakespeare", "python_topics")
 SEPARATOR = vocabulary.SEPARATOR
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 PIECE_CHARACTERS = 1 << 14  # far below the million blanks in a row that make tiktoken panic
@@ -162,7 +163,7 @@ def read(source, field, encoding):
     except Exception as error:  # json, pyarrow, datasets and huggingface_hub raise many kinds
         wrong, cure = f"document {number} cannot be read ({error!r:.300})", "check the file and the flags"
         if isinstance(error, UnicodeError) and suffix not in (None, ".parquet"):
-            wrong, cure = f"not {encoding}", "give its --encoding, for example utf-16 or latin-1"
+            wrong, cure = f"not {encoding}", "if it is text, give its --encoding, for example utf-16"
         elif isinstance(error, json.JSONDecodeError) and suffix == ".jsonl":
             wrong, cure = f"line {number} is not JSON ({error.msg})", "write each document as one line (jq -c .)"
         sys.exit(f"error: {place}: {wrong}; {cure}")
@@ -173,6 +174,8 @@ def files_in(text):
     if not text.exists():
         sys.exit(f"error: --text {text}: no such file or folder; check the path")
     if not text.is_dir():
+        if text.suffix.lower() not in SUFFIXES:
+            warn(f"{text}: read as plain text, one document")
         return [text]
     files = sorted(file for file in text.rglob("*") if file.is_file())
     if left_out := Counter(file.suffix.lower() for file in files if file.suffix.lower() not in SUFFIXES):
@@ -268,6 +271,8 @@ def prepare(text, out, hf=None, field="text", encoding="UTF-8", tokenizer="gpt2"
         for other in {entry.name for entry in folder.iterdir()} - ours if folder.exists() else ():
             sys.exit(f"error: --out {out}: {folder.name} also holds {other}, which would be lost; choose another --out")
     lock = FileLock(out.with_name(out.name + ".lock"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Path(lock.lock_file).touch()  # else a place that cannot be written to would count as another's lock
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -292,9 +297,13 @@ def prepare(text, out, hf=None, field="text", encoding="UTF-8", tokenizer="gpt2"
             tokenizer = load_tokenizer(tokenizer)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no usable tokens are there to lose
             old = json.loads((out / "meta.json").read_text())
+            held = f"error: --out {out}: holds {old['source']} ({old['tokenizer']} tokens)"
             if name == "python_topics" != old["source"] or tokenizer.name == "gpt2-bytes" != old["tokenizer"]:
-                sys.exit(f"error: --out {out}: holds {old['source']} ({old['tokenizer']} tokens), which no fallback may"
-                         " replace; run again with a network, or give another --out")
+                sys.exit(f"{held}, which no fallback may replace; run again with a network, or give another --out")
+            by_name = old["source"] in DEFAULTS and old["tokenizer"] in vocabulary.OUR_NAMES  # quickly made again
+            same = (name, tokenizer.name) == (old["source"], old["tokenizer"])
+            if not (same or by_name or old["tokenizer"] == "gpt2-bytes"):
+                sys.exit(f"{held}, which would be lost; delete it, or give another --out")
         pieces = chain.from_iterable(read(source, field, encoding) for source in sources)
         meta = write_tokens(pieces, name, tokenizer, partial / "new")
         if out.exists():
@@ -306,10 +315,15 @@ def prepare(text, out, hf=None, field="text", encoding="UTF-8", tokenizer="gpt2"
     return meta
 
 
+def path(word):
+    """A flag's path; an empty one, as of a variable that is not set, would be the current folder."""
+    return Path(word) if word else sys.exit("error: --text: is empty; give a file or a folder")
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--text", type=Path, help="a .txt, .jsonl or .parquet file, or a folder of them")
+    group.add_argument("--text", type=path, help="a .txt, .jsonl or .parquet file, or a folder of them")
     group.add_argument("--hf", metavar="DATASET", help="a Hugging Face dataset: its name, or a local folder")
     parser.add_argument("--name", help="a configuration of the dataset, if it has several")
     parser.add_argument("--split", help="a split of the dataset (default: train)")
@@ -334,12 +348,18 @@ def main(argv=None):
         codecs.lookup(encoding)
     except LookupError:
         sys.exit(f"error: --encoding {encoding}: unknown; give one that Python knows, for example utf-16 or latin-1")
+    kinds = {file.suffix.lower() for file in Path(args.hf or "").rglob("*")} if args.hf else set()
+    if len(kinds.intersection(SUFFIXES)) > 1:
+        found = ", ".join(sorted(kinds.intersection(SUFFIXES)))
+        sys.exit(f"error: --hf {args.hf}: one kind of its {found} files would be read; give it as --text")
     try:
         hf = (args.hf, args.name, args.split or "train") if args.hf else None
         meta = prepare(args.text, args.out.resolve(), hf, args.field or "text", encoding, args.tokenizer,
                        args.train_tokenizer)
-    except (OSError, ValueError, KeyboardInterrupt) as error:
+    except (ValueError, KeyboardInterrupt) as error:
         sys.exit(f"error: --out {args.out}: not written ({str(error) or 'stopped'}); run the same command again")
+    except OSError as error:  # no permission, a file in the way, a full disk
+        sys.exit(f"error: --out {args.out}: not written ({error}); make room, or give another --out")
     print(f"{args.out}: {meta['source']} ({meta['tokenizer']} tokens), {meta['documents']:,} documents, "
           f"{meta['train_tokens']:,} train + {meta['val_tokens']:,} val tokens")
 

@@ -96,8 +96,8 @@ def test_end_of_text_separates_the_documents_of_a_txt_file(prepare, merges, tmp_
     prepare.prepare(tmp_path / "a.txt", tmp_path / "out")
     assert read_tokens(tmp_path / "out").tolist() == merges.encoding.encode(end.join(texts), allowed_special="all")
     write_jsonl(tmp_path / "a.jsonl", texts=[end.join(texts)])
-    assert prepare.prepare(tmp_path / "a.jsonl", tmp_path / "out")["documents"] == 1
-    assert END not in read_tokens(tmp_path / "out")
+    assert prepare.prepare(tmp_path / "a.jsonl", tmp_path / "of_jsonl")["documents"] == 1
+    assert END not in read_tokens(tmp_path / "of_jsonl")
 
 
 def test_lines_with_other_keys_and_types(prepare, tmp_path):
@@ -152,14 +152,14 @@ def test_a_dataset_asked_wrongly(flags, reason, dataset, prepare, tmp_path, monk
 @pytest.mark.parametrize("name, content, reason", [
     ("a.jsonl", b'{"text": "good"}\n\n{"text": "cut', "a.jsonl: line 3 is not JSON .Unterminated .*; write each"),
     ("a.jsonl", b'{\n  "text": "pretty"\n}\n', "a.jsonl: line 1 is not JSON .*; write each document as one line"),
-    ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl: not UTF-8; give its --encoding"),
+    ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl: not UTF-8; if it is text, give its --encoding"),
     ("a.jsonl", b'{"text": "good"}\n{"body": ""}\n', "document 2 cannot be .*no string in field 'text' of {'body'"),
     ("a.jsonl", b'["x"]\n', "no string in field 'text' of \\['x'"),
     ("a.jsonl", b'{"text": 0}\n', "no string in field 'text' of {'text': 0}"),
     ("a.jsonl", b'{"text": ""}\n', "0 tokens are too few"),
     ("a.jsonl", b"[" * 200_000, "RecursionError"),
     ("a.parquet", b"PAR1 no parquet", "a.parquet: document 1 cannot be read .ArrowInvalid"),
-    ("a.txt", b"caf\xe9 au lait", "a.txt: not UTF-8; give its --encoding"),
+    ("a.txt", b"caf\xe9 au lait", "a.txt: not UTF-8; if it is text, give its --encoding"),
     ("a.pdf", b"%PDF", "0 tokens are too few; give more text \\(.txt, .jsonl or .parquet\\)"),
 ])
 def test_corpora_that_cannot_be_used(name, content, reason, prepare, tmp_path):
@@ -308,8 +308,9 @@ def test_text_without_blanks_and_a_million_blanks(prepare, merges, tmp_path):
     write_jsonl(tmp_path / "text.jsonl", [text])
     for path in (tmp_path / "text.txt", tmp_path / "text.jsonl"):
         assert max(len(piece) for _, piece in prepare.read(path, "text", "utf-8")) <= 2 * prepare.PIECE_CHARACTERS
-        prepare.prepare(path, tmp_path / "out")
-        assert merges.decode(read_tokens(tmp_path / "out").tolist()) == text
+        out = tmp_path / f"out{path.suffix}"
+        prepare.prepare(path, out)
+        assert merges.decode(read_tokens(out).tolist()) == text
 
 
 # Memory

@@ -130,13 +130,59 @@ def test_offline_the_scripts_still_run(tmp_path):
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["tokens", "tokens.lock"]
 
 
+@pytest.mark.parametrize("had, flags, refused", [
+    (("my.txt", "bytes"), ["--text", "new.txt"], True), (("new.txt", "gpt2"), ["--text", "new.txt"], True),
+    (("new.txt", "bpe-300"), ["--text", "new.txt"], True), (("tiny_shakespeare", "bpe-300"), [], True),
+    (("new.txt", "bytes"), ["--text", "new.txt"], False), (("tiny_shakespeare", "gpt2"), ["--text", "new.txt"], False),
+    (("my.txt", "gpt2-bytes"), ["--text", "new.txt"], False),
+])
+def test_a_folder_of_other_tokens_is_not_replaced(had, flags, refused, tmp_path, monkeypatch):
+    """But Tiny Shakespeare's, which the README's own commands replace, and those of a fallback."""
+    prepare = load_module(PREPARE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "default_text", lambda: ("text", "tiny_shakespeare"))
+    (tmp_path / "new.txt").write_text("new text")
+    (tmp_path / "out").mkdir()
+    before = json.dumps(dict(zip(("source", "tokenizer"), had, strict=True)))
+    (tmp_path / "out" / "meta.json").write_text(before)
+    words = [*flags, "--tokenizer", "bytes", "--out", "out"]
+    if refused:
+        with pytest.raises(SystemExit, match=f"error: --out .*: holds {had[0]} .{had[1]} tokens., which would be lost"):
+            prepare.main(words)
+        assert (tmp_path / "out" / "meta.json").read_text() == before
+    else:
+        prepare.main(words)
+        assert json.loads((tmp_path / "out" / "meta.json").read_text())["tokenizer"] == "bytes"
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--text", ""], "error: --text: is empty"),
+    (["--text", "x.txt", "--out", "x.txt/y"], "not written .*; make room, or give another --out"),
+    (["--text", "x.txt", "--out", "/proc/x"], "not written .*; make room, or give another --out"),
+    (["--hf", "mixed"], "error: --hf mixed: one kind of its .jsonl, .txt files would be read; give it as"),
+])
+def test_slips_that_prepare_refuses(words, said, prepare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mixed").mkdir()
+    for name in ("x.txt", "mixed/a.txt", "mixed/b.jsonl"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(SystemExit, match=said):
+        prepare.main(words)
+
+
+def test_what_is_read_as_plain_text_is_said(prepare, tmp_path, capsys):
+    (tmp_path / "a.json").write_text('["text"]')
+    prepare.main(["--text", str(tmp_path / "a.json"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"])
+    assert "a.json: read as plain text, one document" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("had, flags, tokenizer, refused", [
     (("tiny_shakespeare", "gpt2"), [], "gpt2-bytes", True),
     (("tiny_shakespeare", "gpt2"), [], "gpt2", True),  # the merges are at hand, the text is not
     (("my.txt", "gpt2-bytes"), [], "gpt2-bytes", True),  # a real text
     (("python_topics", "gpt2"), [], "gpt2-bytes", True),
     (("my.txt", "gpt2"), ["--text", "new.txt"], "gpt2-bytes", True),
-    (("my.txt", "gpt2"), ["--text", "new.txt"], "gpt2", False),
+    (("new.txt", "gpt2"), ["--text", "new.txt"], "gpt2", False),
     (("my.txt", "gpt2-bytes"), ["--text", "new.txt"], "gpt2-bytes", False),
     (("python_topics", "gpt2-bytes"), [], "gpt2-bytes", False),
     (("python_topics", "gpt2-bytes"), ["--text", "new.txt"], "gpt2", False),
@@ -206,6 +252,7 @@ def test_the_text_of_every_tokenizer(tmp_path):
                               (["--tokenizer", mine], "mine", 300), (["--tokenizer", mine + "/"], "mine", 300)]:
         prepare.main(["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), *flags])
         meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+        (tmp_path / "out" / "meta.json").write_text("{}")  # nothing to lose
         assert (meta["tokenizer"], meta["vocab_size"], meta["documents"]) == (name, size, 21)
         tokenizer = vocabulary.restore(name, (tmp_path / "out" / "tokenizer.json").read_text(), meta["end_of_text"])
         ids = read_tokens(tmp_path / "out")
@@ -342,8 +389,9 @@ def test_a_name_that_the_terminal_cannot_show(tmp_path):
 
 
 @pytest.mark.parametrize("content, reason", [
-    (b"", "0 tokens are too few"), ("latin: caf\xe9 au lait".encode("latin-1"), "not UTF-8; give its --encoding"),
-    ("utf-16".encode("utf-16"), "not UTF-8; give its --encoding"), (None, "no such file or folder"),
+    (b"", "0 tokens are too few"),
+    ("latin: caf\xe9 au lait".encode("latin-1"), "not UTF-8; if it is text, give its --encoding"),
+    ("utf-16".encode("utf-16"), "not UTF-8; if it is text, give its --encoding"), (None, "no such file or folder"),
 ])
 def test_texts_that_cannot_be_used(content, reason, tmp_path):
     if content is not None:
@@ -367,7 +415,7 @@ def test_a_text_in_another_encoding(encoding, prepare, tmp_path):
         prepare.main(["--text", str(tmp_path / name), "--encoding", encoding, "--out", str(tmp_path / "tokens")])
         assert text_in(tmp_path / "tokens") == "caf\xe9 au lait\r\n" + end
     wrong = "utf-16" if encoding == "UTF-8" else "UTF-8"
-    with pytest.raises(SystemExit, match=f"text.txt: not {wrong}; give its --encoding"):
+    with pytest.raises(SystemExit, match=f"text.txt: not {wrong}; if it is text, give its --encoding"):
         prepare.main(["--text", str(tmp_path / "text.txt"), "--encoding", wrong, "--out", str(tmp_path / "tokens")])
 
 
@@ -482,7 +530,7 @@ def test_an_old_folder_is_back_when_the_new_one_cannot_take_its_place(prepare, t
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refuse_the_new)
-    with pytest.raises(SystemExit, match="not written .in use.; run"):
+    with pytest.raises(SystemExit, match="not written .in use.; make room"):
         prepare.main(["--text", str(tmp_path / "new"), "--out", str(tmp_path / "tokens")])
     assert text_in(tmp_path / "tokens") == "old text" and not (tmp_path / "tokens.partial").exists()
 
