@@ -596,8 +596,8 @@ def save_model(path, model, loader, step):
     """Write a model's file, if a `path` is given; under a temporary name, then renamed: no kill leaves half of it."""
     if path:
         partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()
-        torch.save({"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(), "step": step,
-                    **{key: loader.meta.get(key) for key in ("tokenizer", "tokenizer_json", "end_of_text")}}, contents)
+        torch.save(loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
+                                  "step": step, "T": loader.T}, contents)
         partial.write_bytes(contents.getbuffer())
         partial.replace(path)
 
