@@ -102,7 +102,7 @@ def load_checkpoint(path, convert=to_transformers):
             if file.testzip():
                 raise zipfile.BadZipFile
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        saved = {name: saved[name] for name in ("script", "config", "model", *vocabulary.FIELDS)}
+        saved = {name: saved[name] for name in ("script", "config", "model", "T", *vocabulary.FIELDS)}
     except OSError as error:
         sys.exit(f"error: {path}: cannot be read ({error.strerror}); give a file that a rung wrote")
     except Exception:  # any exception; some advise loading without weights_only, so none is passed on
@@ -195,7 +195,8 @@ def write_file(name, path, stage):
     except (ValueError, RuntimeError) as error:  # the latter: shapes that differ
         sys.exit(f"error: {name}: {error}")
     tokens = dict(zip(vocabulary.FIELDS, tokenizer_of(name, model.config.vocab_size), strict=True))
-    contents = {"script": stage.path.name, "config": asdict(gpt.config), "model": gpt.state_dict(), "step": 0}
+    contents = {"script": stage.path.name, "config": asdict(gpt.config), "model": gpt.state_dict(), "step": 0,
+                "T": gpt.config.block_size}
     partial = path.with_name(path.name + ".partial")
     torch.save(contents | tokens, partial)
     partial.replace(path)

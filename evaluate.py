@@ -4,9 +4,9 @@
     python evaluate.py gpt2 --data data/mine            # a Hugging Face name or folder
 
 val.bin is cut into sequences of T tokens, the last one shorter; every token but the very first is predicted once, from
-the tokens before it in its sequence. So the numbers depend on T: give the -T that the model was trained with, and the
-same one for models that you compare. Bits per byte may be compared across tokenizers: a model with a tokenizer other
-than the data's gets the same text in its own tokens.
+the tokens before it in its sequence. So the numbers depend on T, which is that of the model's training: give the same
+-T for models that you compare. Bits per byte may be compared across tokenizers: a model with a tokenizer other than the
+data's gets the same text in its own tokens.
 """
 import argparse
 import logging
@@ -71,7 +71,8 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint file, or a Hugging Face folder or name")
     parser.add_argument("--data", type=Path, default=Path("data/tokens"), help="a folder of token files")
-    parser.add_argument("-T", "--seq-len", type=int, help="tokens per sequence: the model's longest, at most 1024")
+    parser.add_argument("-T", "--seq-len", type=int, help="tokens per sequence (default: as in training; of a Hugging "
+                        "Face model its longest, at most 1024)")
     parser.add_argument("-B", "--batch-size", type=int, help="sequences at once (default: by the size of the logits)")
     parser.add_argument("--documents-apart", action="store_true", help="no attention across documents, as in rung 29")
     parser.add_argument("--device", default=pick_device(), help="default: %(default)s")
@@ -87,7 +88,7 @@ def main(argv=None):
     tokens, meta = open_tokens(args.data, "val", 2)
     model, tokenizer = load_model(args.model, args.device)
     vocab_size, longest = model.config.vocab_size, model.config.max_position_embeddings
-    T = args.seq_len or min(longest, 1024)
+    T = args.seq_len or getattr(model.config, "trained_length", None) or min(longest, 1024)
     if T > longest:
         sys.exit(f"error: -T {T}: the model's longest sequence is {longest}; lower -T")
     try:

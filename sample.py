@@ -57,6 +57,7 @@ def load_model(name, device):
     try:
         if Path(name).is_file() or name.endswith(".pt"):
             model, checkpoint = load_checkpoint(name, to_model)
+            model.config.trained_length = checkpoint.get("T")
             tokenizer = restore_tokenizer(checkpoint)
         else:
             model, tokenizer = load_hugging_face(name), vocabulary.from_hugging_face(name)
@@ -119,6 +120,10 @@ def main(argv=None):
 
     longest = model.config.max_position_embeddings
     ids = fit(tokenizer.encode(args.prompt).tolist() or [tokenizer.end_of_text], args.max_new_tokens, longest)
+    trained = getattr(model.config, "trained_length", None)  # not known of a Hugging Face model
+    if trained and len(ids) + args.max_new_tokens > trained:
+        warn(f"the model was trained on sequences of {trained} tokens; beyond that its text gets worse:"
+             " shorten the prompt, or give fewer --max-new-tokens")
     x = torch.tensor([ids], device=args.device)  # (1, T)
     sampling = {"do_sample": False}
     if args.temperature > 0:

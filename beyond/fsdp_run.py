@@ -411,8 +411,8 @@ class Checkpoints:
         if not all(weight.isfinite().all() for weight in model.parameters()):
             return log.line(f"# WARNING: no checkpoint of step {step}: not all weights are finite")
         contents = {"model": model.state_dict(), "optimizer": moments, "scaler": self.parts["scaler"].state_dict()}
-        contents |= {key: self.loader.meta.get(key) for key in ("tokenizer", "tokenizer_json", "end_of_text")}
-        contents |= {"script": SCRIPT.name, "config": asdict(model.config), "step": step, "run": self.run}
+        contents |= self.loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "step": step}
+        contents |= {"run": self.run, "T": self.loader.T}
         log.file.seek(0)
         try:
             with open(self.folder / "step.partial", "wb") as file:

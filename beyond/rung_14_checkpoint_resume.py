@@ -269,9 +269,9 @@ class Checkpoints:
 
     def save(self, step, log):
         """Write a checkpoint under a temporary name, then rename it: no kill leaves half of one under its name."""
-        contents = {name: part.state_dict() for name, part in self.parts.items()}
-        contents |= {key: self.loader.meta.get(key) for key in ("tokenizer", "tokenizer_json", "end_of_text")}
-        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "step": step, "run": self.run}
+        contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
+        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "step": step}
+        contents |= {"run": self.run, "T": self.loader.T}
         log.file.seek(0)
         with open(self.folder / "step.partial", "wb") as file:
             torch.save(contents | {"log": log.file.read(), "seconds": log.seconds}, file)

@@ -394,9 +394,9 @@ class Checkpoints:
         """Write a checkpoint under a temporary name, then rename it: no kill leaves half of one under its name."""
         if not all(weight.isfinite().all() for weight in self.parts["model"].parameters()):
             return log.line(f"# WARNING: no checkpoint of step {step}: not all weights are finite")
-        contents = {name: part.state_dict() for name, part in self.parts.items()}
-        contents |= {key: self.loader.meta.get(key) for key in ("tokenizer", "tokenizer_json", "end_of_text")}
-        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "step": step, "run": self.run}
+        contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
+        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "step": step}
+        contents |= {"run": self.run, "T": self.loader.T}
         log.file.seek(0)
         try:
             with open(self.folder / "step.partial", "wb") as file:

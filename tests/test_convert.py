@@ -159,6 +159,12 @@ def test_a_prompt_is_cut_at_its_front(saved, sample, capsys):
     assert "first 481 tokens do not fit" in capsys.readouterr().err
 
 
+def test_text_longer_than_what_the_model_was_trained_on_is_warned_of(saved, sample, capsys):
+    for tokens, warned in ((31, False), (32, True)):  # T is 32, and the prompt one token
+        sample.main([str(saved["10"]), "--prompt", "x", "--max-new-tokens", str(tokens), "--device", "cpu"])
+        assert ("was trained on sequences of 32 tokens" in capsys.readouterr().err) == warned
+
+
 def test_the_end_of_a_document_is_not_printed():
     assert GPT2_BYTES.decode([*GPT2_BYTES.encode("the end"), 50256]) == "the end"
 
@@ -370,7 +376,8 @@ def test_no_character_is_printed_in_part(tokenizer, sample, monkeypatch, capsys)
 
 def test_as_programs(saved, tmp_path):
     """From another folder, on a terminal without the characters, for a reader that goes away; an error in one line."""
-    words = [sys.executable, ROOT / "sample.py", saved["10"], "--prompt 日本 --num-samples 9 --device cpu | head -c 50"]
+    flags = "--prompt 日本 --num-samples 9 --max-new-tokens 20 --device cpu | head -c 50"
+    words = [sys.executable, ROOT / "sample.py", saved["10"], flags]
     run = run_command("bash", "-c", " ".join(map(str, ["set -o pipefail;", *words])), cwd=tmp_path,
                       PYTHONIOENCODING="ascii")
     assert run.returncode == 0 and run.stdout.startswith("--- sample 1 of 9\n??") and not run.stderr, run.stderr

@@ -131,9 +131,9 @@ def test_the_data_s_own_tokens_stay_as_they_are(name, evaluate, tmp_path, monkey
     data, ids = data_folder(tmp_path / "data", tokenizer)
     train(rung("1"), tmp_path, data, "-B", 1, "-T", 8, "--steps", 1, "--save", tmp_path / "model.pt")
     monkeypatch.setattr(evaluate, "encode_again", lambda *_: pytest.fail("in vain"))
-    evaluate.main([str(tmp_path / "model.pt"), "--data", str(data), "-T", "8", "--device", "cpu"])
+    evaluate.main([str(tmp_path / "model.pt"), "--data", str(data), "--device", "cpu"])  # with the T of its training
     n_bytes = len("".join(DOCUMENTS).encode()) - 1
-    assert f" {len(ids) - 1:,} {tokenizer.name} tokens, {n_bytes:,} bytes" in capsys.readouterr().out
+    assert f" {len(ids) - 1:,} {tokenizer.name} tokens, {n_bytes:,} bytes, T=8\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model_tokenizer", ["bytes", "bpe-300", "gpt2-bytes", "gpt2"])
