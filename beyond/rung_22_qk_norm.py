@@ -653,7 +653,7 @@ class Log:
         self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
                   f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}, so training stops; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; how to go on: NaN in docs/measuring.md")
 
     def finish(self, step):
         """Log the median time of the second half of the steps; during the first half the device warms up."""

@@ -6,7 +6,7 @@ from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.report import spread
 
 SAME_RUN_TOLERANCE = 1e-6
-MIN_COUNTED = 3  # steps after the warm-up, for a verdict on the speed
+MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
 
 
 @dataclass
