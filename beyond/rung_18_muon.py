@@ -90,8 +90,8 @@ def config_of(settings, vocab_size):
     shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", MODELS.get(name, name))
     n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)
     if n_embd % (2 * n_head):
-        sys.exit(f"error: --model {name}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128, where the"
-                 " heads share the width evenly")
+        sys.exit(f"error: --model {name}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128, where"
+                 " width / heads is an even number")
     return GPTConfig(max(GPTConfig.block_size, settings.T), vocab_size, n_layer, n_head, n_embd)
 
 
@@ -109,7 +109,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs): nh heads of size hs
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs); (T, T) exists only in tiles
@@ -540,7 +540,7 @@ def train(settings):
         time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
 
 
-# ---- the same in every rung ------------------------------------------------------------------------------------------
+# ---- the same in every rung: files, log, command line; to skip on a first reading ------------------------------------
 
 def open_tokens(folder, split, n_needed):
     """(The tokens of "train" or "val", memory-mapped, (n_tokens,) uint16; meta.json); exits if they cannot be used."""
@@ -552,7 +552,7 @@ def open_tokens(folder, split, n_needed):
         tokens = np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r")
         if len(tokens) != meta[f"{split}_tokens"] or tokens[:10**8].max() >= meta["vocab_size"]:
             raise ValueError(f"{split}.bin is not what meta.json describes")
-        named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # the name says it all
+        named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # which need no tokenizer.json
         meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
         meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -567,7 +567,7 @@ def new_model(settings, loader):
     if not settings.pretrained:
         return GPT(config_of(settings, loader.meta["vocab_size"]))
     saved, meta = read_model(settings.pretrained), loader.meta
-    ours, theirs = (json.loads(each["tokenizer_json"] or "{}").get("model") for each in (saved, meta))
+    theirs, ours = (json.loads(each["tokenizer_json"] or "{}").get("model") for each in (saved, meta))
     if saved["config"]["vocab_size"] != meta["vocab_size"] or ours != theirs:
         sys.exit("error: --pretrained: its tokens are not the data's; data/prepare.py --tokenizer takes this file")
     if saved["config"]["block_size"] < settings.T:
@@ -576,7 +576,7 @@ def new_model(settings, loader):
         model = GPT(GPTConfig(**saved["config"]))
         model.load_state_dict(saved["model"])
         assert all(torch.equal(weight, saved["model"][name]) for name, weight in model.state_dict().items())
-    except (AssertionError, RuntimeError, TypeError):  # the first: two matrices where this script has one
+    except (AssertionError, RuntimeError, TypeError):  # the first: an untied file, for a script that ties
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
 
@@ -593,7 +593,7 @@ def read_model(path):
 def save_model(path, model, loader, step):
     """Write a model's file, if a `path` is given; under a temporary name, then renamed: no kill leaves half of it."""
     if path:
-        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()
+        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # a full disk is then an OSError
         torch.save(loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
                                   "step": step, "T": loader.T}, contents)
         partial.write_bytes(contents.getbuffer())

@@ -81,8 +81,8 @@ def test_unknown_flags_and_words(flags, stopped):
     ("gpt5", "--model gpt5: give tiny, mini, small, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or layers x heads x width"),
     ("4x4", "--model 4x4: give tiny"),
     ("0x4x128", "--model 0x4x128: give tiny"),
-    ("4x3x128", "where the heads share the width evenly"),
-    ("4x4x12", "where the heads share the width evenly"),  # in even parts: RoPE rotates pairs
+    ("4x3x128", "where width / heads is an even number"),
+    ("4x4x12", "where width / heads is an even number"),  # in even parts: RoPE rotates pairs
 ])
 @TWO_RUNGS
 def test_models_that_do_not_exist(label, model, reason, stopped):

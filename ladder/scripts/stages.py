@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BANNER = "# ---- the same in every rung "  # begins the line between a script's lesson and its plumbing
+BANNER = "# ---- the same in every rung"  # begins the line between a script's lesson and its plumbing
 STAGES, BY_LABEL = [], {}  # filled below
 
 
