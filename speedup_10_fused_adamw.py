@@ -247,7 +247,7 @@ def train(settings):
         with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
             loss = step_model(x, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # divides the gradients by the scaler's factor: 1.0 is meant for the true ones
+        scaler.unscale_(optimizer)  # takes the scaler's factor out, since 1.0 is for gradients without it
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
         scaler.step(optimizer)
         scaler.update()

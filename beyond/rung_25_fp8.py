@@ -526,7 +526,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, device, amp_dtype)
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
         loader.prefetch(number + numbers.step)  # the next one, while the device is busy with this one
-    scaler.unscale_(optimizer)  # divides the gradients by the scaler's factor: 1.0 is meant for the true ones
+    scaler.unscale_(optimizer)  # takes the scaler's factor out, since 1.0 is for gradients without it
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
     scaler.step(optimizer)
     scaler.update()
@@ -545,7 +545,7 @@ def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
     device = settings.device
     rank, world_size = init_ranks(settings)
-    tokens = settings.B * settings.T * world_size  # of a batch on each rank
+    tokens = settings.B * settings.T * world_size  # in one batch of each rank
     settings.total_batch = settings.total_batch or (4 * tokens if device == "cpu" else 2**19)
     if settings.total_batch % tokens:
         sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")
