@@ -328,19 +328,19 @@ def init_ranks(settings):
     return rank, dist.get_world_size()
 
 
-def optimizer_step(model, optimizer, scaler, loader, numbers, device, amp_dtype):
-    """One step on the batches `numbers`: the mean of their losses, and the norm of the gradient before clipping."""
+def optimizer_step(model, optimizer, scaler, loader, micro_batches, device, amp_dtype):
+    """One step on the batches of these numbers: their mean loss, and the norm of its gradient before clipping."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=device)
-    for number in numbers:
-        x, y = loader.batch(number)  # (B, T) each
-        accumulating = dist.is_initialized() and number != numbers[-1]  # no all-reduce until the last one
+    for i in micro_batches:
+        x, y = loader.batch(i)  # (B, T) each
+        accumulating = dist.is_initialized() and i != micro_batches[-1]  # no all-reduce until the last one
         with model.no_sync() if accumulating else contextlib.nullcontext():
             with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
-                micro_loss = model(x, y) / len(numbers)  # so that the gradients add up to that of the mean
+                micro_loss = model(x, y) / len(micro_batches)  # the gradients add up to that of the mean loss
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-        loader.prefetch(number + numbers.step)  # the next one, while the device is busy with this one
+        loader.prefetch(i + micro_batches.step)  # the next one, while the device is busy with this one
     scaler.unscale_(optimizer)  # takes the scaler's factor out, since 1.0 is for gradients without it
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
     scaler.step(optimizer)
@@ -356,7 +356,7 @@ def train(settings):
     settings.total_batch = settings.total_batch or (4 * tokens if device == "cpu" else 2**19)
     if settings.total_batch % tokens:
         sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")
-    n_batches = settings.total_batch // tokens * world_size  # per step, of all ranks together
+    n_micro_batches = settings.total_batch // tokens * world_size  # per step, of all ranks together
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
@@ -389,8 +389,8 @@ def train(settings):
         lr = get_lr(step, settings.steps, settings.max_lr, settings.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        numbers = range((step - 1) * n_batches + rank, step * n_batches, world_size)  # of this rank's batches
-        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, numbers, device, amp_dtype)
+        micro_batches = range((step - 1) * n_micro_batches + rank, step * n_micro_batches, world_size)  # of this rank
+        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, micro_batches, device, amp_dtype)
         torch.get_device_module(device).synchronize()  # kernels launch asynchronously: wait, then read the clock
         dt = time.perf_counter() - t0
         loss = loss.detach() / world_size
