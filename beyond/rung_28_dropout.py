@@ -526,7 +526,7 @@ def optimizer_step(model, optimizer, scaler, loader, micro_batches, device, amp_
     for i in micro_batches:
         x, y = loader.batch(i)  # (B, T) each
         accumulating = dist.is_initialized() and i != micro_batches[-1]  # no all-reduce until the last one
-        torch.manual_seed(loader.seed + 1 + number)  # a batch's dropout masks depend only on its number
+        torch.manual_seed(loader.seed + 1 + i)  # a batch's dropout masks depend only on its number
         with model.no_sync() if accumulating else contextlib.nullcontext():
             with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
                 micro_loss = model(x, y) / len(micro_batches)  # the gradients add up to that of the mean loss
