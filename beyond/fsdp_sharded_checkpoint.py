@@ -368,7 +368,7 @@ class Checkpoints:
         Until the first call, while the first step compiles, SIGTERM and Ctrl-C end the process: nothing is lost yet.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: self.signals.append(number))
+            signal.signal(number, lambda received, frame: self.signals.append(received))
         signals = torch.tensor(len(self.signals), device=self.settings.device)
         if dist.is_initialized():
             dist.all_reduce(signals)
@@ -398,7 +398,7 @@ class Checkpoints:
         if not paths:
             return 0, b"", []
         if not self.settings.resume:
-            sys.exit(f"error: {paths[-1]}: from an earlier run; add --resume, or give another --checkpoint-dir")
+            sys.exit(f"error: {paths[-1]}: from an earlier run; add --resume to go on with it, or delete {self.folder}")
         try:
             saved = json.loads((paths[-1] / "notes.json").read_text(encoding="utf-8"))
         except ValueError:  # an empty file, after a power cut
@@ -572,7 +572,7 @@ def train(settings):
         log.file.truncate(0)
         log.file.write(old_log)
         log.seconds = seconds
-        log.line(f"# resumed after step {step} of {settings.steps}")
+        log.line(f"# resumed after step {step} of {settings.steps} | device: {device} | B={settings.B}")
 
     for step in steps:
         t0 = time.perf_counter()

@@ -1,18 +1,19 @@
 """Rung 14, checkpoint and resume: a run that survives a crash. Starts from rung 13.
 
 Every --checkpoint-every steps all that the next step depends on goes into a new file: the weights, the optimizer's
-moments, the gradient scaler, the step. --resume continues from the newest:
+moments, the gradient scaler, the step; and the log, so that it goes on, too. --resume continues from the newest:
 
     python beyond/rung_14_checkpoint_resume.py --steps 20000 --resume
 
 Give --resume from the start: without a checkpoint the run begins at step 1, and after a crash you rerun the same
 command. No data position is saved: the loader computes it from the step. No RNG state either: nothing here draws
-random numbers once the weights are initialized. Read `save`, then `load`: a run is all of its flags but a few.
+random numbers once the weights are initialized. Read `save`, then `load`. A run is its text and its flags, except those
+that change nothing but speed or what is written (`free`; B, because --total-batch stays): --resume refuses another one.
 
 Gain: a crash costs only the steps since the last checkpoint. On a CPU the repeated steps are bit-for-bit identical; on
 a GPU they may differ in the last digits, because the order of some sums varies from run to run.
-Cost: 12 bytes per parameter and file (1.5 GB for GPT-2); the newest two stay, and a third is there while saving. `dt`
-leaves the time out.
+Cost: 12 bytes per parameter and file (1.5 GB for GPT-2); the newest two stay, and a third is there while saving. The
+time is not in `dt`.
 What may change between two parts of a run: docs/long_runs.md.
 
 Source: "Saving and loading a general checkpoint" in PyTorch's tutorials.
@@ -258,23 +259,23 @@ class Checkpoints:
         if not paths:
             return 0, b"", []
         if not self.settings.resume:
-            sys.exit(f"error: {paths[-1]}: from an earlier run; add --resume, or give another --checkpoint-dir")
+            sys.exit(f"error: {paths[-1]}: from an earlier run; add --resume to go on with it, or delete {self.folder}")
         saved = torch.load(paths[-1], map_location="cpu", weights_only=True)
         for name, value in self.run.items():
             if (old := saved["run"].get(name)) != value:
                 sys.exit(f"error: --resume: {paths[-1]} has {name} {old}, not {value}; make them equal to continue it")
         for name, part in self.parts.items():
-            part.load_state_dict(saved[name] or part.state_dict())  # a scaler's is empty if it was not needed
+            part.load_state_dict(saved[name] or part.state_dict())  # a scaler's is empty without float16
         return saved["step"], saved["log"], saved["seconds"]
 
     def save(self, step, log):
         """Write a checkpoint under a temporary name, then rename it: no kill leaves half of one under its name."""
-        contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
-        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "step": step}
-        contents |= {"run": self.run, "T": self.loader.T}
         log.file.seek(0)
+        contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
+        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "T": self.loader.T}
+        contents |= {"run": self.run, "step": step, "log": log.file.read(), "seconds": log.seconds}
         with open(self.folder / "step.partial", "wb") as file:
-            torch.save(contents | {"log": log.file.read(), "seconds": log.seconds}, file)
+            torch.save(contents, file)
             os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
         (self.folder / "step.partial").replace(self.folder / f"step_{step:07}.pt")
         log.line(f"# checkpoint: step {step} in {self.folder}")
@@ -382,7 +383,7 @@ def train(settings):
         log.file.truncate(0)
         log.file.write(old_log)
         log.seconds = seconds
-        log.line(f"# resumed after step {step} of {settings.steps}")
+        log.line(f"# resumed after step {step} of {settings.steps} | device: {device} | B={settings.B}")
 
     for step in steps:
         t0 = time.perf_counter()

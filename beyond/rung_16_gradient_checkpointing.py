@@ -274,7 +274,7 @@ class Checkpoints:
         Until the first call, while the first step compiles, SIGTERM and Ctrl-C end the process: nothing is lost yet.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: self.signals.append(number))
+            signal.signal(number, lambda received, frame: self.signals.append(received))
         signals = torch.tensor(len(self.signals), device=self.settings.device)
         if dist.is_initialized():
             dist.all_reduce(signals)
@@ -282,9 +282,12 @@ class Checkpoints:
 
     def read(self, path):
         """The contents of a checkpoint; exits with a line that says how to go on without it if it is damaged."""
-        with contextlib.suppress(Exception):  # a damaged file can raise any exception
+        try:
             if zipfile.ZipFile(path).testzip() is None:  # torch writes checksums, but does not read them
                 return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file can raise any
+            if isinstance(error, OSError) or "memory" in str(error):  # which is not the file's fault
+                raise
         older = [each.name for each in sorted(self.folder.glob("step_*.pt")) if each < path]
         sys.exit(f"error: --resume: {path} is damaged; delete it to continue from {(older or ['step 0'])[-1]}")
 
@@ -294,13 +297,13 @@ class Checkpoints:
         if not paths:
             return 0, b"", []
         if not self.settings.resume:
-            sys.exit(f"error: {paths[-1]}: from an earlier run; add --resume, or give another --checkpoint-dir")
+            sys.exit(f"error: {paths[-1]}: from an earlier run; add --resume to go on with it, or delete {self.folder}")
         saved = self.read(paths[-1])
         for name, value in self.run.items():
             if (old := saved["run"].get(name)) != value:
                 sys.exit(f"error: --resume: {paths[-1]} has {name} {old}, not {value}; make them equal to continue it")
         for name, part in self.parts.items():
-            part.load_state_dict(saved[name] or part.state_dict())  # a scaler's is empty if it was not needed
+            part.load_state_dict(saved[name] or part.state_dict())  # a scaler's is empty without float16
         self.newest = f"step {saved['step']}"
         return saved["step"], saved["log"], saved["seconds"]
 
@@ -308,15 +311,16 @@ class Checkpoints:
         """Write a checkpoint under a temporary name, then rename it: no kill leaves half of one under its name."""
         if not all(weight.isfinite().all() for weight in self.parts["model"].parameters()):
             return log.line(f"# WARNING: no checkpoint of step {step}: not all weights are finite")
-        contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
-        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "step": step}
-        contents |= {"run": self.run, "T": self.loader.T}
         log.file.seek(0)
+        contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
+        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "T": self.loader.T}
+        contents |= {"run": self.run, "step": step, "log": log.file.read(), "seconds": log.seconds}
         try:
             with open(self.folder / "step.partial", "wb") as file:
-                torch.save(contents | {"log": log.file.read(), "seconds": log.seconds}, file)
+                torch.save(contents, file)
                 os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
         except (OSError, RuntimeError):  # torch makes a RuntimeError of a full disk
+            (self.folder / "step.partial").unlink(missing_ok=True)  # it fills the disk
             return log.line(f"# WARNING: no checkpoint of step {step}: cannot be written; is the disk full?")
         (self.folder / "step.partial").replace(self.folder / f"step_{step:07}.pt")
         self.newest = f"step {step}"
@@ -437,7 +441,7 @@ def train(settings):
         log.file.truncate(0)
         log.file.write(old_log)
         log.seconds = seconds
-        log.line(f"# resumed after step {step} of {settings.steps}")
+        log.line(f"# resumed after step {step} of {settings.steps} | device: {device} | B={settings.B}")
 
     for step in steps:
         t0 = time.perf_counter()

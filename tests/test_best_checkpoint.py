@@ -236,7 +236,7 @@ def test_27_best_pt_is_not_needed_to_resume(damage, whole, small, tmp_path):
         shutil.copy(whole / name, tmp_path / name)
     damage(tmp_path / "checkpoints/best.pt")
     run_in(tmp_path, small, "--resume")
-    assert "# resumed after step 20 of 30\n" in (tmp_path / LOG).read_text()
+    assert "# resumed after step 20 of 30 | device: cpu" in (tmp_path / LOG).read_text()
     assert_same_best(tmp_path, whole)
 
 

@@ -401,7 +401,7 @@ def test_14_a_finished_run_repeats_nothing(label, whole_runs, tokens, tmp_path):
 @pytest.mark.parametrize("label, more, reason", [
     (PREEMPTION, ["--resume", "--steps", 7], "--resume: .*{} has steps 6, not 7"),
     (PREEMPTION, ["--resume", "--max-lr", 1e-3], "--resume: .*{} has max_lr 0.0006, not 0.001"),
-    (PREEMPTION, [], ".*{}: from an earlier run; add --resume, or give another --checkpoint-dir"),
+    (PREEMPTION, [], ".*{}: from an earlier run; add --resume to go on with it, or delete "),
     (RECOMPUTE, ["--resume"], "--resume: .*{} has script rung_15_preemption.py, not rung_16_gradient_checkpointing.py"),
 ])
 def test_14_a_different_run_is_not_resumed(label, more, reason, whole_runs, tokens, tmp_path):
