@@ -1,14 +1,14 @@
 """Rung 17, chunked cross-entropy: the logits of a whole batch never exist at once. Starts from rung 16.
 
-To see its effect raise -B: a batch of up to --loss-chunk tokens (-B 4 -T 1024) is a single chunk and saves no memory.
-
 With 50,257 logits per token, the output layer needs more memory than all blocks together once these are recomputed
 (rung 16). But the loss is a mean over tokens, and the gradient of a token's loss with respect to its logits depends on
 no other token: it is the softmax, minus 1 at the target. So the forward pass takes --loss-chunk tokens at a time and,
 while a chunk's logits exist, also adds its share to the gradients of the output matrix and of the hidden vectors. The
-backward pass only scales those.
+backward pass only scales those. A batch of up to --loss-chunk tokens (-B 4 -T 1024) is one chunk and saves nothing:
 
-Gain: memory, not speed. It no longer grows with B or T for the logits: a 12M model with 16,384 tokens peaks at 1.7 GB
+    python beyond/rung_17_chunked_cross_entropy.py -B 16
+
+Gain: memory, not speed. That of the logits no longer grows with B or T: a 12M model with 16,384 tokens peaks at 1.7 GB
 instead of 4.3 (measured, experiments/README.md).
 Cost: no extra matrix products: the existing three are split into chunks, which must stay large enough to be efficient.
 The gradient of the output matrix exists from the forward pass on.
@@ -146,24 +146,23 @@ class Block(nn.Module):
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of x @ weight.T (N, n_rows) against targets (N,), `chunk` rows of it at a time."""
+    """The mean cross-entropy of the logits x @ weight.T (N, n_rows) against targets (N,), `chunk` tokens at a time."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, chunk):
         total = torch.zeros((), device=x.device)
-        x_grad = torch.empty_like(x)  # of the sum of the losses
-        in_training = ctx.needs_input_grad[0]  # unlike in evaluate()
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if in_training else None  # chunk by chunk added up
-        for rows, ids, rows_grad in zip(x.split(chunk), targets.split(chunk), x_grad.split(chunk), strict=True):
-            logits = F.linear(rows, weight)  # (chunk, C) -> (chunk, n_rows)
+        x_grad = torch.empty_like(x)  # both are gradients of the sum of the losses; backward() divides them by N
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        for part, ids, part_grad in zip(x.split(chunk), targets.split(chunk), x_grad.split(chunk), strict=True):
+            logits = F.linear(part, weight)  # (chunk, C) -> (chunk, n_rows)
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
-            if in_training:
+            if weight_grad is not None:  # not in evaluate()
                 one_hot = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
                 logits_grad = log_probs.exp_().add_(one_hot, alpha=-1).to(logits.dtype)  # softmax - one-hot
-                rows_grad.copy_(logits_grad @ weight)  # (chunk, n_rows) @ (n_rows, C)
-                weight_grad += 64 * (logits_grad.T @ (rows / 64)).float()  # / 64: no sum exceeds float16's range
+                part_grad.copy_(logits_grad @ weight)  # into x_grad: (chunk, n_rows) @ (n_rows, C)
+                weight_grad += 64 * (logits_grad.T @ (part / 64)).float()  # 64: a chunk's sum must fit into float16
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 

@@ -146,24 +146,23 @@ class Block(nn.Module):
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of x @ weight.T (N, n_rows) against targets (N,), `chunk` rows of it at a time."""
+    """The mean cross-entropy of the logits x @ weight.T (N, n_rows) against targets (N,), `chunk` tokens at a time."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, chunk):
         total = torch.zeros((), device=x.device)
-        x_grad = torch.empty_like(x)  # of the sum of the losses
-        in_training = ctx.needs_input_grad[0]  # unlike in evaluate()
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if in_training else None  # chunk by chunk added up
-        for rows, ids, rows_grad in zip(x.split(chunk), targets.split(chunk), x_grad.split(chunk), strict=True):
-            logits = F.linear(rows, weight)  # (chunk, C) -> (chunk, n_rows)
+        x_grad = torch.empty_like(x)  # both are gradients of the sum of the losses; backward() divides them by N
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        for part, ids, part_grad in zip(x.split(chunk), targets.split(chunk), x_grad.split(chunk), strict=True):
+            logits = F.linear(part, weight)  # (chunk, C) -> (chunk, n_rows)
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
-            if in_training:
+            if weight_grad is not None:  # not in evaluate()
                 one_hot = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
                 logits_grad = log_probs.exp_().add_(one_hot, alpha=-1).to(logits.dtype)  # softmax - one-hot
-                rows_grad.copy_(logits_grad @ weight)  # (chunk, n_rows) @ (n_rows, C)
-                weight_grad += 64 * (logits_grad.T @ (rows / 64)).float()  # / 64: no sum exceeds float16's range
+                part_grad.copy_(logits_grad @ weight)  # into x_grad: (chunk, n_rows) @ (n_rows, C)
+                weight_grad += 64 * (logits_grad.T @ (part / 64)).float()  # 64: a chunk's sum must fit into float16
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
@@ -231,14 +230,14 @@ def orthogonalize(matrices):
     wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
     x = F.normalize(wide, dim=(-2, -1), eps=1e-7).to(torch.float16 if wide.is_cuda else autocast_dtype("cpu"))
     for _ in range(5):  # s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small s more than triple, large s stay near 1
-        gram = x @ x.mT  # (N, min(m, n), min(m, n))
+        gram = x @ x.mT  # (N, min(m, n), min(m, n)); next, x = 3.4445 x + (-4.7750 gram + 2.0315 gram @ gram) @ x
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x if wide is matrices else x.mT
 
 
 def muon_update(grads, momenta):
     """The updates of N matrices, each by itself, from their gradients and momenta: (N, m, n) each."""
-    ahead = grads.lerp(momenta, 0.95)  # Nesterov: where the momentum is going
+    ahead = grads.lerp(momenta, 0.95)  # 0.05 grads + 0.95 momenta: Nesterov's, one step ahead of the momenta
     return 0.2 * max(ahead.shape[-2:]) ** 0.5 * orthogonalize(ahead)
 
 
@@ -247,10 +246,10 @@ class MuonAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
-            return  # float16: the scaler has found an overflow
+            return  # the scaler sets it where a float16 gradient has overflowed
         muon, stacks = self.param_groups[0], {}  # matrices of one shape are updated at once: few kernels
         for i, p in enumerate(muon["params"]):
-            stacks.setdefault((p.shape, i * p.numel() // 2**27), []).append(p)  # of a large model only a few layers
+            stacks.setdefault((p.shape, i * p.numel() // 2**27), []).append(p)  # of a large model some layers at a time
             self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
         for stack in stacks.values():
             grads, momenta = [p.grad for p in stack], [self.state[p]["momentum"] for p in stack]

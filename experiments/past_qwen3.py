@@ -145,8 +145,8 @@ TRIALS = {  # name: (what it is, and where it comes from; [(text of rung 24, wha
         (VECTORS, VECTORS.replace("< 2]", "< 2 or p.shape[0] <= 64]")),
     ]),
     "softcap": ("logits capped softly at 15 (Gemma 2; speedrun)", [
-        ("            logits = F.linear(rows, weight)  # (chunk, C) -> (chunk, n_rows)\n",
-         "            linear = F.linear(rows, weight)\n"
+        ("            logits = F.linear(part, weight)  # (chunk, C) -> (chunk, n_rows)\n",
+         "            linear = F.linear(part, weight)\n"
          "            capped = torch.tanh(linear.float() / 15)\n"
          "            logits = 15 * capped\n"),
         (".add_(one_hot, alpha=-1).to(logits.dtype)",
