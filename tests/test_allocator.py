@@ -53,6 +53,12 @@ def test_what_the_tool_starts_on_a_cpu_runs_under_it_and_says_so(tokens, tmp_pat
         assert log.allocator == name
 
 
+def test_glibc_keeps_memory_only_with_both_of_its_variables():
+    for name, value in KEPT.items():
+        assert allocator.name_of({name: value}) == "default"
+    assert allocator.name_of(KEPT) == "glibc, memory kept"
+
+
 @linux
 def test_without_the_wheel_glibc_is_told_to_keep(monkeypatch):
     monkeypatch.setattr(allocator.importlib.metadata, "files", lambda name: None)

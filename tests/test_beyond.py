@@ -418,6 +418,11 @@ def test_14_another_text_is_another_run(whole_runs, tokens, tmp_path):
     other = tokens_of(tmp_path / "tokens", np.fromfile(tokens / "train.bin", dtype="<u2"))
     line = r"error: --resume: .* has text \w+ in gpt2-bytes tokens, not  in gpt2 tokens"
     assert_refused(long_run(other, tmp_path, PREEMPTION, "--resume"), line)
+    in_bytes = shutil.copytree(tokens, tmp_path / "in bytes")
+    meta = json.loads((in_bytes / "meta.json").read_text())
+    (in_bytes / "meta.json").write_text(json.dumps(meta | {"tokenizer": "gpt2"}))
+    line = r"error: --resume: .* has text (\w+) in gpt2-bytes tokens, not \1 in gpt2 tokens"
+    assert_refused(long_run(in_bytes, tmp_path, PREEMPTION, "--resume"), line)
     same = shutil.copytree(tokens, tmp_path / "the same")
     assert long_run(same, tmp_path, PREEMPTION, "--resume").returncode == 0
 

@@ -159,6 +159,11 @@ def test_a_prompt_is_cut_at_its_front(saved, sample, capsys):
     assert "first 481 tokens do not fit" in capsys.readouterr().err
 
 
+def test_a_script_s_own_model_stops_at_the_end_of_a_text(saved, sample):
+    checkpoint = torch.load(saved["22"], weights_only=True) | {"end_of_text": 256}
+    assert sample.to_model(checkpoint).config.eos_token_id == 256
+
+
 def test_text_longer_than_what_the_model_was_trained_on_is_warned_of(saved, sample, capsys):
     for tokens, warned in ((31, False), (32, True)):  # T is 32, and the prompt one token
         sample.main([str(saved["10"]), "--prompt", "x", "--max-new-tokens", str(tokens), "--device", "cpu"])

@@ -272,7 +272,7 @@ def test_a_hash_draws_a_tenth(prepare):
     assert not prepare.is_drawn(0)  # move_drawn leaves the first document in train.bin
 
 
-@pytest.mark.parametrize("n, long, times", [(1, 0, 50), (20, 18, 2), (500, 3, 2000), (500, 18, 2000)])
+@pytest.mark.parametrize("n, long, times", [(1, 0, 50), (20, 18, 2), (500, 3, 2000), (500, 18, 2000), (500, 18, 100)])
 def test_few_documents_are_cut_at_nine_tenths(n, long, times, prepare, tmp_path):
     """Or many, if one of them holds most of the text, drawn (18) or not."""
     texts = [f"{number:03} " * (times if number == long else 1) for number in range(n)]

@@ -356,6 +356,12 @@ def test_a_folder_named_as_our_tokenizers(tmp_path):
     assert vocabulary.from_hugging_face(folder).name == "hf-gpt2"
 
 
+def test_an_added_token_counts_its_bytes():
+    tokenizer = vocabulary.trained(["some text"], 300).tokenizer
+    tokenizer.add_tokens(["é"])
+    assert vocabulary.Tokenizer("x", tokenizer.to_str(), 0).byte_lengths()[tokenizer.token_to_id("é")] == 2
+
+
 @pytest.mark.parametrize("name", ["bytes", "gpt2-bytes"])
 def test_single_bytes_are_known_again(name, tmp_path):
     """So that a converted model fits its data when it comes back."""

@@ -178,8 +178,9 @@ def test_cards_are_known_by_the_drivers_name(device, name):
     assert (card and card.name) == name
 
 
-def write_log(path, ms, precision="bfloat16 autocast", device="NVIDIA GeForce RTX 3080"):
-    path.write_text(f"# script: speedup_10_fused_adamw.py\n# model: gpt2\n# device: {device} | precision: {precision}\n"
+def write_log(path, ms, precision="bfloat16 autocast", device="NVIDIA GeForce RTX 3080", more=""):
+    path.write_text(f"# script: speedup_10_fused_adamw.py\n# model: gpt2\n"
+                    f"# device: {device} | precision: {precision}{more}\n"
                     f"# batch: B=4 T=1024 | steps: 1 | seed: 1\nstep : 1 | loss: 9.0 | dt: {ms} ms\n")
     return path
 
@@ -195,6 +196,20 @@ def test_report_calls_a_log_impossible_that_beats_its_cards_arithmetic(ms, devic
     assert ("matrix products alone take" in " ".join(capsys.readouterr().out.split())) == impossible
     if "3080" in device:
         assert products[0] == pytest.approx(1000 * flops_per_token("gpt2", 1024, True) * 4096 / (1.25 * 59.5e12))
+
+
+@pytest.mark.parametrize("more, times", [(" | ranks: 2", 1.4), (" | float8: 3 layers", 0.7)])
+def test_an_honest_log_is_not_called_impossible(more, times, tmp_path, capsys):
+    """Two cards do twice the arithmetic; float8 has another rate, which no card's row has."""
+    path = tmp_path / "speedup_10_fused_adamw.log"
+    products, _ = fastest_ms(read_log(write_log(path, 100)))
+    write_log(path, times * products, more=more)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "matrix products alone take" not in " ".join(capsys.readouterr().out.split())
+
+
+def test_cards_without_tf32_compute_it_as_float32():
+    assert {name for name, card in CARDS.items() if card.tf32 == card.float32} >= {"T4", "V100"}
 
 
 def test_command_prints_what_is_stored_for_several_cards(capsys):

@@ -1,7 +1,9 @@
 """From GPT-2 to a modern transformer: each rung shown on the thing itself, and against torch's and transformers'."""
 import json
 import math
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +144,27 @@ def test_17_no_tensor_has_the_logits_of_all_tokens(label):
         assert largest.numel >= 4 * 32 * 50257
     else:
         assert largest.numel == model.lm_head.weight.numel() < 4 * 32 * 50257
+
+
+@pytest.mark.parametrize("label", [CHUNKED, "30", "fsdp"])
+def test_17_the_flag_is_the_chunk(label, tokens):
+    module, chunks = rung(label), []
+    real = module.ChunkedCrossEntropy
+    module.ChunkedCrossEntropy = SimpleNamespace(apply=lambda *args: chunks.append(args[-1]) or real.apply(*args))
+    for flag in ("24", "0"):
+        words = ["--model", "tiny", "-B", "2", "-T", "32", "--device", "cpu", "--loss-chunk", flag]
+        settings = module.parse_settings(words)
+        loader = module.DataLoaderLite(tokens, 2, 32, "cpu")
+        module.build_model(settings, loader)(*loader.batch(0))
+    assert chunks == [24, 2 * 32]
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_19_the_whole_run_may_decay_or_none_of_it(share, tmp_path, tokens):
+    log = train(rung("19"), tmp_path, tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--val-every", 0,
+                "--warmup-steps", 0, "--decay-share", share)
+    rates = [float(rate) for rate in re.findall(r"lr: (\S+)", log.read_text())]
+    assert rates[1] == pytest.approx(rates[0] / (1 + share))
 
 
 def test_17_validation_computes_no_gradients(monkeypatch):

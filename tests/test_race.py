@@ -344,6 +344,49 @@ def test_the_standings_say_what_is_beyond_chance(tmp_path):
     assert {*texts["p"], *texts["p "]} == {"–"} and "t-test" not in caption
 
 
+def test_losses_and_tokens_have_a_p_each(tmp_path):
+    """Here the ends are alike, and one rung is at the target long before."""
+    ends = {f"round_{n}": 6 + 0.01 * n for n in range(1, 6)}
+
+    def early(end, job):
+        n = int(job.log_dir.name[-1]) if job.log_dir.name in ends else 0
+        return (9, 5 + 0.1 * n, 7, ends[job.log_dir.name] + 0.001 * (n % 2)) if n else (9, 8, 7, end)
+
+    run_race(tmp_path, BEST, [ADAMW, MUON], 5, **{
+        ADAMW.name: lambda end, job: (9, 8, 7, ends.get(job.log_dir.name, end)), MUON.name: early})
+    report = build_report(tmp_path)
+    target, racers = standings(report)
+    lengths = [{run.path.parent.name: min(steps_to(run, target), 40) for run in report.runs[stage.name]}
+               for stage in (ADAMW, MUON)]
+    assert racers[1].p_tokens == pytest.approx(paired_p(*reversed(lengths))) and racers[1].p_tokens < 0.01
+    assert racers[1].p_loss > 0.05
+
+
+def test_medians_of_rounds_and_first_steps_of_timings(tmp_path):
+    """Of curves, and of memory; one seed far off, or the first, must not decide."""
+    ends = {"round_1": 6.0, "round_2": 6.1, "round_3": 9.0}
+    run_race(tmp_path, BEST, [ADAMW], 3, **{ADAMW.name: lambda end, job: (9, 8, 7, ends.get(job.log_dir.name, end))})
+    for folder, GB, first in [*((f"round_{n}", GB, 9000) for n, GB in ((1, 1), (2, 2), (3, 9))),
+                              *((f"timing/round_{n}", 5, 3000) for n in (1, 2, 3))]:
+        path = tmp_path / folder / f"{ADAMW.name}.log"
+        path.write_text(path.read_text().replace("memory: 1.00 GB", f"memory: {GB}.00 GB").replace(
+            "step : 1 | loss: 5.0 | dt: 100.0 ms", f"step : 1 | loss: 5.0 | dt: {first} ms"))
+    report = build_report(tmp_path)
+    assert report.rows[0].peak_memory_gb == standings(report)[1][0].peak_memory_gb == 2
+    assert report.rows[0].first_step_s == 3
+    (_, _, _, losses), = race_curves(report)
+    assert losses == [9, 8, 7, 6.1]
+
+
+def test_a_search_as_wide_as_its_seeds_are_apart_is_flat(tmp_path):
+    run_race(tmp_path / "one", BEST, [ADAMW], 2)
+    found = read_sweep(tmp_path / "one")[ADAMW.name].values()
+    ends = {"round_1": 6.0, "round_2": 6.0 + max(found) - min(found)}
+    run_race(tmp_path / "two", BEST, [ADAMW], 2, **{
+        ADAMW.name: lambda end, job: (9, 8, 7, ends.get(job.log_dir.name, end))})
+    assert "search is flat" in race_texts(build_report(tmp_path / "two"))[1]
+
+
 def test_the_pictures_of_a_race(tmp_path):
     """Also where a rung never gets to the target."""
     values = VAL_LOSSES | {MUON.name: lambda end, job: (9, 9, 9, end + 5)}
