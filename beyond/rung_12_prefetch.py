@@ -7,7 +7,8 @@ the batch was fetched when the step began, and the device sat idle for as long a
 - a larger one stays memory-mapped, and the next batch is fetched while the device is still busy with this one, into
   pinned memory (which the operating system cannot move), from where the GPU copies it without Python waiting.
 
-Gain: only the first step waits for its batch (experiments/data_wait.py measures that wait, which is part of `dt`).
+Gain: only the first step waits for its batch. In all others the host waited for the GPU twice in each micro-step, and
+now never before the clock is read (counted: tests/test_fake_cuda.py); experiments/data_wait.py measures the wait in ms.
 Cost: 8 bytes of device memory per token of the file, or one more batch. The batches and their order stay the same.
 No effect on a CPU: the tokens are in its memory already. On Apple GPUs only the first way helps: there torch waits for
 each copy.
