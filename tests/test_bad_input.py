@@ -368,7 +368,8 @@ def test_saved_model_is_plain_and_complete(label, tokens, tmp_path):
     module = rung(label)
     train(module, tmp_path, tokens, "-B", 1, "-T", 8, "--steps", 2, "--save", tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert set(saved) == {"script", "config", "model", "step", "tokenizer", "tokenizer_json", "end_of_text"}
+    meta = json.loads((tokens / "meta.json").read_text())
+    assert set(saved) == {"script", "config", "model", "step", "T", "tokenizer_json", "name", *meta}
     assert (saved["script"], saved["step"], saved["tokenizer"]) == (BY_LABEL[label].file, 2, "gpt2-bytes")
     assert saved["config"] == {"block_size": 1024, "vocab_size": 50257, "n_layer": 2, "n_head": 2, "n_embd": 64}
     model = module.GPT(module.GPTConfig(**saved["config"]))
