@@ -257,7 +257,8 @@ def flags_of(script, folder, label, model, compile_mode):
     wanted = {
         "B": B, "T": T, "steps": 2, "model": model, "device": "cuda", "data": folder / "data",
         "log_dir": folder / "logs", "compile_mode": compile_mode, "total_batch": N_MICRO_STEPS * B * T, "val_every": 1,
-        "val_sequences": 2, "checkpoint_every": 1, "checkpoint_dir": folder / f"checkpoints_{label}_{model}", "float8_from": 0,
+        "val_sequences": 2, "checkpoint_every": 1, "float8_from": 0,
+        "checkpoint_dir": folder / f"checkpoints_{label}_{model}",
         "loss_chunk": T,
     }
     names = vars(script.parse_settings([]))
