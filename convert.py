@@ -196,7 +196,7 @@ def write_file(name, path, stage):
         sys.exit(f"error: {name}: {error}")
     tokens = dict(zip(vocabulary.FIELDS, tokenizer_of(name, model.config.vocab_size), strict=True))
     contents = {"script": stage.path.name, "config": asdict(gpt.config), "model": gpt.state_dict(), "step": 0,
-                "T": gpt.config.block_size}
+                "T": None}  # of its training, unknown
     partial = path.with_name(path.name + ".partial")
     torch.save(contents | tokens, partial)
     partial.replace(path)

@@ -248,7 +248,7 @@ def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
     device = settings.device
     rank, world_size = init_ranks(settings)
-    tokens = settings.B * settings.T * world_size  # in one batch of each rank
+    tokens = settings.B * settings.T * world_size  # in one batch of every rank
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
@@ -273,7 +273,7 @@ def train(settings):
         with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
             loss = step_model(x, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # takes the scaler's factor out, since 1.0 is for gradients without it
+        scaler.unscale_(optimizer)  # undo the scaler's factor: the limit of 1.0 is for unscaled gradients
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
         scaler.step(optimizer)
         scaler.update()

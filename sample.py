@@ -57,7 +57,7 @@ def load_model(name, device):
     try:
         if Path(name).is_file() or name.endswith(".pt"):
             model, checkpoint = load_checkpoint(name, to_model)
-            model.config.trained_length = checkpoint.get("T")
+            model.config.trained_length = checkpoint["T"]
             tokenizer = restore_tokenizer(checkpoint)
         else:
             model, tokenizer = load_hugging_face(name), vocabulary.from_hugging_face(name)

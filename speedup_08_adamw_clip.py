@@ -226,7 +226,7 @@ def train(settings):
         with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
             loss = step_model(x, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # takes the scaler's factor out, since 1.0 is for gradients without it
+        scaler.unscale_(optimizer)  # undo the scaler's factor: the limit of 1.0 is for unscaled gradients
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
         scaler.step(optimizer)
         scaler.update()

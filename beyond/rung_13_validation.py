@@ -294,7 +294,7 @@ def optimizer_step(model, optimizer, scaler, loader, micro_batches, device, amp_
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
         loader.prefetch(i + micro_batches.step)  # the next one, while the device is busy with this one
-    scaler.unscale_(optimizer)  # takes the scaler's factor out, since 1.0 is for gradients without it
+    scaler.unscale_(optimizer)  # undo the scaler's factor: the limit of 1.0 is for unscaled gradients
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
     scaler.step(optimizer)
     scaler.update()
@@ -305,7 +305,7 @@ def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
     device = settings.device
     rank, world_size = init_ranks(settings)
-    tokens = settings.B * settings.T * world_size  # in one batch of each rank
+    tokens = settings.B * settings.T * world_size  # in one batch of every rank
     settings.total_batch = settings.total_batch or (4 * tokens if device == "cpu" else 2**19)
     if settings.total_batch % tokens:
         sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")

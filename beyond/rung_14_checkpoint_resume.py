@@ -259,7 +259,7 @@ class Checkpoints:
         if not paths:
             return 0, b"", []
         if not self.settings.resume:
-            sys.exit(f"error: {paths[-1]}: from an earlier run; add --resume to go on with it, or delete {self.folder}")
+            sys.exit(f"error: {paths[-1]}: from an earlier run; --resume goes on, another --checkpoint-dir starts over")
         saved = torch.load(paths[-1], map_location="cpu", weights_only=True)
         for name, value in self.run.items():
             if (old := saved["run"].get(name)) != value:
@@ -342,7 +342,7 @@ def optimizer_step(model, optimizer, scaler, loader, micro_batches, device, amp_
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
         loader.prefetch(i + micro_batches.step)  # the next one, while the device is busy with this one
-    scaler.unscale_(optimizer)  # takes the scaler's factor out, since 1.0 is for gradients without it
+    scaler.unscale_(optimizer)  # undo the scaler's factor: the limit of 1.0 is for unscaled gradients
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
     scaler.step(optimizer)
     scaler.update()
@@ -353,7 +353,7 @@ def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
     device = settings.device
     rank, world_size = init_ranks(settings)
-    tokens = settings.B * settings.T * world_size  # in one batch of each rank
+    tokens = settings.B * settings.T * world_size  # in one batch of every rank
     settings.total_batch = settings.total_batch or (4 * tokens if device == "cpu" else 2**19)
     if settings.total_batch % tokens:
         sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")

@@ -363,7 +363,7 @@ class Checkpoints:
             if zipfile.ZipFile(path).testzip() is None:  # torch writes checksums, but does not read them
                 return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file can raise any
-            if isinstance(error, OSError) or "memory" in str(error):  # which is not the file's fault
+            if isinstance(error, (OSError, MemoryError)) or "memory" in str(error):  # not the file's fault
                 raise
         older = [each.name for each in sorted(self.folder.glob("step_*.pt")) if each < path]
         sys.exit(f"error: --resume: {path} is damaged; delete it to continue from {(older or ['step 0'])[-1]}")
@@ -374,7 +374,7 @@ class Checkpoints:
         if not paths:
             return 0, b"", []
         if not self.settings.resume:
-            sys.exit(f"error: {paths[-1]}: from an earlier run; add --resume to go on with it, or delete {self.folder}")
+            sys.exit(f"error: {paths[-1]}: from an earlier run; --resume goes on, another --checkpoint-dir starts over")
         saved = self.read(paths[-1])
         falls_after = [run["steps"] * (1 - run.get("decay_share", 1)) for run in (saved["run"], self.run)]
         if saved["step"] <= min(falls_after):  # neither run's rate has begun to fall: they may differ in when it does
@@ -469,7 +469,7 @@ def optimizer_step(model, optimizer, scaler, loader, micro_batches, device, amp_
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
         loader.prefetch(i + micro_batches.step)  # the next one, while the device is busy with this one
-    scaler.unscale_(optimizer)  # takes the scaler's factor out, since 1.0 is for gradients without it
+    scaler.unscale_(optimizer)  # undo the scaler's factor: the limit of 1.0 is for unscaled gradients
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
     scaler.step(optimizer)
     scaler.update()
@@ -488,7 +488,7 @@ def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
     device = settings.device
     rank, world_size = init_ranks(settings)
-    tokens = settings.B * settings.T * world_size  # in one batch of each rank
+    tokens = settings.B * settings.T * world_size  # in one batch of every rank
     settings.total_batch = settings.total_batch or (4 * tokens if device == "cpu" else 2**19)
     if settings.total_batch % tokens:
         sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")

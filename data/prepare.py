@@ -315,15 +315,10 @@ def prepare(text, out, hf=None, field="text", encoding="UTF-8", tokenizer="gpt2"
     return meta
 
 
-def path(word):
-    """A flag's path; an empty one, as of a variable that is not set, would be the current folder."""
-    return Path(word) if word else sys.exit("error: --text: is empty; give a file or a folder")
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--text", type=path, help="a .txt, .jsonl or .parquet file, or a folder of them")
+    group.add_argument("--text", help="a .txt, .jsonl or .parquet file, or a folder of them")
     group.add_argument("--hf", metavar="DATASET", help="a Hugging Face dataset: its name, or a local folder")
     parser.add_argument("--name", help="a configuration of the dataset, if it has several")
     parser.add_argument("--split", help="a split of the dataset (default: train)")
@@ -348,14 +343,15 @@ def main(argv=None):
         codecs.lookup(encoding)
     except LookupError:
         sys.exit(f"error: --encoding {encoding}: unknown; give one that Python knows, for example utf-16 or latin-1")
-    kinds = {file.suffix.lower() for file in Path(args.hf or "").rglob("*")} if args.hf else set()
-    if len(kinds.intersection(SUFFIXES)) > 1:
-        found = ", ".join(sorted(kinds.intersection(SUFFIXES)))
-        sys.exit(f"error: --hf {args.hf}: one kind of its {found} files would be read; give it as --text")
+    if args.text == "":  # as of a variable that is not set; Path("") would be the current folder
+        sys.exit("error: --text: is empty; give a file or a folder")
+    files = Path(args.hf).rglob("*") if args.hf else ()  # none of a dataset on the hub
+    if len(kinds := sorted({file.suffix.lower() for file in files}.intersection(SUFFIXES))) > 1:
+        warn(f"--hf {args.hf}: of its {', '.join(kinds)} files `datasets` reads one kind only; --text reads all")
     try:
         hf = (args.hf, args.name, args.split or "train") if args.hf else None
-        meta = prepare(args.text, args.out.resolve(), hf, args.field or "text", encoding, args.tokenizer,
-                       args.train_tokenizer)
+        meta = prepare(Path(args.text) if args.text else None, args.out.resolve(), hf, args.field or "text", encoding,
+                       args.tokenizer, args.train_tokenizer)
     except (ValueError, KeyboardInterrupt) as error:
         sys.exit(f"error: --out {args.out}: not written ({str(error) or 'stopped'}); run the same command again")
     except OSError as error:  # no permission, a file in the way, a full disk

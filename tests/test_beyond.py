@@ -401,7 +401,7 @@ def test_14_a_finished_run_repeats_nothing(label, whole_runs, tokens, tmp_path):
 @pytest.mark.parametrize("label, more, reason", [
     (PREEMPTION, ["--resume", "--steps", 7], "--resume: .*{} has steps 6, not 7"),
     (PREEMPTION, ["--resume", "--max-lr", 1e-3], "--resume: .*{} has max_lr 0.0006, not 0.001"),
-    (PREEMPTION, [], ".*{}: from an earlier run; add --resume to go on with it, or delete "),
+    (PREEMPTION, [], ".*{}: from an earlier run; --resume goes on, another --checkpoint-dir starts over"),
     (RECOMPUTE, ["--resume"], "--resume: .*{} has script rung_15_preemption.py, not rung_16_gradient_checkpointing.py"),
 ])
 def test_14_a_different_run_is_not_resumed(label, more, reason, whole_runs, tokens, tmp_path):
@@ -452,7 +452,7 @@ def test_14_every_flag_is_free_or_what_the_run_is(label, tmp_path, tokens):
     run, refused = made[0], set()
     flags = vars(run.settings) | {"resume": True}
     assert original(SimpleNamespace(**flags), run.loader, **run.parts).load()[0] == 1
-    with pytest.raises(SystemExit, match="from an earlier run; add --resume"):
+    with pytest.raises(SystemExit, match="from an earlier run; --resume goes on"):
         original(SimpleNamespace(**flags | {"resume": False}), run.loader, **run.parts).load()
     for name in flags.keys() - {"resume"}:
         settings = SimpleNamespace(**flags | {name: another(flags[name])})
@@ -581,6 +581,23 @@ def test_15_a_damaged_checkpoint_is_named_and_then_the_one_before_it(damage, who
     assert_same_run(tmp_path, whole_runs[PREEMPTION], PREEMPTION)
 
 
+@pytest.mark.parametrize("error, said", [
+    (RuntimeError("not enough memory: you tried to allocate 9 bytes"), "error: out of memory"),
+    (PermissionError(13, "Permission denied"), r"error: .*Permission denied"),
+])
+def test_15_a_healthy_checkpoint_that_cannot_be_read_is_not_called_damaged(error, said, whole_runs, tokens, tmp_path,
+                                                                           monkeypatch):
+    """Whoever follows that line deletes it."""
+    copy_run(whole_runs[PREEMPTION], tmp_path, STEP_6)
+
+    def load(*args, **more):
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    run = long_run(tokens, tmp_path, PREEMPTION, "--resume")
+    assert run.returncode == 1 and re.match(said, run.stderr) and "damaged" not in run.stderr
+
+
 def test_15_the_only_checkpoint_is_damaged(whole_runs, tokens, tmp_path):
     checkpoints = copy_run(whole_runs[PREEMPTION], tmp_path, STEP_6)
     cut_in_half(checkpoints / STEP_6)
@@ -611,7 +628,7 @@ def test_15_a_full_disk_costs_the_checkpoint_and_not_the_run(whole_runs, tokens,
     assert "# WARNING: no checkpoint of step 6: " in run.stdout and "step : 6 |" in run.stdout
     assert "# ended by --steps after step 6; newest checkpoint: step 4\n" in run.stdout and "median : " in run.stdout
     assert run.returncode == 1 and re.fullmatch(r"error: .*File too large.*\n", run.stderr), run.stderr
-    assert list(checkpoints.glob("*.pt")) == [checkpoints / STEP_4]
+    assert [*checkpoints.glob("step*")] == [checkpoints / STEP_4]  # no half of one takes the room that is left
     assert long_run(tokens, tmp_path, PREEMPTION, "--resume").returncode == 0  # there is room again
     assert_same_run(tmp_path, whole_runs[PREEMPTION], PREEMPTION)
 

@@ -165,8 +165,8 @@ def test_a_script_s_own_model_stops_at_the_end_of_a_text(saved, sample):
 
 
 def test_text_longer_than_what_the_model_was_trained_on_is_warned_of(saved, sample, capsys):
-    for tokens, warned in ((31, False), (32, True)):  # T is 32, and the prompt one token
-        sample.main([str(saved["10"]), "--prompt", "x", "--max-new-tokens", str(tokens), "--device", "cpu"])
+    for label, tokens, warned in (("10", 31, False), ("10", 32, True), ("19", 31, False), ("19", 32, True)):
+        sample.main([str(saved[label]), "--prompt", "x", "--max-new-tokens", str(tokens), "--device", "cpu"])  # T is 32
         assert ("was trained on sequences of 32 tokens" in capsys.readouterr().err) == warned
 
 

@@ -159,15 +159,21 @@ def test_a_folder_of_other_tokens_is_not_replaced(had, flags, refused, tmp_path,
     (["--text", ""], "error: --text: is empty"),
     (["--text", "x.txt", "--out", "x.txt/y"], "not written .*; make room, or give another --out"),
     (["--text", "x.txt", "--out", "/proc/x"], "not written .*; make room, or give another --out"),
-    (["--hf", "mixed"], "error: --hf mixed: one kind of its .jsonl, .txt files would be read; give it as"),
 ])
 def test_slips_that_prepare_refuses(words, said, prepare, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mixed").mkdir()
-    for name in ("x.txt", "mixed/a.txt", "mixed/b.jsonl"):
-        (tmp_path / name).write_text("{}")
+    (tmp_path / "x.txt").write_text("text")
     with pytest.raises(SystemExit, match=said):
         prepare.main(words)
+
+
+def test_a_local_dataset_of_several_kinds_is_read_in_part_and_says_so(prepare, tmp_path, capsys):
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.txt").write_text("text")
+    (tmp_path / "mixed" / "b.jsonl").write_text('{"text": "a document"}\n')
+    prepare.main(["--hf", str(tmp_path / "mixed"), "--out", str(tmp_path / "out")])
+    assert "of its .jsonl, .txt files `datasets` reads one kind only; --text reads all" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["documents"] == 1
 
 
 def test_what_is_read_as_plain_text_is_said(prepare, tmp_path, capsys):

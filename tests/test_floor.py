@@ -208,6 +208,14 @@ def test_an_honest_log_is_not_called_impossible(more, times, tmp_path, capsys):
     assert "matrix products alone take" not in " ".join(capsys.readouterr().out.split())
 
 
+def test_bandwidths_as_published():
+    """In GB/s, of the bus width and the data rate that each datasheet also gives."""
+    buses = {"RTX 3080": (320, 19), "RTX 3090": (384, 19.5), "RTX 4090": (384, 21), "RTX 5090": (512, 28),
+             "T4": (256, 10), "A100": (5120, 2.43), "H100": (5120, 5.24)}
+    for name, (bits, gigabits) in buses.items():
+        assert CARDS[name].bandwidth == pytest.approx(bits * gigabits / 8, rel=0.005)
+
+
 def test_cards_without_tf32_compute_it_as_float32():
     assert {name for name, card in CARDS.items() if card.tf32 == card.float32} >= {"T4", "V100"}
 

@@ -297,7 +297,7 @@ def test_what_cannot_be_resumed(label, suffix, two_ranks, tmp_path, tokens, caps
                           (["--muon-lr", 0.1], r"has muon_lr 0\.002, not 0\.1")):
         with pytest.raises(SystemExit, match=f"^error: --resume: {newest} {reason}; "):
             alone(label, tmp_path, tokens, "-B", 2, *SIX, "--resume", *flags)
-    with pytest.raises(SystemExit, match=f"^error: {newest}: from an earlier run; add --resume"):
+    with pytest.raises(SystemExit, match=f"^error: {newest}: from an earlier run; --resume goes on"):
         alone(label, tmp_path, tokens, "-B", 2, *SIX)
     capsys.readouterr()
     log = alone(label, tmp_path, tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")

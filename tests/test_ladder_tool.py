@@ -489,6 +489,21 @@ def test_impossible_speeds_are_marked(tmp_path):
     assert any("impossible measurement" in warning for warning in warnings(report))
 
 
+@pytest.mark.parametrize("devices, refused", [
+    (("EPYC (2 threads)", "cpu"), False), (("EPYC (2 threads)", "EPYC (1 threads)"), False),
+    (("EPYC (2 threads)", "Xeon (2 threads)"), True)])
+def test_a_cpu_that_nobody_named_may_be_the_same(devices, refused, tmp_path):
+    """A script alone does not name it, nor does the log of one that was stopped; a resumed run has both."""
+    for stage, device in zip(STAGES[:2], devices, strict=True):
+        header = f"# script: {stage.name}.py\n# device: {device}\n# batch: B=1 T=8\n"
+        write_log(tmp_path / f"{stage.name}.log", header=header)
+    if refused:
+        with pytest.raises(UserError, match="different device"):
+            build_report(tmp_path)
+    else:
+        assert len(build_report(tmp_path).rows) == 2
+
+
 @pytest.mark.parametrize("device, ms, warned", [
     ("NVIDIA A100", [2000, *[100] * 19], True), ("NVIDIA A100", [2200, *[100] * 19], False),
     ("EPYC (2 threads)", [2000, *[100] * 19], False)])
