@@ -331,6 +331,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
     except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk, no memory
-        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
+        if isinstance(error, RuntimeError) and not re.search("(out of|allocate|enough) memory", str(error)):
             raise
         sys.exit(f"error: {error if isinstance(error, OSError) else 'out of memory; try half the -B, or a lower -T'}")
