@@ -99,14 +99,15 @@ def prepare(path, watched=False):
         while not ended.wait(0.1):
             memory.append(memory_of(process))
 
-    started = time.perf_counter()
-    command = [sys.executable, PREPARE, "--text", path, "--out", path.with_suffix("")]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
-        if watched:
-            threading.Thread(target=watch, args=(psutil.Process(run.pid),), daemon=True).start()
-        run.wait()
-        seconds = time.perf_counter() - started
-        ended.set()
+    with tempfile.TemporaryDirectory(dir=path.parent) as out:
+        started = time.perf_counter()
+        command = [sys.executable, PREPARE, "--text", path, "--out", out]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+            if watched:
+                threading.Thread(target=watch, args=(psutil.Process(run.pid),), daemon=True).start()
+            run.wait()
+            seconds = time.perf_counter() - started
+            ended.set()
     if run.returncode:
         sys.exit(f"error: {PREPARE.name} failed on {path.name}")
     return seconds, max(memory)

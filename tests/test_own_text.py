@@ -196,7 +196,7 @@ def apart(monkeypatch):
         model.end_of_text = END
         if not flex:
             return model, model
-        module.attention_mask = lambda idx, end, **_: mask(idx, end, flex=torch.compiler.is_compiling())
+        module.attention_mask = lambda idx, end, _: mask(idx, end, flex=torch.compiler.is_compiling())
         monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
         return model, torch.compile(model, backend="aot_eager", fullgraph=True)
 
