@@ -1,4 +1,5 @@
 """The rungs on fake CUDA tensors (fake_cuda.py): no tensor on the wrong device; the waits for the device, counted."""
+import importlib.util
 import json
 import shutil
 import sys
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guar
 
 
 def runs(folder, dtype, backend, labels):
-    done = run_command(sys.executable, ROOT / "tests" / "fake_cuda.py", folder, dtype, backend, *labels, cwd=folder)
+    done = run_command(sys.executable, ROOT / "tests" / "fake_cuda.py", folder, dtype, backend, *labels, cwd=folder,
+                       timeout=3000)  # the kernels of a rung take 20 s to compile
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["label"] for run in found] == [label.split(":")[0] for label in labels]
@@ -51,3 +53,17 @@ def test_29_flex_attention_gets_no_heads_that_it_has_no_kernel_for(tmp_path):
     """Narrower ones are "NYI" there, of wider ones not every GPU holds the blocks: those get a boolean mask."""
     found = runs(tmp_path, "bfloat16", "aot_eager", [f"29:2x2x{2 * head_size}" for head_size in (8, 16, 128, 256)])
     assert [run["flex"] for run in found] == [0, 4, 4, 0]  # forward and backward, of two layers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install triton")
+@pytest.mark.parametrize("card, labels", [
+    ("sm_75", COMPILED), ("sm_90", COMPILED),  # a T4, an H100
+    ("sm_120", ["5", "24", "28", "31"]),  # an RTX 5090
+    # FlexAttention takes more shared memory the wider the heads are: 256 would not fit into any of these but sm_80.
+    *[(card, ["29:2x2x256", "29:2x2x512"]) for card in ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120")],
+])
+def test_every_kernel_compiles_for_a_gpu_and_fits_into_its_shared_memory(card, labels, tmp_path):
+    found = runs(tmp_path, "float16" if card == "sm_75" else "bfloat16", card, labels)
+    assert not [(run["label"], *kernel) for run in found for kernel in run["failed"]]
+    assert min(run["kernels"] for run in found) > 10
