@@ -135,7 +135,7 @@ def documents_of(source, field, encoding):
         return
     for record in chain.from_iterable(batches):
         if not isinstance(record, dict) or field not in record or not isinstance(record[field], str | None):
-            raise ValueError(f"no string in field {field!r} of {str(record)[:80]}; choose another --field")
+            raise LookupError(f"no string in field {field!r} of {str(record)[:80]}")
         yield io.StringIO((record[field] or "").encode(errors="replace").decode())  # JSON may hold half surrogate pairs
 
 
@@ -164,6 +164,8 @@ def read(source, field, encoding):
         wrong, cure = f"document {number} cannot be read ({error!r:.300})", "check the file and the flags"
         if isinstance(error, UnicodeError) and suffix not in (None, ".parquet"):
             wrong, cure = f"not {encoding}", "if it is text, give its --encoding, for example utf-16"
+        elif type(error) is LookupError:
+            wrong, cure = f"document {number} has {error}", "choose another --field"
         elif isinstance(error, json.JSONDecodeError) and suffix == ".jsonl":
             wrong, cure = f"line {number} is not JSON ({error.msg})", "write each document as one line (jq -c .)"
         sys.exit(f"error: {place}: {wrong}; {cure}")

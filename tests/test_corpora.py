@@ -144,7 +144,7 @@ def test_a_dataset_asked_wrongly(flags, reason, dataset, prepare, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one\ntwo\n")
-    with pytest.raises(SystemExit, match=f"error: --hf .*{reason}.*; check"):
+    with pytest.raises(SystemExit, match=f"error: --hf .*{reason}.*; c"):
         prepare.main(["--hf", str(dataset), "--out", "out", *flags])
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
@@ -153,7 +153,7 @@ def test_a_dataset_asked_wrongly(flags, reason, dataset, prepare, tmp_path, monk
     ("a.jsonl", b'{"text": "good"}\n\n{"text": "cut', "a.jsonl: line 3 is not JSON .Unterminated .*; write each"),
     ("a.jsonl", b'{\n  "text": "pretty"\n}\n', "a.jsonl: line 1 is not JSON .*; write each document as one line"),
     ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl: not UTF-8; if it is text, give its --encoding"),
-    ("a.jsonl", b'{"text": "good"}\n{"body": ""}\n', "document 2 cannot be .*no string in field 'text' of {'body'"),
+    ("a.jsonl", b'{"text": "good"}\n{"body": ""}\n', "document 2 has no string in field 'text' of {'body'"),
     ("a.jsonl", b'["x"]\n', "no string in field 'text' of \\['x'"),
     ("a.jsonl", b'{"text": 0}\n', "no string in field 'text' of {'text': 0}"),
     ("a.jsonl", b'{"text": ""}\n', "0 tokens are too few"),

@@ -46,7 +46,7 @@ def with_defaults(flags, minutes):
     model = settings.model if "--model" in flags else model
     T = settings.T if {"-T", "--seq-len"} & set(flags) else min(T, 256) if on_cpu and minutes < SHORT else T
     B = 1 if on_cpu else max(1, min(64, largest_fitting(model, T, RUN_BY_DEFAULT, 0.8 * free)))
-    chosen = {"--model": model, "-B": 2 ** (B.bit_length() - 1), "-T": T, "--steps": 5 if on_cpu else 30}
+    chosen = {"--model": model, "-B": 2 ** (B.bit_length() - 1), "-T": T, "--steps": 5 if on_cpu else 60}  # a GPU warms up for 3 s
     given = {flag for flag in chosen if split_flags(flags, flag, *([ALIASES[flag]] if flag in ALIASES else []))[0]}
     return [*flags, *(str(word) for flag in chosen.keys() - given for word in (flag, chosen[flag]))]
 
@@ -119,7 +119,7 @@ class Survey:
         self.run_apart(BEYOND, "beyond", "--steps", "8", "--total-batch", str(total_batch))
 
     def cuda_graphs(self):
-        self.run_apart([BY_LABEL["10"]], "cuda_graphs", "--steps", "30", "--compile-mode", "reduce-overhead")
+        self.run_apart([BY_LABEL["10"]], "cuda_graphs", "--steps", "60", "--compile-mode", "reduce-overhead")
 
     def parts(self):
         """Yields (title, method) for what this device can do, the most important first."""
