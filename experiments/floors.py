@@ -8,10 +8,10 @@ import json
 import sys
 from pathlib import Path
 
-from ladder.scripts.cards import CARDS
-from ladder.scripts.floor import STORED, floor_ms, kernels_of, total
-from ladder.scripts.flops import flops_per_token
-from ladder.scripts.kernels import count
+from ladder.count.cards import CARDS
+from ladder.count.floor import STORED, floor_ms, kernels_of, total
+from ladder.count.flops import flops_per_token
+from ladder.count.kernels import count
 from ladder.scripts.stages import BY_NAME, ROOT
 from ladder.show.logs import read_folder
 from ladder.show.machine import read_machine

@@ -17,7 +17,7 @@ from rich.console import Console
 from experiments.variants import BASE, write_variant
 from ladder.errors import UserError
 from ladder.measure.runner import Job, Runner, check_flags, command_for
-from ladder.show.standings import last_val_loss
+from ladder.judge.standings import last_val_loss
 
 EMBEDDED = "        x = self.transformer.wte(idx)  # (B, T, C)\n"
 BEFORE_THE_DRAW = "        cos, sin = rotary_angles(config.block_size"

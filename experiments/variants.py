@@ -17,7 +17,7 @@ from ladder.errors import UserError
 from ladder.measure.race import n_jobs, race
 from ladder.measure.runner import Runner, check_flags
 from ladder.scripts.stages import BY_LABEL
-from ladder.show.standings import last_val_loss, read_sweep, show_rates
+from ladder.judge.standings import last_val_loss, read_sweep, show_rates
 
 BASE = BY_LABEL["24"]  # the last rung of the race
 VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])

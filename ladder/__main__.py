@@ -122,7 +122,7 @@ def add_floor(verbs):
     floor.add_argument("--model", default="gpt2", help="(default: %(default)s)")
     floor.add_argument("-B", type=positive, default=16, help="sequences per step (default: %(default)s)")
     floor.add_argument("-T", type=positive, default=1024, help="tokens per sequence (default: %(default)s)")
-    floor.add_argument("--save", action="store_true", help="count anew what ladder/scripts/floors.json stores")
+    floor.add_argument("--save", action="store_true", help="count anew what ladder/count/floors.json stores")
 
 
 def parse_args(argv=None):
@@ -223,7 +223,7 @@ def show(report):
     """Print a report, with the profile and the race of its folder, if any."""
     from ladder.show.profile import print_profile
     from ladder.show.report import print_table
-    from ladder.show.standings import print_race
+    from ladder.judge.standings import print_race
 
     print_table(report, console)
     if report.profile:
@@ -416,7 +416,7 @@ def report(args):
 
 
 def compare(args):
-    from ladder.show.compare import print_comparison
+    from ladder.judge.compare import print_comparison
     from ladder.show.logs import read_log
 
     print_comparison(*[read_log(path) for path in args.logs], console)
@@ -469,8 +469,8 @@ def print_effect(before, stage):
 
 def floor(args):
     from ladder.measure.runner import parse_rungs
-    from ladder.scripts.cards import find_card
-    from ladder.scripts.floor import check_setting, kernels_of, row_of, save_store
+    from ladder.count.cards import find_card
+    from ladder.count.floor import check_setting, kernels_of, row_of, save_store
     from ladder.show.floors import print_floors
 
     cards = [find_card(name) for name in args.gpu or ["A100"]]

@@ -10,12 +10,12 @@ from test_race import ADAMW, BEST, flag_of, part_of, run_race
 
 from ladder.measure import check, rates
 from ladder.measure.runner import Job, plan, run_job
-from ladder.scripts.memory import recommend, step_bytes
+from ladder.count.memory import recommend, step_bytes
 from ladder.scripts.stages import BY_LABEL
-from ladder.show.compare import compare
+from ladder.judge.compare import compare
 from ladder.show.logs import read_log
 from ladder.show.report import build_report
-from ladder.show.standings import race_curves, standings
+from ladder.judge.standings import race_curves, standings
 
 
 def test_each_round_of_a_race_has_a_seed_of_its_own(tmp_path):

@@ -1,4 +1,4 @@
-"""ladder/scripts/floor.py, cards.py: what is counted equals closed forms, and no floor lies above what was measured."""
+"""ladder/count/floor.py, cards.py: what is counted equals closed forms, and no floor lies above what was measured."""
 import contextlib
 import itertools
 import math
@@ -11,9 +11,9 @@ from conftest import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ladder.__main__ import main
-from ladder.scripts import floor, kernels
-from ladder.scripts.cards import CARDS, card_of, find_card
-from ladder.scripts.flops import SHAPES, VOCAB_SIZE, flops_per_token
+from ladder.count import floor, kernels
+from ladder.count.cards import CARDS, card_of, find_card
+from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.floors import fastest_ms
 from ladder.show.logs import read_log

@@ -13,8 +13,8 @@ from test_beyond import checkpoints_of, val_lines
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ladder.measure.check import plan_cards
-from ladder.scripts.flops import SHAPES
-from ladder.scripts.memory import PROCESS_BYTES, card_bytes, sent_bytes, split_parameters, state_bytes
+from ladder.count.flops import SHAPES
+from ladder.count.memory import PROCESS_BYTES, card_bytes, sent_bytes, split_parameters, state_bytes
 from ladder.scripts.stages import BY_LABEL
 
 LOG, LOG_OF_SHARDS = (f"{BY_LABEL[label].name}.log" for label in ("fsdp", "dcp"))

@@ -25,11 +25,11 @@ import ladder.__main__ as tool
 from ladder.errors import UserError
 from ladder.measure import check, rates, runner
 from ladder.measure.runner import Job, command_for, parse_rungs, plan, run_job
-from ladder.scripts.flops import SHAPES, flops_per_token, mfu
+from ladder.count.flops import SHAPES, flops_per_token, mfu
 from ladder.scripts.lessons import print_lesson, read_lesson
-from ladder.scripts.memory import PROCESS_BYTES, RUN_BY_DEFAULT, largest_fitting, recommend, step_bytes
+from ladder.count.memory import PROCESS_BYTES, RUN_BY_DEFAULT, largest_fitting, recommend, step_bytes
 from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
-from ladder.show.compare import compare
+from ladder.judge.compare import compare
 from ladder.show.logs import PEER, read_log
 from ladder.show.plots import shown_in_docs
 from ladder.show.report import beyond_table, build_report, check_comparable, markdown_table, warnings, write_tables

@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT
 from test_race import ADAMW, BEST, MUON, VAL_LOSSES, run_race
 
-from ladder.scripts.cards import CARDS
-from ladder.scripts.floor import floor_data
+from ladder.count.cards import CARDS
+from ladder.count.floor import floor_data
 from ladder.scripts.stages import BY_LABEL, STAGES
 from ladder.show.page import prose, write_page
 from ladder.show.plots import KIND_COLOURS, plot_profile, write_plots

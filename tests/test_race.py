@@ -22,7 +22,7 @@ from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import read_log
 from ladder.show.plots import write_plots
 from ladder.show.report import build_report, write_tables
-from ladder.show.standings import (
+from ladder.judge.standings import (
     best_of,
     last_val_loss,
     paired_p,

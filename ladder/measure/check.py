@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from ladder.measure.allocator import keeping_freed_memory
 from ladder.measure.rates import device_name, nvidia_gpus, rung_10
-from ladder.scripts.memory import card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters
+from ladder.count.memory import card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters
 from ladder.scripts.stages import ROOT
 
 GOOD, NEUTRAL, BAD = "✓", "–", "✗"

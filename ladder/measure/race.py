@@ -17,7 +17,7 @@ from pathlib import Path
 from ladder.errors import UserError
 from ladder.measure.runner import Job, command_for, defaults, own_flags, split_flags
 from ladder.scripts.stages import load_script
-from ladder.show.standings import best_of, last_val_loss, neighbors, read_sweep, searched_by, show_rates
+from ladder.judge.standings import best_of, last_val_loss, neighbors, read_sweep, searched_by, show_rates
 
 MOST_RATES = 12  # that a search tries
 SEED = 1337  # of the first round, and of the search for the learning rates

@@ -29,7 +29,7 @@ from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure import allocator
 from ladder.measure.rates import cpu_name
-from ladder.scripts.memory import largest_fitting
+from ladder.count.memory import largest_fitting
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
 
@@ -419,7 +419,7 @@ def largest_batch(stage, flags, log_dir, seconds, processes, say, deadline=math.
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
     ranks = processes if stage.torchrun else 1
     shares = ranks if settings.device == "cpu" else 1  # how many ranks share the memory
-    available = MEMORY_SHARE * int(run_module("ladder.scripts.memory", settings.device)) / shares
+    available = MEMORY_SHARE * int(run_module("ladder.count.memory", settings.device)) / shares
     B = start = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 
     def attempt(B):

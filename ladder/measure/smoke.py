@@ -26,7 +26,7 @@ import torch
 from ladder.files import write_whole
 from ladder.measure.rates import describe, rung_10
 from ladder.measure.runner import Job, defaults, locked, run_job
-from ladder.scripts.memory import free_memory
+from ladder.count.memory import free_memory
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import STEP_LINE
 

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.runner import Job, check_flags, own_flags, run_job, split_flags, write_machine
-from ladder.scripts.flops import flops_per_token
+from ladder.count.flops import flops_per_token
 from ladder.scripts.stages import BY_LABEL, BY_NAME, load_script
 from ladder.show.logs import STEP_LINE, has_steps, read_folder, read_log
 from ladder.show.machine import read_machine

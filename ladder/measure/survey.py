@@ -25,7 +25,7 @@ from ladder.measure.runner import (
     write_machine,
 )
 from ladder.measure.step_profile import profile_ladder
-from ladder.scripts.memory import RUN_BY_DEFAULT, largest_fitting, recommend
+from ladder.count.memory import RUN_BY_DEFAULT, largest_fitting, recommend
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import has_steps
 
@@ -41,7 +41,7 @@ def with_defaults(flags, minutes):
     if split_flags(flags, "--compile-mode", "--pretrained")[0]:
         raise UserError("--compile-mode, --pretrained: not for a survey; leave them out")
     settings = check_flags([BY_LABEL["10"]], flags)
-    on_cpu, free = settings.device == "cpu", int(run_module("ladder.scripts.memory", settings.device))
+    on_cpu, free = settings.device == "cpu", int(run_module("ladder.count.memory", settings.device))
     model, _, T = recommend(free, accelerator=not on_cpu)
     model = settings.model if "--model" in flags else model
     T = settings.T if {"-T", "--seq-len"} & set(flags) else min(T, 256) if on_cpu and minutes < SHORT else T

@@ -1,1 +1,1 @@
-"""What the tool knows about the scripts: the list of rungs, their laws, lessons, shared code, memory, FLOPs, floors."""
+"""What the tool knows about the scripts: the list of rungs, their laws, lessons, shared code."""

@@ -1,1 +1,1 @@
-"""What reads logs and shows them: tables, pictures, the tutorial page, comparisons. Nothing here runs a script."""
+"""What reads logs and shows them: tables, pictures, the tutorial page. Nothing here runs a script."""

@@ -1,6 +1,6 @@
 """Counted floors in a terminal, and what they say about a log: no card is faster than its arithmetic."""
-from ladder.scripts.cards import card_of
-from ladder.scripts.flops import flops_per_token
+from ladder.count.cards import card_of
+from ladder.count.flops import flops_per_token
 
 CLOCKED_HIGHER = 1.25  # how many times its datasheet's rate a card may reach; an RTX 5090 was measured at 1.21
 

@@ -19,15 +19,15 @@ from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.cards import CARDS
-from ladder.scripts.floor import floor_data
+from ladder.count.cards import CARDS
+from ladder.count.floor import floor_data
 from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import LABEL, Line, in_diff_order, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.plots import KIND_COLOURS
 from ladder.show.profile import is_reliable
 from ladder.show.report import allocators, describe, table_of, warnings
-from ladder.show.standings import IN_A_LINK, race_curves, race_texts, standings
+from ladder.judge.standings import IN_A_LINK, race_curves, race_texts, standings
 
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",

@@ -12,7 +12,7 @@ from ladder.scripts.stages import BY_NAME
 from ladder.show.logs import PEER
 from ladder.show.profile import is_reliable
 from ladder.show.report import conditions, data_of, where
-from ladder.show.standings import finished, race_curves, standings
+from ladder.judge.standings import finished, race_curves, standings
 
 # One colour per kind of work, here and on the page. Blue is the arithmetic; colour-blind readers can tell all eight
 # apart, on white and on black (a test checks it).

@@ -13,15 +13,15 @@ import pandas
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.cards import CARDS
-from ladder.scripts.floor import floor_data
-from ladder.scripts.flops import mfu
+from ladder.count.cards import CARDS
+from ladder.count.floor import floor_data
+from ladder.count.flops import mfu
 from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
 from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
 from ladder.show.logs import PEER, PEER_FILE, read_folder
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
-from ladder.show.standings import WIDE, finished, race_texts, read_sweep, read_timing
+from ladder.judge.standings import WIDE, finished, race_texts, read_sweep, read_timing
 
 LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
 BEYOND_MARKS = ("<!-- beyond:begin -->", "<!-- beyond:end -->")

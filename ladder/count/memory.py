@@ -14,7 +14,7 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
 
 `stages.py` has a, v and s of each rung. Tests compare the model with what autograd keeps and with the peaks in
 logs/reference/. `card_bytes` models the same for several cards that share a run of rung 24 (DDP) or fsdp_run.py;
-`sent_bytes` is what they send each other. `python -m ladder.scripts.memory DEVICE` prints the device's free bytes.
+`sent_bytes` is what they send each other. `python -m ladder.count.memory DEVICE` prints the device's free bytes.
 """
 import bisect
 import math
@@ -23,7 +23,7 @@ import sys
 import psutil
 import torch
 
-from ladder.scripts.flops import SHAPES, VOCAB_SIZE, shape_of
+from ladder.count.flops import SHAPES, VOCAB_SIZE, shape_of
 from ladder.scripts.stages import BY_LABEL
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver takes about as much

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ladder.scripts.flops import VOCAB_SIZE
+from ladder.count.flops import VOCAB_SIZE
 from ladder.scripts.stages import BY_LABEL, load_script
 
 LOWERED = {}  # the kernels of each graph: rungs 7 to 10 have the same

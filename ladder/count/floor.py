@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.scripts.flops import SHAPES
+from ladder.count.flops import SHAPES
 from ladder.scripts.stages import BANNER, BY_LABEL
 
 STORE = Path(__file__).with_name("floors.json")  # made by `python -m ladder floor --save`
@@ -67,7 +67,7 @@ def kernels_of(label, model, B, T, stored=True):
         rung = read_store().get(label)
         if rung and rung["lesson"] == lesson_hash(label):
             return Counter({tuple(kernel): n for n, *kernel in rung["kernels"]})
-    from ladder.scripts.kernels import count  # takes seconds to import
+    from ladder.count.kernels import count  # takes seconds to import
 
     return total(count(label, model, B, T))
 

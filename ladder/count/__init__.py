@@ -1,0 +1,1 @@
+"""What counts: FLOPs, bytes, floors, cards, memory."""

@@ -1,0 +1,1 @@
+"""What judges: two logs step by step, the standings of a race."""
