@@ -80,7 +80,6 @@ def add_flags(parser):
 @dataclass
 class GPTConfig:
     """The shape of the model; the defaults are GPT-2 (124M)."""
-
     block_size: int = 1024  # longest sequence
     vocab_size: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
     n_layer: int = 12
@@ -95,12 +94,11 @@ class GPTConfig:
 
 def config_of(settings, vocab_size):
     """The shape that --model names; exits with a one-line error if it names none."""
-    name = settings.model
-    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", MODELS.get(name, name))
+    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", MODELS.get(settings.model, settings.model))
     n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)
     if n_embd % (2 * n_head):
-        sys.exit(f"error: --model {name}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128, where"
-                 " width / heads is an even number")
+        sys.exit(f"error: --model {settings.model}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128,"
+                 " where width / heads is an even number")
     return GPTConfig(max(GPTConfig.block_size, settings.T), vocab_size, n_layer, n_head, n_embd)
 
 
@@ -122,7 +120,6 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        assert config.n_embd % config.n_head == 0
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)  # query, key, value of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_proj.ends_residual_branch = True
@@ -706,8 +703,7 @@ class Log:
                   f" | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
-        encoding = sys.stdout.encoding or "utf-8"  # a terminal may not know a character of a file's name
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        print(text, flush=True)
         try:
             self.file.write(f"{text}\n".encode())
         except OSError as error:  # a full disk must not end the training
@@ -737,7 +733,7 @@ def parse_settings(argv=None):
     settings = parser.parse_args(argv)
     numbers = [value for value in vars(settings).values() if type(value) in (int, float)]
     if min(settings.B, settings.T, settings.steps) < 1 or not all(0 <= number < 2**63 for number in numbers):
-        parser.error("-B, -T and --steps must be at least 1, and no number below 0")
+        parser.error("-B, -T and --steps must be at least 1, other numbers at least 0 and below 2**63")
     if settings.save and not (settings.save.parent.is_dir() and os.access(settings.save.parent, os.W_OK)):
         parser.error(f"argument --save: {settings.save.parent} is not a folder that can be written to")
     if settings.save and settings.save.exists() and read_model(settings.save)["script"] != SCRIPT.name:
@@ -746,6 +742,7 @@ def parse_settings(argv=None):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character of a file's name
     try:
         train(parse_settings())
     except KeyboardInterrupt:
