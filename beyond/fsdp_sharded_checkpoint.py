@@ -344,35 +344,31 @@ class Checkpoints:
     def __init__(self, settings, loader, **parts):
         self.settings, self.loader, self.parts, self.folder = settings, loader, parts, settings.checkpoint_dir
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.signals, self.newest = [], "none"
+        self.signals = []
         free = {"B", "device", "compile_mode", "data", "log_dir", "save", "checkpoint_every", "checkpoint_dir",
                 "resume", "val_every", "val_sequences", "recompute_blocks", "loss_chunk"}
         self.run = {"script": SCRIPT.name, "text": f"{loader.meta.get('sha256')} in {loader.meta['tokenizer']} tokens"}
         self.run |= {name: value for name, value in vars(settings).items() if name not in free}
 
+    def paths(self):
+        """The checkpoints, the newest last; notes.json is written at the end, so they are complete."""
+        return sorted(notes.parent for notes in self.folder.glob("step_*/notes.json"))
+
     def lock(self):
         """Keep other runs out of the folder until this process ends; exits if one is in it."""
-        self.held = filelock.FileLock(self.folder / "lock")
         try:
-            self.held.acquire(timeout=0)
+            self.held = filelock.FileLock(self.folder / "lock").acquire(timeout=0)
         except filelock.Timeout:
             sys.exit(f"error: --checkpoint-dir {self.folder}: another run is using it; give another")
 
     def reason_to_stop(self, step):
-        """Why training ends after `step`, the same on all ranks: "--steps", "a signal", or "" if it goes on.
-
-        Until the first call, while the first step compiles, SIGTERM and Ctrl-C end the process: nothing is lost yet.
-        """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Why training ends after `step`, the same on all ranks: "--steps", "a signal", or "" if it goes on."""
+        for number in (signal.SIGTERM, signal.SIGINT):  # not earlier: while the first step compiles, they end the run
             signal.signal(number, lambda received, frame: self.signals.append(received))
         signals = torch.tensor(len(self.signals), device=self.settings.device)
         if dist.is_initialized():
             dist.all_reduce(signals)
         return "--steps" if step == self.settings.steps else "a signal" if signals else ""
-
-    def paths(self):
-        """The checkpoints, the newest last; notes.json is written at the end, so they are complete."""
-        return sorted(notes.parent for notes in self.folder.glob("step_*/notes.json"))
 
     def refuse(self, path):
         """Exit with the line that says how to go on without a damaged checkpoint."""
@@ -407,7 +403,6 @@ class Checkpoints:
                 sys.exit(f"error: --resume: {paths[-1]} has {name} {old}, not {value}; make them equal to continue it")
         self.read(paths[-1])
         self.parts["scaler"].load_state_dict(saved["scaler"] or self.parts["scaler"].state_dict())
-        self.newest = f"step {saved['step']}"
         log = re.sub(r"steps: \d+", f"steps: {self.settings.steps}", saved["log"], count=1)
         return saved["step"], log.encode(), saved["seconds"]
 
@@ -419,9 +414,8 @@ class Checkpoints:
             return log.line(f"# WARNING: no checkpoint of step {step}: not all weights are finite")
         optimizer.zero_grad(set_to_none=True)  # else an optimizer that has skipped all steps (float16) has no state yet
         weights, moments = get_state_dict(model, optimizer)
-        log.file.seek(0)
         notes = {"script": SCRIPT.name, "step": step, "run": self.run, "scaler": self.parts["scaler"].state_dict(),
-                 "log": log.file.read().decode(), "seconds": log.seconds}
+                 "log": Path(log.file.name).read_text(encoding="utf-8"), "seconds": log.seconds}
         try:
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial)
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -431,7 +425,6 @@ class Checkpoints:
                     shutil.rmtree(older)
         except (OSError, dcp.CheckpointException):  # the latter on every rank, when one of them fails
             return log.line(f"# WARNING: no checkpoint of step {step}: cannot be written; is the disk full?")
-        self.newest = f"step {step}"
         log.line(f"# checkpoint: step {step} in {self.folder}")
 
 
@@ -594,7 +587,7 @@ def train(settings):
         if settings.checkpoint_every and (step % settings.checkpoint_every == 0 or reason):
             checkpoints.save(step, log)
         if reason:
-            log.line(f"# ended by {reason} after step {step}; newest checkpoint: {checkpoints.newest}")
+            log.line(f"# ended by {reason} after step {step}; newest checkpoint: {['none', *checkpoints.paths()][-1]}")
             break
 
     log.finish(step)

@@ -250,9 +250,13 @@ class Checkpoints:
         self.run = {"script": SCRIPT.name, "text": f"{loader.meta.get('sha256')} in {loader.meta['tokenizer']} tokens"}
         self.run |= {name: value for name, value in vars(settings).items() if name not in free}
 
+    def paths(self):
+        """The checkpoints, the newest last."""
+        return sorted(self.folder.glob("step_*.pt"))
+
     def load(self):
         """Restore the newest checkpoint: its step, the log and the seconds up to it. Exits if it is another run's."""
-        paths = sorted(self.folder.glob("step_*.pt"))
+        paths = self.paths()
         if not paths:
             return 0, b"", []
         if not self.settings.resume:
@@ -267,16 +271,15 @@ class Checkpoints:
 
     def save(self, step, log):
         """Write a checkpoint under a temporary name, then rename it: no kill leaves half of one under its name."""
-        log.file.seek(0)
         contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
         contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "T": self.loader.T}
-        contents |= {"run": self.run, "step": step, "log": log.file.read(), "seconds": log.seconds}
+        contents |= {"run": self.run, "step": step, "log": Path(log.file.name).read_bytes(), "seconds": log.seconds}
         with open(self.folder / "step.partial", "wb") as file:
             torch.save(contents, file)
             os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
         (self.folder / "step.partial").replace(self.folder / f"step_{step:07}.pt")
         log.line(f"# checkpoint: step {step} in {self.folder}")
-        for older in sorted(self.folder.glob("step_*.pt"))[:-2]:
+        for older in self.paths()[:-2]:
             older.unlink()
 
 

@@ -391,7 +391,7 @@ class Checkpoints:
     def __init__(self, settings, loader, **parts):
         self.settings, self.loader, self.parts, self.folder = settings, loader, parts, settings.checkpoint_dir
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.signals, self.newest, self.best = [], "none", Best(copy.deepcopy(parts["model"]).cpu())
+        self.signals, self.best = [], Best(copy.deepcopy(parts["model"]).cpu())
         if settings.patience and not settings.val_every:
             sys.exit(f"error: --patience {settings.patience}: --val-every 0 turns validation off; change one")
         free = {"B", "device", "compile_mode", "data", "log_dir", "save", "checkpoint_every", "checkpoint_dir",
@@ -399,20 +399,20 @@ class Checkpoints:
         self.run = {"script": SCRIPT.name, "text": f"{loader.meta.get('sha256')} in {loader.meta['tokenizer']} tokens"}
         self.run |= {name: value for name, value in vars(settings).items() if name not in free}
 
+    def paths(self):
+        """The checkpoints, the newest last."""
+        return sorted(self.folder.glob("step_*.pt"))
+
     def lock(self):
         """Keep other runs out of the folder until this process ends; exits if one is in it."""
-        self.held = filelock.FileLock(self.folder / "lock")
         try:
-            self.held.acquire(timeout=0)
+            self.held = filelock.FileLock(self.folder / "lock").acquire(timeout=0)
         except filelock.Timeout:
             sys.exit(f"error: --checkpoint-dir {self.folder}: another run is using it; give another")
 
     def reason_to_stop(self, step):
-        """Why training ends after `step`, the same on all ranks: "--steps", "a signal", or "" if it goes on.
-
-        Until the first call, while the first step compiles, SIGTERM and Ctrl-C end the process: nothing is lost yet.
-        """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Why training ends after `step`, the same on all ranks: "--steps", "a signal", or "" if it goes on."""
+        for number in (signal.SIGTERM, signal.SIGINT):  # not earlier: while the first step compiles, they end the run
             signal.signal(number, lambda received, frame: self.signals.append(received))
         signals = torch.tensor(len(self.signals), device=self.settings.device)
         if dist.is_initialized():
@@ -429,12 +429,12 @@ class Checkpoints:
         except Exception as error:  # a damaged file can raise any
             if isinstance(error, (OSError, MemoryError)) or "memory" in str(error):  # not the file's fault
                 raise
-        older = [each.name for each in sorted(self.folder.glob("step_*.pt")) if each < path]
+        older = [each.name for each in self.paths() if each < path]
         sys.exit(f"error: --resume: {path} is damaged; delete it to continue from {(older or ['step 0'])[-1]}")
 
     def load(self):
         """Restore the newest checkpoint: its step, the log and the seconds up to it. Exits if it is another run's."""
-        paths = sorted(self.folder.glob("step_*.pt"))
+        paths = self.paths()
         if not paths:
             return 0, b"", []
         if not self.settings.resume:
@@ -450,7 +450,6 @@ class Checkpoints:
             part.load_state_dict(saved[name] or part.state_dict())  # a scaler's is empty without float16
         self.best.model.load_state_dict(saved["best"]["model"])
         self.best.step, self.best.loss = saved["best"]["step"], saved["best"]["loss"]
-        self.newest = f"step {saved['step']}"
         log = re.sub(rb"steps: \d+", b"steps: %d" % self.settings.steps, saved["log"], count=1)
         return saved["step"], log, saved["seconds"]
 
@@ -458,10 +457,9 @@ class Checkpoints:
         """Write a checkpoint under a temporary name, then rename it: no kill leaves half of one under its name."""
         if not all(weight.isfinite().all() for weight in self.parts["model"].parameters()):
             return log.line(f"# WARNING: no checkpoint of step {step}: not all weights are finite")
-        log.file.seek(0)
         contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
         contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "T": self.loader.T}
-        contents |= {"run": self.run, "step": step, "log": log.file.read(), "seconds": log.seconds}
+        contents |= {"run": self.run, "step": step, "log": Path(log.file.name).read_bytes(), "seconds": log.seconds}
         contents["best"] = {"model": self.best.model.state_dict(), "step": self.best.step, "loss": self.best.loss}
         try:
             if self.best.step:
@@ -473,9 +471,8 @@ class Checkpoints:
             (self.folder / "step.partial").unlink(missing_ok=True)  # it fills the disk
             return log.line(f"# WARNING: no checkpoint of step {step}: cannot be written; is the disk full?")
         (self.folder / "step.partial").replace(self.folder / f"step_{step:07}.pt")
-        self.newest = f"step {step}"
         log.line(f"# checkpoint: step {step} in {self.folder}")
-        for older in sorted(self.folder.glob("step_*.pt"))[:-2]:
+        for older in self.paths()[:-2]:
             older.unlink()
 
     def keep_best(self, step, loss):
@@ -642,7 +639,7 @@ def train(settings):
         if rank == 0 and settings.checkpoint_every and (step % settings.checkpoint_every == 0 or reason):
             checkpoints.save(step, log)
         if reason:
-            log.line(f"# ended by {reason} after step {step}; newest checkpoint: {checkpoints.newest}")
+            log.line(f"# ended by {reason} after step {step}; newest checkpoint: {['none', *checkpoints.paths()][-1]}")
             break
 
     if checkpoints.best.step:
