@@ -243,20 +243,20 @@ class GPT(nn.Module):
         return MuonAdamW([*groups, {"params": embeddings}], weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
 
 
-def orthogonalize(matrices):
-    """(N, m, n) -> (N, m, n): the same singular vectors, singular values near 1; five Newton-Schulz iterations."""
-    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
-    x = F.normalize(wide, dim=(-2, -1), eps=1e-7).to(torch.float16 if wide.is_cuda else autocast_dtype("cpu"))
+def orthogonalize(matrix):
+    """(m, n) -> (m, n): the same singular vectors, singular values near 1; by five Newton-Schulz iterations."""
+    wide = matrix if len(matrix) <= matrix.size(1) else matrix.mT
+    x = F.normalize(wide, dim=(0, 1), eps=1e-7).to(torch.float16 if wide.is_cuda else autocast_dtype("cpu"))
     for _ in range(5):  # s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small s more than triple, large s stay near 1
-        gram = x @ x.mT  # (N, min(m, n), min(m, n)); next, x = 3.4445 x + (-4.7750 gram + 2.0315 gram @ gram) @ x
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x if wide is matrices else x.mT
+        gram = x @ x.mT  # (min(m, n), min(m, n)); next, x = 3.4445 x + (-4.7750 gram + 2.0315 gram @ gram) @ x
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x if wide is matrix else x.mT
 
 
-def muon_update(grads, momenta):
-    """The updates of N matrices, each by itself, from their gradients and momenta: (N, m, n) each."""
-    ahead = grads.lerp(momenta, 0.95)  # 0.05 grads + 0.95 momenta: Nesterov's, one step ahead of the momenta
-    return 0.2 * max(ahead.shape[-2:]) ** 0.5 * orthogonalize(ahead)
+def muon_update(grad, momentum):
+    """The update of a matrix, (m, n), from its gradient and its momentum."""
+    ahead = grad.lerp(momentum, 0.95)  # 0.05 grad + 0.95 momentum: Nesterov's, one step ahead of the momentum
+    return 0.2 * max(ahead.shape) ** 0.5 * orthogonalize(ahead)
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -265,16 +265,11 @@ class MuonAdamW(torch.optim.AdamW):
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
             return  # the scaler sets it where a float16 gradient has overflowed
-        muon, stacks = self.param_groups[0], {}  # matrices of one shape are updated at once: few kernels
-        for i, p in enumerate(muon["params"]):
-            stacks.setdefault((p.shape, i * p.numel() // 2**27), []).append(p)  # of a large model some layers at a time
-            self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
-        for stack in stacks.values():
-            grads, momenta = [p.grad for p in stack], [self.state[p]["momentum"] for p in stack]
-            torch._foreach_lerp_(momenta, grads, 0.05)
-            update = muon_update(torch.stack(grads), torch.stack(momenta)) + muon["weight_decay"] * torch.stack(stack)
-            torch._foreach_sub_(stack, update.unbind(), alpha=muon["lr"])
+        muon = self.param_groups[0]
         for p in muon["params"]:
+            self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
+            momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
+            p.sub_(muon_update(p.grad, momentum) + muon["weight_decay"] * p, alpha=muon["lr"])
             p.grad = None  # so AdamW skips it
         super().step()
 
