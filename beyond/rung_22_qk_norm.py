@@ -92,9 +92,9 @@ def config_of(settings, vocab_size):
     return GPTConfig(max(GPTConfig.block_size, settings.T), vocab_size, n_layer, n_head, n_embd)
 
 
-def rotary_angles(T, head_size):
-    """Cosine and sine of position * 10000^(-2i/hs), float32, (T, hs/2) each."""
-    radians_per_token = 1.0 / 10_000 ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
+def rotary_angles(T, head_size, theta=10_000.0):
+    """Cosine and sine of position * theta^(-2i/hs), float32, (T, hs/2) each."""
+    radians_per_token = 1.0 / theta ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
     angles = torch.arange(T)[:, None] * radians_per_token  # (T, hs/2)
     return angles.cos(), angles.sin()
 
