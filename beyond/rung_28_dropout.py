@@ -85,11 +85,10 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
+    n_hidden: int = 0  # width of the hidden layer of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
 
-    @property
-    def n_hidden(self):
-        """Width of the hidden layer of the MLP."""
-        return math.ceil(8 * self.n_embd / 3 / 64) * 64
+    def __post_init__(self):
+        self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
 
 
 def config_of(settings, vocab_size):

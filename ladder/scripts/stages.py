@@ -107,7 +107,7 @@ rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
      "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT")
 rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
      "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT")
-rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig.n_hidden", "MLP", "GPT",
+rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig", "MLP", "GPT",
      exports_to="qwen3")
 rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
 # Larger models.
