@@ -127,6 +127,9 @@ rung("30", "beyond/rung_30_frequency_prior.py", "frequency prior", "24",
      "ChunkedCrossEntropy", "GPT", "count_log_frequencies", "build_model", exports_to=None)
 rung("31", "beyond/rung_31_ngram_embeddings.py", "hashed n-gram embeddings", "30",
      "GPTConfig", "GPT.__init__", "GPT.forward")
+# The shape of published models.
+rung("32", "beyond/rung_32_grouped_query_attention.py", "grouped-query attention", "24",
+     "add_flags", "GPTConfig", "config_of", "CausalSelfAttention", "GPT.__init__")
 # Several cards.
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "imports", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save", "compile_model", "shard", "gather",
