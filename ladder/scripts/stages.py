@@ -131,6 +131,8 @@ rung("31", "beyond/rung_31_ngram_embeddings.py", "hashed n-gram embeddings", "30
 rung("32", "beyond/rung_32_grouped_query_attention.py", "grouped-query attention", "24",
      "add_flags", "GPTConfig", "config_of", "CausalSelfAttention", "GPT.__init__")
 # Several cards.
+rung("33", "beyond/rung_33_sharded_optimizer.py", "sharded optimizer", "24", "GPT.configure_optimizers",
+     "MuonAdamW.step", "ShardedMuonAdamW", "Checkpoints.save", "train", same_losses=0.01, torchrun=True)
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "imports", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save", "compile_model", "shard", "gather",
      "optimizer_step", "build_model", "train", torchrun=True)
