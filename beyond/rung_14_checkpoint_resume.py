@@ -417,13 +417,13 @@ def train(settings):
 # ---- the same in every rung: files, log, command line; to skip on a first reading ------------------------------------
 
 def open_tokens(folder, split, n_needed):
-    """(The tokens of "train" or "val", memory-mapped, (n_tokens,) uint16; meta.json); exits if they cannot be used."""
+    """(The tokens of "train" or "val", memory-mapped, (n_tokens,); meta.json); exits with a line if unusable."""
     if folder == Path("data/tokens") and not folder.exists():  # the first run prepares the default text
         prepare = (parent / "data" / "prepare.py" for parent in SCRIPT.resolve().parents)
         subprocess.run([sys.executable, next(filter(Path.exists, prepare), "data/prepare.py")])
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        tokens = np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r")
+        tokens = np.memmap(folder / f"{split}.bin", dtype=meta.get("dtype", "<u2"), mode="r")
         if len(tokens) != meta[f"{split}_tokens"] or tokens[:10**8].max() >= meta["vocab_size"]:
             raise ValueError(f"{split}.bin is not what meta.json describes")
         named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # which need no tokenizer.json
