@@ -1,7 +1,7 @@
 """Rung 14, checkpoint and resume: a run that survives a crash. Starts from rung 13.
 
 Every --checkpoint-every steps all that the next step depends on goes into a new file: the weights, the optimizer's
-moments, the gradient scaler, the step; and the log, so that it goes on, too. --resume continues from the newest:
+moments, the gradient scaler, the step; and the log, so that it continues as well. --resume continues from the newest:
 
     python beyond/rung_14_checkpoint_resume.py --steps 20000 --resume
 
@@ -14,7 +14,7 @@ Gain: a crash costs only the steps since the last checkpoint. On a CPU the repea
 a GPU they may differ in the last digits, because the order of some sums varies from run to run.
 Cost: 12 bytes per parameter and file (1.5 GB for GPT-2); the newest two stay, and a third is there while saving. The
 time is not in `dt`.
-What may change between two parts of a run: docs/long_runs.md.
+sample.py and --pretrained read a checkpoint, too. What may change between two parts of a run: docs/long_runs.md.
 
 Source: "Saving and loading a general checkpoint" in PyTorch's tutorials.
 """
@@ -48,7 +48,7 @@ MODELS = {"tiny": "2x2x64", "mini": "6x3x192", "small": "6x6x384", "gpt2": "12x1
 def add_flags(parser):
     """The flags of this script; a flag's help shows its default."""
     parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
-    parser.add_argument("--pretrained", metavar="FILE", help="start from a model of --save or convert.py")
+    parser.add_argument("--pretrained", metavar="FILE", help="start from a model written by --save or convert.py")
     parser.add_argument("-B", "--batch-size", dest="B", type=int, default=1 if DEVICES == ["cpu"] else 4,
                         help="sequences per batch")
     parser.add_argument("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
@@ -83,7 +83,7 @@ class GPTConfig:
 def config_of(settings, vocab_size):
     """The shape that --model names; exits with a one-line error if it names none."""
     shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", MODELS.get(settings.model, settings.model))
-    n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)
+    n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)  # which the next line refuses
     if n_embd % (2 * n_head):
         sys.exit(f"error: --model {settings.model}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128,"
                  " where width / heads is an even number")
@@ -380,7 +380,7 @@ def train(settings):
     steps = range(step + 1, settings.steps + 1)  # those that are left
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if step:
-        log.file.truncate(0)
+        log.file.truncate(0)  # its new header
         log.file.write(old_log)
         log.seconds = seconds
         log.line(f"# resumed after step {step} of {settings.steps} | device: {device} | B={settings.B}")
@@ -443,14 +443,14 @@ def new_model(settings, loader):
     saved, meta = read_model(settings.pretrained), loader.meta
     theirs, ours = (json.loads(each["tokenizer_json"] or "{}").get("model") for each in (saved, meta))
     if saved["config"]["vocab_size"] != meta["vocab_size"] or ours != theirs:
-        sys.exit("error: --pretrained: its tokens are not the data's; data/prepare.py --tokenizer takes this file")
+        sys.exit("error: --pretrained: its tokenizer is not the data's; data/prepare.py --tokenizer FILE takes it")
     if saved["config"]["block_size"] < settings.T:
         sys.exit(f"error: -T {settings.T}: the model's longest sequence is {saved['config']['block_size']}; lower -T")
     try:
         model = GPT(GPTConfig(**saved["config"]))
         model.load_state_dict(saved["model"])
         assert all(torch.equal(weight, saved["model"][name]) for name, weight in model.state_dict().items())
-    except (AssertionError, RuntimeError, TypeError):  # the first: an untied file, for a script that ties
+    except (AssertionError, RuntimeError, TypeError):  # assert: an untied file, in a script that ties
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
 
@@ -467,7 +467,7 @@ def read_model(path):
 def save_model(path, model, loader, step):
     """Write a model's file, if a `path` is given; under a temporary name, then renamed: no kill leaves half of it."""
     if path:
-        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # a full disk is then an OSError
+        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # torch's own writing hides an OSError
         torch.save(loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
                                   "step": step, "T": loader.T}, contents)
         partial.write_bytes(contents.getbuffer())
@@ -483,7 +483,7 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
-        self.file = open(path, "a+b", buffering=0)  # unbuffered: a killed run keeps its steps
+        self.file = open(path, "ab", buffering=0)  # unbuffered: a killed run keeps its steps
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         self.line(f"# script: {SCRIPT.name}")
         n_parameters = sum(p.numel() for p in model.parameters())
@@ -508,7 +508,7 @@ class Log:
         self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
                   f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; how to go on: NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
 
     def finish(self, step):
         """Log the median time of the second half of the steps; during the first half the device warms up."""

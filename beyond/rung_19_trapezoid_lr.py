@@ -46,7 +46,7 @@ MODELS = {"tiny": "2x2x64", "mini": "6x3x192", "small": "6x6x384", "gpt2": "12x1
 def add_flags(parser):
     """The flags of this script; a flag's help shows its default."""
     parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
-    parser.add_argument("--pretrained", metavar="FILE", help="start from a model of --save or convert.py")
+    parser.add_argument("--pretrained", metavar="FILE", help="start from a model written by --save or convert.py")
     parser.add_argument("-B", "--batch-size", dest="B", type=int, default=1 if DEVICES == ["cpu"] else 4,
                         help="sequences per batch")
     parser.add_argument("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
@@ -85,7 +85,7 @@ class GPTConfig:
 def config_of(settings, vocab_size):
     """The shape that --model names; exits with a one-line error if it names none."""
     shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", MODELS.get(settings.model, settings.model))
-    n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)
+    n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)  # which the next line refuses
     if n_embd % (2 * n_head):
         sys.exit(f"error: --model {settings.model}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128,"
                  " where width / heads is an even number")
@@ -225,7 +225,7 @@ class GPT(nn.Module):
 def orthogonalize(matrix):
     """(m, n) -> (m, n): the same singular vectors, singular values near 1; by five Newton-Schulz iterations."""
     wide = matrix if len(matrix) <= matrix.size(1) else matrix.mT
-    x = F.normalize(wide, dim=(0, 1), eps=1e-7).to(torch.float16 if wide.is_cuda else autocast_dtype("cpu"))
+    x = (wide / (wide.norm() + 1e-7)).to(torch.float16 if wide.is_cuda else autocast_dtype("cpu"))  # every s <= 1
     for _ in range(5):  # s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small s more than triple, large s stay near 1
         gram = x @ x.mT  # (min(m, n), min(m, n)); next, x = 3.4445 x + (-4.7750 gram + 2.0315 gram @ gram) @ x
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
@@ -429,7 +429,7 @@ def init_ranks(settings):
     nccl = settings.device == "cuda" and dist.is_nccl_available()  # torch for Windows lacks it
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
         sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
-    dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(hours=1))  # rank 0 may save for so long
+    dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(hours=1))  # they wait for rank 0's saving
     return rank, dist.get_world_size()
 
 
@@ -495,7 +495,7 @@ def train(settings):
     steps = range(step + 1, settings.steps + 1)  # those that are left
     log = Log(settings, model, loader, settings.total_batch, precision, **notes)
     if step:
-        log.file.truncate(0)
+        log.file.truncate(0)  # its new header
         log.file.write(old_log)
         log.seconds = seconds
         log.line(f"# resumed after step {step} of {settings.steps} | device: {device} | B={settings.B}")
@@ -563,14 +563,14 @@ def new_model(settings, loader):
     saved, meta = read_model(settings.pretrained), loader.meta
     theirs, ours = (json.loads(each["tokenizer_json"] or "{}").get("model") for each in (saved, meta))
     if saved["config"]["vocab_size"] != meta["vocab_size"] or ours != theirs:
-        sys.exit("error: --pretrained: its tokens are not the data's; data/prepare.py --tokenizer takes this file")
+        sys.exit("error: --pretrained: its tokenizer is not the data's; data/prepare.py --tokenizer FILE takes it")
     if saved["config"]["block_size"] < settings.T:
         sys.exit(f"error: -T {settings.T}: the model's longest sequence is {saved['config']['block_size']}; lower -T")
     try:
         model = GPT(GPTConfig(**saved["config"]))
         model.load_state_dict(saved["model"])
         assert all(torch.equal(weight, saved["model"][name]) for name, weight in model.state_dict().items())
-    except (AssertionError, RuntimeError, TypeError):  # the first: an untied file, for a script that ties
+    except (AssertionError, RuntimeError, TypeError):  # assert: an untied file, in a script that ties
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
 
@@ -587,7 +587,7 @@ def read_model(path):
 def save_model(path, model, loader, step):
     """Write a model's file, if a `path` is given; under a temporary name, then renamed: no kill leaves half of it."""
     if path:
-        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # a full disk is then an OSError
+        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # torch's own writing hides an OSError
         torch.save(loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
                                   "step": step, "T": loader.T}, contents)
         partial.write_bytes(contents.getbuffer())
@@ -603,7 +603,7 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
-        self.file = open(path, "a+b", buffering=0)  # unbuffered: a killed run keeps its steps
+        self.file = open(path, "ab", buffering=0)  # unbuffered: a killed run keeps its steps
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         self.line(f"# script: {SCRIPT.name}")
         n_parameters = sum(p.numel() for p in model.parameters())
@@ -628,7 +628,7 @@ class Log:
         self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
                   f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; how to go on: NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
 
     def finish(self, step):
         """Log the median time of the second half of the steps; during the first half the device warms up."""
