@@ -365,7 +365,7 @@ class Checkpoints:
         if settings.patience and not settings.val_every:
             sys.exit(f"error: --patience {settings.patience}: --val-every 0 turns validation off; change one")
         free = {"B", "device", "compile_mode", "data", "log_dir", "save", "checkpoint_every", "checkpoint_dir",
-                "resume", "val_every", "patience", "recompute_blocks", "loss_chunk"}  # not val_sequences: losses are compared
+                "resume", "val_every", "patience", "recompute_blocks", "loss_chunk"}  # val_sequences: what best means
         self.run = {"script": SCRIPT.name, "text": f"{loader.meta.get('sha256')} in {loader.meta['tokenizer']} tokens"}
         self.run |= {name: value for name, value in vars(settings).items() if name not in free}
 
