@@ -427,7 +427,7 @@ def find_rung(word):
     """The stage called "7", "07" or "ddp", or by its file's name."""
     stage = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
     if stage is None:
-        raise UserError(f"no rung {word}: there are 0 to {STAGES[-3].label}, ddp, fsdp and dcp, or their file names")
+        raise UserError(f"no rung {word}: there are {', '.join(BY_LABEL)}, or their file names")
     return stage
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.count.flops import SHAPES
-from ladder.scripts.stages import BANNER, BY_LABEL
+from ladder.scripts.stages import BANNER, BY_LABEL, LADDER
 
 STORE = Path(__file__).with_name("floors.json")  # made by `python -m ladder floor --save`
 STORED = {"model": "gpt2", "B": 16, "T": 1024}
-LONGEST, COUNTED = 1024, [str(number) for number in range(11)]  # tokens; the rungs' labels
+LONGEST, COUNTED = 1024, [stage.label for stage in LADDER]  # tokens; the rungs' labels
 
 
 def total(kernels):
