@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ladder.errors import UserError
-from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
+from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT
 from ladder.show.logs import has_steps
 
 RUNS, PROFILES, SURVEYS = Path("logs/ladder"), Path("logs/profile"), Path("logs/survey")  # one subfolder per run
@@ -488,7 +488,7 @@ def floor(args):
 
 
 def propagate(args):
-    from ladder.scripts.propagate import propagate
+    from ladder.scripts.propagate import propagate, rungs_after
 
     stage, until = find_rung(args.rung), args.until and find_rung(args.until)
     written = propagate(stage, until=until)
@@ -497,10 +497,9 @@ def propagate(args):
         console.print(f"  {name}", markup=False)
         for line in merged:
             console.print(f"    merged within this line, please check: {line}", markup=False, soft_wrap=True)
-    if until and until != STAGES[-1]:
-        following = STAGES[STAGES.index(until) + 1].file
-        console.print(f"next: python -m ladder propagate {until.file}, or make the fix in {following} by hand and "
-                      f"propagate that", markup=False, soft_wrap=True)
+    if following := until and rungs_after(until):
+        console.print(f"next: python -m ladder propagate {until.file}, or make the fix in {following[0].file} by hand "
+                      "and propagate that", markup=False, soft_wrap=True)
     return 0
 
 
