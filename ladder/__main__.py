@@ -118,7 +118,7 @@ def add_floor(verbs):
     floor = verbs.add_parser("floor", help="the least a step can cost on any GPU, counted; no GPU is needed")
     floor.add_argument("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its "
                        "numbers, NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
-    floor.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+    floor.add_argument("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
     floor.add_argument("--model", default="gpt2", help="(default: %(default)s)")
     floor.add_argument("-B", type=positive, default=16, help="sequences per step (default: %(default)s)")
     floor.add_argument("-T", type=positive, default=1024, help="tokens per sequence (default: %(default)s)")
@@ -470,14 +470,18 @@ def print_effect(before, stage):
 def floor(args):
     from ladder.measure.runner import parse_rungs
     from ladder.count.cards import find_card
-    from ladder.count.floor import check_setting, kernels_of, row_of, save_store
+    from ladder.count.floor import COUNTED, NOT_COUNTED, check_setting, kernels_of, row_of, save_store
     from ladder.show.floors import print_floors
 
     cards = [find_card(name) for name in args.gpu or ["A100"]]
     labels = [stage.label for stage in parse_rungs(args.rungs)]
     check_setting(labels, args.model, args.B, args.T, args.save)
+    if left_out := [label for label in labels if label not in COUNTED]:
+        messages.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}", markup=False)
     counted = {}
     for label in labels:
+        if label in left_out:
+            continue
         with messages.status(f"counting rung {label}"):
             counted[label] = kernels_of(label, args.model, args.B, args.T, stored=not args.save)
     if args.save:
