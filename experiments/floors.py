@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ladder.count.cards import CARDS
-from ladder.count.floor import STORED, floor_ms, kernels_of, total
+from ladder.count.floor import STORED, floor_of, kernels_of
 from ladder.count.flops import flops_per_token
 from ladder.count.kernels import count
 from ladder.scripts.stages import BY_NAME, ROOT
@@ -33,7 +33,7 @@ def ms_of(tokens_per_second, B):
 
 def kernels(label, B, settings):
     if settings or (B, T) != (STORED["B"], STORED["T"]):
-        return total(count(label, "gpt2", B, T, **settings))
+        return count(label, "gpt2", B, T, **settings)
     return kernels_of(label, "gpt2", B, T)
 
 
@@ -45,8 +45,8 @@ def compare(title, rows, card):
     last = None
     for name, label, B, settings, published in rows:
         counted = kernels(label, B, settings)
-        floor, products, traffic = floor_ms(counted, card)
-        launches = sum(n * kernel[3] for kernel, n in counted.items())
+        floor, products, traffic = floor_of(counted, card).values()
+        launches = sum(n * kernel.launches for kernel, n in counted.items())
         steps = f"{last[0] / floor:.2f} | {last[1] / published:.2f}" if last and last[2] == B else "| "
         print(f"| {name} | {label} | {B} | {floor:.0f} | {products:.0f} | {traffic:.0f} | {launches:,} "
               f"| {published:.0f} | {floor / published:.2f} | {steps} |", flush=True)
@@ -58,7 +58,8 @@ def one_card(name, cases):
     card = CARDS[name]
     print(f"\n{name}, T={T}\n\n| rung | B | floor, ms | products | traffic |\n|--:|--:|--:|--:|--:|")
     for label, B in cases:
-        print(f"| {label} | {B} | " + " | ".join(f"{ms:.1f}" for ms in floor_ms(kernels(label, B, {}), card)) + " |")
+        floor, products, traffic = floor_of(kernels(label, B, {}), card).values()
+        print(f"| {label} | {B} | {floor:.1f} | {products:.1f} | {traffic:.1f} |")
 
 
 def cpu(folder):

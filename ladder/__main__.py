@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ladder.errors import UserError
-from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT, STAGES
+from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT
 from ladder.show.logs import has_steps
 
 RUNS, PROFILES, SURVEYS = Path("logs/ladder"), Path("logs/profile"), Path("logs/survey")  # one subfolder per run
@@ -118,7 +118,7 @@ def add_floor(verbs):
     floor = verbs.add_parser("floor", help="the least a step can cost on any GPU, counted; no GPU is needed")
     floor.add_argument("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its "
                        "numbers, NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
-    floor.add_argument("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+    floor.add_argument("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
     floor.add_argument("--model", default="gpt2", help="(default: %(default)s)")
     floor.add_argument("-B", type=positive, default=16, help="sequences per step (default: %(default)s)")
     floor.add_argument("-T", type=positive, default=1024, help="tokens per sequence (default: %(default)s)")
@@ -427,7 +427,7 @@ def find_rung(word):
     """The stage called "7", "07" or "ddp", or by its file's name."""
     stage = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
     if stage is None:
-        raise UserError(f"no rung {word}: there are 0 to {STAGES[-3].label}, ddp, fsdp and dcp, or their file names")
+        raise UserError(f"no rung {word}: there are {', '.join(BY_LABEL)}, or their file names")
     return stage
 
 
@@ -470,14 +470,18 @@ def print_effect(before, stage):
 def floor(args):
     from ladder.measure.runner import parse_rungs
     from ladder.count.cards import find_card
-    from ladder.count.floor import check_setting, kernels_of, row_of, save_store
+    from ladder.count.floor import COUNTED, NOT_COUNTED, check_setting, kernels_of, row_of, save_store
     from ladder.show.floors import print_floors
 
     cards = [find_card(name) for name in args.gpu or ["A100"]]
     labels = [stage.label for stage in parse_rungs(args.rungs)]
     check_setting(labels, args.model, args.B, args.T, args.save)
+    if left_out := [label for label in labels if label not in COUNTED]:
+        messages.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}", markup=False)
     counted = {}
     for label in labels:
+        if label in left_out:
+            continue
         with messages.status(f"counting rung {label}"):
             counted[label] = kernels_of(label, args.model, args.B, args.T, stored=not args.save)
     if args.save:
@@ -488,7 +492,7 @@ def floor(args):
 
 
 def propagate(args):
-    from ladder.scripts.propagate import propagate
+    from ladder.scripts.propagate import propagate, rungs_after
 
     stage, until = find_rung(args.rung), args.until and find_rung(args.until)
     written = propagate(stage, until=until)
@@ -497,10 +501,9 @@ def propagate(args):
         console.print(f"  {name}", markup=False)
         for line in merged:
             console.print(f"    merged within this line, please check: {line}", markup=False, soft_wrap=True)
-    if until and until != STAGES[-1]:
-        following = STAGES[STAGES.index(until) + 1].file
-        console.print(f"next: python -m ladder propagate {until.file}, or make the fix in {following} by hand and "
-                      f"propagate that", markup=False, soft_wrap=True)
+    if following := until and rungs_after(until):
+        console.print(f"next: python -m ladder propagate {until.file}, or make the fix in {following[0].file} by hand "
+                      "and propagate that", markup=False, soft_wrap=True)
     return 0
 
 

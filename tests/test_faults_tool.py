@@ -10,7 +10,6 @@ from test_race import ADAMW, BEST, flag_of, part_of, run_race
 
 from ladder.measure import check, rates
 from ladder.measure.runner import Job, plan, run_job
-from ladder.count.memory import recommend, step_bytes
 from ladder.scripts.stages import BY_LABEL
 from ladder.judge.compare import compare
 from ladder.show.logs import read_log
@@ -119,19 +118,6 @@ def test_the_curve_of_a_race_is_the_median_of_its_seeds(tmp_path):
              **{ADAMW.name: lambda end, job: (9, 8, 7, ends.get(job.log_dir.name, end))})
     [(_, steps, _, losses)] = race_curves(build_report(tmp_path))
     assert (steps, losses) == ([10, 20, 30, 40], [9, 8, 7, 5.9])
-
-
-def test_from_rung_17_on_the_logits_of_a_chunk_count():
-    """Twice the batch keeps twice the activations, 36 bytes a token, layer and width, and no more logits."""
-    for label, logits in (("16", 10 * 4096 * 50257), ("17", 0), ("24", 0), ("fsdp", 0)):
-        more = step_bytes("gpt2", 8, 1024, label) - step_bytes("gpt2", 4, 1024, label)
-        assert more == 4096 * 36 * 12 * 768 + logits, label
-
-
-def test_on_a_cpu_one_sequence_is_recommended():
-    """A larger batch only makes a longer step there."""
-    assert recommend(200e9, accelerator=False) == ("gpt2", 1, 1024)
-    assert recommend(200e9, accelerator=True)[1] == 64
 
 
 @pytest.mark.parametrize("free, mark", [(1.9e9, check.BAD), (2.1e9, check.GOOD)])

@@ -1,6 +1,5 @@
 """python -m ladder: every verb on real short runs of the tiny model, and on everything a user can get wrong."""
 import io
-import itertools
 import json
 import os
 import random
@@ -18,16 +17,14 @@ import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, load_module, make_tokens, new_gpt, own_settings, run_command, rung, train
-from rich.console import Console
+from conftest import ROOT, load_module, make_tokens, own_settings, run_command, rung, train
 
 import ladder.__main__ as tool
 from ladder.errors import UserError
 from ladder.measure import check, rates, runner
 from ladder.measure.runner import Job, command_for, parse_rungs, plan, run_job
-from ladder.count.flops import SHAPES, flops_per_token, mfu
-from ladder.scripts.lessons import print_lesson, read_lesson
-from ladder.count.memory import PROCESS_BYTES, RUN_BY_DEFAULT, largest_fitting, recommend, step_bytes
+from ladder.count.flops import flops_per_token, mfu
+from ladder.count.memory import step_bytes
 from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
 from ladder.judge.compare import compare
 from ladder.show.logs import PEER, read_log
@@ -513,17 +510,6 @@ def test_a_short_warm_up_of_a_gpu_is_said(device, ms, warned, tmp_path):
     assert any("less than 3 s" in warning for warning in warnings(build_report(tmp_path))) == warned
 
 
-def test_flops_in_closed_form():
-    """PaLM's formula on GPT-2's published shapes; the scripts' sizes are the same."""
-    assert {name: tuple(map(int, shape.split("x"))) for name, shape in rung(0).MODELS.items()} == SHAPES
-    n_matrix = 50257 * 768 + 12 * (768 * 2304 + 768 * 768 + 2 * 768 * 3072)
-    assert flops_per_token("gpt2", 1024) == 6 * n_matrix + 12 * 12 * 768 * 1024
-    assert flops_per_token("gpt2", 1024, causal=True) == 6 * n_matrix + 6 * 12 * 768 * 1024
-    assert flops_per_token("unknown", 1024) is None
-    assert flops_per_token("4x4x128", 64, vocab_size=257) == 6 * (257 * 128 + 4 * 12 * 128**2) + 12 * 4 * 128 * 64
-    assert largest_fitting("4x4x128", 64, ["10"], 4e9) > largest_fitting("gpt2", 64, ["10"], 4e9) > 0
-
-
 @pytest.mark.parametrize("tokens, vocab_size", [
     ("gpt2", 50257), ("gpt2-bytes", 50257), ("bytes", 257), ("bpe-4096", 4096), ("my-model", None)])
 def test_mfu_counts_the_vocabulary_of_the_data(tokens, vocab_size, tmp_path):
@@ -753,97 +739,6 @@ def test_reference_logs_are_possible():
             for run in rounds:
                 assert run.complete and run.name in {*BY_NAME, PEER}
                 assert not report.machine or 0 < mfu(run, report.machine["rates"], run.tokens_per_second) < 1
-
-
-RECOMPUTING = list(BY_LABEL)[list(BY_LABEL).index("16") :]
-
-
-def test_memory_model_against_measured_peaks():
-    """Within 30 % for the rungs that recompute nothing, on every reference machine, as one process."""
-    checked = set()
-    for folder in REFERENCE:
-        for name, rounds in build_report(folder).runs.items():
-            label = BY_NAME[name].label if name in BY_NAME else None
-            if label not in (None, "ddp", *RECOMPUTING):
-                for run in rounds:
-                    expected = step_bytes(run.model, run.B, run.T, label) / 1e9
-                    assert run.peak_memory_gb == pytest.approx(expected, rel=0.3)
-                    checked.add(label)
-    assert {"0", "5", "10", "14"} <= checked
-
-
-def test_memory_model_against_what_autograd_keeps():
-    """The bytes of all tensors that the baseline's forward pass saves, its gradients of the logits left out."""
-    module, B, T = rung(0), 2, 128
-    model = new_gpt(module)
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # held, so that no other tensor gets its place
-        return tensor
-
-    x = torch.randint(0, 50257, (B, T))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(x, x)
-    gradients = 8 * B * T * 50257
-    expected = step_bytes("tiny", B, T, "0") - step_bytes("tiny", 0, T, "0") - gradients
-    assert sum(storage.nbytes() for storage in kept.values()) == pytest.approx(expected, rel=0.02)
-
-
-@pytest.mark.parametrize("GB", [8, 16, 24, 40, 80, 141])
-def test_the_recommended_batch_fits_every_rung(GB):
-    model, B, T = recommend(GB * 1e9, accelerator=True)
-    assert (model, T) == ("gpt2", 1024)
-    worst = max(step_bytes(model, B, T, label) for label in RUN_BY_DEFAULT)
-    assert worst <= 0.8 * GB * 1e9
-    assert B == 64 or max(step_bytes(model, 2 * B, T, label) for label in RUN_BY_DEFAULT) > 0.8 * GB * 1e9
-    assert PROCESS_BYTES < step_bytes("tiny", 1, 32, "10") < step_bytes("tiny", 1, 32, "0")
-
-
-@pytest.mark.parametrize("stage", STAGES[1:], ids=lambda stage: stage.label)
-def test_lessons_are_the_diff(stage):
-    """Applying a lesson's rows to the old file gives the new one, and the marks lie inside the lines."""
-    before, after = BY_LABEL[stage.before].path.read_text(), stage.path.read_text()
-    lesson = read_lesson(before, after)
-    new, old = after.splitlines(), before.splitlines()
-    assert lesson.title in after and lesson.added + lesson.removed > 0
-    for hunk in lesson.hunks:
-        for left, right in hunk:
-            assert left is None or old[left.number - 1] == left.text
-            assert right is None or new[right.number - 1] == right.text
-            for line in (left, right):
-                assert line is None or all(0 <= a < b <= len(line.text) for a, b in line.marks)
-    shown = {right.text for hunk in lesson.hunks for _, right in hunk if right is not None and right.changed}
-    body = after.split('"""', 2)[2]
-    missing = {line for line in body.splitlines() if line.strip()} - set(before.splitlines())
-    assert missing <= shown
-
-
-def test_diff_shows_text_change_and_effect(call):
-    code, output, _ = call("diff", "06")
-    assert code == 0 and "Rung 6, flash attention" in output
-    assert "+         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)" in output
-    assert "-         att = F.softmax(att, dim=-1)" in output
-    assert "Measured: " in output and "ms/step" in output
-    assert "+ " in call("diff", "ddp", "rung_12_prefetch.py")[1] and "@@" not in call("diff", 0)[1]
-    for wrong in (["99"], ["x"], ["1", "2", "3"]):
-        assert is_one_error(call("diff", *wrong))
-
-
-def test_diff_fills_the_lines_of_a_narrow_terminal():
-    """A line ends where the next word would no longer fit; code keeps its lines."""
-    for label, code in (("20", None), ("16", "    python beyond/rung_16_gradient_checkpointing.py -B 16 --recompute")):
-        before, after = (BY_LABEL[name].path.read_text(encoding="utf-8") for name in (BY_LABEL[label].before, label))
-        console = Console(width=80, record=True, file=io.StringIO())
-        print_lesson(read_lesson(before, after), console)
-        text = console.export_text().split("@@")[0]
-        for line, following in itertools.pairwise(text.splitlines()):
-            if line[:1].strip() and following[:1].strip():  # not code
-                assert len(line.rstrip()) + 1 + len(following.split()[0]) > 80
-        assert code is None or code in text
 
 
 def snapshot(folder):

@@ -295,7 +295,7 @@ def test_each_lesson_has_the_floors_of_the_chosen_card(open_page):
 
     assert [cells[:2] for cells in shown("3")] == counted("A100", ["2", "3"])
     assert effect(page, "3")["published, ms"] == ["333", "300", "−33"]
-    assert "floor, ms" not in effect(page, "15")  # counted for rungs 0 to 10
+    assert "floor, ms" not in effect(page, "ddp")  # counted for one card
     page.select_option("#card", "T4")
     assert [cells[:2] for cells in shown("3")] == counted("T4", ["2", "3"])
     assert "published, ms" not in effect(page, "3")

@@ -7,58 +7,77 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
-from ladder.errors import UserError
 from ladder.count.flops import SHAPES
-from ladder.scripts.stages import BANNER, BY_LABEL
+from ladder.errors import UserError
+from ladder.files import write_whole
+from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
 
 STORE = Path(__file__).with_name("floors.json")  # made by `python -m ladder floor --save`
 STORED = {"model": "gpt2", "B": 16, "T": 1024}
-LONGEST, COUNTED = 1024, [str(number) for number in range(11)]  # tokens; the rungs' labels
+LONGEST = 1024  # tokens
+COUNTED = [stage.label for stage in STAGES if not stage.torchrun and stage.label != "25"]  # labels
+NOT_COUNTED = "floors are of one card, without float8"  # ddp, fsdp, dcp; rung 25, whose rate no card's row has
+NO_KERNELS = {"add_flags", "config_of", "DataLoaderLite", "free_memory", "get_lr", "init_ranks", "compile_model",
+              "Checkpoints", "Best", "evaluate", "save_best"}  # definitions that launch none in a step
 
 
-def total(kernels):
-    """{(number format, FLOPs, bytes, launches): how many}: all that floors need, in compact form."""
-    return Counter((one.number_format, one.flops, one.bytes, one.launches) for one in kernels)
+class Kernel(NamedTuple):
+    """One operation on the GPU; `launches` is more than 1 where its tensors do not fit into one launch."""
+
+    number_format: str  # of a matrix product; "" if it is none
+    flops: int
+    bytes: int
+    launches: int = 1
 
 
-def floor_ms(kernels, card):
-    """(floor, only its matrix products, only its memory traffic) of a step on a card, in ms; `kernels` from `total`."""
-    floor = products = traffic = 0.0
-    for (number_format, flops, n_bytes, _), n in kernels.items():
-        compute = flops / card.rate(number_format) if flops else 0.0
-        transfer = n_bytes / (1e9 * card.bandwidth)
-        floor, products, traffic = floor + n * max(compute, transfer), products + n * compute, traffic + n * transfer
-    return 1000 * floor, 1000 * products, 1000 * traffic
+def floor_of(kernels, card):
+    """{"floor": ms of a step on a card, "products": of its matrix products only, "traffic": of its bytes only}.
+
+    `kernels` is {Kernel: how many}.
+    """
+    ms = Counter()
+    for kernel, n in kernels.items():
+        products = 1000 * n * kernel.flops / card.rate(kernel.number_format) if kernel.flops else 0
+        traffic = 1000 * n * kernel.bytes / (1e9 * card.bandwidth)
+        ms.update({"floor": max(products, traffic), "products": products, "traffic": traffic})
+    return dict(ms)
 
 
 def lesson_hash(label):
     """A hash of what a step of a rung computes: its model and `train` up to the end of the loop, without docstrings."""
     lesson = BY_LABEL[label].path.read_text(encoding="utf-8").partition("\n" + BANNER)[0]
-    parts = [node for node in ast.parse(lesson).body
-             if getattr(node, "name", "add_flags") not in ("add_flags", "config_of", "DataLoaderLite", "get_lr")]
-    for node in (node for part in parts for node in ast.walk(part)):
+    parts = {node.name: node for node in ast.parse(lesson).body if getattr(node, "name", "") not in {"", *NO_KERNELS}}
+    for node in (node for part in parts.values() for node in ast.walk(part)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-    train = parts[-1]
+    train = parts["train"]
     train.body = train.body[: 1 + max(i for i, node in enumerate(train.body) if isinstance(node, ast.For))]
-    return hashlib.sha256("\n".join(map(ast.unparse, parts)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(map(ast.unparse, parts.values())).encode()).hexdigest()[:16]
 
 
 def read_store():
-    return json.loads(STORE.read_text(encoding="utf-8"))["rungs"]
+    """{label: {"lesson": its hash, "torch": version, "kernels": {Kernel: how many}}}."""
+    rungs = json.loads(STORE.read_text(encoding="utf-8"))["rungs"]
+    for rung in rungs.values():
+        rung["kernels"] = {Kernel(*kernel): n for n, *kernel in rung["kernels"]}
+    return rungs
 
 
 def save_store(counted):
-    """Add {label: kernels}, counted at the stored setting, to floors.json."""
+    """Add {label: {Kernel: how many}}, counted at the stored setting, to floors.json."""
     import torch
 
-    rungs = (read_store() if STORE.exists() else {}) | {
-        label: {"lesson": lesson_hash(label), "torch": torch.__version__,
-                "kernels": [[n, *kernel] for kernel, n in sorted(kernels.items())]}
-        for label, kernels in counted.items()}
-    lines = ",\n".join(f" {json.dumps(label)}: {json.dumps(rung)}" for label, rung in rungs.items())
-    STORE.write_text(f"{json.dumps(STORED)[:-1]}, \"rungs\": {{\n{lines}\n}}}}\n", encoding="utf-8")
+    rungs = read_store()
+    for label, kernels in counted.items():
+        rungs[label] = {"lesson": lesson_hash(label), "torch": torch.__version__, "kernels": kernels}
+    lines = []
+    for label in sorted(rungs, key=COUNTED.index):
+        kernels = [[n, *kernel] for kernel, n in sorted(rungs[label]["kernels"].items())]
+        lines.append(f" {json.dumps(label)}: {json.dumps(rungs[label] | {'kernels': kernels})}")
+    text = f"{json.dumps(STORED)[:-1]}, \"rungs\": {{\n" + ",\n".join(lines) + "\n}}\n"
+    write_whole(STORE, text)
 
 
 def kernels_of(label, model, B, T, stored=True):
@@ -66,32 +85,28 @@ def kernels_of(label, model, B, T, stored=True):
     if stored and {"model": model, "B": B, "T": T} == STORED:
         rung = read_store().get(label)
         if rung and rung["lesson"] == lesson_hash(label):
-            return Counter({tuple(kernel): n for n, *kernel in rung["kernels"]})
+            return rung["kernels"]
     from ladder.count.kernels import count  # takes seconds to import
 
-    return total(count(label, model, B, T))
+    return count(label, model, B, T)
 
 
 def floor_data(cards, labels=None):
     """For the page: what is stored for each rung, and its floors on `cards`."""
-    rows = []
-    for label, rung in read_store().items():
-        kernels = Counter({tuple(kernel): n for n, *kernel in rung["kernels"]})
-        if labels is None or label in labels:
-            rows.append(row_of(label, kernels, cards))
+    rungs = read_store().items()
+    rows = [row_of(label, rung["kernels"], cards) for label, rung in rungs if labels is None or label in labels]
     return STORED | {"rungs": rows}
 
 
 def row_of(label, kernels, cards):
     """One rung: TFLOP by number format, GB, launches, and {card: ms} of the floor and its two parts."""
     tflop = Counter()
-    for (number_format, flops, _, _), n in kernels.items():
-        tflop[number_format] += n * flops / 1e12
-    floors = {card.name: dict(zip(("floor", "products", "traffic"), floor_ms(kernels, card), strict=True))
-              for card in cards}
+    for kernel, n in kernels.items():
+        tflop[kernel.number_format] += n * kernel.flops / 1e12
     return {"label": label, "title": BY_LABEL[label].title, "tflop": {name: x for name, x in tflop.items() if x},
-            "gb": sum(n * kernel[2] for kernel, n in kernels.items()) / 1e9,
-            "launches": sum(n * kernel[3] for kernel, n in kernels.items()), "ms": floors}
+            "gb": sum(n * kernel.bytes for kernel, n in kernels.items()) / 1e9,
+            "launches": sum(n * kernel.launches for kernel, n in kernels.items()),
+            "ms": {card.name: floor_of(kernels, card) for card in cards}}
 
 
 def check_setting(labels, model, B, T, save=False):
@@ -100,8 +115,8 @@ def check_setting(labels, model, B, T, save=False):
         raise UserError(f"--model {model}: no such model; give one of {', '.join(SHAPES)}")
     if T > LONGEST:
         raise UserError(f"-T {T}: the longest sequence is {LONGEST}; lower -T")
-    if wrong := [label for label in labels if label not in COUNTED]:
-        raise UserError(f"--rungs {wrong[0]}: floors are counted for rungs 0 to 10; give some of these")
+    if not set(labels) & set(COUNTED):
+        raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")
     if save and {"model": model, "B": B, "T": T} != STORED:
         raise UserError(f"--save: stores only {STORED['model']} at B={STORED['B']} T={STORED['T']}; leave out --model, "
                         "-B and -T")

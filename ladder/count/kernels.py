@@ -10,13 +10,16 @@ The rung's own `train` runs on fake tensors, which have shapes but no memory:
   the loss in float32; AdamW and clipping work on many tensors per launch ("foreach").
 """
 import contextlib
-import copy
 import functools
+import io
+import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
+import numpy as np
 import torch
 from torch._inductor import ir, scheduler
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, make_boxed_func
@@ -26,66 +29,52 @@ from torch._inductor.utils import get_dtype_size
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
+from ladder.count.floor import Kernel
 from ladder.count.flops import VOCAB_SIZE
 from ladder.scripts.stages import BY_LABEL, load_script
 
-LOWERED = {}  # the kernels of each graph: rungs 7 to 10 have the same
 NO_KERNEL = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")  # views, allocation
-WRITE_ONLY = ("fill_", "zero_", "copy_", "ones_like", "zeros_like", "full_like", "nll_loss_backward")
+OVERWRITES = ("fill_", "zero_", "copy_", "ones_like", "zeros_like", "full_like")  # does not read its first argument
+BYTES = {  # of operations that do not simply read their inputs and write their outputs
+    "embedding": lambda args, out: size(args[1]) + 2 * size(out),  # only the rows that are looked up
+    "nll_loss_forward": lambda args, out: 2 * size(args[1]),  # one logit of each row, and its index
+    "nll_loss_backward": lambda args, out: size(out),
+    "_fused_adamw_": lambda args, out: size(args) + size(args[0:1] + args[2:4]),  # gradients are not written
+}
 CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)  # of a foreach launch: ATen/native/cuda/MultiTensorApply.cuh
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One operation on the GPU; `launches` is more than 1 where its tensors do not fit into one launch."""
-
-    number_format: str  # of a matrix product; "" if it is none
-    flops: int
-    bytes: int
-    launches: int = 1
-
-
-# ---- one kernel ------------------------------------------------------------------------------------------------------
+# ---- eager: each operation is a kernel -------------------------------------------------------------------------------
 
 
 def tensors_in(tree):
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def size(tensor):
-    """Bytes of a tensor; what expand() repeats is in memory once."""
-    extents = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.element_size() * math.prod(n for n, stride in extents if stride)
+def size(tree):
+    """Bytes of the tensors in a tree, each counted once; what expand() repeats is in memory once."""
+    tensors = {id(tensor): tensor for tensor in tensors_in(tree)}.values()
+    return sum(t.element_size() * math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride)
+               for t in tensors)
 
 
 def count_bytes(op, args, out):
     """Bytes that an aten operation reads and writes at least."""
-    name, arguments = op.overloadpacket.__name__, op._schema.arguments
-    outputs = sum(map(size, tensors_in(out)))
-    inputs = sum(map(size, {id(t): t for t in tensors_in(args)}.values()))
-    written = [value for argument, value in zip(arguments, args, strict=False)
-               if argument.alias_info and argument.alias_info.is_write]
-    if name == "_fused_adamw_":
-        return inputs + sum(map(size, tensors_in(args[0:1] + args[2:4])))  # gradients are not written
-    if name == "embedding":
-        return size(args[1]) + 2 * outputs  # only the rows that are looked up
-    if name == "nll_loss_forward":
-        return 2 * size(args[1])  # one logit of each row, and its index
-    if name in WRITE_ONLY:
-        return outputs + (size(args[1]) if name == "copy_" else 0)
-    if written:
-        return inputs + sum(map(size, tensors_in(written)))
-    return inputs + outputs
+    name = op.overloadpacket.__name__
+    if name in BYTES:
+        return BYTES[name](args, out)
+    written = [value for argument, value in zip(op._schema.arguments, args, strict=False) if argument.is_write]
+    return size(args[1:] if name in OVERWRITES else args) + size(written or out)
 
 
 def count_flops(op, args, out):
     name = op.overloadpacket.__name__
-    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-        backward = name.endswith("backward")
-        count = flop_counter.sdpa_backward_flop_count if backward else flop_counter.sdpa_flop_count
-        causal = args[7] if backward else args[4] if len(args) > 4 else False
-        return count(*[t.shape for t in args[: 4 if backward else 3]]) // (2 if causal else 1)
+    if name == "_scaled_dot_product_flash_attention_for_cpu":  # causal in all rungs
+        return flop_counter.sdpa_flop_count(*[t.shape for t in args[:3]]) // 2
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        return flop_counter.sdpa_backward_flop_count(*[t.shape for t in args[:4]]) // 2
     formula = flop_counter.flop_registry.get(op.overloadpacket)
     return formula(*args, out_val=out) if formula else 0
 
@@ -99,15 +88,12 @@ def count_launches(op, args):
     return max(math.ceil(chunks / BLOCKS), math.ceil(len(lists[0]) / TENSORS[len(lists) - 1]))
 
 
-def format_of(tensor):
-    if tensor.dtype == torch.float32:
-        return "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return "16 bits"
-
-
 def kernel_of(op, args, out):
-    flops = count_flops(op, args, out)
-    number_format = format_of(tensors_in(args)[0]) if flops else ""
+    flops, number_format = count_flops(op, args, out), ""
+    if flops and tensors_in(args)[0].dtype == torch.float32:
+        number_format = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    elif flops:
+        number_format = "16 bits"
     return Kernel(number_format, flops, count_bytes(op, args, out), count_launches(op, args))
 
 
@@ -116,29 +102,18 @@ def is_kernel(op):
     return op.namespace == "aten" and not views and op.overloadpacket.__name__ not in NO_KERNEL
 
 
-# ---- eager: every operation is seen ----------------------------------------------------------------------------------
-
-
 class Recorder(TorchDispatchMode):
     """Records the kernels of what runs while it is `on`."""
 
     def __init__(self):
         super().__init__()
-        self.on, self.kernels = False, []
+        self.on, self.kernels = False, Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
         if self.on and is_kernel(op):
-            self.kernels.append(kernel_of(op, args, out))
+            self.kernels[kernel_of(op, args, out)] += 1
         return out
-
-    @contextlib.contextmanager
-    def paused(self):
-        before, self.on = self.on, False
-        try:
-            yield
-        finally:
-            self.on = before
 
 
 # ---- compiled: Inductor's schedule -----------------------------------------------------------------------------------
@@ -148,21 +123,27 @@ class Scheduled(BaseException):
     """Ends a compilation when its kernels are known, before code is generated."""
 
 
+def accesses(node, made, inside):
+    """{(buffer, whether it is written): elements} of a part of a kernel; not of what the kernel makes for itself."""
+    ranges = math.prod(int(n) for part in node.get_ranges() for n in part)
+    found = Counter()
+    for written, deps in ((False, node.read_writes.reads), (True, node.read_writes.writes)):
+        for dep in deps:
+            own = dep.name in inside or (dep.name in made and not written)
+            if not own and not isinstance(dep, WeakDep):
+                found[dep.name, written] += min(ranges, dep.numel_hint())
+    return found
+
+
 def fused_bytes(group, graph):
     """Bytes that a generated kernel reads and writes: each buffer once, and those that stay inside not at all."""
     nodes = set(group.get_nodes())
     made = {buffer.get_name(): buffer for node in nodes for buffer in node.get_outputs()}
     inside = {name for name, buffer in made.items()
               if {user.node for user in buffer.users if not user.is_weak} <= nodes}
-    most = Counter()  # {(buffer, written): elements}
+    most = Counter()
     for node in nodes:
-        ranges = math.prod(int(n) for part in node.get_ranges() for n in part)
-        seen = Counter()
-        for written, deps in ((False, node.read_writes.reads), (True, node.read_writes.writes)):
-            for dep in deps:
-                if dep.name not in inside and not isinstance(dep, WeakDep) and (written or dep.name not in made):
-                    seen[dep.name, written] += min(ranges, dep.numel_hint())
-        most |= seen
+        most |= accesses(node, made, inside)
     return sum(get_dtype_size(graph.get_dtype(name)) * min(elements, int(graph.get_numel(name)))
                for (name, _), elements in most.items())
 
@@ -181,65 +162,62 @@ def scheduled_kernels(graph):
         yield kernel_of(origin.target, args, out)
 
 
-def on_cuda(tree, fake_mode):
-    """Fake tensors as they would be on a GPU."""
-    def move(value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        with fake_mode:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:0")
-
-    return torch.utils._pytree.tree_map(move, tree)
+def on_cuda(value, fake_mode):
+    """A fake tensor, or a device, as it would be on a GPU; anything else as it is."""
+    if isinstance(value, torch.device):
+        return torch.device("cuda:0")
+    if not isinstance(value, torch.Tensor):
+        return value
+    with fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:0")
 
 
 def lower(graph_module, inputs, options):
     """The kernels of a forward or backward graph, lowered for CUDA. Changes the graph."""
-    found = []
+    found = Counter()
 
     def stop(graph):
         graph.init_wrapper_code()
         graph._update_scheduler()
-        found.extend(scheduled_kernels(graph))
+        found.update(scheduled_kernels(graph))
         raise Scheduled
 
-    fake_mode = next(value.fake_mode for value in tensors_in(inputs))
+    move = functools.partial(on_cuda, fake_mode=tensors_in(inputs)[0].fake_mode)
     for node in graph_module.graph.nodes:
-        if node.kwargs.get("device") is not None:
-            node.update_kwarg("device", torch.device("cuda:0"))
-        if "val" in node.meta:
-            node.meta["val"] = on_cuda(node.meta["val"], fake_mode)
+        node.args, node.kwargs = tree_map(move, (node.args, node.kwargs))
+        node.meta.update(tree_map(move, {"val": node.meta.get("val")}))
     with mock.patch("torch._inductor.graph.GraphLowering.codegen", stop), contextlib.suppress(Scheduled):
-        compile_fx_inner(graph_module, on_cuda(inputs, fake_mode), **options)
+        compile_fx_inner(graph_module, tree_map(move, inputs), **options)
     return found
 
 
 def compiler(recorder):
-    """A stand-in for torch.compile: what it returns computes on fake tensors and records Inductor's kernels."""
-    compile_by_dynamo = torch.compile
-
-    def inner(graph_module, inputs, **options):
-        graph = graph_module.code, str([(t.shape, t.stride(), t.dtype) for t in tensors_in(inputs)])
-        with recorder.paused():
-            forward = copy.deepcopy(graph_module).forward
-            kernels = LOWERED[graph] = LOWERED.get(graph) or lower(graph_module, inputs, options)
+    """The scripts' compile_model; what it compiles computes on fake tensors and records Inductor's kernels."""
+    def lower_and_run(graph_module, inputs, **options):
+        outputs = [node and node.meta["val"] for node in graph_module.graph.output_node().args[0]]
+        with _disable_current_modes():
+            kernels = lower(graph_module, inputs, options)
 
         def run(*args):
-            recorder.kernels += kernels if recorder.on else []
-            with recorder.paused():
-                return forward(*args)
+            if recorder.on:
+                recorder.kernels.update(kernels)
+            return [out if out is None else torch.empty_like(out) for out in outputs]
 
         return make_boxed_func(run)
 
-    def compile_counted(model, **options):
-        compiled = compile_by_dynamo(model, backend=functools.partial(compile_fx, inner_compile=inner))
+    def compile_model(model, mode, device):
+        if mode == "none":
+            return model, mode
+        compiled = torch.compile(model.forward, backend=functools.partial(compile_fx, inner_compile=lower_and_run))
 
-        def call(*args):
+        def forward(*args):
             with _disable_current_modes():  # Dynamo does not trace under a mode
                 return compiled(*args)
 
-        return call if isinstance(model, torch.nn.Module) else model  # not the trial compilation of compile_model
+        model.forward = forward
+        return model, mode
 
-    return compile_counted
+    return compile_model
 
 
 # ---- the rung's own train --------------------------------------------------------------------------------------------
@@ -253,71 +231,70 @@ def in_float32(function):
     return call
 
 
-def patches(recorder):
-    """(name, value) of the patches that make a CPU's step a GPU's, on fake tensors."""
+def as_on_a_gpu():
+    """{name: what replaces it} where a CPU's step, or torch for CPUs, differs from a GPU's."""
+    getitem = torch.Tensor.__getitem__
     a100 = DeviceProperties(type="cuda", index=0, multi_processor_count=108, cc=80, major=8, warp_size=32,
                             regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048)
-    return [
-        ("torch.Tensor.item", lambda tensor: 1.0),
-        ("torch.cpu._is_avx512_bf16_supported", lambda: True),
-        *[(f"torch.nn.functional.{name}", in_float32(getattr(torch.nn.functional, name)))
-          for name in ("softmax", "layer_norm", "cross_entropy")],
-        ("torch.optim.adam._default_to_fused_or_foreach", lambda *args, **kwargs: (False, True)),
-        ("torch.nn.utils.clip_grad._has_foreach_support", lambda tensors, device: True),
-        ("torch.compile", compiler(recorder)),
-        ("torch._inductor.config.fx_graph_cache", False),
-        ("torch._functorch.config.enable_autograd_cache", False),
-        ("torch._inductor.runtime.hints.DeviceProperties.create", lambda device: a100),
-        ("torch._inductor.scheduler.has_triton", lambda *args: True),
-        ("torch._inductor.compile_fx._check_triton_bf16_support", lambda graph: None),
-        # Two methods that ask for the GPU itself, where the operations that they stand for do not.
-        ("torch.Tensor.__invert__", lambda tensor: torch.bitwise_not(tensor)),
-        ("torch.Tensor.copy_", lambda tensor, other: torch.ops.aten.copy_(tensor, other)),
-    ]
+    return {
+        "torch.Tensor.item": lambda tensor: 1.0,
+        "torch.nn.Module._apply": lambda module, function, recurse=True: module,  # to(device): it is there
+        "torch.cpu._is_avx512_bf16_supported": lambda: True,
+        **{f"torch.nn.functional.{name}": in_float32(getattr(torch.nn.functional, name))
+           for name in ("softmax", "layer_norm", "cross_entropy")},
+        "torch.optim.adam._default_to_fused_or_foreach": lambda *args, **kwargs: (False, True),
+        "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
+        "torch._inductor.config.fx_graph_cache": False,
+        "torch._functorch.config.enable_autograd_cache": False,
+        "torch._inductor.runtime.hints.DeviceProperties.create": lambda device: a100,
+        "torch._inductor.scheduler.has_triton": lambda *args: True,
+        "torch._inductor.compile_fx._check_triton_bf16_support": lambda graph: None,
+        # Three methods that ask for the GPU itself, where the operations that they stand for do not.
+        "torch.Tensor.__invert__": lambda tensor: torch.bitwise_not(tensor),
+        "torch.Tensor.copy_": lambda tensor, other: torch.ops.aten.copy_(tensor, other),
+        "torch.Tensor.__getitem__": lambda x, i: x.select(0, i) if x.is_cuda else getitem(x, i),
+        "signal.signal": lambda number, handler: None,
+    }
 
 
-def stand_ins(recorder):
-    """A loader without data, and a log that turns the recorder on after the first step, off after the second."""
-    class Loader:
-        meta, tokens, n_batches = {"vocab_size": VOCAB_SIZE}, (), 1
-
-        def __init__(self, folder, B, T):
-            self.shape = B, T
-
-        def batch(self, i):
-            return torch.zeros(self.shape, dtype=torch.int64), torch.zeros(self.shape, dtype=torch.int64)
-
-    class Log:
-        def __init__(self, *args, **notes):
-            pass
-
-        def step(self, step, *values, **more):
-            recorder.on = step == 1
-
-        def line(self, text):
-            pass
-
-        def finish(self, step):
-            pass
-
-    return Loader, Log
-
-
-def count(label, model, B, T, **more):
-    """The kernels of a training step of the rung `label`, as a list of Kernel; `more` settings of the script."""
-    script, recorder = load_script(BY_LABEL[label]), Recorder()
-    script.DataLoaderLite, script.Log = stand_ins(recorder)
-    script.GPT.to = lambda self, device: self
-    flags = {"--model": model, "-B": B, "-T": T, "--steps": 2, "--device": "cpu"}
-    settings = script.parse_settings([str(word) for flag in flags.items() for word in flag])
-    vars(settings).update(more)
+@contextlib.contextmanager
+def recording(recorder):
+    """What runs in this context runs on fake tensors, as on a GPU, and is recorded while the recorder is on."""
     precision = torch.get_float32_matmul_precision()
     with contextlib.ExitStack() as stack:
-        for name, value in patches(recorder):
+        for name, value in as_on_a_gpu().items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recorder)
-        script.train(settings)
+        yield
     torch.set_float32_matmul_precision(precision)
     torch.compiler.reset()
+
+
+def write_tokens(folder, n):
+    """Token files of one document, of zeros."""
+    for split in ("train", "val"):
+        np.zeros(n, "<u2").tofile(folder / f"{split}.bin")
+    (folder / "meta.json").write_text(json.dumps({
+        "source": "zeros", "tokenizer": "gpt2", "vocab_size": VOCAB_SIZE, "end_of_text": VOCAB_SIZE - 1,
+        "documents": 1, "train_tokens": n, "val_tokens": n}))
+
+
+def count(label, model, B, T, **more):
+    """The kernels of a training step of the rung `label`: {Kernel: how many}; `more` settings of the script."""
+    script, recorder = load_script(BY_LABEL[label]), Recorder()
+
+    def after_step(log, step, *values, **notes):
+        recorder.on = step == 1  # the second step is recorded; the first compiles, and makes the optimizer's states
+
+    script.Log.step, script.Log.finish = after_step, lambda log, step: None
+    script.compile_model = compiler(recorder)
+    settings = script.parse_settings(["--device", "cpu"])
+    with TemporaryDirectory(ignore_cleanup_errors=True) as name, contextlib.redirect_stdout(io.StringIO()):
+        folder = Path(name)
+        write_tokens(folder, B * T + 1)
+        vars(settings).update(model=model, B=B, T=T, steps=2, data=folder, log_dir=folder, total_batch=B * T,
+                              val_every=0, checkpoint_every=0, checkpoint_dir=folder, **more)
+        with recording(recorder):
+            script.train(settings)
     return recorder.kernels

@@ -21,15 +21,14 @@ import math
 import sys
 
 import psutil
-import torch
 
 from ladder.count.flops import SHAPES, VOCAB_SIZE, shape_of
-from ladder.scripts.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL, LADDER
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver takes about as much
 BLOCK_SIZE = 1024
 LOSS_CHUNK = 4096  # tokens whose logits exist at once from rung 17 on: the default of --loss-chunk
-RUN_BY_DEFAULT = [str(number) for number in range(11)]  # the labels of `python -m ladder run`
+RUN_BY_DEFAULT = [stage.label for stage in LADDER]  # the labels of `python -m ladder run`
 
 
 def step_bytes(model, B, T, label):
@@ -118,6 +117,8 @@ def recommend(available_bytes, accelerator):
 
 def free_memory(device):
     """Free bytes of a device; for a CPU, of the machine."""
+    import torch  # a second or more, for this alone
+
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     if device == "mps":

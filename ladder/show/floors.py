@@ -1,5 +1,6 @@
 """Counted floors in a terminal, and what they say about a log: no card is faster than its arithmetic."""
-from ladder.count.cards import card_of
+from ladder.count.cards import CARDS, card_of
+from ladder.count.floor import floor_data
 from ladder.count.flops import flops_per_token
 
 CLOCKED_HIGHER = 1.25  # how many times its datasheet's rate a card may reach; an RTX 5090 was measured at 1.21
@@ -26,6 +27,16 @@ def print_floors(rows, cards, setting, console):
         table.add_row(f"{row['label']} {row['title']}", *[tflop] * alone, f"{row['gb']:,.1f}", f"{row['launches']:,}",
                       *(f"{ms:,.1f}" for ms in [*floors, *parts * alone]))
     console.print(table)
+
+
+def floor_rows(labels, card="A100"):
+    """[label, title, TFLOP, GB, launches, floor in ms, of its products, of its traffic] of stored counts, as texts."""
+    rows = []
+    for row in floor_data([CARDS[card]], labels)["rungs"]:
+        ms = row["ms"][card]
+        rows.append([row["label"], row["title"], f"{sum(row['tflop'].values()):.2f}", f"{row['gb']:.1f}",
+                     f"{row['launches']:,}", *(f"{ms[part]:.1f}" for part in ("floor", "products", "traffic"))])
+    return rows
 
 
 def fastest_ms(run):
