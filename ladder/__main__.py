@@ -12,7 +12,6 @@ from rich.console import Console
 from ladder.errors import UserError
 from ladder.scripts.choose import find_rung, parse_rungs
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES
-from ladder.show.logs import has_steps
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"
@@ -25,11 +24,13 @@ def new_folder(kind):
     return Path("logs") / kind / time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def newest_run(wanted=has_steps):
-    """The folder of the newest run that is `wanted`; runs killed before their first step have nothing to show."""
+def newest_run(wanted=None):
+    """The folder of the newest run that is `wanted`: by default that has a step, without which nothing can be shown."""
+    from ladder.show.logs import has_steps
+
     runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in runs:
-        if wanted(path.parent):
+        if (wanted or has_steps)(path.parent):
             return path.parent
     raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
 

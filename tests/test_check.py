@@ -63,10 +63,10 @@ def test_why_torch_cannot_use_the_gpu(driver, cuda, capability, built_for, probl
     assert re.search(problem, nvidia(driver, cuda, capability, built_for))
 
 
-def test_a_hidden_gpu(nvidia, monkeypatch):
-    for hidden in ("", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert "CUDA_VISIBLE_DEVICES" in nvidia("580.65.06", "13.0")
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_a_hidden_gpu(hidden, nvidia, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert "CUDA_VISIBLE_DEVICES" in nvidia("580.65.06", "13.0")
 
 
 def test_the_machine_is_named_with_its_gpu_driver_and_power_limit(nvidia, monkeypatch, tmp_path):

@@ -1,32 +1,33 @@
 """python -m ladder run: jobs and how they end, folders, resuming, Ctrl-C; the largest batch; the peer."""
-import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, load_module, make_tokens, own_settings, rung, train
+from conftest import ROOT, load_module, make_tokens, rung, train
 from log_files import MEDIAN, write_log
 from run_tool import LADDER, call, fake_run, files_in, flags, is_one_error, ladder  # noqa: F401, fixtures
 
 import ladder.__main__ as tool
 from ladder.count.memory import step_bytes
-from ladder.measure import jobs, max_batch, rates, runner
+from ladder.measure import jobs, max_batch, runner
 from ladder.measure.jobs import Job, memory_of, run_job
-from ladder.measure.runner import command_for, plan
+from ladder.measure.runner import command_for, plan, split_flags
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import PEER, read_log
 from ladder.show.report import build_report
+
+LOSS = re.compile(r"loss: ([\d.]+)")
 
 # One job: how it ends, and what it holds
 
@@ -120,43 +121,22 @@ def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):
 # Runs: on real short ones of the tiny model
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory, tokens):
-    """Two rounds of rungs 0 and 1, run by the tool in this process; the machine's rates are not measured."""
-    logs = tmp_path_factory.mktemp("measured") / "logs"
-    words = ["run", "--rungs", "0,1", "--repeat", 2, "--logs", logs, *flags(tokens)]
-    machine = json.dumps({"rates": {"float32": 1e12}, **rates.describe("cpu")})
-    output = io.TextIOWrapper(io.BytesIO(), "utf-8")
-    with pytest.MonkeyPatch.context() as patch, own_settings(), redirect_stdout(output):
-        patch.setattr(tool.console, "width", 200)
-        patch.setattr(runner, "run_module", lambda name, *words: machine)
-        assert tool.main([str(word) for word in words]) == 0
-        output.flush()
-    return logs, output.buffer.getvalue().decode()
-
-
-def test_a_run_measures_in_rounds_and_shows_the_table(measured):
-    logs, output = measured
-    assert "weight tying" in output and "× base" in output and f"logs: {logs}" in output.replace("\n", "")
-    report = build_report(logs)
-    assert report.machine["rates"] == {"float32": 1e12} and report.machine["cpu"]
-    assert list(report.runs) == ["baseline", "speedup_01_weight_tying"]
-    for runs in report.runs.values():
+def test_a_run_measures_in_rounds_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):  # noqa: F811
+    logs = tmp_path / "logs"
+    code, output, _ = call("run", "--rungs", "0,1", "--repeat", 2, "--logs", logs, *flags(tokens))
+    assert code == 0 and "weight tying" in output and "× base" in output and f"logs: {logs}" in output
+    for runs in build_report(logs).runs.values():
         assert [(run.complete, run.steps) for run in runs] == [(True, [1, 2, 3, 4])] * 2
         assert all(run.allocator and 0.1 < run.peak_memory_gb < 4 for run in runs)
 
-
-def test_resume_skips_what_is_finished(measured, call):  # noqa: F811
-    logs, _ = measured
-    kept = logs / "round_1" / "baseline.log"
     gone = logs / "round_2" / "speedup_01_weight_tying.log"
-    before, content = kept.stat().st_mtime_ns, gone.read_text()
+    content = gone.read_text()
     gone.write_text(content[: len(content) // 2])  # as a killed run leaves it
-    code, output, error = call("run", "--resume", "--logs", logs)  # no other flag: the run knows them
-    assert code == 0, output + error
-    assert kept.stat().st_mtime_ns == before
-    again = read_log(gone)
-    assert again.complete and again.headers["batch"] == read_log(kept).headers["batch"]
+    before = files_in(logs)
+    assert call("run", "--resume", "--logs", logs)[0] == 0  # no other flag: the run knows them
+    after = files_in(logs)
+    assert [path.name for path in before if after[path] != before[path]] == [gone.name]
+    assert read_log(gone).complete and read_log(gone).losses == [float(loss) for loss in LOSS.findall(content)]
     assert is_one_error(call("run", "--resume", "--logs", logs, "--seed", 5), "--resume", "leave the others out")
 
 
@@ -272,25 +252,24 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
 
     def run_job(job, *_):
         commands.append(job.command)
-        B = int(job.command[job.command.index("-B") + 1])
-        if B > limit:
-            return runner.Outcome(job.name, "out of memory", "killed")
+        B = int(split_flags(job.command, "-B")[0][0])
         write_log(job.log, header=f"# batch: B={B} T=1024 | steps: 3\n", tail=MEDIAN)
-        return runner.Outcome(job.name, "ok")
+        return runner.Outcome(job.name, "ok" if B <= limit else "out of memory")
 
     monkeypatch.setattr(max_batch, "run_job", run_job)
-    free = step_bytes("gpt2", 64 if label != "0" else 32, 1024, label) / jobs.MEMORY_SHARE
     ranks = 3 if label in ("ddp", "fsdp") else 1
-    monkeypatch.setattr(max_batch, "run_module", lambda *_: free * ranks)
+    free = ranks * step_bytes("gpt2", 64 if label != "0" else 32, 1024, label) / jobs.MEMORY_SHARE
+    monkeypatch.setattr(max_batch, "run_module", lambda *_: free)
     best, speed, why = max_batch.largest_batch(BY_LABEL[label], ["--device", "cpu"], 60, 3, lambda line: None)
     assert best <= limit <= best + max(1, best // 8) and (speed or not best) and "out of memory" in why
     assert len(commands) <= (5 if limit > 9 else 8)
     for command in commands:
-        B = command[command.index("-B") + 1]
         assert ("--nproc_per_node=3" in command) == (ranks == 3)
-        assert ("--total-batch" in command) == (label in ("14", "fsdp"))
-        if "--total-batch" in command:
-            assert command[command.index("--total-batch") + 1] == str(int(B) * 1024 * ranks)  # one micro-step
+        values, _ = split_flags(command, "-B", "--total-batch")
+        if label in ("14", "fsdp"):
+            assert int(values[1]) == int(values[0]) * 1024 * ranks  # one micro-step
+        else:
+            assert len(values) == 1
 
 
 def test_the_search_for_the_largest_batch_ends_at_its_deadline(monkeypatch):
@@ -299,7 +278,7 @@ def test_the_search_for_the_largest_batch_ends_at_its_deadline(monkeypatch):
 
     def run_job(job, seconds, device):
         clock[0] += min(seconds, 70)
-        return runner.Outcome(job.name, "timed out", "")
+        return runner.Outcome(job.name, "timed out")
 
     monkeypatch.setattr(max_batch, "run_job", run_job)
     monkeypatch.setattr(max_batch, "run_module", lambda *_: 40e9)

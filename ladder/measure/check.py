@@ -32,6 +32,11 @@ class Finding:
     detail: str
 
 
+def finding(good, what, gains, lacks, bad=NEUTRAL):
+    """A Finding: ✓ with the text `gains` if `good`, else `bad` with `lacks`."""
+    return Finding(GOOD, what, gains) if good else Finding(bad, what, lacks)
+
+
 def pick_device():
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
@@ -71,17 +76,12 @@ def check_device(device):
     memory = f"{total / 1e9:.0f} GB, {free_memory(device) / 1e9:.0f} GB free"
     name = f"{device}: {device_name(device)}, {memory}"
     if device == "cuda" and (gpus := nvidia_gpus()):
-        name += f" ({'; '.join(gpus)})"
+        name += f" (name, driver, power limit: {'; '.join(gpus)})"
     yield finding(device != "cpu", "device", name, name)
     if problem := nvidia_problem():
         yield Finding(BAD, "NVIDIA GPU", f"torch cannot use it: {problem}")
     yield finding(torch.torch_version.TorchVersion(torch.__version__) >= (2, 11), "torch", torch.__version__,
                   f"{torch.__version__}: needs 2.11 or newer, pip install -r requirements.txt", BAD)
-
-
-def finding(good, what, gains, lacks, bad=NEUTRAL):
-    """A Finding: ✓ with the text `gains` if `good`, else `bad` with `lacks`."""
-    return Finding(GOOD, what, gains) if good else Finding(bad, what, lacks)
 
 
 def check_formats(device):

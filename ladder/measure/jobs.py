@@ -3,7 +3,6 @@ import contextlib
 import os
 import re
 import subprocess
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from ladder.measure import allocator
 from ladder.measure.rates import cpu_name
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
-NEVER = threading.Event()  # is never set
 COMPLAINT = re.compile(r"(\[rank\d+\]: )?(error:|WARNING:|\w*(Error|Exception)\b)")  # a line of a child's output
 SIGKILL = 9  # which the kernel sends when memory runs out; Windows' signal module lacks the name
 
@@ -82,7 +80,7 @@ def memory_of(pid):
 
 
 def watch(child, seconds, limit, stopped):
-    """Follow a child, and stop it after `seconds`, above `limit` bytes (if any), or when `stopped` is set.
+    """Follow a child, and stop it after `seconds`, above `limit` bytes (if any), or when the event `stopped` is set.
 
     Returns the status and reason of its Outcome, None if it ended by itself, and the most bytes that one of its
     processes was seen to hold: freed memory is kept, so this does not fall.
@@ -91,7 +89,7 @@ def watch(child, seconds, limit, stopped):
     while child.poll() is None and verdict is None:
         held, largest = memory_of(child.pid)
         peak = max(peak, largest)
-        if stopped.is_set():
+        if stopped and stopped.is_set():
             verdict = "stopped", ""
         elif time.monotonic() > deadline:
             verdict = "timed out", f"no end after {seconds:g} s"
@@ -122,7 +120,7 @@ def record(job, device, env, peak, cache):
                 file.write(f"# {' | '.join(words)}\n")
 
 
-def run_job(job, seconds, device, on_line=lambda line: None, stopped=NEVER):
+def run_job(job, seconds, device, on_line=lambda line: None, stopped=None):
     """Run one job to its end; `on_line` gets its output. KeyboardInterrupt, and setting `stopped`, stop the child."""
     limit = (job.memory or MEMORY_SHARE * free_memory("cpu")) if device == "cpu" else None  # a GPU refuses on its own
     env = os.environ | (allocator.keeping_freed_memory() if device == "cpu" else {}) | job.env

@@ -24,7 +24,7 @@ def largest_batch(stage, flags, seconds, processes, say, deadline=math.inf):
     ranks = processes if stage.torchrun else 1
     shares = ranks if settings.device == "cpu" else 1  # how many ranks share the memory
     available = MEMORY_SHARE * int(run_module("ladder.count.memory", settings.device)) / shares
-    B = start = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
+    B = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 
     def attempt(folder):
         more = ["-B", str(B), "--steps", "3"]
@@ -43,10 +43,7 @@ def largest_batch(stage, flags, seconds, processes, say, deadline=math.inf):
                 failed, why = B, f"{outcome.status}: {outcome.reason}"
             else:
                 best, speed = B, found
-            if failed is None:
-                B += max(1, B // 4) if B == start else B
-            else:
-                B = (best + failed) // 2
+            B = (best + failed) // 2 if failed else B + max(1, B // 4)
     return best, speed, why
 
 

@@ -153,10 +153,9 @@ class Runner:
     stopped: threading.Event = field(default_factory=threading.Event)  # by Ctrl-C
 
     def __enter__(self):
-        columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"),
-                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-        self.progress = Progress(*columns, console=self.console)
-        self.bar = self.progress.add_task("machine", what="")
+        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
+                                 TimeRemainingColumn(), console=self.console)
+        self.bar = self.progress.add_task("")
         self.progress.start()
         return self
 
@@ -172,7 +171,7 @@ class Runner:
     def measure_machine(self, **more):
         """Called before and after the jobs, since rates drift; `more` is added to machine.json."""
         if self.left() > 0:
-            self.progress.update(self.bar, description="machine", what="matrix-product rates")
+            self.progress.update(self.bar, description="the machine's matrix-product rates")
             write_machine(self.log_dir, self.settings.device, **more)
 
     def run(self, jobs, at_once=1):
@@ -212,8 +211,8 @@ class Runner:
         """Show how many jobs have ended, and that `part` of this one is done."""
         done = len(self.outcomes)
         self.n_jobs = max(self.n_jobs, done + 1)
-        self.progress.update(self.bar, total=self.n_jobs, completed=done + part, what=what,
-                             description=f"{done + 1} of {self.n_jobs} {job.name}")
+        self.progress.update(self.bar, total=self.n_jobs, completed=done + part,
+                             description=f"{done + 1} of {self.n_jobs} {job.name} {what}")
 
     def show_step(self, job, line):
         if match := STEP_LINE.match(line):
@@ -222,12 +221,11 @@ class Runner:
 
     def finish(self, job, outcome):
         """Keep the outcome, and print one line about it."""
-        say, run = self.progress.console.print, None
-        if outcome.status == "ok":
-            try:
-                run = read_log(job.log)
-            except UserError as error:  # for example a full disk, of which the script has warned
-                outcome = Outcome(job.name, "failed", outcome.reason or str(error))
+        say = self.progress.console.print
+        try:
+            run = read_log(job.log) if outcome.status == "ok" else None
+        except UserError as error:  # for example a full disk, of which the script has warned
+            run, outcome = None, Outcome(job.name, "failed", outcome.reason or str(error))
         self.outcomes.append(outcome)
         if run is None:
             say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)

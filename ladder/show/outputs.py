@@ -1,7 +1,6 @@
 """What the tool prints and writes of reports: the table, files, or the measured effect of one lesson."""
 from ladder.judge.standings import print_race
 from ladder.scripts.stages import ROOT
-from ladder.show import report as room
 from ladder.show.profile import print_profile
 from ladder.show.report import build_report, conditions, print_table, within_noise
 
@@ -17,6 +16,8 @@ def print_report(report, console):
 
 def write_reports(args, newest_run, reference_folders, console, messages):
     """What the parsed `args` of `report` ask for; the two functions give the folders where none is named."""
+    from ladder.show.report import as_csv, as_json, write_tables
+
     def read(default):
         return [build_report(folder, B=args.B, T=args.T, model=args.model)
                 for folder in [*args.folders, *args.logs] or default()]
@@ -29,7 +30,7 @@ def write_reports(args, newest_run, reference_folders, console, messages):
     if args.readme:
         from ladder.show.plots import shown_in_docs, write_plots
 
-        room.write_tables(published)
+        write_tables(published)
         messages.print("README.md, docs/*.md: tables rewritten")
         write_plots(published, ROOT / "docs", shown_in_docs(ROOT).__contains__)
     if args.png:
@@ -43,9 +44,9 @@ def write_reports(args, newest_run, reference_folders, console, messages):
         write_page(published, args.html)
         messages.print(f"{args.html}: {args.html.stat().st_size / 1e6:.2f} MB")
     if args.json:
-        print(room.as_json(reports))
+        print(as_json(reports))
     elif args.csv:
-        print(room.as_csv(reports), end="")
+        print(as_csv(reports), end="")
     elif not (args.readme or args.png or args.html):
         for one in reports:
             print_report(one, console)
