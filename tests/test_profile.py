@@ -140,48 +140,31 @@ def fake_rung(name, step_ms, plain_ms):
     return {"name": name, "step_ms": step_ms, "plain_ms": plain_ms, "floor_ms": 50.0, "parts_ms": parts}
 
 
-@pytest.fixture
-def profile_with(tmp_path, monkeypatch):
-    """profile_with(answers, repeat): profile_ladder where the k-th profile of a rung is (under the profiler, plain).
+def test_unreliable_profiles_are_repeated_and_marked_and_the_median_of_the_others_counts(tmp_path, monkeypatch):
+    """In the table, in the picture and on the page. Each answer is a step (under the profiler, without it)."""
+    answers = {"0": iter([(101.0, 100.0), (300.0, 100.0), (102.0, 100.0), (99.0, 100.0)]),
+               "3": iter([(250.0, 100.0), (240.0, 100.0)] * 3)}
 
-    Returns what it printed and the profile in the folder.
-    """
-    def run(answers, repeat):
-        left = {label: iter(times) for label, times in answers.items()}
+    def once(stage, *_):
+        return fake_rung(stage.name, *next(answers[stage.label])), SimpleNamespace(status="ok")
 
-        def once(stage, *_):
-            return fake_rung(stage.name, *next(left[stage.label])), SimpleNamespace(status="ok")
-
-        monkeypatch.setattr(step_profile, "profile_once", once)
-        settings = SimpleNamespace(model="gpt2", B=1, T=64, device="cpu")
-        monkeypatch.setattr(step_profile, "check_profile", lambda *_: settings)
-        (tmp_path / "machine.json").write_text(json.dumps({"rates": {"float32": 1e12}, "device": "cpu", "name": "x"}))
-        console = Console(file=io.StringIO(), width=140)
-        assert profile_ladder([BY_LABEL[label] for label in answers], [], tmp_path, console, repeat) == []
-        assert all(next(rest, None) is None for rest in left.values()), "fewer profiles than expected"
-        return console.file.getvalue(), read_profile(tmp_path)
-
-    return run
-
-
-def test_an_unreliable_profile_is_repeated_then_marked(profile_with):
-    """In the table, in the picture and on the page."""
-    text, found = profile_with({"0": [(125.0, 100.0), (104.0, 100.0)], "3": [(250.0, 100.0), (240.0, 100.0)]}, 1)
-    assert text.count("once more") == 2 and text.count("more than 10 % apart") == 1
-    assert [(rung["step_ms"], is_reliable(rung)) for rung in found["rungs"]] == [(104.0, True), (250.0, False)]
+    monkeypatch.setattr(step_profile, "profile_once", once)
+    settings = SimpleNamespace(model="gpt2", B=1, T=64, device="cpu")
+    monkeypatch.setattr(step_profile, "check_profile", lambda *_: settings)
+    (tmp_path / "machine.json").write_text(json.dumps({"rates": {"float32": 1e12}, "device": "cpu", "name": "a CPU"}))
     console = Console(file=io.StringIO(), width=140)
+    assert profile_ladder([BY_LABEL["0"], BY_LABEL["3"]], [], tmp_path, console, 3) == []
+    assert all(next(rest, None) is None for rest in answers.values()), "fewer profiles than expected"
+    text, found = console.file.getvalue(), read_profile(tmp_path)
+    assert text.count("once more") == 4 and text.count("more than 10 % apart") == 3
+    assert [(rung["step_ms"], is_reliable(rung)) for rung in found["rungs"]] == [(101.0, True), (250.0, False)]
     print_profile(found, console)
-    table = console.file.getvalue()
+    table = console.file.getvalue().removeprefix(text)
     assert "bfloat16 autocast (!)" in table and "baseline (!)" not in table and UNRELIABLE in table
     drawn = [text.get_text() for text in plot_profile(found).axes[0].texts]
-    assert drawn == [" 104", " 250 unreliable: 100 without the profiler"]
+    assert drawn == [" 101", " 250 unreliable: 100 without the profiler"]
     report = SimpleNamespace(rows=[], profile=found)
     assert [entry["reliable"] for entry in profile_data(report)] == [True, False]
-
-
-def test_the_median_round_is_one_of_the_reliable_ones(profile_with):
-    _, found = profile_with({"0": [(101.0, 100.0), (300.0, 100.0), (102.0, 100.0), (99.0, 100.0)]}, 3)
-    assert [rung["step_ms"] for rung in found["rungs"]] == [101.0]
 
 
 @pytest.mark.parametrize("name, shapes, around, kind", [
@@ -211,33 +194,19 @@ def test_kinds_of_real_names(name, shapes, around, kind):
     assert kind_of(name, shapes, around, {50257, 50304}) == kind
 
 
-def profile_of(label, tokens, folder, *flags):
-    done = run_command(sys.executable, "-m", "ladder.measure.step_profile", label, folder / "out.json",
-                       "--model", "tiny", "-B", 2, "-T", 128, "--device", "cpu", "--data", tokens, *flags)
+@pytest.mark.parametrize("label", ["0", *(pytest.param(label, marks=pytest.mark.slow) for label in ("5", "10"))])
+def test_the_profile_of_a_rung(label, tokens, tmp_path):
+    done = run_command(sys.executable, "-m", "ladder.measure.step_profile", label, tmp_path / "out.json",
+                       "--model", "tiny", "-B", 2, "-T", 128, "--device", "cpu", "--data", tokens)
     assert done.returncode == 0, done.stdout + done.stderr
-    rung = json.loads((folder / "out.json").read_text())
-    return rung, read_log(folder / f"{rung['name']}.log")
-
-
-def check_parts(rung, log):
-    parts, step = rung["parts_ms"], rung["step_ms"]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["name"] == BY_LABEL[label].name
+    log, parts, step = read_log(tmp_path / f"{found['name']}.log"), found["parts_ms"], found["step_ms"]
     assert list(parts) == list(KINDS) and all(ms >= 0 for ms in parts.values())
     assert sum(parts.values()) == pytest.approx(step)
     assert step == pytest.approx(statistics.mean(log.ms[-STEPS_ON_A_CPU[2] :]), rel=0.05)  # by the script's own clock
     assert min(parts[kind] for kind in ("matrix products", "head", "attention", "cross-entropy", "optimizer")) > 0
     assert parts["waiting"] < 0.5 * step, parts
-
-
-def test_the_profile_of_the_baseline(tokens, tmp_path):
-    rung, log = profile_of("0", tokens, tmp_path)
-    check_parts(rung, log)
-    assert rung["name"] == "baseline"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("label", ["5", "10"])
-def test_the_profile_of_a_compiled_rung(tokens, tmp_path, label):
-    check_parts(*profile_of(label, tokens, tmp_path))
 
 
 @pytest.mark.parametrize("name, precision, rate, share", [

@@ -159,7 +159,8 @@ def run_chain(chain, out, device, stopped):
             run_trial(trial, out, device, stopped)
         else:
             trial.reason = f"{chain[0].name}: {chain[0].status}"
-    shutil.rmtree(chain[0].log_dir, ignore_errors=True)
+    for trial in chain:
+        shutil.rmtree(trial.log_dir, ignore_errors=True)
     return chain
 
 
