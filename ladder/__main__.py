@@ -20,8 +20,8 @@ console = Console(highlight=False)
 messages = Console(highlight=False, stderr=True)  # what is not the answer itself: stdout belongs to --json and --csv
 
 
-def new_folder(kind):
-    return Path("logs") / kind / time.strftime("%Y-%m-%d_%H-%M-%S")
+def new_folder(inside):
+    return Path(inside) / time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def newest_run(wanted=None):
@@ -59,7 +59,7 @@ def smoke(args):
 
     flags = {"--device": args.device, "--model": args.model, "--data": args.data}
     words = [word for flag, value in flags.items() if value for word in (flag, value)]
-    return smoke(words, args.out or new_folder("smoke"), console)
+    return smoke(words, args.out or new_folder("logs/smoke"), console)
 
 
 def run(args):
@@ -67,7 +67,7 @@ def run(args):
     from ladder.measure.run import run
 
     args = as_started(args) if args.resume else args
-    return run(args, args.logs or RUNS / new_folder("").name, console)
+    return run(args, args.logs or new_folder(RUNS), console)
 
 
 def as_started(args):
@@ -89,7 +89,7 @@ def profile(args):
     """where the time of a step goes, rung by rung; unknown flags go to the scripts"""
     from ladder.measure.step_profile import profile_and_show
 
-    return profile_and_show(parse_rungs(args.rungs), args.flags, args.logs or new_folder("profile"), console,
+    return profile_and_show(parse_rungs(args.rungs), args.flags, args.logs or new_folder("logs/profile"), console,
                             args.repeat)
 
 
@@ -99,7 +99,7 @@ def survey(args):
     from ladder.show.outputs import print_report
     from ladder.show.report import build_report
 
-    out = args.out or new_folder("survey")
+    out = args.out or new_folder("logs/survey")
     folders = survey(args.minutes, out, args.flags, console)
     for folder in folders:
         print_report(build_report(folder), console)

@@ -97,7 +97,8 @@ def watch(child, seconds, limit, stopped):
             verdict = "out of memory", f"took more than {limit / 1e9:.1f} GB"
         else:
             time.sleep(0.5)
-    stop(child)
+    if verdict:
+        stop(child)
     return verdict, peak
 
 
