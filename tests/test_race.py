@@ -412,13 +412,13 @@ def test_two_jobs_at_once_share_the_cores_and_the_memory(tmp_path, monkeypatch):
         return runner_module.Outcome(job.name, "ok")
 
     monkeypatch.setattr(runner_module, "run_job", run_job)
-    monkeypatch.setattr(runner_module, "free_memory", lambda: 1000)
+    monkeypatch.setattr(runner_module, "free_memory", lambda device: 1000)
     monkeypatch.setattr(runner_module.torch, "get_num_threads", lambda: 5)
     jobs = [Job(ADAMW.name, [], tmp_path / f"round_{n}") for n in range(4)]
     with make_runner(tmp_path) as runner:
         runner.run(jobs, 2)
         assert [outcome.status for outcome in runner.outcomes] == ["ok"] * 4
-        assert [(job.env, job.memory) for job in seen] == [({"OMP_NUM_THREADS": "2"}, 500)] * 4
+        assert [(job.env, job.memory) for job in seen] == [({"OMP_NUM_THREADS": "2"}, 450)] * 4
         barrier = threading.Barrier(1)
         runner.run(jobs[:1])
         assert (seen[-1].env, seen[-1].memory) == ({}, None)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from rich.table import Table
 from torch.nn.attention import SDPBackend
+from torch.utils import collect_env
 
 from ladder.measure.allocator import keeping_freed_memory
 from ladder.measure.rates import device_name, nvidia_gpus, rung_10
@@ -18,6 +20,7 @@ from ladder.count.memory import card_bytes, free_memory, largest_model, recommen
 from ladder.scripts.stages import ROOT
 
 GOOD, NEUTRAL, BAD = "✓", "–", "✗"
+OLDEST_DRIVERS = {"13": 580, "12": 525}  # NVIDIA's, by CUDA version
 
 
 @dataclass
@@ -27,6 +30,11 @@ class Finding:
     mark: str
     what: str
     detail: str
+
+
+def finding(good, what, gains, lacks, bad=NEUTRAL):
+    """A Finding: ✓ with the text `gains` if `good`, else `bad` with `lacks`."""
+    return Finding(GOOD, what, gains) if good else Finding(bad, what, lacks)
 
 
 def pick_device():
@@ -41,57 +49,52 @@ def runs_on(built_for, capability):
 
 
 def nvidia_problem():
-    """(what keeps torch from using this machine's NVIDIA GPU, what to do about it); None if nothing does."""
-    gpus = nvidia_gpus()
-    version = torch.__version__.split("+")[0]
+    """What keeps torch from using this machine's NVIDIA GPU, and what to do about it; None if nothing does."""
+    cuda, version = torch.version.cuda, torch.__version__.split("+")[0]
     wheel = f"pip install --force-reinstall torch=={version} --index-url https://download.pytorch.org/whl/"
-    if not torch.cuda.is_available():
-        if not gpus:
+    if torch.cuda.is_available():
+        capability, built_for = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+        if cuda is None or any(runs_on(each, capability) for each in built_for):  # None: ROCm
             return None
-        if torch.version.cuda is None:
-            return "this torch is built without CUDA", wheel + "cu130"
-        if not (os.environ.get("CUDA_VISIBLE_DEVICES", "0") or "-1").startswith("-"):
-            needs = {"13": 580, "12": 525}.get(torch.version.cuda.split(".")[0], 0)  # NVIDIA's minimum by CUDA version
-            if int(gpus[0]["driver"].split(".")[0]) < needs:
-                return (f"driver {gpus[0]['driver']} is too old for CUDA {torch.version.cuda}",
-                        f"update it to {needs} or newer, or {wheel}cu126")
-            return f"CUDA {torch.version.cuda} does not start", "python -c 'import torch; torch.cuda.init()' says why"
-        return "CUDA_VISIBLE_DEVICES hides it", "unset it"
-    if torch.version.cuda:
-        major, minor = torch.cuda.get_device_capability()
-        if not any(runs_on(built_for, (major, minor)) for built_for in torch.cuda.get_arch_list()):
-            return (f"this torch has no kernels for compute capability {major}.{minor}, only for "
-                    f"{', '.join(torch.cuda.get_arch_list())}", wheel + "cu126")
-    return None
+        return (f"this torch has no kernels for compute capability {capability[0]}.{capability[1]}, only for "
+                f"{', '.join(built_for)}; {wheel}cu126")
+    if not nvidia_gpus():
+        return None
+    if cuda is None:
+        return f"this torch is built without CUDA; {wheel}cu130"
+    if (os.environ.get("CUDA_VISIBLE_DEVICES", "0") or "-1").startswith("-"):
+        return "CUDA_VISIBLE_DEVICES hides it; unset it"
+    driver = collect_env.get_nvidia_driver_version(collect_env.run)
+    needed = OLDEST_DRIVERS.get(cuda.split(".")[0], 0)
+    if driver and int(driver.split(".")[0]) < needed:
+        return f"driver {driver} is too old for CUDA {cuda}; update it to {needed} or newer, or {wheel}cu126"
+    return f"CUDA {cuda} does not start; python -c 'import torch; torch.cuda.init()' says why"
 
 
 def check_device(device):
     total = torch.cuda.mem_get_info()[1] if device == "cuda" else psutil.virtual_memory().total
     memory = f"{total / 1e9:.0f} GB, {free_memory(device) / 1e9:.0f} GB free"
     name = f"{device}: {device_name(device)}, {memory}"
-    for gpu in nvidia_gpus() if device == "cuda" else []:
-        name += f"; {gpu['name']}, driver {gpu['driver']}, power limit {gpu['power limit']}"
-    yield Finding(GOOD if device != "cpu" else NEUTRAL, "device", name)
+    if device == "cuda" and (gpus := nvidia_gpus()):
+        name += f" (name, driver, power limit: {'; '.join(gpus)})"
+    yield finding(device != "cpu", "device", name, name)
     if problem := nvidia_problem():
-        yield Finding(BAD, "NVIDIA GPU", f"torch cannot use it: {problem[0]}; {problem[1]}")
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    old = "" if version >= (2, 11) else ": needs 2.11 or newer, pip install -r requirements.txt"
-    yield Finding(BAD if old else GOOD, "torch", torch.__version__ + old)
+        yield Finding(BAD, "NVIDIA GPU", f"torch cannot use it: {problem}")
+    yield finding(torch.torch_version.TorchVersion(torch.__version__) >= (2, 11), "torch", torch.__version__,
+                  f"{torch.__version__}: needs 2.11 or newer, pip install -r requirements.txt", BAD)
 
 
 def check_formats(device):
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    tf32 = capability >= (8, 0) and torch.version.cuda
-    yield Finding(GOOD if tf32 else NEUTRAL, "TF32", "rung 2 gains" if tf32 else "rung 2 has no effect on this device")
-    dtype = rung_10.autocast_dtype(device)
+    yield finding(capability >= (8, 0) and torch.version.cuda, "TF32", "rung 2 gains",
+                  "rung 2 has no effect on this device")
     without = {
         torch.float16: "none in hardware: rung 3 and up use float16 with a GradScaler",
         torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",
-    }
-    yield Finding(NEUTRAL if dtype in without else GOOD, "bfloat16", without.get(dtype, "rung 3 gains"))
-    float8 = capability >= (8, 9)
-    gain = "rung 25 gains with wide layers" if float8 else "rung 25 has no effect on this device"
-    yield Finding(GOOD if float8 else NEUTRAL, "float8", gain)
+    }.get(rung_10.autocast_dtype(device))
+    yield finding(without is None, "bfloat16", "rung 3 gains", without)
+    yield finding(capability >= (8, 9), "float8", "rung 25 gains with wide layers",
+                  "rung 25 has no effect on this device")
 
 
 def compile_problem(device):
@@ -116,26 +119,24 @@ def check_kernels(device):
     else:
         problem = compile_problem(device)
         need = "a C++ compiler (Linux: apt install g++)" if device == "cpu" else "Triton and a C compiler"
-        advice = f"does not work, rungs 5 and up run eagerly: {problem}; install {need}"
-        yield Finding(BAD if problem else GOOD, "torch.compile", advice if problem else "works, for rung 5 and up")
+        yield finding(problem is None, "torch.compile", "works, for rung 5 and up",
+                      f"does not work, rungs 5 and up run eagerly: {problem}; install {need}", BAD)
         kernel = attention_kernel(device)
-        gain = "rung 6 computes all scores and gains nothing" if kernel == "MATH" else "rung 6 gains"
-        yield Finding(NEUTRAL if kernel == "MATH" else GOOD, "attention", f"torch chooses {kernel} here: {gain}")
-    fused = device in torch.utils._foreach_utils._get_fused_kernels_supported_devices()
-    yield Finding(GOOD if fused else NEUTRAL, "fused AdamW", "rung 10 gains" if fused else "not on this device")
+        yield finding(kernel != "MATH", "attention", f"torch chooses {kernel} here: rung 6 gains",
+                      "torch chooses MATH here: rung 6 computes all scores and gains nothing")
+    yield finding(device in torch.utils._foreach_utils._get_fused_kernels_supported_devices(), "fused AdamW",
+                  "rung 10 gains", "not on this device")
 
 
 def check_ranks(device):
     count = torch.cuda.device_count() if device == "cuda" else 0
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    detail = f"{count} GPUs" if count != 1 else "1 GPU"
+    gpus, what = f"{count} GPU{'s' * (count != 1)}", "GPUs for ddp_run.py"
     if count > 1 and not nccl:
-        yield Finding(BAD, "GPUs for ddp_run.py", f"{detail}, over gloo, which is slow: this torch lacks NCCL, as on "
-                                                  "Windows; WSL has it")
+        yield Finding(BAD, what, f"{gpus}, over gloo, which is slow: this torch lacks NCCL, as on Windows; WSL has it")
         return
-    yield Finding(GOOD if count > 1 else NEUTRAL, "GPUs for ddp_run.py",
-                  detail if count > 1 else f"{detail}: ddp_run.py can run 2 processes on the CPU, over gloo")
-    yield Finding(GOOD if nccl else NEUTRAL, "NCCL", "works" if nccl else "not in this torch; DDP on CPUs uses gloo")
+    yield finding(count > 1, what, gpus, f"{gpus}: ddp_run.py can run 2 processes on the CPU, over gloo")
+    yield finding(nccl, "NCCL", "works", "not in this torch; DDP on CPUs uses gloo")
 
 
 def check_data(folder):
@@ -150,7 +151,7 @@ def check_data(folder):
     fallback = source == "python_topics" or tokenizer == "gpt2-bytes"
     advice = "; prepared without a network: with one, python data/prepare.py makes Tiny Shakespeare in gpt2 tokens"
     detail = f"{source} ({tokenizer} tokens) in {folder}"
-    return Finding(NEUTRAL, "data", detail + advice) if fallback else Finding(GOOD, "data", detail)
+    return finding(not fallback, "data", detail, detail + advice)
 
 
 def check_allocator(device):
@@ -169,13 +170,12 @@ def check_allocator(device):
 
 def check_files():
     free = shutil.disk_usage(ROOT).free
-    yield Finding(GOOD if free > 2e9 else BAD, "free disk",
-                  f"{free / 1e9:.0f} GB" + ("" if free > 2e9 else ": a saved gpt2 takes 0.5 GB; make room"))
+    disk = f"{free / 1e9:.0f} GB"
+    yield finding(free > 2e9, "free disk", disk, f"{disk}: a saved gpt2 takes 0.5 GB; make room", BAD)
     yield check_data(Path("data/tokens"))
     cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir()) / "data-gym-cache")
-    there = cache.is_dir() and any(cache.iterdir())
-    yield Finding(GOOD if there else NEUTRAL, "tokenizer",
-                  f"in {cache}" if there else "not yet: tiktoken downloads it once; else tokens are bytes")
+    yield finding(cache.is_dir() and any(cache.iterdir()), "tokenizer", f"in {cache}",
+                  "not yet: tiktoken downloads it once; else tokens are bytes")
 
 
 def check_machine(device=None):
@@ -185,6 +185,15 @@ def check_machine(device=None):
                 *check_allocator(device), *check_files()]
     model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
     return findings, f"python -m ladder run --model {model} -B {B} -T {T}{' --steps 10' if device == 'cpu' else ''}"
+
+
+def print_check(console):
+    findings, command = check_machine()
+    colors = {GOOD: "green", NEUTRAL: "yellow", BAD: "red"}
+    for one in findings:
+        console.print(f"[{colors[one.mark]}]{one.mark}[/] [bold]{one.what}[/]: ", end="")
+        console.print(one.detail, markup=False)
+    console.print(f"\nFor this machine:\n    {command}", markup=False)
 
 
 @dataclass
@@ -211,3 +220,22 @@ def plan_cards(gpus, memories):
         sent = sent_bytes(model, ranks, sharded) / 1e9 if model else math.nan
         most = embedding + block * n_blocks if n_blocks else math.nan
         yield Cards(memory, ranks, sharded, model, needed, sent, most)
+
+
+def print_cards(gpus, memories, console):
+    """What 1 to `gpus` GPUs hold on paper, independent of this machine."""
+    table = Table(title="The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
+    for heading in ("GPUs", "", "largest\n--model"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("GB\na GPU", "GB sent\na step", "at most, 1e9\nparameters"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for memory in memories:
+        for cards in plan_cards(gpus, [memory]):
+            way = "FSDP" if cards.sharded else "DDP" if cards.ranks > 1 else "one"
+            table.add_row(f"{cards.ranks} x {memory:g} GB", way, cards.model or "none", f"{cards.needed:.1f}",
+                          f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f}")
+        table.add_section()
+    console.print(table)
+    console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
+                  "most of it again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.",
+                  markup=False)

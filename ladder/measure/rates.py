@@ -6,15 +6,15 @@ The products have the shape of GPT-2's own layers, (4096, 768) @ (768, 3072), an
 tries counts, since the question is what the chip can do.
 """
 import argparse
-import csv
 import json
+import math
 import platform
 import re
-import subprocess
 import time
 from pathlib import Path
 
 import torch
+from torch.utils import collect_env
 
 from ladder.scripts.stages import BY_LABEL, load_script
 
@@ -30,7 +30,7 @@ def best_rate(device, dtype, shape):
     synchronize = torch.get_device_module(device).synchronize
     a @ b
     synchronize()
-    best, deadline = float("inf"), time.perf_counter() + SECONDS
+    best, deadline = math.inf, time.perf_counter() + SECONDS
     repeats = 1 if device == "cpu" else 10  # so that the launch on a GPU does not count
     while time.perf_counter() < deadline:
         started = time.perf_counter()
@@ -56,14 +56,10 @@ def measure(device):
 
 
 def nvidia_gpus():
-    """The machine's NVIDIA GPUs, from the driver's tool: [{"name": ..., "driver": ..., "power limit": "700.00 W"}]."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = csv.reader(answer.splitlines(), skipinitialspace=True)
-    return [dict(zip(("name", "driver", "power limit"), row, strict=True)) for row in rows if len(row) == 3]
+    """The machine's NVIDIA GPUs as their driver tells: ["NVIDIA H100 80GB HBM3, 580.65.06, 700.00 W"], [] without."""
+    query = "nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader"
+    code, lines, _ = collect_env.run(query)
+    return lines.splitlines() if code == 0 else []
 
 
 def cpu_name():
@@ -83,9 +79,9 @@ def device_name(device):
 def describe(device):
     """What a reader of the rates needs to know about the machine."""
     return {
-        "device": device, "name": device_name(device), "cpu": device_name("cpu"),
-        "gpus": nvidia_gpus(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "python": platform.python_version(), "system": platform.platform(), "threads": torch.get_num_threads(),
+        "device": device, "name": device_name(device), "cpu": device_name("cpu"), "gpus": nvidia_gpus(),
+        "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
+        "system": platform.platform(), "threads": torch.get_num_threads(),
     }
 
 

@@ -13,23 +13,24 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.measure.runner import Job, check_flags, own_flags, run_job, split_flags, write_machine
+from ladder.measure.jobs import Job, run_job
+from ladder.measure.runner import check_flags, locked, own_flags, split_flags, write_machine
 from ladder.count.flops import flops_per_token
 from ladder.scripts.stages import BY_LABEL, BY_NAME, load_script
 from ladder.show.logs import STEP_LINE, has_steps, read_folder, read_log
 from ladder.show.machine import read_machine
-from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, read_profile
+from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile
 
-STEP, DATA, CLIP = "ladder: step", "ladder: data", "ladder: clip"  # ranges around parts of `train`
+STEP, DATA, CLIP = "ProfilerStep*", "ladder: data", "ladder: clip"  # ranges: torch.profiler's own, and two of ours
 PRODUCT = re.compile(r"(\b|_)(addmm|mm|matmul|linear)\b|triton_tem_")
 GENERATED = re.compile(r"cpp_fused_|triton_[a-z]+_fused_")
-STEPS_ON_A_CPU, STEPS_ON_A_GPU = (2, 3, 3), (20, 30, 10)  # warm-up, without the profiler, timed under it
+# Steps that warm up, that run without the profiler, and that it times; it also drops one of its own before these.
+STEPS_ON_A_CPU, STEPS_ON_A_GPU = (2, 3, 3), (20, 30, 10)
 
 
 def kind_of(name, shapes, around, logit_widths):
@@ -57,49 +58,31 @@ def kind_of(name, shapes, around, logit_widths):
     return "normalization and pointwise"
 
 
-def steps_of(events):
-    """The ranges called STEP among the profiler's events, each the whole of one step."""
-    return [event for event in events if event.name == STEP and event.device_type.name == "CPU"]
+def names_around(event):
+    """The names of the ranges and operators that an event is part of."""
+    names = []
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+        names.append(event.name)
+    return names
 
 
-def inside(events, step):
-    """The CPU events of one step, from first to last."""
-    first, end = step.time_range.start, step.time_range.end
-    found = [event for event in events if event.device_type.name == "CPU" and first <= event.time_range.start < end]
-    return sorted(found, key=lambda event: event.time_range.start)
-
-
-def numbered(events):
-    """Yields ((name, k), event): the k-th event of that name. Every step runs the same operators in the same order."""
-    count = Counter()
-    for event in events:
-        count[event.name] += 1
-        yield (event.name, count[event.name]), event
-
-
-def shapes_in(events):
-    """{(name, k): its inputs' shapes} of the one step among the profiler's events."""
-    return {place: event.input_shapes for place, event in numbered(inside(events, steps_of(events)[0]))}
-
-
-def by_kind(events, shapes, logit_widths, device):
-    """({kind: ms}, ms) of one step: for the profiler's `events` inside the ranges called STEP, and for these ranges.
-
-    `shapes` are shapes_in(...) of another step.
-    """
-    steps, parts = steps_of(events), dict.fromkeys(KINDS, 0.0)
-    for place, event in (one for step in steps for one in numbered(inside(events, step))):
-        around, parent = [], event.cpu_parent
-        while parent is not None:
-            around.append(parent.name)
-            parent = parent.cpu_parent
+def by_kind(events, logit_widths, device):
+    """({kind: ms}, ms) of one step: from the profiler's `events` inside its steps, and of these steps themselves."""
+    on_cpu = [event for event in events if event.device_type.name == "CPU"]
+    steps = [event.time_range for event in on_cpu if event.name == STEP]
+    parts = dict.fromkeys(KINDS, 0.0)
+    for event in on_cpu:
+        if not any(step.start <= event.time_range.start < step.end for step in steps):
+            continue
+        around = names_around(event)
         if device == "cpu":
-            parts[kind_of(event.name, shapes.get(place, []), around, logit_widths)] += event.self_cpu_time_total / 1000
+            parts[kind_of(event.name, event.input_shapes, around, logit_widths)] += event.self_cpu_time_total / 1000
         for kernel in event.kernels if not event.is_user_annotation else []:  # a range does no work itself
             name = kernel.name if kernel.name.startswith("Mem") else event.name
-            kind = kind_of(name, shapes.get(place, []), around, logit_widths)
+            kind = kind_of(name, event.input_shapes, around, logit_widths)
             parts["normalization and pointwise" if kind == "waiting" else kind] += kernel.duration / 1000
-    total = sum(step.time_range.elapsed_us() for step in steps) / 1000
+    total = sum(step.elapsed_us() for step in steps) / 1000
     if device != "cpu":
         if not any(parts.values()):
             raise UserError("the profiler saw no kernels; allow it to use CUPTI, which containers often forbid")
@@ -111,46 +94,6 @@ def logit_widths(model):
     """The possible last dimensions of the logits; Inductor pads a GPU's products to multiples of 4 or 8."""
     widths = {model.config.vocab_size, len(model.lm_head.weight)}
     return {-(-width // multiple) * multiple for width in widths for multiple in (1, 4, 8)}
-
-
-class Probe:
-    """Follows the steps of a `train`: some without the profiler, one for the shapes of the operators, some timed.
-
-    No shapes are recorded in the timed steps: the records would be scattered over the heap, which under glibc's malloc
-    then grows in every step, and so does the step's time.
-    """
-
-    def __init__(self, device):
-        self.warm_up, self.plain, self.profiled = STEPS_ON_A_CPU if device == "cpu" else STEPS_ON_A_GPU
-        self.steps = self.warm_up + self.plain + 1 + self.profiled
-        self.device, self.range, self.profiler = device, None, None
-
-    def start(self, record_shapes):
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device == "cuda" else [])
-        self.profiler = profile(activities=activities, record_shapes=record_shapes)
-        self.profiler.start()
-
-    def after_step(self, step):
-        """Called between two steps: ends the range of one and begins that of the next."""
-        from torch.profiler import record_function
-
-        if self.range:
-            self.range.__exit__(None, None, None)
-            self.range = None
-        shapes_step = self.warm_up + self.plain + 1
-        if step == shapes_step - 1:
-            self.start(record_shapes=True)
-        elif step == shapes_step:
-            self.profiler.stop()
-            self.shapes = shapes_in(self.profiler.events())
-            self.start(record_shapes=False)
-        elif step == self.steps:
-            self.profiler.stop()
-        if shapes_step - 1 <= step < self.steps:
-            self.range = record_function(STEP)
-            self.range.__enter__()
 
 
 def in_range(name, function):
@@ -166,13 +109,14 @@ def in_range(name, function):
 def profile_rung(label, flags, folder):
     """Train the rung `label` with `flags`, its log in `folder`; the measured times as a dict."""
     import torch
+    from torch.profiler import ProfilerActivity, profile, schedule
 
-    script = load_script(BY_LABEL[label])
+    script, models = load_script(BY_LABEL[label]), []
     settings = script.parse_settings([*flags, "--log-dir", str(folder)])
     if settings.device == "cpu":
         torch._inductor.config.cpp.enable_kernel_profile = True  # else a CPU's generated kernels have no names
-    probe, models = Probe(settings.device), []
-    settings.steps = probe.steps
+    warm_up, plain, timed = STEPS_ON_A_CPU if settings.device == "cpu" else STEPS_ON_A_GPU
+    settings.steps = warm_up + plain + 1 + timed
 
     class Log(script.Log):
         """The script's own log; between two calls of `step` there is exactly one step of training."""
@@ -181,22 +125,26 @@ def profile_rung(label, flags, folder):
             super().__init__(settings, model, *rest, **more)
             models.append(model)
 
-        def step(self, step, *values, **more):
-            super().step(step, *values, **more)
-            probe.after_step(step)
+        def step(self, *values, **more):
+            super().step(*values, **more)
+            profiler.step()
 
     script.Log = Log
     script.DataLoaderLite.batch = in_range(DATA, script.DataLoaderLite.batch)
     torch.nn.utils.clip_grad_norm_ = in_range(CLIP, torch.nn.utils.clip_grad_norm_)
-    script.train(settings)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if settings.device == "cuda" else [])
+    phases = schedule(wait=warm_up + plain, warmup=1, active=timed, repeat=1)
+    # Records of shapes slow steps down under glibc's malloc, whose heap they scatter; under mimalloc they do not.
+    with profile(activities=activities, record_shapes=True, schedule=phases) as profiler:
+        script.train(settings)
 
-    parts, step_ms = by_kind(probe.profiler.events(), probe.shapes, logit_widths(models[0]), settings.device)
+    parts, step_ms = by_kind(profiler.events(), logit_widths(models[0]), settings.device)
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
-    plain_ms = statistics.median(run.ms[probe.warm_up : probe.warm_up + probe.plain])
+    plain_ms = statistics.median(run.ms[warm_up : warm_up + plain])
     return {"name": run.name, "step_ms": step_ms, "plain_ms": plain_ms, "parts_ms": parts}
 
 
-def floor_ms(run, rates):
+def products_ms(run, rates):
     """Milliseconds that the matrix products of a step take at the measured rate (FLOP/s) of the rung's format."""
     precision = run.headers["precision"]
     name = next((name for name in ("bfloat16", "float16") if precision.startswith(name)), "float32")
@@ -206,8 +154,8 @@ def floor_ms(run, rates):
 
 
 def check_profile(stages, flags, folder):
-    """The Settings of a profile in `folder`; raises UserError if it cannot be made or belongs elsewhere."""
-    if set(stages) - {BY_LABEL[str(number)] for number in range(11)}:
+    """The settings of a profile in `folder`; raises UserError if it cannot be made or belongs elsewhere."""
+    if any(stage.torchrun or stage.file.startswith("beyond/") for stage in stages):
         raise UserError("--rungs: only rungs 0 to 10 can be profiled; leave out the others")
     for flag in ("--steps", "--compile-mode", "--pretrained"):
         if split_flags(flags, flag)[0]:
@@ -215,36 +163,38 @@ def check_profile(stages, flags, folder):
     settings = check_flags(stages, flags)
     if settings.device == "mps":
         raise UserError("--device mps: torch.profiler does not see Apple GPUs; give --device cpu")
-    wanted = settings.model, settings.B, settings.T
-    there = [(run.model, run.B, run.T) for rounds in read_folder(folder)[0].values() for run in rounds] \
-        if has_steps(folder) else []
+    runs = sum(read_folder(folder)[0].values(), []) if has_steps(folder) else []
+    there = [(run.model, run.B, run.T) for run in runs]
     if profile := read_profile(folder):
         there.append((profile["model"], profile["B"], profile["T"]))
-    for model, B, T in there:
-        if (model, B, T) != wanted:
-            raise UserError(f"--logs {folder}: holds results of {model}, B={B} T={T}, not of {wanted[0]}, "
-                            f"B={wanted[1]} T={wanted[2]}; give the same flags, or a different folder")
+    wanted = settings.model, settings.B, settings.T
+    for other in there:
+        if other != wanted:
+            has, wants = ("{}, B={} T={}".format(*each) for each in (other, wanted))
+            raise UserError(f"--logs {folder}: holds results of {has}, not of {wants}; give the same flags, or a "
+                            "different folder")
     if read_machine(folder).get("device", settings.device) != settings.device:
         raise UserError(f"--logs {folder}: its machine.json is from a different device; give a different folder")
     return settings
 
 
-def profile_once(stage, flags, machine, seconds, say):
-    """(one profile of a rung, None if it failed; the job's Outcome). `say` shows how far it is."""
+def profile_once(stage, flags, machine, seconds, status):
+    """(one profile of a rung, None if it failed; the job's Outcome). `status` shows how far it is."""
+    title = status.status
+
+    def show(line):
+        if match := STEP_LINE.match(line):
+            status.update(f"{title}: step {match[1]}, {match[3]} ms")
+
     with TemporaryDirectory() as scratch:
-        result = Path(scratch) / "result.json"
+        folder, result = Path(scratch), Path(scratch) / "result.json"
         command = [sys.executable, "-m", "ladder.measure.step_profile", stage.label, str(result)]
-
-        def show(line):
-            if match := STEP_LINE.match(line):
-                say(f"step {match[1]}, {match[3]} ms")
-
-        job = Job(stage.name, [*command, *own_flags(stage, flags, Path(scratch))], Path(scratch))
+        job = Job(stage.name, [*command, *own_flags(stage, flags, folder)], folder)
         outcome = run_job(job, seconds, machine["device"], show)
         if outcome.status != "ok":
             return None, outcome
         rung = json.loads(result.read_text())
-        rung["floor_ms"] = floor_ms(read_log(Path(scratch) / f"{stage.name}.log"), machine["rates"])
+        rung["floor_ms"] = products_ms(read_log(folder / f"{stage.name}.log"), machine["rates"])
     return rung, outcome
 
 
@@ -268,35 +218,46 @@ def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
     profile = {"model": settings.model, "B": settings.B, "T": settings.T, "name": machine["name"],
                "device": settings.device, "rounds": repeat}
     kept = {rung["name"]: rung for rung in (read_profile(folder) or {"rungs": []})["rungs"]}
-    failed, found = [], {}
-    jobs = list(stages) * repeat
+    found = {stage.name: [] for stage in stages}
+    failed, jobs = [], list(stages) * repeat
     for number, stage in enumerate(jobs, 1):
-        for last_try in (False, True):
+        for remark in (": once more", f": {UNRELIABLE}"):  # on a first and a second try that are unreliable
             if (left := deadline - time.monotonic()) < 1:
                 return failed
-            name = f"{number} of {len(jobs)} {stage.name}"
-            with console.status(name) as status:
-                rung, outcome = profile_once(stage, flags, machine, left, lambda done, name=name, status=status:
-                                             status.update(f"{name}: {done}"))
+            with console.status(f"{number} of {len(jobs)} {stage.name}") as status:
+                rung, outcome = profile_once(stage, flags, machine, left, status)
             if rung is None:
                 failed.append(outcome)
                 console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
                 break
-            found.setdefault(stage.name, []).append(rung)
+            found[stage.name].append(rung)
             kept[stage.name] = middle(found[stage.name])
             profile["rungs"] = [kept[name] for name in BY_NAME if name in kept]
             write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
-            word = "" if is_reliable(rung) else f": {UNRELIABLE}" if last_try else ": once more"
             console.print(f"{stage.name}: {rung['step_ms']:,.1f} ms/step under the profiler, "
-                          f"{rung['plain_ms']:,.1f} without{word}", markup=False)
+                          f"{rung['plain_ms']:,.1f} without{'' if is_reliable(rung) else remark}", markup=False)
             if is_reliable(rung):
                 break
     return failed
 
 
+def profile_and_show(stages, flags, folder, console, repeat):
+    """Profile into `folder`, then show all that it holds; returns the exit code."""
+    from ladder.show.plots import plot_profile, save
+
+    check_profile(stages, flags, folder)  # before creating the folder
+    with locked(folder, resume=True):
+        failed = profile_ladder(stages, flags, folder, console, repeat)
+    if found := read_profile(folder):
+        print_profile(found, console)
+        save(plot_profile(found), folder / "profile.png")
+        console.print(f"{folder}/profile.json, profile.png", markup=False)
+    return 1 if failed else 0
+
+
 if __name__ == "__main__":
-    rung, file, *rest = sys.argv[1:]
+    label, file, *rest = sys.argv[1:]
     try:
-        Path(file).write_text(json.dumps(profile_rung(rung, rest, Path(file).parent)))
+        Path(file).write_text(json.dumps(profile_rung(label, rest, Path(file).parent)))
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -5,27 +5,16 @@ The folders that a survey writes can be committed to logs/reference/ as they are
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from ladder.errors import UserError
-from ladder.measure.runner import (
-    Runner,
-    check_flags,
-    largest_batch,
-    locked,
-    parse_rungs,
-    plan,
-    run_module,
-    split_flags,
-    write_machine,
-)
-from ladder.measure.step_profile import profile_ladder
 from ladder.count.memory import RUN_BY_DEFAULT, largest_fitting, recommend
+from ladder.errors import UserError
+from ladder.measure.max_batch import largest_batch
+from ladder.measure.runner import Runner, check_flags, locked, parse_rungs, plan, run_module, split_flags, write_machine
+from ladder.measure.step_profile import profile_ladder
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import has_steps
 
@@ -33,7 +22,8 @@ LADDER, BEYOND = parse_rungs("0-10"), parse_rungs("11-16")
 ROUNDS = 3
 JOB_SECONDS = 600
 SHORT = 60  # minutes; in a shorter survey a CPU gets T=256, since at T=1024 its steps take seconds
-ALIASES = {"-B": "--batch-size", "-T": "--seq-len"}
+GPU_STEPS = 60  # half of them warm up, and a GPU needs 3 s for that
+NAMES = {"model": ("--model",), "B": ("-B", "--batch-size"), "T": ("-T", "--seq-len"), "steps": ("--steps",)}
 
 
 def with_defaults(flags, minutes):
@@ -42,13 +32,14 @@ def with_defaults(flags, minutes):
         raise UserError("--compile-mode, --pretrained: not for a survey; leave them out")
     settings = check_flags([BY_LABEL["10"]], flags)
     on_cpu, free = settings.device == "cpu", int(run_module("ladder.count.memory", settings.device))
+    given = {name: getattr(settings, name) for name, names in NAMES.items() if split_flags(flags, *names)[0]}
     model, _, T = recommend(free, accelerator=not on_cpu)
-    model = settings.model if "--model" in flags else model
-    T = settings.T if {"-T", "--seq-len"} & set(flags) else min(T, 256) if on_cpu and minutes < SHORT else T
-    B = 1 if on_cpu else max(1, min(64, largest_fitting(model, T, RUN_BY_DEFAULT, 0.8 * free)))
-    chosen = {"--model": model, "-B": 2 ** (B.bit_length() - 1), "-T": T, "--steps": 5 if on_cpu else 60}  # a GPU warms up for 3 s
-    given = {flag for flag in chosen if split_flags(flags, flag, *([ALIASES[flag]] if flag in ALIASES else []))[0]}
-    return [*flags, *(str(word) for flag in chosen.keys() - given for word in (flag, chosen[flag]))]
+    chosen = {"model": model, "T": min(T, 256) if on_cpu and minutes < SHORT else T,
+              "steps": 5 if on_cpu else GPU_STEPS} | given
+    if "B" not in given:
+        B = 1 if on_cpu else largest_fitting(chosen["model"], chosen["T"], RUN_BY_DEFAULT, 0.8 * free)
+        chosen["B"] = 2 ** (max(1, min(64, B)).bit_length() - 1)
+    return [*flags, *(str(word) for name in chosen.keys() - given for word in (NAMES[name][0], chosen[name]))]
 
 
 @dataclass
@@ -80,24 +71,18 @@ class Survey:
             runner.run(jobs)
             runner.measure_machine()
 
-    def run_apart(self, stages, what, *more):
+    def run_apart(self, stages, what, steps, *more):
         """Run rungs that are not comparable with the ladder, in a separate folder."""
         folder = self.out / f"{self.name}_{what}"
         folder.mkdir()
         shutil.copy(self.main / "machine.json", folder)
-        self.run(plan(stages, [*self.unsized, *more], folder), folder)
+        self.run(plan(stages, [*self.unsized, "--steps", str(steps), *more], folder), folder)
 
-    def first_round(self):
-        self.run(self.ladder_jobs()[0], self.main)
-
-    def other_rounds(self):
-        self.run(sum(self.ladder_jobs()[1:], []), self.main)
-
-    def ladder_jobs(self):
-        """The jobs of each round."""
+    def ladder(self, first, end):
+        """The rounds from `first` up to `end` of the ladder and the peer."""
         jobs = plan(LADDER, self.flags, self.main, ROUNDS, peers=True)
         n = len(jobs) // ROUNDS
-        return [jobs[n * number : n * (number + 1)] for number in range(ROUNDS)]
+        self.run(jobs[first * n : end * n], self.main)
 
     def profile(self):
         rounds = ROUNDS if self.left() > 60 * SHORT / 2 else 1
@@ -106,28 +91,25 @@ class Survey:
     def largest_batches(self):
         found = []
         for stage in parse_rungs("0,5,6,10"):
-            with TemporaryDirectory() as scratch:  # these logs have different batches
-                B, speed, why = largest_batch(stage, self.unsized, Path(scratch), JOB_SECONDS, 1, self.console.print,
-                                              self.deadline)
+            B, speed, why = largest_batch(stage, self.unsized, JOB_SECONDS, 1, self.console.print, self.deadline)
             if self.left() < 1:
                 break  # the end of the survey cut this search short
             found.append({"rung": stage.name, "B": B, "tokens_per_second": speed, "stopped_by": why})
         (self.main / "largest_batch.json").write_text(json.dumps(found, indent=1) + "\n")
 
     def beyond(self):
-        total_batch = 4 * self.settings.B * self.settings.T
-        self.run_apart(BEYOND, "beyond", "--steps", "8", "--total-batch", str(total_batch))
+        self.run_apart(BEYOND, "beyond", 8, "--total-batch", str(4 * self.settings.B * self.settings.T))
 
     def cuda_graphs(self):
-        self.run_apart([BY_LABEL["10"]], "cuda_graphs", "--steps", "60", "--compile-mode", "reduce-overhead")
+        self.run_apart([BY_LABEL["10"]], "cuda_graphs", GPU_STEPS, "--compile-mode", "reduce-overhead")
 
     def parts(self):
         """Yields (title, method) for what this device can do, the most important first."""
         device = self.settings.device
-        yield "the ladder and transformers' GPT-2, first round", self.first_round
+        yield "the ladder and transformers' GPT-2, first round", partial(self.ladder, 0, 1)
         if device != "mps":  # where torch.profiler sees nothing
             yield "where the time of a step goes", self.profile
-        yield "the ladder, two more rounds", self.other_rounds
+        yield "the ladder, two more rounds", partial(self.ladder, 1, ROUNDS)
         if device != "cpu":  # where a larger batch only makes a longer step
             yield "the largest batch", self.largest_batches
         yield "the rungs beyond", self.beyond
@@ -140,9 +122,9 @@ def name_machine(out, settings, console):
     scratch = out / "machine"
     scratch.mkdir()
     write_machine(scratch, settings.device)
-    check = subprocess.run([sys.executable, "-m", "ladder", "check"], text=True, capture_output=True, check=False)
-    (out / "check.txt").write_text(check.stdout, encoding="utf-8")
-    console.print(check.stdout, markup=False)
+    check = run_module("ladder", "check")
+    (out / "check.txt").write_text(check, encoding="utf-8")
+    console.print(check, markup=False)
     device = json.loads((scratch / "machine.json").read_text())["name"]
     return re.sub(r"\W+", "_", device.lower()).strip("_")
 

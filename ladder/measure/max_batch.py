@@ -1,0 +1,60 @@
+"""The largest batch of a rung: where the memory model says, and from there by trying."""
+import math
+import tempfile
+import time
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from ladder.count.memory import largest_fitting
+from ladder.measure.jobs import MEMORY_SHARE, Job, run_job
+from ladder.measure.runner import check_flags, command_for, run_module, split_flags
+from ladder.show.logs import read_log
+
+
+def largest_batch(stage, flags, seconds, processes, say, deadline=math.inf):
+    """(largest B per process, tokens/sec at that B, why the next one did not run) of a rung.
+
+    The search starts at the B that the memory model predicts, since every B costs a compilation. An attempt may take
+    `seconds`, and the search ends at the `deadline` (of time.monotonic), whatever it has found by then.
+    """
+    settings = check_flags([stage], flags)
+    _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
+    ranks = processes if stage.torchrun else 1
+    shares = ranks if settings.device == "cpu" else 1  # how many ranks share the memory
+    available = MEMORY_SHARE * int(run_module("ladder.count.memory", settings.device)) / shares
+    B = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
+
+    def attempt(folder):
+        more = ["-B", str(B), "--steps", "3"]
+        if hasattr(settings, "total_batch"):  # one micro-step: more of them take more time, not more memory
+            more += ["--total-batch", str(B * settings.T * ranks)]
+        job = Job(stage.name, command_for(stage, [*flags, *more], folder, processes), folder)
+        outcome = run_job(job, min(seconds, deadline - time.monotonic()), settings.device)
+        say(f"{stage.name}: B={B} {outcome.status}")
+        return outcome, read_log(job.log).tokens_per_second if outcome.status == "ok" else None
+
+    best, speed, failed, why = 0, None, None, ""
+    with tempfile.TemporaryDirectory() as folder:
+        while (failed is None or failed - best > max(1, best // 8)) and time.monotonic() < deadline:
+            outcome, found = attempt(Path(folder))
+            if found is None:
+                failed, why = B, f"{outcome.status}: {outcome.reason}"
+            else:
+                best, speed = B, found
+            B = (best + failed) // 2 if failed else B + max(1, B // 4)
+    return best, speed, why
+
+
+def print_largest(stages, flags, seconds, processes, console):
+    """Find the largest batch of each rung and print the table; returns the exit code."""
+    def say(line):
+        console.print(line, style="dim", markup=False)
+
+    found = {stage: largest_batch(stage, flags, seconds, processes, say) for stage in stages}
+    table = Table("rung", "largest B", "tokens/s", "what stopped the next one", title="The largest batch")
+    for stage, (best, speed, why) in found.items():
+        table.add_row(stage.title, str(best), f"{speed:,.0f}" if speed else "–", escape(why))
+    console.print(table)
+    return 0 if all(best for best, _, _ in found.values()) else 1

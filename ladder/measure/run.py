@@ -1,0 +1,92 @@
+"""`python -m ladder run`: the rungs or a race, between two measurements of the machine, and the table at the end."""
+import shutil
+
+from ladder.errors import UserError
+from ladder.measure.max_batch import print_largest
+from ladder.measure.race import check_race, describe_race, n_jobs, race, search_progress
+from ladder.measure.runner import Runner, check_flags, locked, parse_flags, plan
+from ladder.scripts.choose import parse_rungs
+from ladder.show.logs import has_steps
+from ladder.show.outputs import print_report
+from ladder.show.report import build_report
+
+
+def check_together(args):
+    """Refuse flags of `run` that say different things."""
+    instead = "--race" if args.race else "--max-batch" if args.max_batch else None
+    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1),
+                        ("--max-batch", args.race and args.max_batch)):
+        if given and instead:
+            raise UserError(f"{flag}: not with {instead}; leave it out")
+    if args.race_jobs > 1 and not args.race:
+        raise UserError("--race-jobs: only with --race; leave it out")
+
+
+def has_begun(logs):
+    """Whether a folder holds something to show or to resume."""
+    return has_steps(logs) or any(logs.glob("sweep/*/*.log"))
+
+
+def run(args, logs, console):
+    """Do what the parsed `args` of `run` say, into the folder `logs`; returns the exit code."""
+    stages = parse_rungs(args.rungs)
+    check_together(args)
+    if args.race:  # before check_flags, which prepares the data where there is none
+        check_race(stages, parse_flags(stages, args.flags), args.flags)
+    settings = check_flags(stages, args.flags)
+    if args.max_batch:
+        return print_largest(stages, args.flags, args.time_limit, args.processes, console)
+    runner, interrupted = Runner(settings, logs, args.time_limit, console, args.resume), False
+    with locked(logs, args.resume):
+        try:
+            measure(args, stages, runner)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            kept = args.resume or has_begun(logs)
+            if not kept:  # nothing to show or resume: it must not be found as the newest run
+                shutil.rmtree(logs, ignore_errors=True)  # (Windows keeps the lock)
+    if interrupted:
+        print_stop(args, stages, logs, kept, console)
+    print_outcomes(runner, logs, console)
+    return 130 if interrupted else 1 if runner.failed() else 0
+
+
+def measure(args, stages, runner):
+    """Run the jobs, between two measurements of the machine."""
+    if args.race:
+        runner.console.print(describe_race(stages, args.race), markup=False)
+        runner.n_jobs = n_jobs(stages, args.race)
+    else:
+        jobs = plan(stages, args.flags, runner.log_dir, args.repeat, args.peers, args.processes)
+        runner.n_jobs = len(jobs)
+    with runner:
+        if not args.resume:
+            runner.measure_machine(arguments=args.argv)
+        if args.race:
+            race(stages, args.flags, runner.log_dir, args.race, runner.run, args.processes, args.race_jobs)
+        else:
+            runner.run(jobs)
+        runner.measure_machine()
+
+
+def print_stop(args, stages, logs, kept, console):
+    """After Ctrl-C: how to resume, and how far the search of a race is."""
+    if args.race and kept and not has_steps(logs):
+        console.print(search_progress(stages, logs), markup=False)
+    again = f"python -m ladder run --resume --logs {logs} continues" if kept else (
+        "there is nothing to resume yet: give the same command again")
+    console.print(f"stopped; {again}", markup=False, soft_wrap=True)
+
+
+def print_outcomes(runner, logs, console):
+    """The table, and what failed."""
+    if has_steps(logs):
+        print_report(build_report(logs), console)
+        console.print(f"logs: {logs}", markup=False)
+    elif not has_begun(logs):
+        console.print("no rung finished a step, so there is no table")
+    if failed := runner.failed():
+        console.print(f"{len(failed)} of {runner.n_jobs} runs did not finish:", style="red")
+        for outcome in failed:
+            console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}", markup=False)

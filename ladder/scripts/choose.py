@@ -1,0 +1,29 @@
+"""What users write for rungs, such as "0-2,ddp", "7" or a file's name, and the rungs that they mean."""
+from pathlib import Path
+
+from ladder.errors import UserError
+from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
+
+NUMBERS = [label for label in BY_LABEL if label.isdigit()]
+OTHERS = [label for label in BY_LABEL if not label.isdigit()]
+CHOICE = f"{NUMBERS[0]} to {NUMBERS[-1]}, {', '.join(OTHERS)}"
+
+
+def parse_rungs(text):
+    """The stages of "0-2,ddp", without duplicates; raises UserError for anything that is not a rung."""
+    labels, stages = list(BY_LABEL), []
+    for part in text.replace(" ", "").split(","):
+        ends = part.split("-")
+        places = [labels.index(label) for label in ends if label in labels]
+        if len(places) != len(ends) or len(ends) > 2 or places[0] > places[-1]:
+            raise UserError(f"--rungs {text}: not rungs; write for example 0-10 or 0,5,ddp, of {CHOICE}")
+        stages += STAGES[places[0] : places[-1] + 1]
+    return list(dict.fromkeys(stages))
+
+
+def find_rung(word):
+    """The stage called "7", "07" or "ddp", or by its file's name."""
+    stage = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
+    if stage is None:
+        raise UserError(f"no rung {word}: write one of {CHOICE}, or its file's name")
+    return stage

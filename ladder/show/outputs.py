@@ -1,0 +1,71 @@
+"""What the tool prints and writes of reports: the table, files, or the measured effect of one lesson."""
+from ladder.judge.standings import print_race
+from ladder.scripts.stages import ROOT
+from ladder.show.profile import print_profile
+from ladder.show.report import build_report, conditions, print_table, within_noise
+
+
+def print_report(report, console):
+    """A report, with the profile and the race of its folder, if any."""
+    print_table(report, console)
+    if report.profile:
+        print_profile(report.profile, console)
+    if report.sweep:
+        print_race(report, console)
+
+
+def write_reports(args, newest_run, reference_folders, console, messages):
+    """What the parsed `args` of `report` ask for; the two functions give the folders where none is named."""
+    from ladder.show.report import as_csv, as_json, write_tables
+
+    def read(default):
+        return [build_report(folder, B=args.B, T=args.T, model=args.model)
+                for folder in [*args.folders, *args.logs] or default()]
+
+    published = read(reference_folders) if args.readme or args.html else []
+    if args.readme or args.html and not (args.png or args.json or args.csv):
+        reports = published
+    else:
+        reports = read(lambda: [newest_run()])
+    if args.readme:
+        from ladder.show.plots import shown_in_docs, write_plots
+
+        write_tables(published)
+        messages.print("README.md, docs/*.md: tables rewritten")
+        write_plots(published, ROOT / "docs", shown_in_docs(ROOT).__contains__)
+    if args.png:
+        from ladder.show.plots import write_plots
+
+        for path in write_plots(reports, args.png):
+            messages.print(str(path), markup=False)
+    if args.html:
+        from ladder.show.page import write_page
+
+        write_page(published, args.html)
+        messages.print(f"{args.html}: {args.html.stat().st_size / 1e6:.2f} MB")
+    if args.json:
+        print(as_json(reports))
+    elif args.csv:
+        print(as_csv(reports), end="")
+    elif not (args.readme or args.png or args.html):
+        for one in reports:
+            print_report(one, console)
+
+
+def print_effect(before, stage, folders, console):
+    """What a rung's change did on each reference machine that has measured both; `before` is the other rung's stage."""
+    def times(row):
+        return f"{row.ms:,.0f} ({row.ms_low:,.0f}–{row.ms_high:,.0f})"
+
+    for reference in map(build_report, folders):
+        rows = {row.name: row for row in reference.rows}
+        if not {before.name, stage.name} <= rows.keys():
+            continue
+        old, new = rows[before.name], rows[stage.name]
+        memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
+        ratio = f"{new.tokens_per_second / old.tokens_per_second:.2f} x the tokens/sec"
+        noise = ", within the noise: the spreads overlap" if within_noise(old, new) else ""
+        console.print(f"\nMeasured: {conditions(reference)}", style="bold", markup=False)
+        console.print(
+            f"  {times(old)} -> {times(new)} ms/step ({ratio}{noise}){memory}, "
+            f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}", markup=False, soft_wrap=True)

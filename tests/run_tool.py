@@ -1,0 +1,57 @@
+"""The tool as a user calls it: in a process of its own, or in this one, which does not measure the machine."""
+import json
+import sys
+
+import pytest
+from conftest import run_command
+
+import ladder.__main__ as tool
+from ladder.measure import runner
+
+LADDER = [sys.executable, "-m", "ladder"]
+
+
+def flags(tokens):
+    return ["--model", "tiny", "--device", "cpu", "--data", str(tokens), "-B", "1", "-T", "32", "--steps", "4"]
+
+
+def ladder(*words, timeout=300, **environment):
+    return run_command(*LADDER, *words, timeout=timeout, COLUMNS="200", **environment)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """call(words) gives (exit code, stdout, stderr)."""
+    monkeypatch.setattr(tool.console, "width", 200)
+    monkeypatch.setattr(runner, "run_module", lambda name, *words: json.dumps({"rates": {"float32": 1e12}}))
+
+    def call(*words):
+        try:
+            code = tool.main([str(word) for word in words])
+        except SystemExit as stop:  # of argparse, and of the scripts' own checks
+            code = stop.code if isinstance(stop.code, int) else print(stop.code, file=sys.stderr) or 1
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def fake_run(tmp_path, monkeypatch, tokens, call):
+    """fake_run(do, words): a run in RUNS where do(job) takes the place of training."""
+    monkeypatch.setattr(tool, "RUNS", tmp_path / "runs")
+
+    def run(do, *words):
+        monkeypatch.setattr(runner, "run_job", lambda job, *_: do(job) or runner.Outcome(job.name, "ok"))
+        return call("run", "--rungs", 0, *flags(tokens), *words)
+
+    return run
+
+
+def is_one_error(answer, *reasons):
+    code, _, error = answer
+    assert code == 1 and error.startswith("error: ") and error.count("\n") == 1, answer
+    return all(reason in error for reason in reasons)
+
+
+def files_in(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,109 @@
+"""python -m ladder: verbs, flags and rungs as users write them, rightly and wrongly, on any terminal."""
+import io
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from log_files import MEDIAN, write_log
+from run_tool import call, fake_run, files_in, flags, is_one_error, ladder  # noqa: F401, fixtures
+
+import ladder.__main__ as tool
+from ladder.errors import UserError
+from ladder.scripts.choose import find_rung, parse_rungs
+from ladder.scripts.stages import BY_LABEL
+
+WHOLE = ROOT / "logs" / "reference" / "intel_xeon_amx_2_cores_B1_T1024"
+
+
+def test_help_comes_without_torch():
+    run = ladder("--help", PYTHONPROFILEIMPORTTIME="1")
+    assert run.returncode == 0 and {verb.__name__ for verb in tool.VERBS} <= set(run.stdout.split())
+    assert "argparse" in run.stderr and "torch" not in run.stderr and "pandas" not in run.stderr
+
+
+def test_rungs():
+    def labels(text):
+        return [stage.label for stage in parse_rungs(text)]
+
+    assert labels("0-2,10") == ["0", "1", "2", "10"]
+    assert labels("ddp, 11,9-11") == ["ddp", "11", "9", "10"]  # each once: a second one would overwrite the first's log
+    for wrong in ("99", "3-1", "a", "", "-1", "0-99", "1-2-3", "3-"):
+        with pytest.raises(UserError, match="--rungs .* 0 to .*, ddp, fsdp"):
+            parse_rungs(wrong)
+    for word in ("7", "07", "speedup_07_vocab_pad.py", "/x/speedup_07_vocab_pad.py"):
+        assert find_rung(word) is BY_LABEL["7"]
+    assert find_rung("0") is BY_LABEL["0"] and find_rung("ddp") is BY_LABEL["ddp"]
+
+
+@pytest.mark.parametrize("words, reasons", [
+    (["report", "/no/such/folder"], ["no such folder of logs"]),
+    (["compare", "/no/a.log", "/no/b.log"], ["no such log"]),
+    (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
+    (["diff", "1", "2", "3"], ["one rung, or two"]),
+    (["run", "--rungs", "77"], ["--rungs 77", "0 to 31"]),
+    (["run", "--save=x"], ["--save"]), (["run", "--race-jobs", "2"], ["--race-jobs: only with --race"]),
+    (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),
+    (["run", "--race", "2", "--max-batch"], ["--max-batch: not with --race"]),
+    (["run", "--race", "2", "--rungs", "16", "--repeat", "2"], ["--repeat: not with --race"]),
+    (["run", "--race", "2", "--rungs", "10,16"], ["speedup_10_fused_adamw.py does not validate", "rungs from 13 on"]),
+    (["run", "--race", "2", "--rungs", "16", "--val-every", "0"], ["--val-every 0"]),
+    (["run", "--race", "2", "--rungs", "16", "--max-lr", "0.01"], ["--max-lr: --race sets it itself"]),
+    (["run", "--race", "2", "--rungs", "18", "--muon-lr=0.01"], ["--muon-lr: --race sets it itself"]),
+    (["run", "--race", "2", "--rungs", "16", "--seed", "3"], ["--seed: --race sets it itself"]),
+    (["survey", "--compile-mode", "none"], ["--compile-mode", "not for a survey"]),
+    (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps: not for a profile"]),
+])
+def test_wrong_words(words, reasons, tmp_path, monkeypatch, call):  # noqa: F811
+    """Before anything is written: here a script would prepare data/tokens."""
+    monkeypatch.chdir(tmp_path)
+    assert is_one_error(call(*words), *reasons) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words, reason", [
+    (["run", "--bogus", 3], "unrecognized arguments: --bogus"), (["profile", "-B", "x"], "-B"),
+    (["report", "--bogus"], "--bogus"), (["survey", "--minutes", 0], "must be more than 0"),
+    (["run", "--time-limit", 0], "must be more than 0"), (["run", "--repeat", 0], "must be more than 0"),
+])
+def test_usage_errors_name_the_command(words, reason, call, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(sys, "argv", ["/somewhere/ladder/__main__.py"])
+    code, _, error = call(*words)
+    assert code == 2 and reason in error and "__main__" not in error
+    assert error.splitlines()[-1].startswith(f"python -m ladder {words[0]}: error: ")
+
+
+@pytest.mark.parametrize("refused", [
+    ["--bogus", 3], ["-B", 0], ["--compile-mode", "fast"], ["--save", "x"], ["--data", "no/such/folder"],
+    ["-B", 1_000_000], ["--resume"], ["--repeat", 0], ["--rungs", "0-77"]], ids=lambda words: " ".join(map(str, words)))
+def test_refused_flags_leave_no_trace(refused, tmp_path, tokens, monkeypatch, call):  # noqa: F811
+    """Neither of themselves, nor in the results of the run before."""
+    monkeypatch.setattr(tool, "RUNS", tmp_path / "runs")
+    write_log(tmp_path / "runs" / "last" / "baseline.log", losses=[4, 5, 6], tail=MEDIAN)
+    (tmp_path / "runs" / "last" / "machine.json").write_text('{"rates": {"x": 1}}')
+    before = files_in(tmp_path)
+    code, output, error = call("run", "--rungs", "0,5", *flags(tokens), *refused)
+    assert code in (1, 2) and "error: " in error and str(refused[0]) in error and output == ""
+    assert files_in(tmp_path) == before and "6.000" in call("report")[1]
+
+
+@pytest.mark.parametrize("encoding, times, good", [("ascii", "x", "+"), ("cp437", "x", "+"), ("cp1252", "×", "+"),
+                                                   ("utf-8", "×", "✓")])
+def test_terminals_without_the_characters(encoding, times, good, monkeypatch, fake_run):  # noqa: F811
+    """Every verb ends well there, and reads well."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    logs = [WHOLE / "round_1" / f"{name}.log" for name in ("speedup_05_compile", "speedup_10_fused_adamw")]
+
+    def shown(verb):
+        """What a verb, called without arguments, writes to such a terminal."""
+        terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", terminal)
+            assert verb() == 0
+        return terminal.buffer.getvalue().decode(encoding)
+
+    assert f"{good} torch: " in shown(lambda: tool.main(["check"]))
+    assert f"{times} base" in shown(lambda: tool.main(["report", str(WHOLE)]))
+    assert "B - A" in shown(lambda: tool.main(["compare", *map(str, logs)]))
+    assert "Rung 7" in shown(lambda: tool.main(["diff", "7"]))
+    job = lambda job: write_log(job.log, header="# device: π\n", tail=MEDIAN) and None  # noqa: E731
+    assert "ms/step" in shown(lambda: fake_run(job)[0])
