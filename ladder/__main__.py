@@ -107,11 +107,6 @@ def add_report(verbs):
     report.add_argument("--readme", action="store_true", help="rewrite the tables and pictures of README.md and docs/")
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
     report.add_argument("--csv", action="store_true", help="print CSV instead of the table")
-    for flag in ("-B", "-T"):
-        report.add_argument(flag, type=positive, help="for logs without it in their header")
-    report.add_argument("--model", help="for logs without it in their header")
-    report.add_argument("--peak-tflops", type=positive_number, metavar="N",
-                        help="the device's rate for MFU, in 1e12 FLOP/s, where none was measured (machine.json)")
 
 
 def add_floor(verbs):
@@ -222,7 +217,7 @@ def now():
 def show(report):
     """Print a report, with the profile and the race of its folder, if any."""
     from ladder.show.profile import print_profile
-    from ladder.show.report import print_table
+    from ladder.show.tables import print_table
     from ladder.judge.standings import print_race
 
     print_table(report, console)
@@ -378,17 +373,23 @@ def reference_folders():
 
 
 def report(args):
-    from ladder.show.report import as_csv, as_json, build_report, write_tables
+    from ladder.show.report import build_report
+    from ladder.show.tables import as_csv, as_json, write_tables
 
     def read(default):
-        return [build_report(folder, args.peak_tflops, B=args.B, T=args.T, model=args.model)
-                for folder in [*args.folders, *args.logs] or default()]
+        return [build_report(folder) for folder in [*args.folders, *args.logs] or default()]
 
     published = read(reference_folders) if args.readme or args.html else []
     if args.readme or args.html and not (args.png or args.json or args.csv):
         reports = published
     else:
         reports = read(lambda: [newest_run()])
+    if not (args.readme or args.html or args.png or args.json or args.csv):
+        for one in reports:
+            show(one)
+        return 0
+    for reason in dict.fromkeys(reason for one in [*published, *reports] for reason in one.skipped):
+        messages.print(f"! skipped: {reason}", markup=False)  # which a table says itself
     if args.readme:
         from ladder.show.plots import shown_in_docs, write_plots
 
@@ -409,9 +410,6 @@ def report(args):
         print(as_json(reports))
     elif args.csv:
         print(as_csv(reports), end="")
-    elif not (args.readme or args.png or args.html):
-        for one in reports:
-            show(one)
     return 0
 
 
@@ -446,7 +444,8 @@ def diff(args):
 
 def print_effect(before, stage):
     """Below the diff: the measured effect on the reference machines."""
-    from ladder.show.report import build_report, conditions, within_noise
+    from ladder.show.report import build_report, within_noise
+    from ladder.show.tables import conditions
 
     def times(row):
         return f"{row.ms:,.0f} ({row.ms_low:,.0f}–{row.ms_high:,.0f})"

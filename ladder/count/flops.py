@@ -12,13 +12,23 @@ computes half of it, and "causal" counts half of the second term: for gpt2 at T=
 MFU = FLOPs per token * tokens/sec / the highest matrix-product rate measured on that device, over float32, TF32 and
 16 bits: the same for all rungs, so the column rises towards 100 %.
 """
+import ast
 import re
 
-from ladder.scripts.stages import STAGES, load_script
+from ladder.scripts.laws import definitions
+from ladder.scripts.stages import BY_LABEL
 
 VOCAB_SIZE = 50257  # of GPT-2's tokens
-SHAPES = {name: tuple(map(int, shape.split("x")))  # --model: (n_layer, n_head, n_embd)
-          for name, shape in load_script(STAGES[0]).MODELS.items()}
+
+
+def read_shapes():
+    """{--model: (n_layer, n_head, n_embd)}, from the text of the baseline: running it would import torch."""
+    source = definitions(BY_LABEL["0"].path.read_text(encoding="utf-8"))["MODELS"]
+    models = ast.literal_eval(ast.parse(source).body[0].value)
+    return {name: tuple(map(int, shape.split("x"))) for name, shape in models.items()}
+
+
+SHAPES = read_shapes()
 
 
 def shape_of(model):

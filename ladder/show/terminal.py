@@ -1,0 +1,16 @@
+"""A table of short texts in a terminal."""
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+
+def print_texts(texts, console, title, caption=None, **style):
+    """A DataFrame of strings under its headings: the first column are words, the others numbers."""
+    table = Table(title=escape(title), caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, **style)
+    first, *others = texts
+    table.add_column(first, min_width=16 if len(others) > 1 and not style else None)
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in texts.itertuples(index=False):
+        table.add_row(*map(escape, row))
+    console.print(table)
