@@ -1,7 +1,7 @@
 """The data of all charts: bars and curves, for the pictures (plots.py) and for the page (page.js), which draw them.
 
-A bar is a dictionary: title, label (of its rung), parts (one length, or one for each kind of work), end (the text at its
-end), tip (lines "name: text"), and perhaps low and high (its spread), floor (a mark), pale (a doubt), colour.
+A bar is a dictionary: title, label (of its rung), parts (one length, or one for each kind of work), end and more (the
+text at its end), tip (lines "name: text"), perhaps low and high (its spread), floor (a mark), pale (a doubt), colour.
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
 from ladder.judge.standings import race_curves

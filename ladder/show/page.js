@@ -67,8 +67,9 @@ function counted({label, before}) { // what a lesson's step costs at least on th
     <table><tbody>${join(Object.entries(parts), ([part, title]) =>
       line(title, ms(old, part), ms(now, part), {digits, css: part === "floor" ? "" : "same"}))}
     ${line("GB read and written", old?.gb, now.gb)}${line("kernel launches", old?.launches, now.launches)}
-    </tbody>${card === "A100" && now.lecture ? `<tbody>${line("published (lecture), ms", old?.lecture, now.lecture)}</tbody>` : ""}
-    </table>`;
+    </tbody></table>${card !== "A100" || !now.lecture ? "" : `<h4 class="counted">Published
+    <span>in Karpathy’s lecture, one A100, B=16 T=1024</span></h4>
+    <table><tbody>${line("published, ms", old?.lecture, now.lecture)}</tbody></table>`}`;
 }
 
 function effect(machine, {label, before}) { // what a lesson measured, as HTML
@@ -78,7 +79,7 @@ function effect(machine, {label, before}) { // what a lesson measured, as HTML
   const [oldTime, time] = [before, label].map(each => rung(machine.profile, each));
   const line = lineFor(old), digits = digitsOf(now.ms), steps = [oldTime, time].filter(Boolean);
   const spread = row => [row.low, row.high].map(ms => number(ms, digitsOf(row.ms))).join("–");
-  return `${steps.length ? bars(steps.map(bar => ({...bar, title: `rung ${bar.label}`}))) : ""}<table>
+  return `${steps.length ? bars(steps.map(bar => ({...bar, title: `rung ${bar.label}`, label: ""}))) : ""}<table>
     <thead><tr><td></td>${old ? `<th scope="col">rung ${before}</th>` : ""}<th scope="col">rung ${label}</th>
     ${old ? '<th scope="col">change</th>' : ""}</tr></thead>
     <tbody>${line("ms/step", old?.ms, now.ms, {digits})}
@@ -115,9 +116,8 @@ function choose(id) {
     box.innerHTML = `<h4>Measured <span>on ${source?.name ?? "no machine"}</span></h4>${effect(source, box.dataset)}
       ${counted(box.dataset)}`;
   });
-  all("#published tbody tr").forEach(row => { row.hidden = !card.startsWith(row.dataset.card); });
-  find("#unpublished").hidden = all("#published tbody tr").some(row => !row.hidden);
-  find("#published .scroll").hidden = !find("#unpublished").hidden;
+  all("#published li").forEach(row => { row.hidden = !card.startsWith(row.dataset.card); });
+  find("#unpublished").hidden = all("#published li").some(row => !row.hidden);
   // Readers who have scrolled stay where they were; the page itself begins at its top.
   if (scrolled) scrollBy({top: reading.getBoundingClientRect().top - top, behavior: "instant"});
   try {

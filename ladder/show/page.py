@@ -109,13 +109,13 @@ def lesson_view(stage):
 
 
 def rounded(data):
-    """Data for page.js: floats with 5 significant digits, and null for NaN and infinity, which JSON does not have."""
+    """Data for page.js: floats with 7 significant digits, and null for NaN and infinity, which JSON does not have."""
     if isinstance(data, dict):
         return {key: rounded(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         return [rounded(value) for value in data]
     if isinstance(data, float):
-        return float(f"{data:.5g}") if math.isfinite(data) else None
+        return float(f"{data:.7g}") if math.isfinite(data) else None
     return data
 
 

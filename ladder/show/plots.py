@@ -25,6 +25,7 @@ from ladder.show.report import label_of, title_of
 from ladder.show.tables import conditions, data_of, where
 
 RACES = "races.png"  # the picture of all races
+SECONDS = "Seconds to the same loss, rung by rung"
 BLUE = "#4f7fc4"  # of a bar that is not told apart by colour
 
 plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formula
@@ -143,7 +144,8 @@ def profile_picture(profile):
 
 def loss_picture(report):
     """The loss against steps and against seconds of training."""
-    colours = {row.title: colour for row, colour in zip(report.rows, colours_of(report.runs).values())}
+    of_rung = colours_of(report.runs)
+    colours = {row.title: of_rung[row.name] for row in report.rows}
     shown = [curve | {"colour": "black" if "val" in curve else colours[curve["title"]]} for curve in curves(report)]
     return {"title": "Loss", "caption": conditions(report), "height": 4.2, "mosaic": "ab", "panels": [
         {"curves": shown, "x": "steps", "xlabel": "step"},
@@ -182,8 +184,9 @@ def races_picture(reports):
     settings = " · ".join(dict.fromkeys(where(report, batch=False) for report in reports))
     panels = [bar_panel(report, names, with_seconds=False) | {"rows": rows, "heading": data_of(report)}
               for report in reports]
-    return {"title": "Seconds to the same loss, rung by rung", "height": 1.3 + 0.28 * len(rows), "panels": panels,
-            "caption": f"{settings}. {about_seconds(reports[0])} No bar: not raced.", "mosaic": "abcdefgh"[:len(panels)]}
+    return {"title": SECONDS, "height": 1.3 + 0.28 * len(rows), "panels": panels,
+            "mosaic": "abcdefgh"[: len(panels)],
+            "caption": f"{settings}. {about_seconds(reports[0])} No bar: not raced."}
 
 
 def search_panel(report, which, xlabel, colours):
@@ -206,7 +209,7 @@ def race_picture(report):
     way = [curve | {"colour": colours[racer.name], "reached": racer.seconds[0]}
            for curve, racer in zip(curves(report), racers, strict=True)]
     height = 1 + 0.3 * max(4, len(racers))
-    return {"title": "Seconds to the same loss, rung by rung", "height": height + 3.6, "heights": [height, 3.6],
+    return {"title": SECONDS, "height": height + 3.6, "heights": [height, 3.6],
             "mosaic": "aaaa\nbbcd", "caption": f"{where(report)}. {about_seconds(report)} Below: the way there, in "
             "validation losses; and the losses that the search ended with, along each learning rate.",
             "panels": [bar_panel(report, report.runs),

@@ -24,7 +24,7 @@ WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
 IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished, or in wrong units"
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.
 TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "first_step_s": "median",
-         "cold_first_step_s": "median", "warm_first_step_s": "median"}  # cold compiled its graphs, warm found them cached
+         "cold_first_step_s": "median", "warm_first_step_s": "median"}  # warm: the graphs came from the cache
 RESULTS = {"peak_memory_gb": "median", "last_loss": lambda losses: losses.median(skipna=False), "last_step": "min",
            "complete": "all", "last_val_loss": "median", "seconds_to_common_loss": "median",
            "seconds_to_common_val_loss": "median"}

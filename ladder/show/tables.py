@@ -129,7 +129,7 @@ def print_table(report, console):
     texts = shown_texts(report)
     left_out = ("spread", "× before", "causal", "s to", "1st step", "val loss") if console.width < WIDE else ()
     texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
-    print_texts(texts, console, report.name, describe(report, texts))
+    print_texts(texts, console, report.name, describe(report, texts), min_width=16)
     for warning in warnings(report):
         console.print(f"! {warning}", style="yellow", markup=False)
 

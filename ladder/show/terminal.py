@@ -4,11 +4,12 @@ from rich.markup import escape
 from rich.table import Table
 
 
-def print_texts(texts, console, title, caption=None, **style):
+def print_texts(texts, console, title, caption=None, min_width=None, **style):
     """A DataFrame of strings under its headings: the first column are words, the others numbers."""
-    table = Table(title=escape(title), caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, **style)
+    table = Table(title=escape(title), caption=caption and escape(caption), caption_justify="left", box=box.SIMPLE_HEAD,
+                  **style)
     first, *others = texts
-    table.add_column(first, min_width=16 if len(others) > 1 and not style else None)
+    table.add_column(first, min_width=min_width)
     for heading in others:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in texts.itertuples(index=False):
