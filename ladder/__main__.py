@@ -310,7 +310,7 @@ def print_outcomes(runner, logs):
 def profile(args):
     from ladder.measure.runner import locked, parse_rungs
     from ladder.measure.step_profile import check_profile, profile_ladder
-    from ladder.show.plots import plot_profile, save
+    from ladder.show.plots import profile_picture, save
     from ladder.show.profile import print_profile, read_profile
 
     stop_at_signals()
@@ -321,7 +321,7 @@ def profile(args):
         failed = profile_ladder(stages, args.flags, folder, console, args.repeat)
     if found := read_profile(folder):
         print_profile(found, console)
-        save(plot_profile(found), folder / "profile.png")
+        save(profile_picture(found), folder / "profile.png")
         console.print(f"{folder}/profile.json, profile.png", markup=False)
     return 1 if failed else 0
 

@@ -5,15 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_ladder_tool import MEDIAN, write_log
 from test_race import ADAMW, BEST, flag_of, part_of, run_race
 
 from ladder.measure import check, rates
 from ladder.measure.runner import Job, plan, run_job
 from ladder.count.memory import recommend, step_bytes
 from ladder.scripts.stages import BY_LABEL
-from ladder.judge.compare import compare
-from ladder.show.logs import read_log
 from ladder.show.report import build_report
 from ladder.judge.standings import race_curves, standings
 
@@ -29,81 +26,6 @@ def test_rounds_are_interleaved(tmp_path):
     assert [(job.log_dir.name, job.name) for job in jobs] == [
         (number, name) for number in ("round_1", "round_2")
         for name in ("baseline", "speedup_01_weight_tying", "peer_transformers")]
-
-
-def rounds(folder, *logs, name="baseline"):
-    """The row of rung `name` in the report on these rounds: each the arguments of write_log."""
-    for number, arguments in enumerate(logs, 1):
-        (folder / f"round_{number}").mkdir()
-        write_log(folder / f"round_{number}" / f"{name}.log", **arguments)
-    return build_report(folder).rows[0]
-
-
-def test_a_round_that_was_cut_short_shows(tmp_path):
-    """A row is as complete as its least complete round, and its last step is one that all rounds have."""
-    row = rounds(tmp_path, {"tail": MEDIAN}, {"ms": (100, 50)})
-    assert (row.last_step, row.complete, row.rounds) == (2, False, 2)
-
-
-@pytest.mark.parametrize("steps, warm_up", [(1, 0), (2, 1), (3, 1), (6, 3), (10, 5), (11, 5)])
-def test_the_warm_up_of_a_log_without_a_median_line(steps, warm_up, tmp_path):
-    """The first half, as the scripts count."""
-    run = read_log(write_log(tmp_path / "foreign.log", ms=[900] * warm_up + [50] * (steps - warm_up), header=""))
-    assert (run.warm_up, run.median_ms) == (warm_up, 50)
-
-
-def test_the_numbers_of_one_round(tmp_path):
-    """The middle half of the counted steps, the last loss, the first step's time."""
-    ms, losses = [4000, 900, 10, 20, 30, 40, 50], [9, 8, 7, 6, 5, 4, 4.5]
-    row = rounds(tmp_path, {"ms": ms, "losses": losses, "tail": MEDIAN})
-    assert (row.ms_low, row.ms, row.ms_high) == (20, 30, 40)
-    assert (row.last_loss, row.first_step_s, row.rounds) == (4.5, 4.0, 1)
-
-
-def test_the_numbers_of_three_rounds(tmp_path):
-    """Medians over the rounds, the spread their lowest and highest."""
-    def one(first, ms, last, GB):
-        return {"ms": (first, 70, ms), "losses": (9, 8, last), "tail": MEDIAN.replace("1.00 GB", f"{GB} GB")}
-
-    row = rounds(tmp_path, one(3000, 50, 4.0, 3.0), one(9000, 40, 6.0, 2.0), one(5000, 80, 4.1, 2.5))
-    assert (row.ms_low, row.ms, row.ms_high, row.rounds) == (40, 50, 80, 3)
-    assert (row.last_loss, row.first_step_s, row.peak_memory_gb) == (4.1, 5.0, 2.5)
-
-
-def test_the_common_loss_is_one_that_all_rungs_reach(tmp_path):
-    """The highest of their lowest: seconds to a loss that some never reach would not compare."""
-    write_log(tmp_path / "baseline.log", losses=(9, 5, 6))
-    write_log(tmp_path / "speedup_01_weight_tying.log", losses=(9, 4, 3))
-    report = build_report(tmp_path)
-    assert report.common_loss == 5
-    assert [row.seconds_to_common_loss for row in report.rows] == [0.15, 0.15]
-
-
-def test_rows_are_in_the_order_of_the_ladder(tmp_path):
-    """And not of the files' names; those of foreign scripts come last."""
-    names = ["baseline", "speedup_02_tf32", "speedup_10_fused_adamw", "ddp_run", "rung_12_prefetch", "fsdp_run",
-             "peer_transformers", "a_script"]
-    for name in names:
-        write_log(tmp_path / f"{name}.log")
-    assert [row.name for row in build_report(tmp_path).rows] == names
-
-
-def sentences(tmp_path, *logs):
-    """What compare says of logs of baseline.py, each the arguments of write_log."""
-    header = "# script: baseline.py\n"
-    paths = [write_log(tmp_path / f"{n}.log", header=header, tail=MEDIAN, **more) for n, more in enumerate(logs)]
-    return " ".join(compare(*map(read_log, paths)).sentences)
-
-
-def test_the_same_script_twice_must_repeat_its_losses(tmp_path):
-    """No change lies between the two that could excuse the fourth decimal."""
-    assert "NOT the same losses" in sentences(tmp_path, {"losses": (9, 8, 7)}, {"losses": (9, 8, 7.0001)})
-    assert "The same losses" in sentences(tmp_path, {"losses": (9, 8, 7)}, {"losses": (9, 8, 7)})
-
-
-def test_slower_is_as_certain_as_faster(tmp_path):
-    slow, fast = {"ms": [100, 101, 102] * 5}, {"ms": [50, 51, 52] * 5}
-    assert "0.50 times" in (text := sentences(tmp_path, fast, slow)) and "larger than the noise" in text
 
 
 def test_the_target_of_a_race_is_not_rounded_up_twice(tmp_path):

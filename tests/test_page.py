@@ -13,9 +13,11 @@ from test_race import ADAMW, BEST, MUON, VAL_LOSSES, run_race
 
 from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
+from ladder.count.published import read_published
 from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.show.charts import KIND_COLOURS
 from ladder.show.page import prose, write_page
-from ladder.show.plots import KIND_COLOURS, plot_profile, write_plots
+from ladder.show.plots import draw, profile_picture, write_plots
 from ladder.show.report import build_report
 
 PAGE = ROOT / "docs" / "index.html"
@@ -72,6 +74,7 @@ def test_the_page_is_one_file_with_every_lesson_and_its_diff():
     text = PAGE.read_text(encoding="utf-8")
     assert PAGE.stat().st_size < 1_000_000
     markup = re.sub(r"<script.*?</script>", "", text, flags=re.S)
+    markup = re.sub(r'<a href="https://', "", markup)  # which nobody follows unasked
     assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(""", markup)  # nothing is fetched
     for stage in STAGES:
         section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
@@ -154,10 +157,10 @@ def test_the_kinds_of_work_differ_for_colour_blind_readers(sight):
 
 
 def test_the_picture_of_the_profile(machines, tmp_path):
-    axes = plot_profile(machines[0].profile).axes[0]
-    widths = np.array([bar.get_width() for bar in axes.patches]).reshape(len(KIND_COLOURS), 2)
-    assert widths.T.tolist() == [list(parts) for parts in PARTS.values()]
-    ends = [bar.get_x() + bar.get_width() for bar in axes.patches[-2:]]
+    axes = draw(profile_picture(machines[0].profile)).axes[0]
+    widths = np.array([bar.get_width() for bar in axes.patches]).reshape(2, len(KIND_COLOURS))
+    assert widths.tolist() == [list(parts) for parts in PARTS.values()]
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches[len(KIND_COLOURS) - 1 :: len(KIND_COLOURS)]]
     assert ends == [sum(parts) for parts in PARTS.values()]
     assert {line.get_segments()[0][0][0] for line in axes.collections} == set(FLOORS.values())
     assert [label.get_text() for label in axes.get_yticklabels()] == ["baseline  0", "weight tying  1"]
@@ -189,9 +192,9 @@ def open_page(chromium, file):
     """open_page(width, scheme) shows the page in a new window; at the end its console must have said nothing."""
     contexts, complaints = [], []
 
-    def opened(width=1400, scheme="light", path=file, **options):
+    def opened(width=1400, scheme="light", path=file, height=900, **options):
         phone = width < 600
-        contexts.append(chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme,
+        contexts.append(chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme,
                                              is_mobile=phone, has_touch=phone, reduced_motion="reduce", **options))
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -281,26 +284,32 @@ def test_the_chosen_machine_is_the_whole_pages_and_remembered(open_page):
     assert "Not on any machine yet" in page.locator("#rung-5 .effect").inner_text()
 
 
-def test_each_lesson_has_the_floors_of_the_chosen_card(open_page):
-    """Counted, beside what was measured; the published steps are an A100's."""
+def test_the_chosen_card_has_its_counted_floors_and_published_figures(open_page):
+    """Of each lesson; the lecture's steps are an A100's."""
     page = open_page()
-
-    def shown(label):
-        rows = effect(page, label)
-        return [rows[name] for name in ("floor, ms", "its matrix products alone", "its memory traffic alone")]
-
-    def counted(card, labels):
-        rungs = {row["label"]: row["ms"][card] for row in floor_data([CARDS[card]], labels)["rungs"]}
-        return [[f"{rungs[label][part]:,.0f}" for label in labels] for part in ("floor", "products", "traffic")]
-
-    assert [cells[:2] for cells in shown("3")] == counted("A100", ["2", "3"])
-    assert effect(page, "3")["published, ms"] == ["333", "300", "−33"]
+    for card, published in (("A100", ["333", "300", "−33"]), ("T4", None), ("A100 80GB", None), ("RTX 4090", None)):
+        page.select_option("#card", card)
+        rungs = {row["label"]: row["ms"][card] for row in floor_data([CARDS[card]], ["2", "3"])["rungs"]}
+        rows = effect(page, "3")
+        for name, part in (("floor, ms", "floor"), ("its matrix products alone", "products"),
+                           ("its memory traffic alone", "traffic")):
+            digits = 0 if rungs["3"]["floor"] >= 200 else 1
+            assert rows[name][:2] == [f"{rungs[label][part]:,.{digits}f}" for label in ("2", "3")], (card, name)
+        assert rows.get("published, ms") == published
+        shown = [item.inner_text() for item in page.locator("#published li").all() if item.is_visible()]
+        expected = [row["who"] for _, row in read_published().iterrows() if card.startswith(row["card"])]
+        assert len(shown) == len(expected) and all(who in text for who, text in zip(expected, shown, strict=True))
+        assert page.locator("#unpublished").is_visible() == (not expected) == (card == "T4")
     assert "floor, ms" not in effect(page, "15")  # counted for rungs 0 to 10
-    page.select_option("#card", "T4")
-    assert [cells[:2] for cells in shown("3")] == counted("T4", ["2", "3"])
-    assert "published, ms" not in effect(page, "3")
     page.reload()
-    assert page.locator("#card").input_value() == "T4"
+    assert page.locator("#card").input_value() == "RTX 4090"
+
+
+@pytest.mark.parametrize("height", [900, 2400])
+def test_the_page_begins_at_its_top(open_page, height):
+    """Also where a lesson is in sight before the charts above it are drawn."""
+    page = open_page(height=height)
+    assert page.evaluate("scrollY") == 0 and in_sight(page, "h1")
 
 
 @pytest.mark.parametrize("width", [1400, 390])

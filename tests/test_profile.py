@@ -33,8 +33,7 @@ from ladder.measure.step_profile import (
 )
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
-from ladder.show.page import profile_data
-from ladder.show.plots import plot_profile
+from ladder.show.charts import profile_bars
 from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile
 from ladder.show.report import build_report
 
@@ -213,7 +212,7 @@ def profile_with(answers, folder, monkeypatch, stages, repeat):
 
 
 def test_an_unreliable_profile_is_repeated_then_marked(tmp_path, monkeypatch):
-    """In the table, in the picture and on the page."""
+    """In the table and the bars."""
     text = profile_with({"0": [(125.0, 100.0), (104.0, 100.0)], "3": [(250.0, 100.0), (240.0, 100.0)]},
                         tmp_path, monkeypatch, ["0", "3"], 1)
     assert text.count("once more") == 2 and text.count("more than 10 % apart") == 1
@@ -224,10 +223,7 @@ def test_an_unreliable_profile_is_repeated_then_marked(tmp_path, monkeypatch):
     print_profile(found, console)
     table = console.file.getvalue()
     assert "bfloat16 autocast (!)" in table and "baseline (!)" not in table and UNRELIABLE in table
-    drawn = [text.get_text() for text in plot_profile(found).axes[0].texts]
-    assert drawn == [" 104", " 250 unreliable: 100 without the profiler"]
-    report = SimpleNamespace(rows=[], profile=found)
-    assert [entry["reliable"] for entry in profile_data(report)] == [True, False]
+    assert [(bar["end"], bar["pale"]) for bar in profile_bars(found)] == [("104", False), ("250 (!)", True)]
 
 
 def test_the_median_round_is_one_of_the_reliable_ones(tmp_path, monkeypatch):

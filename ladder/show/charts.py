@@ -50,7 +50,7 @@ def profile_bars(profile):
     digits = 0 if any(sum(rung["parts_ms"].values()) >= 200 for rung in rungs) else 1
     for rung in rungs:
         whole, sure = sum(rung["parts_ms"].values()), is_reliable(rung)
-        tip = [f"{kind}: {ms:,.{digits}f} ms, {ms / whole:.0%}" for kind, ms in rung["parts_ms"].items()]
+        tip = [f"{kind}: {ms:,.{digits}f} ms, {100 * ms / whole:.0f} %" for kind, ms in rung["parts_ms"].items()]
         tip += [f"{what}: {ms:,.{digits}f} ms" for what, ms in (
             ("the whole step", whole), ("floor", rung["floor_ms"]), ("without the profiler", rung["plain_ms"]))]
         yield {"title": title_of(rung["name"]), "label": label_of(rung["name"]),
