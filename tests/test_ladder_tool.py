@@ -678,7 +678,7 @@ def test_terminals_without_the_characters(encoding, times, good, monkeypatch, fa
     (["report", "/no/such/folder"], "no such folder of logs"),
     (["run", "--rungs", "77"], "there are rungs 0 to"),
     (["run", "--time-limit", "0"], "must be more than 0"),
-    (["compare", "/no/a.log", "/no/b.log"], "no such log"),
+    (["compare", "/no/a.log", "/no/b.log"], "/no/a.log: No such file"),
     (["propagate", "nothing.py"], "no rung nothing.py"),
 ])
 def test_wrong_words(words, reason, call):
