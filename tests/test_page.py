@@ -15,7 +15,7 @@ from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
 from ladder.count.published import read_published
 from ladder.scripts.stages import BY_LABEL, STAGES
-from ladder.show.charts import KIND_COLOURS
+from ladder.show.charts import KIND_COLORS
 from ladder.show.page import prose, write_page
 from ladder.show.plots import draw, profile_picture, write_plots
 from ladder.show.report import build_report
@@ -61,7 +61,7 @@ def machines(tmp_path_factory):
         "model": "gpt2", "B": 1, "T": 1024, "steps": 3, "name": "AMD EPYC", "device": "cpu", "torch": "2.13.0+cpu",
         "rates": {"float32": 1.8e11}, "rungs": [
             {"name": BY_LABEL[label].name, "step_ms": sum(parts), "plain_ms": sum(parts) - 50,
-             "floor_ms": FLOORS[label], "parts_ms": dict(zip(KIND_COLOURS, parts, strict=True))}
+             "floor_ms": FLOORS[label], "parts_ms": dict(zip(KIND_COLORS, parts, strict=True))}
             for label, parts in PARTS.items()]}))
     return [build_report(folder) for folder in folders]
 
@@ -148,9 +148,9 @@ def oklab(rgb):
     [[.367322, .860646, -.227968], [.280085, .672501, .047413], [-.011820, .042940, .968881]],  # no green ones
     [[1.255528, -.076749, -.178779], [-.078411, .930809, .147602], [.004733, .691367, .303900]],  # no blue ones
 ], ids=["normal", "protan", "deutan", "tritan"])
-def test_the_kinds_of_work_differ_for_colour_blind_readers(sight):
+def test_the_kinds_of_work_differ_for_color_blind_readers(sight):
     """By the model of Machado, Oliveira and Fernandes 2009; 0.02 is about the least difference that people see."""
-    hexes = [[int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] for colour in KIND_COLOURS.values()]
+    hexes = [[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in KIND_COLORS.values()]
     linear = [np.where((c := np.array(h)) <= .04045, c / 12.92, ((c + .055) / 1.055) ** 2.4) for h in hexes]
     seen = [oklab(sight @ rgb) for rgb in linear]
     assert min(np.linalg.norm(one - other) for one, other in itertools.combinations(seen, 2)) > 0.08
@@ -158,9 +158,9 @@ def test_the_kinds_of_work_differ_for_colour_blind_readers(sight):
 
 def test_the_picture_of_the_profile(machines, tmp_path):
     axes = draw(profile_picture(machines[0].profile)).axes[0]
-    widths = np.array([bar.get_width() for bar in axes.patches]).reshape(2, len(KIND_COLOURS))
+    widths = np.array([bar.get_width() for bar in axes.patches]).reshape(2, len(KIND_COLORS))
     assert widths.tolist() == [list(parts) for parts in PARTS.values()]
-    ends = [bar.get_x() + bar.get_width() for bar in axes.patches[len(KIND_COLOURS) - 1 :: len(KIND_COLOURS)]]
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches[len(KIND_COLORS) - 1 :: len(KIND_COLORS)]]
     assert ends == [sum(parts) for parts in PARTS.values()]
     assert {line.get_segments()[0][0][0] for line in axes.collections} == set(FLOORS.values())
     assert [label.get_text() for label in axes.get_yticklabels()] == ["baseline  0", "weight tying  1"]
@@ -236,7 +236,7 @@ def test_the_picture_and_the_effects_are_the_profile(open_page, width):
         bars = page.evaluate(BARS, selector)
         scale = bars[0][0][2] / PARTS["0"][0]  # pixels per millisecond
         for bar, label in zip(bars, PARTS, strict=True):
-            assert [kind for kind, *_ in bar] == [*KIND_COLOURS, "floor"]
+            assert [kind for kind, *_ in bar] == [*KIND_COLORS, "floor"]
             assert [size for *_, size in bar[:-1]] == pytest.approx([scale * ms for ms in PARTS[label]], abs=1)
             assert bar[-1][1] == pytest.approx(scale * FLOORS[label], abs=2)
     totals = page.locator("#picture .bar b")
@@ -375,15 +375,15 @@ def test_charts_of_the_machines(open_page, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-# {"colour on colour": contrast} of all text on the page.
+# {"color on color": contrast} of all text on the page.
 CONTRASTS = """() => {
-    const rgb = colour => colour.match(/[\\d.]+/g).map(Number);
+    const rgb = color => color.match(/[\\d.]+/g).map(Number);
     const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-    const light = colour => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) =>
-        sum + weight * linear(rgb(colour)[i] / 255), 0);
+    const light = color => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) =>
+        sum + weight * linear(rgb(color)[i] / 255), 0);
     const back = e => {
-        const colour = getComputedStyle(e).backgroundColor;
-        return rgb(colour)[3] === 0 ? back(e.parentElement) : colour;
+        const color = getComputedStyle(e).backgroundColor;
+        return rgb(color)[3] === 0 ? back(e.parentElement) : color;
     };
     const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = {};
     while (walk.nextNode()) {
@@ -403,7 +403,7 @@ def test_readable_in_light_and_dark(open_page, scheme, brightness):
     assert int(re.search(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0]) == brightness
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 15
-    assert {colours for colours, contrast in contrasts.items() if contrast < 4.5} == set()  # WCAG 2, level AA
+    assert {colors for colors, contrast in contrasts.items() if contrast < 4.5} == set()  # WCAG 2, level AA
 
 
 def test_without_javascript(open_page):

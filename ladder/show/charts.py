@@ -1,7 +1,7 @@
 """The data of all charts: bars and curves, for the pictures (plots.py) and for the page (page.js), which draw them.
 
 A bar is a dictionary: title, label (of its rung), parts (one length, or one for each kind of work), end and more (the
-text at its end), tip (lines "name: text"), perhaps low and high (its spread), floor (a mark), pale (a doubt), colour.
+text at its end), tip (lines "name: text"), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
 from ladder.judge.standings import race_curves
@@ -9,9 +9,9 @@ from ladder.scripts.stages import LADDER
 from ladder.show.profile import KINDS, is_reliable
 from ladder.show.report import label_of, title_of
 
-# One colour per kind of work. Blue is the arithmetic; colour-blind readers can tell all eight apart, on white and on
+# One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black (a test checks it).
-KIND_COLOURS = dict(zip(KINDS, ("#2463c0", "#6fbdf0", "#c95a2e", "#e5bb3f", "#9676b8", "#35ab72", "#5f5a66", "#b6bfba"),
+KIND_COLORS = dict(zip(KINDS, ("#2463c0", "#6fbdf0", "#c95a2e", "#e5bb3f", "#9676b8", "#35ab72", "#5f5a66", "#b6bfba"),
                         strict=True))
 
 

@@ -3,7 +3,7 @@ const find = query => document.querySelector(query), all = query => [...document
 const escape = text => text.replace(/[&<>"]/g, character => `&#${character.charCodeAt()};`);
 const safe = (key, value) => typeof value === "string" ? escape(value) : value; // all texts, before they become HTML
 const machines = all("script.data").map(script => JSON.parse(script.textContent, safe));
-const kinds = Object.entries(JSON.parse(find("#kinds").textContent)); // [kind of work, colour]
+const kinds = Object.entries(JSON.parse(find("#kinds").textContent)); // [kind of work, color]
 const floors = JSON.parse(find("#floors").textContent); // counted: the least time a step can take on a card
 const sum = values => values.reduce((total, value) => total + value, 0);
 const join = (values, html) => values.map(html).join("");
@@ -34,8 +34,8 @@ function bars(rows, only = null) {
 
 function drawPicture(machine, only = null) {
   find("#picture").innerHTML = `<p>${machine.gain} Measured on ${machine.name}.</p>` + (machine.profile.length ? `
-    <div class="legend" role="group" aria-label="Kinds of work: show one alone">${join(kinds, ([kind, colour], i) =>
-      `<button aria-pressed="${i === only}"><i style="background:${colour}"></i>${kind}</button>`)}
+    <div class="legend" role="group" aria-label="Kinds of work: show one alone">${join(kinds, ([kind, color], i) =>
+      `<button aria-pressed="${i === only}"><i style="background:${color}"></i>${kind}</button>`)}
     <span><i class="floor"></i>floor</span></div>
     ${bars(machine.profile, only)}
     <p class="dim">Milliseconds of a step by kind of work, under a profiler. The head is the product with the matrix of
@@ -91,11 +91,11 @@ function effect(machine, {label, before}) { // what a lesson measured, as HTML
     ${line("validation loss", old?.val, now.val, {digits: 3})}
     ${line(`tokens to ${now.target}`, old?.tokens_to, now.tokens_to)}
     ${line(`seconds to ${now.target}`, old?.seconds_to, now.seconds_to, {digits: now.seconds_to < 20 ? 1 : 0})}</tbody>
-    <tbody>${!time || steps.some(bar => bar.pale) ? "" : join(kinds, ([kind, colour], i) => {
+    <tbody>${!time || steps.some(bar => bar.pale) ? "" : join(kinds, ([kind, color], i) => {
       const [from, to, whole] = [oldTime?.parts[i], time.parts[i], sum(steps[0].parts)];
       if (Math.max(from ?? 0, to) < 0.005 * whole) return "";
       const same = Math.abs(to - from) < 0.02 * whole ? {told: "", css: "same"} : {}; // what changed stands out
-      return line(`<i style="background:${colour}"></i>${kind}`, from, to, {digits, ...same});
+      return line(`<i style="background:${color}"></i>${kind}`, from, to, {digits, ...same});
     })}</tbody></table>${!old ? "" : old.tokens !== now.tokens ?
       `<p>A step reads ${number(now.tokens)} tokens, in rung ${before} ${number(old.tokens)}.</p>` :
       now.low <= old.high && old.low <= now.high ?

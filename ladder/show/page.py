@@ -1,6 +1,6 @@
 """The tutorial page: one static file with the lessons, their diffs, their measured effects, and interactive charts.
 
-Jinja fills `page.html.j2`, markdown-it renders the docstrings, Pygments colours the code. In the browser `page.js`
+Jinja fills `page.html.j2`, markdown-it renders the docstrings, Pygments colors the code. In the browser `page.js`
 draws the bars for the machine that the reader chooses, and uPlot the losses. Everything is inside the file, and the
 same scripts and logs make the same file, one row to a line.
 """
@@ -25,18 +25,18 @@ from ladder.count.published import read_published
 from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import LABEL, Line, in_diff_order, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
-from ladder.show.charts import KIND_COLOURS, curves, gain, memory_bars, profile_bars, speed_bars
+from ladder.show.charts import KIND_COLORS, curves, gain, memory_bars, profile_bars, speed_bars
 from ladder.show.report import allocators, cores_of, label_of, warnings
 from ladder.show.tables import describe, shown_texts
 from ladder.judge.standings import IN_A_LINK, race_texts, standings
 
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
-           Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the colour of the text
+           Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the color of the text
 MAX_POINTS = 400  # of a loss curve; for longer runs only every second, third, ... step is drawn
 
 
-def colour_line(line):
+def color_line(line):
     """A Line as HTML: spans for the syntax, <mark> for the changed words."""
     edges = sorted({0, len(line.text), *itertools.chain.from_iterable(line.marks)})
     parts, start = [], 0
@@ -56,7 +56,7 @@ def colour_line(line):
 
 def line_view(line):
     """(number, depth of indentation, HTML) of a Line."""
-    return line.number, len(line.text) - len(line.text.lstrip()), colour_line(line)
+    return line.number, len(line.text) - len(line.text.lstrip()), color_line(line)
 
 
 def definition_at(tree, number):
@@ -214,7 +214,7 @@ def write_page(reports, path):
     style, script, uplot = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "uplot.js"))
     text = environment.get_template("page.html.j2").render(
         lessons=[lesson_view(stage) for stage in STAGES], machines=[machine_view(report) for report in reports],
-        kinds=KIND_COLOURS, cards=list(CARDS), floors=floors_view(),
+        kinds=KIND_COLORS, cards=list(CARDS), floors=floors_view(),
         published=read_published().to_dict("records"), style=style, script=script, uplot=uplot)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)

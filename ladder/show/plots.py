@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+from string import ascii_lowercase
 
 import matplotlib
 
@@ -19,20 +20,20 @@ from matplotlib.patches import Patch
 from ladder.errors import UserError
 from ladder.judge.standings import finished, standings
 from ladder.scripts.stages import BY_NAME
-from ladder.show.charts import KIND_COLOURS, curves, memory_bars, profile_bars, speed_bars
+from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.logs import PEER
 from ladder.show.report import label_of, title_of
 from ladder.show.tables import conditions, data_of, where
 
 RACES = "races.png"  # the picture of all races
 SECONDS = "Seconds to the same loss, rung by rung"
-BLUE = "#4f7fc4"  # of a bar that is not told apart by colour
+BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 
 plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formula
 
 
-def colours_of(names):
-    """{rung: colour} along one colour map, so that only neighbours look alike; the peer is grey."""
+def colors_of(names):
+    """{rung: color} along one color map, so that only neighbors look alike; the peer is grey."""
     rungs = [name for name in names if name != PEER]
     shades = plt.get_cmap("viridis")
     return {name: to_hex(shades(0.92 * i / max(1, len(rungs) - 1))) for i, name in enumerate(rungs)} | {PEER: "grey"}
@@ -48,17 +49,17 @@ def draw_bars(axes, bars, xlabel, rows=None):
     rows = rows or [heading(bar) for bar in bars]
     for bar in bars:
         place, start = rows.index(heading(bar)), 0
-        colours = KIND_COLOURS.values() if len(bar["parts"]) > 1 else [bar.get("colour", BLUE)]
-        for part, colour in zip(bar["parts"], colours, strict=True):
-            axes.barh(place, part, left=start, color=colour, height=0.76, alpha=0.25 if bar.get("pale") else 1)
+        colors = KIND_COLORS.values() if len(bar["parts"]) > 1 else [bar.get("color", BLUE)]
+        for part, color in zip(bar["parts"], colors, strict=True):
+            axes.barh(place, part, left=start, color=color, height=0.76, alpha=0.25 if bar.get("pale") else 1)
             start += part
         if "high" in bar:
             axes.hlines(place, bar["low"], bar["high"], color="black", linewidth=1, alpha=0.5)
             start = max(start, bar["high"])
         if bar.get("open"):
             axes.plot(start, place, ">", color="0.4", markersize=4)
-        for colour, width in (("white", 3.5), ("black", 1.5)) if "floor" in bar else ():
-            axes.vlines(bar["floor"], place - 0.46, place + 0.46, color=colour, linewidth=width)
+        for color, width in (("white", 3.5), ("black", 1.5)) if "floor" in bar else ():
+            axes.vlines(bar["floor"], place - 0.46, place + 0.46, color=color, linewidth=width)
         axes.annotate(bar["end"] + bar.get("more", ""), (start, place), (6, 0), textcoords="offset points",
                       va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), rows, fontsize=9)
@@ -78,10 +79,10 @@ def draw_curves(axes, curves, x, xlabel, target=None, ylim=None, ticks=None):
     """
     for curve in curves:
         dots = {"marker": "o", "markersize": 3} if curve.get("val") or x == "rate" else {}
-        axes.plot(curve[x], curve["loss"], color=curve["colour"], label=curve["title"],
+        axes.plot(curve[x], curve["loss"], color=curve["color"], label=curve["title"],
                   linewidth=1 if curve.get("val") else 1.4, linestyle=":" if curve.get("val") else "-", **dots)
         if target is not None:
-            axes.plot(curve["reached"], target, "o", color=curve["colour"], markersize=4)
+            axes.plot(curve["reached"], target, "o", color=curve["color"], markersize=4)
     if target is not None:
         axes.axhline(target, color="black", linewidth=0.8, linestyle=":")
     if ticks:
@@ -118,8 +119,8 @@ def draw(picture):
 
 
 def draw_kinds(axes):
-    """Above the bars: a colour for each kind of work, and the floor's line."""
-    handles = [Patch(color=colour, label=kind) for kind, colour in KIND_COLOURS.items()]
+    """Above the bars: a color for each kind of work, and the floor's line."""
+    handles = [Patch(color=color, label=kind) for kind, color in KIND_COLORS.items()]
     handles.append(Line2D([], [], color="black", linewidth=1.5, label="floor"))
     in_rows = [handle for column in range(5) for handle in handles[column::5]]  # matplotlib fills column by column
     axes.legend(handles=in_rows, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=5, fontsize=8.5, frameon=False,
@@ -144,9 +145,9 @@ def profile_picture(profile):
 
 def loss_picture(report):
     """The loss against steps and against seconds of training."""
-    of_rung = colours_of(report.runs)
-    colours = {row.title: of_rung[row.name] for row in report.rows}
-    shown = [curve | {"colour": "black" if "val" in curve else colours[curve["title"]]} for curve in curves(report)]
+    of_rung = colors_of(report.runs)
+    colors = {row.title: of_rung[row.name] for row in report.rows}
+    shown = [curve | {"color": "black" if "val" in curve else colors[curve["title"]]} for curve in curves(report)]
     return {"title": "Loss", "caption": conditions(report), "height": 4.2, "mosaic": "ab", "panels": [
         {"curves": shown, "x": "steps", "xlabel": "step"},
         {"curves": shown, "x": "seconds", "xlabel": "seconds of training, the first step included"},
@@ -154,15 +155,15 @@ def loss_picture(report):
 
 
 def race_bars(report, names, with_seconds=True):
-    """Seconds to the target of each rung, their spread, and their share of the first rung's; coloured as in `names`."""
-    (_, racers), colours, runs = standings(report), colours_of(names), finished(report.runs)
+    """Seconds to the target of each rung, their spread, and their share of the first rung's; colored as in `names`."""
+    (_, racers), colors, runs = standings(report), colors_of(names), finished(report.runs)
     digits = 0 if racers[0].seconds[0] >= 20 else 1
     for racer in racers:
         whole = runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
         middle, low, high = (min(seconds, whole) for seconds in racer.seconds)
         reached = math.isfinite(racer.seconds[0])
         seconds = f"{racer.seconds[0]:,.{digits}f} s, " if with_seconds else ""
-        yield {"title": racer.title, "label": label_of(racer.name), "parts": [middle], "colour": colours[racer.name],
+        yield {"title": racer.title, "label": label_of(racer.name), "parts": [middle], "color": colors[racer.name],
                "low": low, "high": high, "open": racer.seconds[2] == math.inf, "pale": not reached,
                "end": f"{seconds}{racer.percent[0]:.0f} %" if reached else "not reached"}
 
@@ -185,11 +186,11 @@ def races_picture(reports):
     panels = [bar_panel(report, names, with_seconds=False) | {"rows": rows, "heading": data_of(report)}
               for report in reports]
     return {"title": SECONDS, "height": 1.3 + 0.28 * len(rows), "panels": panels,
-            "mosaic": "abcdefgh"[: len(panels)],
+            "mosaic": ascii_lowercase[: len(panels)],
             "caption": f"{settings}. {about_seconds(reports[0])} No bar: not raced."}
 
 
-def search_panel(report, which, xlabel, colours):
+def search_panel(report, which, xlabel, colors):
     """The losses that the search ended with along one of the two learning rates, the other at its best."""
     tried = sorted({rates[which] for losses in report.sweep.values() for rates in losses if len(rates) > which})
     panel = {"curves": [], "x": "rate", "xlabel": xlabel, "ticks": tried}
@@ -198,15 +199,15 @@ def search_panel(report, which, xlabel, colours):
         at_best = {rates[which]: loss for rates, loss in losses.items() if len(best) > which
                    and (*rates[:which], *rates[which + 1 :]) == (*best[:which], *best[which + 1 :])}
         panel["curves"].append({"title": racer.title, "rate": list(at_best), "loss": list(at_best.values()),
-                                "colour": colours[racer.name]})
+                                "color": colors[racer.name]})
     return panel
 
 
 def race_picture(report):
     """The seconds to the target, the losses on the way there, and those that the search ended with."""
-    (target, racers), colours = standings(report), colours_of(report.runs)
+    (target, racers), colors = standings(report), colors_of(report.runs)
     ends = [racer.val_loss[0] for racer in racers]
-    way = [curve | {"colour": colours[racer.name], "reached": racer.seconds[0]}
+    way = [curve | {"color": colors[racer.name], "reached": racer.seconds[0]}
            for curve, racer in zip(curves(report), racers, strict=True)]
     height = 1 + 0.3 * max(4, len(racers))
     return {"title": SECONDS, "height": height + 3.6, "heights": [height, 3.6],
@@ -215,12 +216,12 @@ def race_picture(report):
             "panels": [bar_panel(report, report.runs),
                        {"curves": way, "x": "seconds", "xlabel": "seconds of training", "target": target,
                         "ylim": (min(ends) - 0.1, target + 1.5 * (target - min(ends)) + 0.1)},
-                       search_panel(report, 0, "AdamW's rate", colours),
-                       search_panel(report, 1, "Muon's rate", colours)]}
+                       search_panel(report, 0, "AdamW's rate", colors),
+                       search_panel(report, 1, "Muon's rate", colors)]}
 
 
 def pictures_of(report):
-    """{kind: picture} of a report."""
+    """{kind: picture} of a report, without those that its logs say nothing of."""
     if report.sweep:
         return {"race": race_picture(report)}
     pictures = {
@@ -229,7 +230,8 @@ def pictures_of(report):
         "loss": loss_picture(report),
         "memory": bar_picture("Peak memory", conditions(report), memory_bars(report), "GB (1e9 bytes)"),
     }
-    return pictures | ({"profile": profile_picture(report.profile)} if report.profile else {})
+    pictures |= {"profile": profile_picture(report.profile)} if report.profile else {}
+    return {kind: picture for kind, picture in pictures.items() if picture["panels"][0].get("bars") != []}
 
 
 def all_pictures(reports):

@@ -59,18 +59,13 @@ class Report:
 
 def check_comparable(runs, folder):
     """Refuse to compare runs of different data, models, batches or devices; says which differ."""
-    seen = {}
-    for run in (run for rounds in runs.values() for run in rounds):
-        for key, value in run.setting().items():
-            if value is None:
-                continue
-            value = value.split(" | ")[0] if key == "data" else value
-            first_value, first_path = seen.setdefault(key, (value, run.path))
-            if value != first_value:
-                raise UserError(
-                    f"{folder}: logs of different {key} cannot be compared: {first_path} has {first_value!r}, "
-                    f"{run.path} has {value!r}; report them from separate folders"
-                )
+    settings = [(run.path, run.setting()) for rounds in runs.values() for run in rounds]
+    for key in settings[0][1]:
+        paths = {setting[key]: path for path, setting in reversed(settings) if setting[key] is not None}
+        if len(paths) > 1:
+            (one, its_path), (other, other_path), *_ = reversed(paths.items())
+            raise UserError(f"{folder}: logs of different {key} cannot be compared: {its_path} has {one!r}, "
+                            f"{other_path} has {other!r}; report them from separate folders")
 
 
 def common_lowest(losses_of_runs):

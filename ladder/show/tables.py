@@ -30,7 +30,7 @@ BEYOND = {"label": "", "file": "file", "title": "the one capability", "ms": "ms/
 
 def data_of(report):
     """The name of the text, and the kind of its tokens."""
-    return (report.setting["data"] or "unknown data").split(" | ")[0]
+    return report.setting["data"] or "unknown data"
 
 
 def where(report, batch=True):
