@@ -25,9 +25,9 @@ IMPOSSIBLE = "an impossible measurement: the clock was probably read before the 
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.
 TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "first_step_s": "median",
          "cold_first_step_s": "median", "warm_first_step_s": "median"}  # warm: the graphs came from the cache
-RESULTS = {"peak_memory_gb": "median", "last_loss": lambda losses: losses.median(skipna=False), "last_step": "min",
-           "complete": "all", "last_val_loss": "median", "seconds_to_common_loss": "median",
-           "seconds_to_common_val_loss": "median"}
+RESULTS = {"tokens": "first", "ranks": "first", "mfu": "first", "mfu_causal": "first", "peak_memory_gb": "median",
+           "last_loss": lambda losses: losses.median(skipna=False), "last_step": "min", "complete": "all",
+           "last_val_loss": "median", "seconds_to_common_loss": "median", "seconds_to_common_val_loss": "median"}
 # Those of a rung; MFU as a share of 1, by PaLM's FLOPs and with half of attention's. The order is that of --csv.
 COLUMNS = ["name", "title", "ms", "ms_low", "ms_high", "rounds", "tokens_per_second", "times_baseline", "times_before",
            "before_within_noise", "mfu", "mfu_causal", "peak_memory_gb", "last_loss", "last_step",
@@ -83,8 +83,8 @@ def read_or_skip(read, folder, skipped, default):
         return default
 
 
-def log_row(run, alone, common_loss, common_val_loss):
-    """A log's row. Its spread is that of its steps if no other round shows one."""
+def log_row(run, alone, rates, common_loss, common_val_loss):
+    """A log's row: TIMES and RESULTS. Its spread is that of its steps if no other round shows one."""
     low, high = run.spread if alone else (run.median_ms, run.median_ms)
     first_step_s = run.ms[0] / 1000
     return {
@@ -92,6 +92,10 @@ def log_row(run, alone, common_loss, common_val_loss):
         "first_step_s": first_step_s,
         "cold_first_step_s": first_step_s if run.start == "cold" else None,
         "warm_first_step_s": first_step_s if run.start == "warm" else None,
+        "tokens": run.tokens_per_step,
+        "ranks": run.ranks,
+        "mfu": mfu(run, rates, 1),  # of one token per second
+        "mfu_causal": mfu(run, rates, 1, causal=True),
         "peak_memory_gb": run.peak_memory_gb,
         "last_loss": run.losses[-1],
         "last_step": run.steps[-1],
@@ -131,26 +135,24 @@ def label_of(name):
     return BY_NAME[name].label if name in BY_NAME else ""
 
 
-def table_of(runs, timing, rates, *common):
+def table_of(runs, timing, *common):
     """The table of a Report. In a race the times are those of `timing`: its rounds may have shared the machine."""
     timed = {name: timing.get(name, rounds) for name, rounds in runs.items()}
     table = merge_rounds(timed, TIMES, *common).join(merge_rounds(runs, RESULTS, *common))
-    table.loc[list(timing.keys() & runs.keys()), ["seconds_to_common_loss", "seconds_to_common_val_loss"]] = math.nan
-    first = {name: rounds[0] for name, rounds in runs.items()}
-    tokens = pandas.Series({name: run.tokens_per_step for name, run in first.items()}, dtype=float)
-    speed = table["tokens_per_second"] = tokens / table["ms"] * 1000
-    table["title"] = [title_of(name, run.ranks) for name, run in first.items()]
+    table.loc[table.index.isin(timing), ["seconds_to_common_loss", "seconds_to_common_val_loss"]] = math.nan
     table["name"] = table.index
-    for column, causal in (("mfu", False), ("mfu_causal", True)):
-        shares = {name: mfu(run, rates, speed[name], causal) for name, run in first.items() if run.tokens_per_step}
-        table[column] = pandas.Series(shares, dtype=float)
-    before = {name: BY_LABEL[BY_NAME[name].before].name for name in runs if name in BY_NAME and BY_NAME[name].before}
+    table["title"] = [title_of(name, ranks) for name, ranks in table["ranks"].items()]
+    speed = table["tokens_per_second"] = table["tokens"] / table["ms"] * 1000
+    table["mfu"] *= speed
+    table["mfu_causal"] *= speed
+    before = [BY_LABEL[BY_NAME[name].before].name if name in BY_NAME and BY_NAME[name].before else None
+              for name in table.index]
     table["times_baseline"] = speed / speed.get(BY_LABEL["0"].name, math.nan)
-    table["times_before"] = speed / pandas.Series({name: speed.get(start, math.nan) for name, start in before.items()},
-                                                  dtype=float)
+    table["times_before"] = speed / speed.reindex(before).to_numpy()
     rows = {row.name: row for row in table.itertuples()}
     table["before_within_noise"] = pandas.Series(
-        {name: within_noise(rows[name], rows[start]) for name, start in before.items() if start in rows}, dtype=object)
+        [within_noise(row, rows[start]) if start in rows else None
+         for row, start in zip(rows.values(), before, strict=True)], index=table.index, dtype=object)
     return table[COLUMNS].reset_index(drop=True)
 
 
