@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import ROOT
+from log_files import write_log
 from test_race import ADAMW, BEST, MUON, VAL_LOSSES, run_race
 
 from ladder.count.cards import CARDS
@@ -39,16 +40,13 @@ def write_logs(folder, rungs, batch, model="gpt2"):
 
     The loss falls from 10 by 0.1 a step, and in rung 15 it is once NaN, which JSON does not have.
     """
-    folder.mkdir()
     for label, (ms, memory) in rungs.items():
         name, ranks = BY_LABEL[label].name, 2 if label == "ddp" else 1
         times = [3 * ms] * 5 + [ms * (1 + share) for share in (0, -0.02, 0.02, -0.01, 0.01, -0.02, 0.02)]
-        (folder / f"{name}.log").write_text("\n".join([
-            f"# script: {name}.py", f"# model: {model}", "# device: AMD EPYC (2 threads)", f"# batch: {batch}",
-            f"# ranks: {ranks}",
-            *(f"step : {i} | loss: {'nan' if (label, i) == ('15', 3) else 10 - i / 10} | dt: {dt:.2f} ms"
-              for i, dt in enumerate(times, 1)),
-            f"median : dt: {ms} ms | tokens/sec: 1 | peak memory: {memory} GB | steps 6-12", ""]))
+        losses = ["nan" if (label, i) == ("15", 3) else 10 - i / 10 for i in range(1, 13)]
+        header = f"# model: {model}\n# device: AMD EPYC (2 threads)\n# batch: {batch}\n# ranks: {ranks}\n"
+        write_log(folder / f"{name}.log", times, losses, header,
+                  f"\nmedian : dt: {ms} ms | tokens/sec: 1 | peak memory: {memory} GB | steps 6-12\n")
     return folder
 
 

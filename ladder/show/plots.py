@@ -44,9 +44,8 @@ def heading(bar):
 
 
 def draw_bars(axes, bars, xlabel, rows=None):
-    """Bars, one below the other, each of one part or of all kinds of work. With `rows` each has its place among these.
-    """
-    rows = rows or [heading(bar) for bar in bars]
+    """Bars, one below the other, each of one part or of all kinds of work; with `rows`, each at its place in these."""
+    share, rows = rows is not None, rows or [heading(bar) for bar in bars]
     for bar in bars:
         place, start = rows.index(heading(bar)), 0
         colors = KIND_COLORS.values() if len(bar["parts"]) > 1 else [bar.get("color", BLUE)]
@@ -64,7 +63,7 @@ def draw_bars(axes, bars, xlabel, rows=None):
                       va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), rows, fontsize=9)
     axes.set(ylim=(len(rows) - 0.5, -0.5))
-    axes.margins(x=0.15 if len(rows) == len(bars) else 0.3)
+    axes.margins(x=0.6 if share else 0.15)
     axes.set_xlabel(xlabel, fontsize=8, color="grey")
     axes.tick_params(length=0)
     axes.tick_params(axis="x", labelsize=8, labelcolor="grey")
@@ -154,23 +153,19 @@ def loss_picture(report):
     ], "legend": "curves"}
 
 
-def race_bars(report, names, with_seconds=True):
+def race_panel(report, names):
     """Seconds to the target of each rung, their spread, and their share of the first rung's; colored as in `names`."""
-    (_, racers), colors, runs = standings(report), colors_of(names), finished(report.runs)
-    digits = 0 if racers[0].seconds[0] >= 20 else 1
+    (target, racers), colors, runs = standings(report), colors_of(names), finished(report.runs)
+    bars = []
     for racer in racers:
         whole = runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
         middle, low, high = (min(seconds, whole) for seconds in racer.seconds)
         reached = math.isfinite(racer.seconds[0])
-        seconds = f"{racer.seconds[0]:,.{digits}f} s, " if with_seconds else ""
-        yield {"title": racer.title, "label": label_of(racer.name), "parts": [middle], "color": colors[racer.name],
-               "low": low, "high": high, "open": racer.seconds[2] == math.inf, "pale": not reached,
-               "end": f"{seconds}{racer.percent[0]:.0f} %" if reached else "not reached"}
-
-
-def bar_panel(report, names, **more):
-    bars = list(race_bars(report, names, **more))
-    return {"bars": bars, "xlabel": f"seconds to a validation loss of {standings(report)[0]:.2f}"}
+        bars.append({
+            "title": racer.title, "label": label_of(racer.name), "parts": [middle], "low": low, "high": high,
+            "open": racer.seconds[2] == math.inf, "pale": not reached, "color": colors[racer.name],
+            "end": f"{racer.seconds[0]:,.1f} s, {racer.percent[0]:.0f} %" if reached else "not reached"})
+    return {"bars": bars, "xlabel": f"seconds to a validation loss of {target:.2f}"}
 
 
 def about_seconds(report):
@@ -183,8 +178,7 @@ def races_picture(reports):
     names = [name for name in BY_NAME if any(name in report.runs for report in reports)]
     rows = [f"{title_of(name)}  {label_of(name)}" for name in names]
     settings = " · ".join(dict.fromkeys(where(report, batch=False) for report in reports))
-    panels = [bar_panel(report, names, with_seconds=False) | {"rows": rows, "heading": data_of(report)}
-              for report in reports]
+    panels = [race_panel(report, names) | {"rows": rows, "heading": data_of(report)} for report in reports]
     return {"title": SECONDS, "height": 1.3 + 0.28 * len(rows), "panels": panels,
             "mosaic": ascii_lowercase[: len(panels)],
             "caption": f"{settings}. {about_seconds(reports[0])} No bar: not raced."}
@@ -213,7 +207,7 @@ def race_picture(report):
     return {"title": SECONDS, "height": height + 3.6, "heights": [height, 3.6],
             "mosaic": "aaaa\nbbcd", "caption": f"{where(report)}. {about_seconds(report)} Below: the way there, in "
             "validation losses; and the losses that the search ended with, along each learning rate.",
-            "panels": [bar_panel(report, report.runs),
+            "panels": [race_panel(report, report.runs),
                        {"curves": way, "x": "seconds", "xlabel": "seconds of training", "target": target,
                         "ylim": (min(ends) - 0.1, target + 1.5 * (target - min(ends)) + 0.1)},
                        search_panel(report, 0, "AdamW's rate", colors),
