@@ -21,7 +21,7 @@ from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import PEER
 from ladder.show.plots import all_pictures, digest, shown_in_docs, write_plots
 from ladder.show.report import build_report, check_comparable, warnings
-from ladder.show.tables import BEYOND, RESULTS, long_table, print_table, write_tables
+from ladder.show.tables import long_table, print_table, write_tables
 
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
 BASELINE, TIED = (BY_LABEL[label].name for label in ("0", "1"))
@@ -157,9 +157,8 @@ def test_a_ratio_within_the_noise_is_called_so(tmp_path, monkeypatch, call):  # 
                       header="# batch: B=4 T=1024 | steps: 8\n", tail=MEDIAN)
     report = build_report(tmp_path / "machine")
     assert [row.before_within_noise for row in report.rows] == [None, True, False]
-    table = long_table(report, BEYOND)
-    assert "| 1.01 (noise) |" in table and "| 2.03 |" in table and "the spreads of the two rungs overlap" in table
-    assert "1.01 (noise)" in call("report", tmp_path / "machine")[1]
+    shown = call("report", tmp_path / "machine")[1]
+    assert "1.01 (noise)" in shown and "2.03 (noise)" not in shown and "(noise): the spreads of the two" in shown
     monkeypatch.setattr(tool, "REFERENCE", tmp_path)
     assert "105 (100–110) -> 104 (98–109) ms/step (1.01 x the tokens/sec, within the noise" in call("diff", 12)[1]
     assert "104 (98–109) -> 51 (50–52) ms/step (2.03 x the tokens/sec), 1.00" in call("diff", 13)[1]
@@ -240,7 +239,7 @@ def test_every_generated_table_is_up_to_date(tmp_path, reference):
         text = re.sub(r"(?ms)(:begin -->\n).*?^(<!-- )", r"\1\2", (ROOT / file).read_text(encoding="utf-8"))
         (tmp_path / file).write_text(text, encoding="utf-8")
     write_tables(reference, tmp_path)
-    assert len(marked) == 5
+    assert len(marked) == 4
     for file in marked:
         same = (tmp_path / file).read_text(encoding="utf-8") == (ROOT / file).read_text(encoding="utf-8")
         assert same, f"{file}: run python -m ladder report --readme"
@@ -289,7 +288,7 @@ def test_what_others_published_says_who_on_what_and_how():
 def test_the_columns_of_a_markdown_table(tmp_path):
     for name in (BASELINE, TIED):
         write_log(tmp_path / f"{name}.log")
-    table = long_table(build_report(tmp_path), RESULTS)
+    table = long_table(build_report(tmp_path))
     rows = [line for line in table.splitlines() if line.startswith("|")]
     assert len(rows) == 4 and {row.count("|") for row in rows} == {12}
     assert rows[3].startswith(f"| 1 | [`{TIED}.py`]({TIED}.py) | weight tying | 50.0 | 50–50 | 81,920 | 1.00 | – |")

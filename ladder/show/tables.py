@@ -10,7 +10,7 @@ from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.judge.standings import WIDE, race_texts
-from ladder.scripts.stages import BY_NAME, ROOT
+from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT
 from ladder.show.report import allocators, cores_of, file_of, label_of, warnings
 from ladder.show.terminal import print_texts
 
@@ -23,9 +23,6 @@ README = {"file": "file", "title": "the one change", "range": "tokens/sec", "tim
 RESULTS = {"label": "", "file": "file", "title": "the one change", "ms": "ms/step", "spread": "spread",
            "speed": "tokens/sec", "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB",
            "loss": "loss"}
-BEYOND = {"label": "", "file": "file", "title": "the one capability", "ms": "ms/step", "spread": "spread",
-          "speed": "tokens/sec", "times_before": "× the rung before", "memory": "peak GB", "loss": "loss",
-          "val_loss": "val loss"}
 
 
 def data_of(report):
@@ -148,15 +145,12 @@ def short_table(report):
             f"{where(report)}; the median of {rounds} rounds, lowest to highest.")
 
 
-def long_table(report, headings):
-    """That of docs/results.md, or, with the columns BEYOND, of docs/long_runs.md."""
-    table, rounds = markdown(texts_of(report), headings, 3), report.table["rounds"].max()
-    beyond = headings is BEYOND
+def long_table(report):
+    """docs/results.md's."""
+    rounds = report.table["rounds"].max()
     spread = f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else ""
-    loss = "losses those" if beyond else "loss that"
-    noise = f". {NOISE}" if "(noise)" in table else ""
-    return (f"{table}\n\n{where(report) if beyond else conditions(report)}. ms/step is the median{spread}, "
-            f"the {loss} of step {last_steps(report)}{noise}.")
+    return (f"{markdown(texts_of(report), RESULTS, 3)}\n\n{conditions(report)}. ms/step is the median{spread}, "
+            f"the loss that of step {last_steps(report)}.")
 
 
 def race_table(report):
@@ -190,16 +184,12 @@ def write_tables(reports, root=ROOT):
 
     The README shows the machine with the most rungs; among several, the one where they gain the most.
     """
-    reports = sorted((report for report in reports if len(report.table) > 1), key=lambda report: -len(report.table))
-    races = [report for report in reports if report.sweep]
-    beyond = [report for report in reports if report not in races
-              and any(file_of(name).startswith("beyond/") for name in report.runs)]
-    ladder = [report for report in reports if report not in races and report not in beyond]
-    ladder.sort(key=lambda report: (-len(report.table), -report.table["times_baseline"].max()))
+    races = sorted((report for report in reports if report.sweep), key=lambda report: -len(report.table))
+    ladder = sorted((report for report in reports if BY_LABEL["0"].name in report.runs),
+                    key=lambda report: (-len(report.table), -report.table["times_baseline"].max()))
     for file, name, tables in [
         ("README.md", "ladder", [short_table(report) for report in ladder[:1]]),
-        ("docs/results.md", "ladder", [long_table(report, RESULTS) for report in ladder]),
-        ("docs/long_runs.md", "beyond", [long_table(report, BEYOND) for report in beyond]),
+        ("docs/results.md", "ladder", [long_table(report) for report in ladder]),
         ("docs/race.md", "race", [race_table(report) for report in races]),
         ("docs/floors.md", "published", [published_table()]),
     ]:
