@@ -17,7 +17,7 @@ def write_log(path, ms=(100, 50, 50), losses=None, header="# batch: B=4 T=1024 |
 @pytest.fixture
 def call(monkeypatch, capsys):
     """The tool in this process and a wide terminal: call(words) gives (exit code, stdout in one line, stderr)."""
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(tool.console, "width", 200)
 
     def call(*words):
         code = tool.main([str(word) for word in words])

@@ -9,13 +9,16 @@ import shutil
 import numpy as np
 import pytest
 from conftest import ROOT
+from log_files import write_log
 from test_race import ADAMW, BEST, MUON, VAL_LOSSES, run_race
 
 from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
+from ladder.count.published import read_published
 from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.show.charts import KIND_COLORS
 from ladder.show.page import prose, write_page
-from ladder.show.plots import KIND_COLOURS, plot_profile, write_plots
+from ladder.show.plots import draw, profile_picture, write_plots
 from ladder.show.report import build_report
 
 PAGE = ROOT / "docs" / "index.html"
@@ -37,16 +40,13 @@ def write_logs(folder, rungs, batch, model="gpt2"):
 
     The loss falls from 10 by 0.1 a step, and in rung 15 it is once NaN, which JSON does not have.
     """
-    folder.mkdir()
     for label, (ms, memory) in rungs.items():
         name, ranks = BY_LABEL[label].name, 2 if label == "ddp" else 1
         times = [3 * ms] * 5 + [ms * (1 + share) for share in (0, -0.02, 0.02, -0.01, 0.01, -0.02, 0.02)]
-        (folder / f"{name}.log").write_text("\n".join([
-            f"# script: {name}.py", f"# model: {model}", "# device: AMD EPYC (2 threads)", f"# batch: {batch}",
-            f"# ranks: {ranks}",
-            *(f"step : {i} | loss: {'nan' if (label, i) == ('15', 3) else 10 - i / 10} | dt: {dt:.2f} ms"
-              for i, dt in enumerate(times, 1)),
-            f"median : dt: {ms} ms | tokens/sec: 1 | peak memory: {memory} GB | steps 6-12", ""]))
+        losses = ["nan" if (label, i) == ("15", 3) else 10 - i / 10 for i in range(1, 13)]
+        header = f"# model: {model}\n# device: AMD EPYC (2 threads)\n# batch: {batch}\n# ranks: {ranks}\n"
+        write_log(folder / f"{name}.log", times, losses, header,
+                  f"\nmedian : dt: {ms} ms | tokens/sec: 1 | peak memory: {memory} GB | steps 6-12\n")
     return folder
 
 
@@ -59,7 +59,7 @@ def machines(tmp_path_factory):
         "model": "gpt2", "B": 1, "T": 1024, "steps": 3, "name": "AMD EPYC", "device": "cpu", "torch": "2.13.0+cpu",
         "rates": {"float32": 1.8e11}, "rungs": [
             {"name": BY_LABEL[label].name, "step_ms": sum(parts), "plain_ms": sum(parts) - 50,
-             "floor_ms": FLOORS[label], "parts_ms": dict(zip(KIND_COLOURS, parts, strict=True))}
+             "floor_ms": FLOORS[label], "parts_ms": dict(zip(KIND_COLORS, parts, strict=True))}
             for label, parts in PARTS.items()]}))
     return [build_report(folder) for folder in folders]
 
@@ -72,6 +72,7 @@ def test_the_page_is_one_file_with_every_lesson_and_its_diff():
     text = PAGE.read_text(encoding="utf-8")
     assert PAGE.stat().st_size < 1_000_000
     markup = re.sub(r"<script.*?</script>", "", text, flags=re.S)
+    markup = re.sub(r'<a href="https://', "", markup)  # which nobody follows unasked
     assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(""", markup)  # nothing is fetched
     for stage in STAGES:
         section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
@@ -145,19 +146,19 @@ def oklab(rgb):
     [[.367322, .860646, -.227968], [.280085, .672501, .047413], [-.011820, .042940, .968881]],  # no green ones
     [[1.255528, -.076749, -.178779], [-.078411, .930809, .147602], [.004733, .691367, .303900]],  # no blue ones
 ], ids=["normal", "protan", "deutan", "tritan"])
-def test_the_kinds_of_work_differ_for_colour_blind_readers(sight):
+def test_the_kinds_of_work_differ_for_color_blind_readers(sight):
     """By the model of Machado, Oliveira and Fernandes 2009; 0.02 is about the least difference that people see."""
-    hexes = [[int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] for colour in KIND_COLOURS.values()]
+    hexes = [[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in KIND_COLORS.values()]
     linear = [np.where((c := np.array(h)) <= .04045, c / 12.92, ((c + .055) / 1.055) ** 2.4) for h in hexes]
     seen = [oklab(sight @ rgb) for rgb in linear]
     assert min(np.linalg.norm(one - other) for one, other in itertools.combinations(seen, 2)) > 0.08
 
 
 def test_the_picture_of_the_profile(machines, tmp_path):
-    axes = plot_profile(machines[0].profile).axes[0]
-    widths = np.array([bar.get_width() for bar in axes.patches]).reshape(len(KIND_COLOURS), 2)
-    assert widths.T.tolist() == [list(parts) for parts in PARTS.values()]
-    ends = [bar.get_x() + bar.get_width() for bar in axes.patches[-2:]]
+    axes = draw(profile_picture(machines[0].profile)).axes[0]
+    widths = np.array([bar.get_width() for bar in axes.patches]).reshape(2, len(KIND_COLORS))
+    assert widths.tolist() == [list(parts) for parts in PARTS.values()]
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches[len(KIND_COLORS) - 1 :: len(KIND_COLORS)]]
     assert ends == [sum(parts) for parts in PARTS.values()]
     assert {line.get_segments()[0][0][0] for line in axes.collections} == set(FLOORS.values())
     assert [label.get_text() for label in axes.get_yticklabels()] == ["baseline  0", "weight tying  1"]
@@ -189,9 +190,9 @@ def open_page(chromium, file):
     """open_page(width, scheme) shows the page in a new window; at the end its console must have said nothing."""
     contexts, complaints = [], []
 
-    def opened(width=1400, scheme="light", path=file, **options):
+    def opened(width=1400, scheme="light", path=file, height=900, **options):
         phone = width < 600
-        contexts.append(chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme,
+        contexts.append(chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme,
                                              is_mobile=phone, has_touch=phone, reduced_motion="reduce", **options))
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -233,7 +234,7 @@ def test_the_picture_and_the_effects_are_the_profile(open_page, width):
         bars = page.evaluate(BARS, selector)
         scale = bars[0][0][2] / PARTS["0"][0]  # pixels per millisecond
         for bar, label in zip(bars, PARTS, strict=True):
-            assert [kind for kind, *_ in bar] == [*KIND_COLOURS, "floor"]
+            assert [kind for kind, *_ in bar] == [*KIND_COLORS, "floor"]
             assert [size for *_, size in bar[:-1]] == pytest.approx([scale * ms for ms in PARTS[label]], abs=1)
             assert bar[-1][1] == pytest.approx(scale * FLOORS[label], abs=2)
     totals = page.locator("#picture .bar b")
@@ -281,26 +282,32 @@ def test_the_chosen_machine_is_the_whole_pages_and_remembered(open_page):
     assert "Not on any machine yet" in page.locator("#rung-5 .effect").inner_text()
 
 
-def test_each_lesson_has_the_floors_of_the_chosen_card(open_page):
-    """Counted, beside what was measured; the published steps are an A100's."""
+def test_the_chosen_card_has_its_counted_floors_and_published_figures(open_page):
+    """Of each lesson; the lecture's steps are an A100's."""
     page = open_page()
-
-    def shown(label):
-        rows = effect(page, label)
-        return [rows[name] for name in ("floor, ms", "its matrix products alone", "its memory traffic alone")]
-
-    def counted(card, labels):
-        rungs = {row["label"]: row["ms"][card] for row in floor_data([CARDS[card]], labels)["rungs"]}
-        return [[f"{rungs[label][part]:,.0f}" for label in labels] for part in ("floor", "products", "traffic")]
-
-    assert [cells[:2] for cells in shown("3")] == counted("A100", ["2", "3"])
-    assert effect(page, "3")["published, ms"] == ["333", "300", "−33"]
+    for card, published in (("A100", ["333", "300", "−33"]), ("T4", None), ("A100 80GB", None), ("RTX 4090", None)):
+        page.select_option("#card", card)
+        rungs = {row["label"]: row["ms"][card] for row in floor_data([CARDS[card]], ["2", "3"])["rungs"]}
+        rows = effect(page, "3")
+        for name, part in (("floor, ms", "floor"), ("its matrix products alone", "products"),
+                           ("its memory traffic alone", "traffic")):
+            digits = 0 if rungs["3"]["floor"] >= 200 else 1
+            assert rows[name][:2] == [f"{rungs[label][part]:,.{digits}f}" for label in ("2", "3")], (card, name)
+        assert rows.get("published, ms") == published
+        shown = [item.inner_text() for item in page.locator("#published li").all() if item.is_visible()]
+        expected = [row["who"] for _, row in read_published().iterrows() if card.startswith(row["card"])]
+        assert len(shown) == len(expected) and all(who in text for who, text in zip(expected, shown, strict=True))
+        assert page.locator("#unpublished").is_visible() == (not expected) == (card == "T4")
     assert "floor, ms" not in effect(page, "ddp")  # counted for one card
-    page.select_option("#card", "T4")
-    assert [cells[:2] for cells in shown("3")] == counted("T4", ["2", "3"])
-    assert "published, ms" not in effect(page, "3")
     page.reload()
-    assert page.locator("#card").input_value() == "T4"
+    assert page.locator("#card").input_value() == "RTX 4090"
+
+
+@pytest.mark.parametrize("height", [900, 2400])
+def test_the_page_begins_at_its_top(open_page, height):
+    """Also where a lesson is in sight before the charts above it are drawn."""
+    page = open_page(height=height)
+    assert page.evaluate("scrollY") == 0 and in_sight(page, "h1")
 
 
 @pytest.mark.parametrize("width", [1400, 390])
@@ -366,15 +373,15 @@ def test_charts_of_the_machines(open_page, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-# {"colour on colour": contrast} of all text on the page.
+# {"color on color": contrast} of all text on the page.
 CONTRASTS = """() => {
-    const rgb = colour => colour.match(/[\\d.]+/g).map(Number);
+    const rgb = color => color.match(/[\\d.]+/g).map(Number);
     const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-    const light = colour => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) =>
-        sum + weight * linear(rgb(colour)[i] / 255), 0);
+    const light = color => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) =>
+        sum + weight * linear(rgb(color)[i] / 255), 0);
     const back = e => {
-        const colour = getComputedStyle(e).backgroundColor;
-        return rgb(colour)[3] === 0 ? back(e.parentElement) : colour;
+        const color = getComputedStyle(e).backgroundColor;
+        return rgb(color)[3] === 0 ? back(e.parentElement) : color;
     };
     const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = {};
     while (walk.nextNode()) {
@@ -394,7 +401,7 @@ def test_readable_in_light_and_dark(open_page, scheme, brightness):
     assert int(re.search(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0]) == brightness
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 15
-    assert {colours for colours, contrast in contrasts.items() if contrast < 4.5} == set()  # WCAG 2, level AA
+    assert {colors for colors, contrast in contrasts.items() if contrast < 4.5} == set()  # WCAG 2, level AA
 
 
 def test_without_javascript(open_page):

@@ -31,8 +31,7 @@ from ladder.measure.step_profile import (
 )
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
-from ladder.show.page import profile_data
-from ladder.show.plots import plot_profile
+from ladder.show.charts import profile_bars
 from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile
 from ladder.show.report import build_report
 
@@ -161,10 +160,7 @@ def test_unreliable_profiles_are_repeated_and_marked_and_the_median_of_the_other
     print_profile(found, console)
     table = console.file.getvalue().removeprefix(text)
     assert "bfloat16 autocast (!)" in table and "baseline (!)" not in table and UNRELIABLE in table
-    drawn = [text.get_text() for text in plot_profile(found).axes[0].texts]
-    assert drawn == [" 101", " 250 unreliable: 100 without the profiler"]
-    report = SimpleNamespace(rows=[], profile=found)
-    assert [entry["reliable"] for entry in profile_data(report)] == [True, False]
+    assert [(bar["end"], bar["pale"]) for bar in profile_bars(found)] == [("101", False), ("250 (!)", True)]
 
 
 @pytest.mark.parametrize("name, shapes, around, kind", [

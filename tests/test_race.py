@@ -21,7 +21,8 @@ from ladder.measure.runner import Job, Runner
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import read_log
 from ladder.show.plots import write_plots
-from ladder.show.report import build_report, write_tables
+from ladder.show.report import build_report
+from ladder.show.tables import write_tables
 from ladder.judge.standings import (
     best_of,
     last_val_loss,
@@ -222,14 +223,14 @@ def test_the_standings(tmp_path):
         assert max(map(len, output.splitlines())) <= width
         assert ("69 (41–82)" in output) == (width == 140)
     (tmp_path / "docs").mkdir()
-    for file, name in {"README": "ladder", "docs/results": "ladder", "docs/long_runs": "beyond",
-                       "docs/race": "race"}.items():
+    for file, name in {"README": "ladder", "docs/results": "ladder", "docs/race": "race",
+                       "docs/floors": "published"}.items():
         (tmp_path / f"{file}.md").write_text(f"<!-- {name}:begin -->\n<!-- {name}:end -->")
     write_tables([report], tmp_path)
     text = (tmp_path / "docs" / "race.md").read_text()
     assert text.index("race:begin") < text.index("(../beyond/rung_18_muon.py)") < text.index("race:end")
     assert all("rung_18" not in (tmp_path / file).read_text()
-               for file in ("README.md", "docs/results.md", "docs/long_runs.md"))
+               for file in ("README.md", "docs/results.md"))
 
 
 def test_with_two_seeds_the_first_rung_reaches_the_target_with_both(tmp_path):

@@ -1,9 +1,10 @@
 """Two logs step by step, and a verdict in words: do the losses agree, does the speedup exceed the noise."""
-import statistics
 from dataclasses import dataclass
 
+import pandas
+
 from ladder.scripts.stages import BY_LABEL, BY_NAME
-from ladder.show.report import spread
+from ladder.show.terminal import print_texts
 
 SAME_RUN_TOLERANCE = 1e-6
 MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
@@ -13,7 +14,7 @@ MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
 class Comparison:
     """Pairs of common steps and the verdicts. `faster` is how many times faster the second log is."""
 
-    rows: list  # (step, loss A, loss B, B - A, ms A, ms B, A / B)
+    rows: pandas.DataFrame  # step, loss A, loss B, B - A, ms A, ms B, A / B
     faster: float
     beyond_noise: bool
     sentences: list
@@ -33,25 +34,29 @@ def loss_tolerance(one, other):
     return None
 
 
-def gap(rows):
-    """How far apart the losses are at most."""
-    return max(abs(row[3]) for row in rows)
+def common_steps(one, other):
+    """The steps that both runs have, with both losses (nats) and times (ms)."""
+    a, b = (pandas.DataFrame({"step": run.steps, "loss": run.losses, "ms": run.ms}) for run in (one, other))
+    rows = a.merge(b, on="step", suffixes=(" A", " B"))
+    rows["B - A"] = rows["loss B"] - rows["loss A"]
+    rows["A / B"] = rows["ms A"] / rows["ms B"]
+    return rows[["step", "loss A", "loss B", "B - A", "ms A", "ms B", "A / B"]]
 
 
 def loss_verdict(one, other, rows):
-    tolerance = loss_tolerance(one, other)
-    difference = gap(rows)
+    tolerance, apart = loss_tolerance(one, other), rows["B - A"].abs()
     if tolerance is None:
-        return f"The losses differ by up to {difference:.4f}: the rungs from one to the other are meant to change them."
-    if all(abs(row[3]) <= tolerance for row in rows):  # which NaN never is
-        return f"The same losses: at most {difference:.6f} apart; this change allows {tolerance:g}."
-    first = next(i for i, row in enumerate(rows) if not abs(row[3]) <= tolerance)
-    verdict = f"NOT the same losses: up to {difference:.4f} apart; this change allows {tolerance:g}"
+        return f"The losses differ by up to {apart.max():.4f}: the rungs between the two are meant to change them."
+    wrong = ~(apart <= tolerance)  # as NaN is
+    if not wrong.any():
+        return f"The same losses: at most {apart.max():.6f} apart; this change allows {tolerance:g}."
+    verdict = f"NOT the same losses: up to {apart.max():.4f} apart; this change allows {tolerance:g}"
+    first = wrong.idxmax()
     if first == 0:
         return verdict + ", from the first step on."
-    before = max(abs(row[3]) for row in rows[:first])
-    return (f"{verdict}. Before step {rows[first][0]} they were at most {before:.4f} apart: if the loss jumps there, "
-            "the training is unstable and small rounding differences grow; if it does not, look for a bug.")
+    return (f"{verdict}. Before step {rows['step'][first]} they were at most {apart[:first].max():.4f} apart: if the "
+            "loss jumps there, the training is unstable and small rounding differences grow; if it does not, look for "
+            "a bug.")
 
 
 def differing(one, other):
@@ -84,55 +89,42 @@ def speed_verdict(one, other, faster, beyond_noise, different):
 
 def compare(one, other):
     """Compare two runs over the steps that both have."""
-    b_loss, b_ms = dict(zip(other.steps, other.losses, strict=True)), dict(zip(other.steps, other.ms, strict=True))
-    rows = [
-        (step, loss, b_loss[step], b_loss[step] - loss, ms, b_ms[step], ms / b_ms[step])
-        for step, loss, ms in zip(one.steps, one.losses, one.ms, strict=True)
-        if step in b_loss
-    ]
+    rows, different = common_steps(one, other), differing(one, other)
     known = one.tokens_per_step and other.tokens_per_step
     work = (one.tokens_per_step, other.tokens_per_step) if known else (1, 1)
     faster = one.median_ms / work[0] / (other.median_ms / work[1])
     (one_low, one_high), (other_low, other_high) = (
-        [ms / done for ms in spread([run])] for run, done in zip((one, other), work, strict=True)
-    )
+        [ms / done for ms in run.spread] for run, done in zip((one, other), work, strict=True))
     enough = min(counted_steps(one), counted_steps(other)) >= MIN_COUNTED
     beyond_noise = enough and (one_low > other_high or other_low > one_high)
-    different = differing(one, other)
     apart = [what for what in different if what not in ("device", "allocator")]
-    if not rows:
+    if rows.empty:
         losses = "The logs have no step in common."
     elif apart == ["B"]:  # compensated by ranks or micro-steps
-        losses = f"The losses of the same tokens, in batches of different B, are at most {gap(rows):.6f} apart."
+        gap = rows["B - A"].abs().max()
+        losses = f"The losses of the same tokens, in batches of different B, are at most {gap:.6f} apart."
     elif apart:
         losses = f"The losses do not compare step by step: different {', '.join(apart)}."
     else:
         losses = loss_verdict(one, other, rows)
-    sentences = [
+    return Comparison(rows, faster, beyond_noise, [
         *(f"Different {what}: {a} against {b}." for what, (a, b) in different.items()),
         *(f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}."
           for run in (one, other) if not run.complete),
         losses,
         speed_verdict(one, other, faster, beyond_noise, different),
-    ]
-    return Comparison(rows, faster, beyond_noise, sentences)
+    ])
 
 
 def print_comparison(one, other, console):
-    from rich.markup import escape
-    from rich.table import Table
-
     result = compare(one, other)
-    table = Table(title=escape(f"{one.path}  against  {other.path}"))
-    for heading in ("step", "loss A", "loss B", "B - A", "ms A", "ms B", "A / B"):
-        table.add_column(heading, justify="right")
-    for step, loss_a, loss_b, difference, ms_a, ms_b, ratio in result.rows:
-        table.add_row(str(step), f"{loss_a:.6f}", f"{loss_b:.6f}", f"{difference:+.6f}", f"{ms_a:.2f}", f"{ms_b:.2f}",
-                      f"{ratio:.2f}")
-    if result.rows:
-        middle = [statistics.median(row[i] for row in result.rows) for i in (3, 4, 5, 6)]
-        table.add_section()
-        table.add_row("median", "", "", f"{middle[0]:+.6f}", f"{middle[1]:.2f}", f"{middle[2]:.2f}", f"{middle[3]:.2f}")
-    console.print(table)
+    median = result.rows.median().to_frame().T
+    digits = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
+              "A / B": "{:.2f}"}
+    texts = pandas.DataFrame({name: pandas.concat([result.rows, median])[name].map(form.format)
+                              for name, form in digits.items()})
+    texts.insert(0, "step", [*result.rows["step"].map(str), "median"])
+    texts.iloc[-1, 1:3] = ""
+    print_texts(texts, console, f"{one.path}  against  {other.path}")
     for sentence in result.sentences:
         console.print(sentence, markup=False)

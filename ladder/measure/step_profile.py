@@ -243,14 +243,14 @@ def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
 
 def profile_and_show(stages, flags, folder, console, repeat):
     """Profile into `folder`, then show all that it holds; returns the exit code."""
-    from ladder.show.plots import plot_profile, save
+    from ladder.show.plots import profile_picture, save
 
     check_profile(stages, flags, folder)  # before creating the folder
     with locked(folder, resume=True):
         failed = profile_ladder(stages, flags, folder, console, repeat)
     if found := read_profile(folder):
         print_profile(found, console)
-        save(plot_profile(found), folder / "profile.png")
+        save(profile_picture(found), folder / "profile.png")
         console.print(f"{folder}/profile.json, profile.png", markup=False)
     return 1 if failed else 0
 

@@ -77,7 +77,8 @@ rung("6", "speedup_06_flash_attn.py", "flash attention", "5",
 rung("7", "speedup_07_vocab_pad.py", "vocabulary padding", "6", "GPT.__init__", "GPT.forward", lecture_ms=93)
 rung("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", "7", "train")
 rung("9", "speedup_09_cosine_lr.py", "cosine learning rate", "8", "add_flags", "get_lr", "train")
-rung("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", "9", "GPT.configure_optimizers", "train")
+rung("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", "9", "GPT.configure_optimizers", "train",
+     lecture_ms=90)
 LADDER = list(STAGES)  # up to here each rung makes a step faster or the loss fall faster, on one device
 rung("ddp", "ddp_run.py", "DistributedDataParallel", "10",
      "imports", "add_flags", "init_ranks", "train", torchrun=True)

@@ -1,32 +1,29 @@
 """Counted floors in a terminal, and what they say about a log: no card is faster than its arithmetic."""
+import pandas
+
 from ladder.count.cards import CARDS, card_of
 from ladder.count.floor import floor_data
 from ladder.count.flops import flops_per_token
+from ladder.show.terminal import print_texts
 
 CLOCKED_HIGHER = 1.25  # how many times its datasheet's rate a card may reach; an RTX 5090 was measured at 1.21
 
 
 def print_floors(rows, cards, setting, console):
     """One line per rung: what was counted, and the floor on each card; for a single card, also its parts and FLOPs."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=f"Floors, counted: {setting}", box=box.SIMPLE_HEAD, caption_justify="left",
-                  caption="\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in "
-                                    f"float32 / TF32 / 16 bits, {card.bandwidth:,g} GB/s ({card.source})"
-                                    for card in cards))
-    table.add_column("rung")
-    alone = len(cards) == 1
-    for heading in [*["TFLOP"] * alone, "GB", "launches", *(f"{card.name}, ms" for card in cards),
-                    *["products", "traffic"] * alone]:
-        table.add_column(heading, justify="right")
+    texts, alone = [], len(cards) == 1
     for row in rows:
-        tflop = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
-        floors = [row["ms"][card.name]["floor"] for card in cards]
-        parts = [row["ms"][cards[0].name][part] for part in ("products", "traffic")]
-        table.add_row(f"{row['label']} {row['title']}", *[tflop] * alone, f"{row['gb']:,.1f}", f"{row['launches']:,}",
-                      *(f"{ms:,.1f}" for ms in [*floors, *parts * alone]))
-    console.print(table)
+        text = {"rung": f"{row['label']} {row['title']}"}
+        if alone:
+            text["TFLOP"] = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
+        text |= {"GB": f"{row['gb']:,.1f}", "launches": f"{row['launches']:,}"}
+        text |= {f"{card.name}, ms": f"{row['ms'][card.name]['floor']:,.1f}" for card in cards}
+        if alone:
+            text |= {part: f"{row['ms'][cards[0].name][part]:,.1f}" for part in ("products", "traffic")}
+        texts.append(text)
+    caption = "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
+                        f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
+    print_texts(pandas.DataFrame(texts), console, f"Floors, counted: {setting}", caption)
 
 
 def floor_rows(labels, card="A100"):

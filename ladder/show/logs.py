@@ -1,7 +1,7 @@
-"""Read the logs of the training scripts, and foreign ones that have step lines but no headers.
+"""Read the logs of the training scripts.
 
 A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with or without further fields. Everything
-else is optional: without headers, B and T come from the caller or stay unknown.
+else is optional: what a log does not say is None.
 """
 import itertools
 import math
@@ -66,6 +66,15 @@ class Run:
         return statistics.median(self.ms[self.warm_up :])
 
     @property
+    def spread(self):
+        """(low, high): the middle half of the counted steps' times, in milliseconds."""
+        counted = self.ms[self.warm_up :]
+        if len(counted) < 2:
+            return counted[0], counted[0]
+        low, _, high = statistics.quantiles(counted, n=4, method="inclusive")
+        return low, high
+
+    @property
     def tokens_per_step(self):
         """Tokens over all ranks and micro-steps."""
         if total := re.match(rf"{COUNT} tokens", self.headers.get("total batch", "")):
@@ -80,11 +89,6 @@ class Run:
     def seconds(self):
         """Seconds of training at the end of each step."""
         return list(itertools.accumulate(ms / 1000 for ms in self.ms))
-
-    @property
-    def first_step_s(self):
-        """Seconds of the first step, which compiles and warms up."""
-        return self.ms[0] / 1000
 
     @property
     def start(self):
@@ -131,16 +135,9 @@ class Run:
         device = None if self.device == "cpu" else self.device  # a script alone, or one that was stopped, names no CPU
         return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": device}
 
-    def seconds_to(self, loss):
-        """Seconds of training until a step's loss is first at or below `loss`; None if it never is."""
-        if loss is None:
-            return None
-        reached = (step for step, step_loss in zip(self.steps, self.losses, strict=True) if step_loss <= loss)
-        return self.seconds_at(next(reached, None))
-
-    def seconds_to_val(self, loss):
-        """Seconds of training, validations not counted, until a validation is at or below `loss`; None if none is."""
-        reached = (step for step, val_loss in zip(self.val_steps, self.val_losses, strict=True) if val_loss <= loss)
+    def seconds_to(self, loss, steps, losses):
+        """Seconds of training until one of the `losses`, at `steps`, is first at or below `loss`; None if none is."""
+        reached = (step for step, now in zip(steps, losses, strict=True) if loss is not None and now <= loss)
         return self.seconds_at(next(reached, None))
 
     def seconds_at(self, step):
@@ -165,22 +162,15 @@ def read_lines(path):
     """The lines of a log; without the last one if it is incomplete, as when a run was killed while writing."""
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such log; run the script first") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder: name a log file") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a text file, so not a log") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: {error.strerror}; name the log that a script has written") from None
     return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
 
 
-def read_log(path, B=None, T=None, model=None):
-    """Read one log file. B, T and model stand in where it has no headers.
-
-    Raises UserError if it has no step line, or an impossible number.
-    """
+def read_log(path):
+    """Read one log file. Raises UserError if it has no step line, an impossible number, or the lines of two runs."""
     path = Path(path)
     lines = read_lines(path)
     headers = read_headers(lines)
@@ -188,22 +178,24 @@ def read_log(path, B=None, T=None, model=None):
     ranks = re.fullmatch(COUNT, headers.get("ranks", "1"))
     if not ranks or int(ranks[1]) < 1:
         raise UserError(f"{path} is damaged: {headers['ranks']!r} is not a number of ranks")
-    if model:
-        headers.setdefault("model", model)
     run = Run(
         path=path,
         name=Path(headers.get("script", "")).stem or path.stem,
         headers=headers,
-        B=int(batch[1]) if batch else B,
-        T=int(batch[2]) if batch else T,
+        B=int(batch[1]) if batch else None,
+        T=int(batch[2]) if batch else None,
         ranks=int(ranks[1]),
     )
     for line in lines:
         add_line(run, line)
     if not run.ms:
         raise UserError(f"{path} has no step line: not the log of a training run, or of one without a step")
-    if not all(0 < ms < math.inf for ms in run.ms):
-        raise UserError(f"{path} is damaged: a step takes {next(ms for ms in run.ms if not 0 < ms < math.inf)} ms")
+    if impossible := [ms for ms in run.ms if not 0 < ms < math.inf]:
+        raise UserError(f"{path} is damaged: a step takes {impossible[0]} ms")
+    for before, step in itertools.pairwise(run.steps):
+        if step <= before:
+            raise UserError(f"{path} is damaged: step {step} follows step {before}, as when two runs write one log; "
+                            "rerun the script, alone")
     return run
 
 
@@ -223,7 +215,7 @@ def add_line(run, line):
         run.peak_memory_gb = float(peak[1] or peak[2])
 
 
-def read_folder(folder, **stand_ins):
+def read_folder(folder):
     """({script name: [Run, ...]} in the ladder's order, why other logs were skipped) of a folder and its rounds.
 
     Logs that cannot be read or have no step are skipped. Raises UserError when none is left.
@@ -234,7 +226,7 @@ def read_folder(folder, **stand_ins):
     runs, skipped = {}, []
     for path in sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")]):
         try:
-            run = read_log(path, **stand_ins)
+            run = read_log(path)
         except UserError as error:
             skipped.append(str(error))
             continue
@@ -249,6 +241,7 @@ def read_folder(folder, **stand_ins):
 def has_steps(folder):
     """Whether a log in `folder` or its rounds has a step."""
     try:
-        return bool(read_folder(folder))
+        read_folder(folder)
     except UserError:
         return False
+    return True

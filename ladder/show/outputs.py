@@ -2,7 +2,8 @@
 from ladder.judge.standings import print_race
 from ladder.scripts.stages import ROOT
 from ladder.show.profile import print_profile
-from ladder.show.report import build_report, conditions, print_table, within_noise
+from ladder.show.report import build_report, within_noise
+from ladder.show.tables import as_csv, as_json, conditions, print_table, write_tables
 
 
 def print_report(report, console):
@@ -16,17 +17,20 @@ def print_report(report, console):
 
 def write_reports(args, newest_run, reference_folders, console, messages):
     """What the parsed `args` of `report` ask for; the two functions give the folders where none is named."""
-    from ladder.show.report import as_csv, as_json, write_tables
-
     def read(default):
-        return [build_report(folder, B=args.B, T=args.T, model=args.model)
-                for folder in [*args.folders, *args.logs] or default()]
+        return [build_report(folder) for folder in [*args.folders, *args.logs] or default()]
 
     published = read(reference_folders) if args.readme or args.html else []
     if args.readme or args.html and not (args.png or args.json or args.csv):
         reports = published
     else:
         reports = read(lambda: [newest_run()])
+    if not (args.readme or args.html or args.png or args.json or args.csv):
+        for one in reports:
+            print_report(one, console)
+        return
+    for reason in dict.fromkeys(reason for one in [*published, *reports] for reason in one.skipped):
+        messages.print(f"! skipped: {reason}", markup=False)  # which a table says itself
     if args.readme:
         from ladder.show.plots import shown_in_docs, write_plots
 
@@ -47,9 +51,6 @@ def write_reports(args, newest_run, reference_folders, console, messages):
         print(as_json(reports))
     elif args.csv:
         print(as_csv(reports), end="")
-    elif not (args.readme or args.png or args.html):
-        for one in reports:
-            print_report(one, console)
 
 
 def print_effect(before, stage, folders, console):

@@ -3,7 +3,7 @@ const find = query => document.querySelector(query), all = query => [...document
 const escape = text => text.replace(/[&<>"]/g, character => `&#${character.charCodeAt()};`);
 const safe = (key, value) => typeof value === "string" ? escape(value) : value; // all texts, before they become HTML
 const machines = all("script.data").map(script => JSON.parse(script.textContent, safe));
-const kinds = Object.entries(JSON.parse(find("#kinds").textContent)); // [kind of work, colour]
+const kinds = Object.entries(JSON.parse(find("#kinds").textContent)); // [kind of work, color]
 const floors = JSON.parse(find("#floors").textContent); // counted: the least time a step can take on a card
 const sum = values => values.reduce((total, value) => total + value, 0);
 const join = (values, html) => values.map(html).join("");
@@ -14,60 +14,35 @@ function number(value, digits = 0) {
   return value == null ? "–" : value.toLocaleString("en", options).replace("-", "−");
 }
 
-// Bars, one below the other. A row has a title, the label of a rung to link to, parts [colour, value, kind], the lines
-// of its tip ("name: text"), and perhaps a floor to mark, a spread from low to high, or a doubt, which makes it pale.
-function bars(rows, digits) {
-  const length = row => sum(row.parts.map(part => part[1]));
-  const most = Math.max(...rows.map(row => Math.max(length(row), row.high ?? 0, row.floor ?? 0)));
+// Bars as charts.py makes them, one below the other; with `only` one kind of work of each.
+function bars(rows, only = null) {
+  const parts = row => row.parts.map((value, i) => [i, value]).filter(([i]) => i === (only ?? i));
+  const length = row => sum(parts(row).map(([, value]) => value));
+  const marks = row => only === null ? row : {...row, floor: null, end: number(length(row), digitsOf(length(rows[0])))};
+  const most = Math.max(...rows.map(marks).map(row => Math.max(length(row), row.high ?? 0, row.floor ?? 0)));
   const at = value => `${(100 * value / most).toFixed(2)}%`;
-  return `<div class="bars">${join(rows, row => `<div class="row">
+  return `<div class="bars">${join(rows.map(marks), row => `<div class="row">
     <a class="name" ${row.label ? `href="#rung-${row.label}"><span>${row.label}</span>` : ">"}${row.title}</a>
-    <div class="bar${row.doubt ? " doubtful" : ""}" tabindex="0" role="img" aria-label="${[row.title, ...row.tip].join("; ")}">
-    ${join(row.parts, ([colour, value, kind]) => `<i data-kind="${kind}"
-      style="width:${at(value)};background:${colour}"></i>`)}
+    <div class="bar${row.pale ? " doubtful" : ""}" tabindex="0" role="img" aria-label="${[row.title, ...row.tip].join("; ")}">
+    ${join(parts(row), ([i, value]) => `<i data-kind="${row.parts[1] === undefined ? "" : kinds[i][0]}"
+      style="width:${at(value)};background:${row.parts[1] === undefined ? "var(--bar)" : kinds[i][1]}"></i>`)}
     ${row.floor ? `<i class="floor" style="left:${at(row.floor)}"></i>` : ""}
     ${row.high ? `<i class="spread" style="left:${at(row.low)};width:${at(row.high - row.low)}"></i>` : ""}
-    <b style="margin-left:${at(row.high ? row.high - length(row) : 0)}">${row.doubt ?? number(length(row), digits)}</b>
+    <b style="margin-left:${at(row.high ? row.high - length(row) : 0)}">${row.end}</b>
     </div></div>`)}</div>`;
 }
 
-// A step's time by kind of work, or that of one kind alone.
-function profileBars(entries, name = entry => entry, only = null) {
-  const digits = digitsOf(sum(entries[0].parts));
-  return bars(entries.map(entry => ({
-    title: name(entry).title, label: name(entry).label, doubt: entry.reliable ? null : "unreliable", floor: only === null ? entry.floor : null,
-    parts: kinds.map(([kind, colour], i) => [colour, entry.parts[i], kind]).filter((part, i) => i === (only ?? i)),
-    tip: [...kinds.map(([kind], i) =>
-      `${kind}: ${number(entry.parts[i], digits)} ms, ${number(100 * entry.parts[i] / sum(entry.parts))} %`),
-    `the whole step: ${number(sum(entry.parts), digits)} ms`, `floor: ${number(entry.floor, digits)} ms`,
-    `without the profiler: ${number(entry.plain, digits)} ms`,
-    ...entry.reliable ? [] : ["unreliable: the two differ by more than 10 %"]],
-  })), digits);
-}
-
-const spread = row => [row.low, row.high].map(ms => number(ms, digitsOf(row.ms))).join("–");
-
-function plainBars(machine, key, digits) { // speed or memory of all rungs
-  return bars(Object.values(machine.rows).filter(row => row[key] != null).map(row => ({
-    title: row.title, label: row.label, parts: [["var(--bar)", row[key], ""]],
-    ...key === "speed" && {low: row.speed * row.ms / row.high, high: row.speed * row.ms / row.low},
-    tip: [`tokens/sec: ${number(row.speed)}`, `ms/step: ${number(row.ms, digitsOf(row.ms))}`,
-      `spread: ${spread(row)}`, `peak memory: ${number(row.memory, 2)} GB`],
-  })), digits);
-}
-
 function drawPicture(machine, only = null) {
-  const ladder = Object.values(machine.rows).filter(row => /^([0-9]|10)$/.test(row.label)), last = ladder.at(-1);
-  const times = ladder[0]?.label === "0" && last !== ladder[0] && last.speed ? `Rung ${last.label} trains
-    ${number(last.speed / ladder[0].speed, 1)} times as many tokens per second as the baseline. ` : "";
-  find("#picture").innerHTML = `<p>${times}Measured on ${machine.name}.</p>` + (machine.profile.length ? `
-    <div class="legend" role="group" aria-label="Kinds of work: show one alone">${join(kinds, ([kind, colour], i) =>
-      `<button aria-pressed="${i === only}"><i style="background:${colour}"></i>${kind}</button>`)}
+  find("#picture").innerHTML = `<p>${machine.gain} Measured on ${machine.name}.</p>` + (machine.profile.length ? `
+    <div class="legend" role="group" aria-label="Kinds of work: show one alone">${join(kinds, ([kind, color], i) =>
+      `<button aria-pressed="${i === only}"><i style="background:${color}"></i>${kind}</button>`)}
     <span><i class="floor"></i>floor</span></div>
-    ${profileBars(machine.profile, undefined, only)}
+    ${bars(machine.profile, only)}
     <p class="dim">Milliseconds of a step by kind of work, under a profiler. The head is the product with the matrix of
     the vocabulary. The floor is what all products of matrices, attention’s included, take at the rate measured on this
-    machine; where it is shared, its speed drifts, and equal work differs from bar to bar. Point at a bar, or tap it, for the numbers; choose a kind of work to see it alone.</p>` : `${plainBars(machine, "speed")}
+    machine; where it is shared, its speed drifts, and equal work differs from bar to bar. Pale bars, marked (!), differ
+    by more than 10 % from the step without the profiler. Point at a bar, or tap it, for the numbers; choose a kind of
+    work to see it alone.</p>` : `${bars(machine.speed)}
     <p class="dim">Tokens per second; the thin lines are the spread. This machine has no profile, so no time by kind of
     work.</p>`);
   all(".legend button").forEach((button, i) => {
@@ -83,8 +58,8 @@ const lineFor = old => (title, from, to, {digits, told = change(from, to, digits
   `<tr class="${css}"><th scope="row">${title}</th>${old ? `<td>${number(from, digits)}</td>` : ""}
   <td>${number(to, digits)}</td>${old ? `<td>${told}</td>` : ""}</tr>`;
 
-function counted({label, beforeLabel}) { // what a lesson's step costs at least on the chosen card, as HTML
-  const card = find("#card").value, now = floors.rungs[label], old = floors.rungs[beforeLabel];
+function counted({label, before}) { // what a lesson's step costs at least on the chosen card, as HTML
+  const card = find("#card").value, now = floors.rungs[label], old = floors.rungs[before];
   if (!now) return "";
   const line = lineFor(old), ms = (rung, part) => rung?.ms[card][part], digits = digitsOf(now.ms[card].floor);
   const parts = {floor: "floor, ms", products: "its matrix products alone", traffic: "its memory traffic alone"};
@@ -92,36 +67,37 @@ function counted({label, beforeLabel}) { // what a lesson's step costs at least 
     <table><tbody>${join(Object.entries(parts), ([part, title]) =>
       line(title, ms(old, part), ms(now, part), {digits, css: part === "floor" ? "" : "same"}))}
     ${line("GB read and written", old?.gb, now.gb)}${line("kernel launches", old?.launches, now.launches)}
-    ${card === "A100" ? line("published, ms", old?.published, now.published) : ""}</tbody></table>`;
+    </tbody></table>${card !== "A100" || !now.lecture ? "" : `<h4 class="counted">Published
+    <span>in Karpathy’s lecture, one A100, B=16 T=1024</span></h4>
+    <table><tbody>${line("published, ms", old?.lecture, now.lecture)}</tbody></table>`}`;
 }
 
-function effect(machine, {name, label, before, beforeLabel}) { // what a lesson measured, as HTML
-  const now = machine?.rows[name], old = machine?.rows[before];
+function effect(machine, {label, before}) { // what a lesson measured, as HTML
+  const rung = (rows, label) => label && rows.find(row => row.label === label);
+  const now = machine && rung(machine.rows, label), old = machine && rung(machine.rows, before);
   if (!now) return "<p>Not on any machine yet.</p>";
-  const [oldTime, time] = [before, name].map(each => machine.profile.find(entry => entry.name === each));
-  const line = lineFor(old);
-  const percent = row => row?.mfu == null ? null : 100 * row.mfu;
-  const spreads = [old, now].filter(Boolean).map(spread).join(" → "), digits = digitsOf(now.ms);
-  const steps = [oldTime, time].filter(Boolean);
-  return `${steps.length ? profileBars(steps, entry => ({title: `rung ${entry.label}`})) : ""}<table>
-    <thead><tr><td></td>${old ? `<th scope="col">rung ${beforeLabel}</th>` : ""}<th scope="col">rung ${label}</th>
+  const [oldTime, time] = [before, label].map(each => rung(machine.profile, each));
+  const line = lineFor(old), digits = digitsOf(now.ms), steps = [oldTime, time].filter(Boolean);
+  const spread = row => [row.low, row.high].map(ms => number(ms, digitsOf(row.ms))).join("–");
+  return `${steps.length ? bars(steps.map(bar => ({...bar, title: `rung ${bar.label}`, label: ""}))) : ""}<table>
+    <thead><tr><td></td>${old ? `<th scope="col">rung ${before}</th>` : ""}<th scope="col">rung ${label}</th>
     ${old ? '<th scope="col">change</th>' : ""}</tr></thead>
-    <tbody>${line("ms/step", old?.ms, now.ms, {digits})}<tr class="same"><td colspan="4">spread ${spreads}</td></tr>
+    <tbody>${line("ms/step", old?.ms, now.ms, {digits})}
+    <tr class="same"><td colspan="4">spread ${[old, now].filter(Boolean).map(spread).join(" → ")}</td></tr>
     ${line("tokens/sec", old?.speed, now.speed, {told: `×${number(now.speed / old?.speed, 2)}`})}
     ${line("memory, GB", old?.memory, now.memory, {digits: 2})}
-    ${line("MFU, %", percent(old), percent(now))}
+    ${line("MFU, %", old?.mfu, now.mfu)}
     ${line(`loss at step ${now.step}`, old?.loss, now.loss, {digits: 3})}
     ${line("validation loss", old?.val, now.val, {digits: 3})}
     ${line(`tokens to ${now.target}`, old?.tokens_to, now.tokens_to)}
     ${line(`seconds to ${now.target}`, old?.seconds_to, now.seconds_to, {digits: now.seconds_to < 20 ? 1 : 0})}</tbody>
-    <tbody>${time ? join(kinds, ([kind, colour], i) => {
-      if (!time.reliable || oldTime && !oldTime.reliable) return "";
+    <tbody>${!time || steps.some(bar => bar.pale) ? "" : join(kinds, ([kind, color], i) => {
       const [from, to, whole] = [oldTime?.parts[i], time.parts[i], sum(steps[0].parts)];
       if (Math.max(from ?? 0, to) < 0.005 * whole) return "";
       const same = Math.abs(to - from) < 0.02 * whole ? {told: "", css: "same"} : {}; // what changed stands out
-      return line(`<i style="background:${colour}"></i>${kind}`, from, to, {digits, ...same});
-    }) : ""}</tbody></table>${!old ? "" : old.tokens !== now.tokens ?
-      `<p>A step reads ${number(now.tokens)} tokens, in rung ${beforeLabel} ${number(old.tokens)}.</p>` :
+      return line(`<i style="background:${color}"></i>${kind}`, from, to, {digits, ...same});
+    })}</tbody></table>${!old ? "" : old.tokens !== now.tokens ?
+      `<p>A step reads ${number(now.tokens)} tokens, in rung ${before} ${number(old.tokens)}.</p>` :
       now.low <= old.high && old.low <= now.high ?
         "<p>The spreads overlap: these runs show no difference in speed.</p>" : ""}`;
 }
@@ -129,20 +105,24 @@ function effect(machine, {name, label, before, beforeLabel}) { // what a lesson 
 function choose(id) {
   const machine = machines.find(each => each.id === id) ?? machines.find(each => each.id === find("#machine").value);
   const reading = all("section").find(section => section.getBoundingClientRect().bottom > innerHeight / 4);
-  const top = reading.getBoundingClientRect().top;
+  const top = reading.getBoundingClientRect().top, scrolled = scrollY > 0, card = find("#card").value;
   find("#machine").value = machine.id;
   drawPicture(machine);
   all(".effect").forEach(box => {
-    const {name, before} = box.dataset; // of another machine, where the chosen machine did not measure both
-    const fits = [each => each.rows[name] && each.rows[before], each => each.rows[name]];
+    const {label, before} = box.dataset; // of another machine, where the chosen machine did not measure both
+    const has = (each, label) => each.rows.some(row => row.label === label);
+    const fits = [each => has(each, label) && has(each, before), each => has(each, label)];
     const source = fits.map(fit => [machine, ...machines].find(fit)).find(Boolean);
     box.innerHTML = `<h4>Measured <span>on ${source?.name ?? "no machine"}</span></h4>${effect(source, box.dataset)}
       ${counted(box.dataset)}`;
   });
-  scrollBy({top: reading.getBoundingClientRect().top - top, behavior: "instant"}); // the reader stays where they were
+  all("#published li").forEach(row => { row.hidden = !card.startsWith(row.dataset.card); });
+  find("#unpublished").hidden = all("#published li").some(row => !row.hidden);
+  // Readers who have scrolled stay where they were; the page itself begins at its top.
+  if (scrolled) scrollBy({top: reading.getBoundingClientRect().top - top, behavior: "instant"});
   try {
     localStorage.setItem("machine", machine.id);
-    localStorage.setItem("card", find("#card").value);
+    localStorage.setItem("card", card);
   } catch { /* this browser remembers nothing */ }
 }
 let remembered = null;
@@ -181,7 +161,7 @@ function lossChart(host, machine, x) {
   // By seconds each curve has points of its own: take the one that is nearest to the pointer.
   const nearest = (chart, i, index) => chart.data[i].reduce((best, value, j) =>
     value != null && Math.abs(j - index) < Math.abs(best - index) ? j : best, i ? -1e9 : index);
-  const {target} = Object.values(machine.rows)[0];  // of a race, which differs where it gets there
+  const {target} = machine.rows[0]; // of a race, which differs where it gets there
   const range = (plot, low, high) => target ? [low - 0.1, target + 1.5 * (target - low) + 0.1]
     : uPlot.rangeNum(low, high, 0.1, true);
   const chart = new uPlot({
@@ -206,7 +186,7 @@ all("section.machine").forEach((section, i) => {
   let chart = null;
   const draw = kind => {
     const losses = kind.startsWith("loss");
-    host.innerHTML = losses ? "" : plainBars(machines[i], kind, kind === "memory" ? 2 : 0);
+    host.innerHTML = losses ? "" : bars(machines[i][kind]);
     chart = losses ? lossChart(host, machines[i], kind === "loss by step" ? "steps" : "seconds") : null;
   };
   section.querySelectorAll("input").forEach(radio => { radio.onchange = () => draw(radio.value); });

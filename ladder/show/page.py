@@ -1,6 +1,6 @@
 """The tutorial page: one static file with the lessons, their diffs, their measured effects, and interactive charts.
 
-Jinja fills `page.html.j2`, markdown-it renders the docstrings, Pygments colours the code. In the browser `page.js`
+Jinja fills `page.html.j2`, markdown-it renders the docstrings, Pygments colors the code. In the browser `page.js`
 draws the bars for the machine that the reader chooses, and uPlot the losses. Everything is inside the file, and the
 same scripts and logs make the same file, one row to a line.
 """
@@ -21,21 +21,22 @@ from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
+from ladder.count.published import read_published
 from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import LABEL, Line, in_diff_order, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
-from ladder.show.plots import KIND_COLOURS
-from ladder.show.profile import is_reliable
-from ladder.show.report import allocators, describe, table_of, warnings
-from ladder.judge.standings import IN_A_LINK, race_curves, race_texts, standings
+from ladder.show.charts import KIND_COLORS, curves, gain, memory_bars, profile_bars, speed_bars
+from ladder.show.report import allocators, cores_of, label_of, warnings
+from ladder.show.tables import describe, shown_texts
+from ladder.judge.standings import IN_A_LINK, race_texts, standings
 
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
-           Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the colour of the text
+           Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the color of the text
 MAX_POINTS = 400  # of a loss curve; for longer runs only every second, third, ... step is drawn
 
 
-def colour_line(line):
+def color_line(line):
     """A Line as HTML: spans for the syntax, <mark> for the changed words."""
     edges = sorted({0, len(line.text), *itertools.chain.from_iterable(line.marks)})
     parts, start = [], 0
@@ -55,7 +56,7 @@ def colour_line(line):
 
 def line_view(line):
     """(number, depth of indentation, HTML) of a Line."""
-    return line.number, len(line.text) - len(line.text.lstrip()), colour_line(line)
+    return line.number, len(line.text) - len(line.text.lstrip()), color_line(line)
 
 
 def definition_at(tree, number):
@@ -107,39 +108,26 @@ def lesson_view(stage):
     }
 
 
-def rounded(value, digits):
-    """A number for the page's data, with no more digits than matter there; None for NaN, which JSON does not have."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+def rounded(data):
+    """Data for page.js: floats with 7 significant digits, and null for NaN and infinity, which JSON does not have."""
+    if isinstance(data, dict):
+        return {key: rounded(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [rounded(value) for value in data]
+    if isinstance(data, float):
+        return float(f"{data:.7g}") if math.isfinite(data) else None
+    return data
 
 
-def curve(title, steps, seconds, losses):
-    stride = -(-len(steps) // MAX_POINTS)
-    return {"title": title, "steps": steps[::stride], "seconds": [rounded(s, 5) for s in seconds[::stride]],
-            "loss": [rounded(loss, 5) for loss in losses[::stride]]}
-
-
-def curves(report):
-    """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
-    titles = {row.name: row.title for row in report.rows}
-    if report.sweep:
-        yield from (curve(titles[name], *points) for name, *points in race_curves(report))
-        return
-    for row in report.rows:
-        run = report.runs[row.name][0]
-        yield curve(row.title, run.steps, run.seconds, run.losses)
-        if run.val_steps:
-            seconds = [run.seconds_at(step) for step in run.val_steps]
-            yield curve(f"{row.title}: validation", run.val_steps, seconds, run.val_losses) | {"val": True}
-
-
-def label_of(name):
-    return BY_NAME[name].label if name in BY_NAME else ""
+def thinned(curve):
+    stride = -(-len(curve["steps"]) // MAX_POINTS)
+    return {key: value[::stride] if isinstance(value, list) else value for key, value in curve.items()}
 
 
 def rungs_of(report):
     """The labels of the rungs that were measured, "0–10, ddp"."""
     spans = []
-    for label in filter(None, (label_of(row.name) for row in report.rows)):
+    for label in filter(None, map(label_of, report.runs)):
         if spans and label.isdigit() and spans[-1][1].isdigit() and int(label) == int(spans[-1][1]) + 1:
             spans[-1][1] = label
         else:
@@ -152,33 +140,33 @@ def machine_name(report):
 
     The format is that of the fastest matrix products: it tells apart CPUs of the same name.
     """
-    setting = report.setting
+    setting, cores, rates = report.setting, cores_of(report), report.machine.get("rates", {})
     if not setting["device"] or not setting["B"]:
         return report.name
-    timed = report.timing or report.runs  # a race's rounds may have had half of the cores each
-    headers = [run.headers["device"] for rounds in timed.values() for run in rounds]
-    cores = max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
-    device = setting["device"] + (f", {cores} core{'s' * (cores > 1)}" if cores else "")
-    rates = report.machine.get("rates", {})
-    device += f", {max(rates, key=rates.get)}" if rates and cores else ""
-    model = f", {setting['model']}" if setting["model"] != "gpt2" else ""
-    text = f", {setting['data']}" if report.sweep and setting["data"] else ""  # races differ by it
-    text += ", default allocator" if "default" in allocators(report) else ""
-    return f"{device}{model}, B={setting['B']} T={setting['T']}{text}"
+    parts = [
+        setting["device"],
+        f"{cores} core{'s' * (cores > 1)}" if cores else "",
+        max(rates, key=rates.get) if rates and cores else "",
+        setting["model"] if setting["model"] != "gpt2" else "",
+        f"B={setting['B']} T={setting['T']}",
+        setting["data"] if report.sweep else "",  # races differ by it
+        "default allocator" if "default" in allocators(report) else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def rows_data(report):
-    """{rung: its measurements} for `page.js`."""
-    race = race_data(report)
-    return {
-        row.name: {
-            "title": row.title, "label": label_of(row.name), "tokens": report.runs[row.name][0].tokens_per_step,
-            "ms": rounded(row.ms, 4), "low": rounded(row.ms_low, 4), "high": rounded(row.ms_high, 4),
-            "speed": rounded(row.tokens_per_second, 6), "mfu": rounded(row.mfu, 3),
-            "memory": rounded(row.peak_memory_gb, 3), "loss": rounded(row.last_loss, 4), "step": row.last_step,
-        } | race.get(row.name, {})
-        for row in report.rows
-    }
+    """The measurements of each rung, and of a race its standing, for page.js."""
+    target, racers = standings(report) if report.sweep else (None, [])
+    standing = {racer.name: {"target": round(target, 2), "val": racer.val_loss[0], "tokens_to": racer.tokens[0],
+                             "seconds_to": racer.seconds[0]} for racer in racers}
+    for row in report.rows:
+        yield {
+            "label": label_of(row.name), "tokens": report.runs[row.name][0].tokens_per_step, "ms": row.ms,
+            "low": row.ms_low, "high": row.ms_high, "speed": row.tokens_per_second,
+            "mfu": row.mfu and 100 * row.mfu, "memory": row.peak_memory_gb, "loss": row.last_loss,
+            "step": row.last_step,
+        } | standing.get(row.name, {})
 
 
 def race_view(report):
@@ -190,51 +178,25 @@ def race_view(report):
     return {"columns": [heading.strip() for heading in texts], "table": texts.to_numpy(), "caption": caption}
 
 
-def race_data(report):
-    """{rung: the standings' numbers} for `page.js`."""
-    if not report.sweep:
-        return {}
-    target, racers = standings(report)
-    return {racer.name: {"target": rounded(target, 4), "val": rounded(racer.val_loss[0], 4),
-                         "tokens_to": rounded(racer.tokens[0], 6), "seconds_to": rounded(racer.seconds[0], 4)}
-            for racer in racers}
-
-
-def profile_data(report):
-    """The profile's rungs for `page.js`; the parts are in the order of the kinds."""
-    titles = {row.name: row.title for row in report.rows}
-    return [
-        {"name": rung["name"], "title": titles.get(rung["name"], rung["name"]), "label": label_of(rung["name"]),
-         "plain": rounded(rung["plain_ms"], 4), "floor": rounded(rung["floor_ms"], 4),
-         "reliable": is_reliable(rung),
-         "parts": [rounded(rung["parts_ms"][kind], 4) for kind in KIND_COLOURS]}
-        for rung in report.profile["rungs"]
-    ] if report.profile else []
-
-
 def machine_view(report):
-    """One machine: its table for the template, and the data of its charts for `page.js`."""
-    table = table_of(report)
+    """One machine: its table for the template, and the data of its charts for page.js."""
+    texts = shown_texts(report)
     return {
-        "id": report.name, "name": machine_name(report), "rungs": rungs_of(report), "describe": describe(report),
-        "columns": list(table), "table": table.to_numpy(), "warnings": list(warnings(report)),
-        "rows": rows_data(report), "profile": profile_data(report), "curves": list(curves(report)),
-        "race": race_view(report),
+        "id": report.name, "name": machine_name(report), "rungs": rungs_of(report), "gain": gain(report),
+        "describe": describe(report, texts), "columns": list(texts), "table": texts.to_numpy(),
+        "warnings": list(warnings(report)), "race": race_view(report),
+        "data": rounded({
+            "rows": list(rows_data(report)), "speed": list(speed_bars(report)), "memory": list(memory_bars(report)),
+            "profile": list(profile_bars(report.profile)), "curves": list(map(thinned, curves(report)))}),
     }
 
 
 def floors_view():
-    """The counted floors of each rung on each card, and what Karpathy's lecture published, for the page."""
+    """The counted floors of each rung on each card, and what Karpathy's lecture published, for page.js."""
     data = floor_data(CARDS.values())
-    rungs = {row["label"]: {
-        "gb": rounded(row["gb"], 4), "launches": row["launches"], "published": BY_LABEL[row["label"]].lecture_ms,
-        "ms": {card: {part: rounded(ms, 4) for part, ms in parts.items()} for card, parts in row["ms"].items()},
-    } for row in data["rungs"]}
-    return {"B": data["B"], "T": data["T"], "cards": list(CARDS), "rungs": rungs}
-
-
-def ours(name):
-    return (HERE / name).read_text(encoding="utf-8")
+    rungs = {row["label"]: {"gb": row["gb"], "launches": row["launches"], "ms": row["ms"],
+                            "lecture": BY_LABEL[row["label"]].lecture_ms} for row in data["rungs"]}
+    return {"B": data["B"], "T": data["T"], "rungs": rounded(rungs)}
 
 
 def write_page(reports, path):
@@ -243,19 +205,16 @@ def write_page(reports, path):
         raise UserError(f"--html {path} is a folder: name a file")
     # First a machine with a profile, the most rungs, and of these the one where they gain the most.
     reports = sorted(reports, reverse=True, key=lambda report: (
-        report.profile is not None, len(report.runs.keys() & BY_NAME),
-        max(row.times_baseline or 0 for row in report.rows)))
-    machines = [machine_view(report) for report in reports]
-    default = machines[0]
+        report.profile is not None, len(report.runs.keys() & BY_NAME), report.table["times_baseline"].fillna(0).max()))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
+    style, script, uplot = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "uplot.js"))
     text = environment.get_template("page.html.j2").render(
-        lessons=[lesson_view(stage) for stage in STAGES], machines=machines, default=default, kinds=KIND_COLOURS,
-        floors=floors_view(),
-        style=ours("page.css"), script=ours("page.js"), uplot=ours("uplot.js"),
-    )
+        lessons=[lesson_view(stage) for stage in STAGES], machines=[machine_view(report) for report in reports],
+        kinds=KIND_COLORS, cards=list(CARDS), floors=floors_view(),
+        published=read_published().to_dict("records"), style=style, script=script, uplot=uplot)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)

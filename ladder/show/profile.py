@@ -3,8 +3,11 @@ import json
 import math
 from pathlib import Path
 
+import pandas
+
 from ladder.errors import UserError
 from ladder.scripts.stages import BY_NAME
+from ladder.show.terminal import print_texts
 
 KINDS = {  # kind of work: what belongs to it
     "matrix products": "the linear layers of the blocks",
@@ -47,22 +50,16 @@ def read_profile(folder):
 
 def print_profile(profile, console):
     """The profile as a table: ms per step, by kind of work."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=f"ms per step, {profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}",
-                  caption="step: under the profiler; floor: its matrix products at the measured rate"
-                  + ("" if all(map(is_reliable, profile["rungs"])) else f"\n(!) {UNRELIABLE}"),
-                  caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                  pad_edge=False)
     wide = console.width >= 130
     words = KINDS if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
-    for heading in ("rung", *words, "step", *(["plain"] if wide else []), "floor"):
-        table.add_column(heading, justify="left" if heading == "rung" else "right")
+    rows = []
     for rung in profile["rungs"]:
-        stage = BY_NAME[rung["name"]]
-        values = [*rung["parts_ms"].values(), rung["step_ms"], *([rung["plain_ms"]] if wide else []), rung["floor_ms"]]
-        times = (f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for ms in values)
-        mark = "" if is_reliable(rung) else " (!)"
-        table.add_row((stage.title if wide else stage.label) + mark, *times)
-    console.print(table)
+        stage, mark = BY_NAME[rung["name"]], "" if is_reliable(rung) else " (!)"
+        times = dict(zip(words, rung["parts_ms"].values(), strict=True)) | {"step": rung["step_ms"]}
+        times |= ({"plain": rung["plain_ms"]} if wide else {}) | {"floor": rung["floor_ms"]}
+        rows.append({"rung": (stage.title if wide else stage.label) + mark}
+                    | {word: f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for word, ms in times.items()})
+    caption = "step: under the profiler; floor: its matrix products at the measured rate"
+    caption += "" if all(map(is_reliable, profile["rungs"])) else f"\n(!) {UNRELIABLE}"
+    print_texts(pandas.DataFrame(rows), console, f"ms per step, {profile['name']}, {profile['model']}, "
+                f"B={profile['B']} T={profile['T']}", caption, padding=(0, 1, 0, 0), pad_edge=False)

@@ -1,0 +1,83 @@
+"""The data of all charts: bars and curves, for the pictures (plots.py) and for the page (page.js), which draw them.
+
+A bar is a dictionary: title, label (of its rung), parts (one length, or one for each kind of work), end and more (the
+text at its end), tip (lines "name: text"), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
+A curve has title, steps, seconds, loss, and val where the losses are those of validations.
+"""
+from ladder.judge.standings import race_curves
+from ladder.scripts.stages import LADDER
+from ladder.show.profile import KINDS, is_reliable
+from ladder.show.report import label_of, title_of
+
+# One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
+# black (a test checks it).
+KIND_COLORS = dict(zip(KINDS, ("#2463c0", "#6fbdf0", "#c95a2e", "#e5bb3f", "#9676b8", "#35ab72", "#5f5a66", "#b6bfba"),
+                        strict=True))
+
+
+def ms_text(ms):
+    return f"{ms:,.0f}" if ms >= 200 else f"{ms:,.1f}"
+
+
+def speed_tip(row):
+    memory = f"{row.peak_memory_gb:.2f} GB" if row.peak_memory_gb else "–"
+    return [f"tokens/sec: {row.tokens_per_second or 0:,.0f}", f"ms/step: {ms_text(row.ms)}",
+            f"spread: {ms_text(row.ms_low)}–{ms_text(row.ms_high)}", f"peak memory: {memory}"]
+
+
+def speed_bars(report):
+    """Tokens per second of each rung, with the ratio to the baseline and MFU."""
+    for row in report.rows:
+        if row.tokens_per_second:
+            work = row.tokens_per_second * row.ms
+            ratio = f"  ×{row.times_baseline:.2f}" if row.times_baseline else ""
+            yield {"title": row.title, "label": label_of(row.name), "parts": [row.tokens_per_second],
+                   "low": work / row.ms_high, "high": work / row.ms_low, "end": f"{row.tokens_per_second:,.0f}",
+                   "more": ratio + (f"  MFU {row.mfu:.0%}" if row.mfu else ""), "tip": speed_tip(row)}
+
+
+def memory_bars(report):
+    """Peak memory of each rung, in GB (1e9 bytes)."""
+    for row in report.rows:
+        if row.peak_memory_gb:
+            yield {"title": row.title, "label": label_of(row.name), "parts": [row.peak_memory_gb],
+                   "end": f"{row.peak_memory_gb:.2f}", "tip": speed_tip(row)}
+
+
+def profile_bars(profile):
+    """Milliseconds of each rung's step by kind of work, and its floor; [] for None."""
+    rungs = profile["rungs"] if profile else []
+    digits = 0 if any(sum(rung["parts_ms"].values()) >= 200 for rung in rungs) else 1
+    for rung in rungs:
+        whole, sure = sum(rung["parts_ms"].values()), is_reliable(rung)
+        tip = [f"{kind}: {ms:,.{digits}f} ms, {100 * ms / whole:.0f} %" for kind, ms in rung["parts_ms"].items()]
+        tip += [f"{what}: {ms:,.{digits}f} ms" for what, ms in (
+            ("the whole step", whole), ("floor", rung["floor_ms"]), ("without the profiler", rung["plain_ms"]))]
+        yield {"title": title_of(rung["name"]), "label": label_of(rung["name"]),
+               "parts": list(rung["parts_ms"].values()), "floor": rung["floor_ms"], "pale": not sure,
+               "end": f"{whole:,.{digits}f}" + ("" if sure else " (!)"),
+               "tip": tip + ([] if sure else ["unreliable: the two differ by more than 10 %"])}
+
+
+def curves(report):
+    """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
+    if report.sweep:
+        for name, steps, seconds, losses in race_curves(report):
+            yield {"title": title_of(name), "steps": steps, "seconds": seconds, "loss": losses}
+        return
+    for row in report.rows:
+        run = report.runs[row.name][0]
+        yield {"title": row.title, "steps": run.steps, "seconds": run.seconds, "loss": run.losses}
+        if run.val_steps:
+            yield {"title": f"{row.title}: validation", "steps": run.val_steps,
+                   "seconds": [run.seconds_at(step) for step in run.val_steps], "loss": run.val_losses, "val": True}
+
+
+def gain(report):
+    """What rungs 0 to 10 gain, in a sentence; "" where not both ends were measured."""
+    labels = [stage.label for stage in LADDER]
+    last = [row for row in report.rows if label_of(row.name) in labels][-1:]
+    if not last or not last[0].times_baseline or label_of(last[0].name) == "0":
+        return ""
+    return (f"Rung {label_of(last[0].name)} trains {last[0].times_baseline:.1f} times as many tokens per second as the "
+            "baseline.")

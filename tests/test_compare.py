@@ -1,0 +1,123 @@
+"""Two logs step by step: the same losses or not, faster or not, and when neither can be said."""
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from log_files import MEDIAN, call, write_log  # noqa: F401, a fixture
+
+from ladder.judge.compare import compare
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import read_log
+
+HEADER = """\
+# script: baseline.py
+# model: gpt2
+# device: {device} | allocator: {allocator}
+# batch: B={B} T=1024 | steps: 20 | seed: 1
+# ranks: {ranks}
+# data: a
+"""
+USUAL = {"device": "T4", "allocator": "torch", "B": 4, "ranks": 1}
+FAST, SLOW = [50, 51, 52, 50] * 5, [100, 101, 102, 100] * 5
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """compared(one, other): the Comparison of two logs, each the arguments of write_log."""
+    def compared(*logs):
+        return compare(*(read_log(write_log(tmp_path / f"{side}.log", **log))
+                         for side, log in zip("ab", logs, strict=True)))
+
+    return compared
+
+
+def of_rung(label, losses=(10, 9, 8)):
+    return {"header": f"# script: {BY_LABEL[label].file}\n", "losses": losses, "tail": MEDIAN}
+
+
+NEARLY = (10.0001, 9.001, 8.0)
+
+
+@pytest.mark.parametrize("one, other, losses, verdict", [
+    ("0", "0", (10, 9, 8), "The same losses"), ("0", "0", (10, 9, 8.0001), "NOT the same losses"),
+    ("1", "2", NEARLY, "The same losses"), ("1", "3", NEARLY, "The same losses"),
+    ("16", "11", NEARLY, "The same losses"),  # in either order
+    ("13", "14", (10, 9, 7), "NOT the same losses"), ("4", "5", (10, 9, float("nan")), "NOT the same losses"),
+    ("0", "1", NEARLY, "meant to change them"), ("3", "4", NEARLY, "meant to change them"),
+    ("10", "ddp", NEARLY, "meant to change them"), ("2", "9", NEARLY, "meant to change them"),
+    ("ddp", "11", NEARLY, "meant to change them"),
+])
+def test_losses_may_differ_as_far_as_the_rungs_between_allow(one, other, losses, verdict, compared):
+    sentence = compared(of_rung(one), of_rung(other, losses)).sentences[0]
+    assert verdict in sentence and ("NOT" in verdict) == ("NOT" in sentence)
+
+
+def test_the_first_step_apart_is_named(compared):
+    assert "Before step 3 they were at most 0.0000" in compared(of_rung("0"), of_rung("0", (10, 9, 7))).sentences[0]
+    assert "from the first step on" in compared(of_rung("0"), of_rung("0", (11, 9, 8))).sentences[0]
+
+
+@pytest.mark.parametrize("one, other, faster, beyond", [
+    (SLOW, FAST, 2, True), (FAST, SLOW, 0.5, True), (SLOW, [60, 90, 120, 150] * 5, None, False)])
+def test_a_speedup_counts_if_the_middle_halves_do_not_overlap(one, other, faster, beyond, compared):
+    result = compared({"ms": one}, {"ms": other})
+    assert result.beyond_noise == beyond and ("within the noise" in result.sentences[-1]) != beyond
+    assert faster is None or result.faster == pytest.approx(faster, rel=0.02)
+
+
+@pytest.mark.parametrize("ms, enough", [((500,), False), ((500, *[50] * 17), False), ((500, *[50] * 18), True)])
+def test_a_verdict_needs_ten_steps_after_the_warm_up(ms, enough, compared):
+    """Which is the first half."""
+    result = compared({"ms": ms}, {"ms": [2 * one for one in ms]})
+    assert result.beyond_noise == enough != ("too few steps to say" in result.sentences[-1])
+
+
+@pytest.mark.parametrize("change, named, losses, speed", [
+    ({}, None, "The same losses", "larger than the noise"),
+    (("gpt2\n", "tiny\n"), "model: gpt2 against tiny", "do not compare", "does not measure"),
+    (("T=1024", "T=512"), "T: 1024 against 512", "do not compare", "does not measure"),
+    ({"B": 8}, "B: 4 against 8", "do not compare", "4.00 times"),
+    (("data: a", "data: b"), "data: a against b", "do not compare", "larger than the noise"),
+    (("seed: 1", "seed: 2"), "seed: 1 against 2", "do not compare", "larger than the noise"),
+    ({"device": "H200"}, "device: T4 against H200", "The same losses", "larger than the noise"),
+    ({"ranks": 2}, "tokens per step: 4096 against 8192", "do not compare", "4.00 times"),
+    ({"ranks": 2, "B": 2}, "B: 4 against 2", "of the same tokens", "2.00 times"),
+])
+def test_what_differs_is_named_and_not_judged(change, named, losses, speed, compared):
+    """Of other work neither the speed nor the losses; of other data or seeds not the losses."""
+    header = HEADER.format(**USUAL | (change if isinstance(change, dict) else {}))
+    header = header.replace(*change) if isinstance(change, tuple) else header
+    one, other = ({"ms": [ms] * 20, "header": text} for ms, text in ((100, HEADER.format(**USUAL)), (50, header)))
+    text = " ".join(compared(one, other).sentences)
+    assert losses in text and speed in text and ("Different " in text) == bool(named)
+    assert not named or f"Different {named}." in text
+
+
+@pytest.mark.parametrize("device, one, other, different", [
+    ("EPYC (2 threads)", "malloc", "tcmalloc", "malloc against tcmalloc"),
+    ("EPYC (2 threads)", None, "tcmalloc", "unknown against tcmalloc"), ("EPYC (2 threads)", "malloc", "malloc", None),
+    ("NVIDIA H200", None, "torch", None),
+])
+def test_different_allocators_are_named(device, one, other, different, compared):
+    headers = [HEADER.format(**USUAL | {"device": device, "allocator": name}).replace(" | allocator: None", "")
+               for name in (one, other)]
+    result = compared(*({"ms": ms, "header": header} for ms, header in zip((SLOW, FAST), headers, strict=True)))
+    text = " ".join(result.sentences)
+    assert "The same losses" in text  # which no allocator changes
+    assert (f"Different allocator: {different}." in text) == bool(different) == ("may be the allocator's" in text)
+
+
+def test_the_table(tmp_path, call):  # noqa: F811
+    code, out, _ = call("compare", write_log(tmp_path / "a.log"), write_log(tmp_path / "b.log", ms=(50, 25, 20)))
+    assert code == 0 and "2 9.000000 9.000000 +0.000000 50.00 25.00 2.00" in out
+    assert "median +0.000000 50.00 25.00 2.00" in out
+
+
+def test_comparing_loads_no_torch(tmp_path):
+    logs = [write_log(tmp_path / f"{side}.log") for side in "ab"]
+    for words in (["compare", *logs], ["report", tmp_path], ["report", tmp_path, "--json"]):
+        code = ("import sys; from ladder.__main__ import main; code = main(sys.argv[1:]); "
+                "sys.exit(code or 'torch' in sys.modules)")
+        done = subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
