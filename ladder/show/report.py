@@ -21,7 +21,8 @@ from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
 from ladder.show.logs import PEER, PEER_FILE, read_folder
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
-from ladder.judge.standings import WIDE, finished, race_texts, read_sweep, read_timing
+from ladder.judge.race_table import read_race
+from ladder.judge.standings import WIDE, race_texts
 
 LADDER_MARKS = ("<!-- ladder:begin -->", "<!-- ladder:end -->")
 BEYOND_MARKS = ("<!-- beyond:begin -->", "<!-- beyond:end -->")
@@ -78,6 +79,7 @@ class Report:
     profile: dict | None  # where each rung's step time goes, as profile.json has it
     sweep: dict  # of a race, {rung: {its learning rates: validation loss}}; else {}
     timing: dict  # of a race, {rung: [Run, ...]} that measured the time of a step; {} without
+    race: object = None  # all of its runs, a race_table.Race; None if this is none
     skipped: list = field(default_factory=list)  # why files of the folder were not used
 
 
@@ -192,7 +194,8 @@ def build_report(folder, peak_tflops=None, **stand_ins):
 
     `peak_tflops` (1e12 FLOP/s of the device) stands in where no rate was measured.
     """
-    runs, skipped = read_folder(folder, **stand_ins)
+    race = read_race(folder)
+    runs, skipped = (race.runs("round"), race.skipped) if race else read_folder(folder, **stand_ins)
     check_comparable(runs, folder)
     machine = read_or_skip(read_machine, folder, skipped, {})
     profile = read_or_skip(read_profile, folder, skipped, None)
@@ -206,15 +209,13 @@ def build_report(folder, peak_tflops=None, **stand_ins):
     every_run = [run for rounds in runs.values() for run in rounds]
     common_loss = common_lowest(run.losses for run in every_run)
     common_val_loss = common_lowest(run.val_losses for run in every_run)
-    ended = finished(runs)
-    sweep = read_sweep(Path(folder)) if ended else {}
-    timing = read_timing(Path(folder), ended) if sweep else {}
+    timing = race.runs("timing") if race and race.timed == "timing" else {}
     rows = [row_of(name, rounds, timing.get(name, rounds), machine.get("rates"), common_loss, common_val_loss)
             for name, rounds in runs.items()]
     compare_rows(rows)
     return Report(
         Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, common_loss, common_val_loss,
-        rows, runs, profile, sweep, timing, skipped,
+        rows, runs, profile, race.sweep if race else {}, timing, race, skipped,
     )
 
 
