@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_ladder_tool import MEDIAN, write_log
-from test_race import ADAMW, BEST, flag_of, part_of, run_race
 
 from ladder.measure import check, rates
 from ladder.measure.runner import Job, plan, run_job
@@ -15,12 +14,6 @@ from ladder.scripts.stages import BY_LABEL
 from ladder.judge.compare import compare
 from ladder.show.logs import read_log
 from ladder.show.report import build_report
-from ladder.judge.standings import race_curves, standings
-
-
-def test_each_round_of_a_race_has_a_seed_of_its_own(tmp_path):
-    jobs = run_race(tmp_path, BEST, [ADAMW], seeds=3)
-    assert [flag_of(job, "--seed") for job in part_of(jobs, "round")] == ["1337", "1338", "1339"]
 
 
 def test_rounds_are_interleaved(tmp_path):
@@ -104,21 +97,6 @@ def test_the_same_script_twice_must_repeat_its_losses(tmp_path):
 def test_slower_is_as_certain_as_faster(tmp_path):
     slow, fast = {"ms": [100, 101, 102] * 5}, {"ms": [50, 51, 52] * 5}
     assert "0.50 times" in (text := sentences(tmp_path, fast, slow)) and "larger than the noise" in text
-
-
-def test_the_target_of_a_race_is_not_rounded_up_twice(tmp_path):
-    """100 * 1.1 is a little more than 110 in floating point."""
-    run_race(tmp_path, BEST, [ADAMW], **{ADAMW.name: lambda end, job: (9, 8, 7, 1.1)})
-    report = build_report(tmp_path)
-    assert standings(report)[0] == 1.1
-
-
-def test_the_curve_of_a_race_is_the_median_of_its_seeds(tmp_path):
-    ends = {"round_1": 6.1, "round_2": 5.0, "round_3": 5.9}
-    run_race(tmp_path, BEST, [ADAMW], 3,
-             **{ADAMW.name: lambda end, job: (9, 8, 7, ends.get(job.log_dir.name, end))})
-    [(_, steps, _, losses)] = race_curves(build_report(tmp_path))
-    assert (steps, losses) == ([10, 20, 30, 40], [9, 8, 7, 5.9])
 
 
 def test_from_rung_17_on_the_logits_of_a_chunk_count():

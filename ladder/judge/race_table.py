@@ -158,7 +158,7 @@ def read_logs(folder):
 def read_csv(path):
     """The Race of a file that write_csv wrote; raises UserError for others."""
     try:
-        points = pandas.read_csv(path, comment="#", dtype=COLUMNS, float_precision="round_trip")
+        points = pandas.read_csv(path, comment="#", dtype=COLUMNS)
     except ValueError as error:
         raise UserError(f"{path}: not the table of a race: {error}") from None
     if [*points] != [*COLUMNS]:
