@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import load_module, losses, new_gpt, run_command, rung, train
 
-from experiments import causal_attention, compress, data_wait, eight_bit_adamw, past_qwen3, sampling_speed, variants
+from experiments import causal_attention, compress, data_wait, eight_bit_adamw, sampling_speed, variants
+from ladder.errors import UserError
 from ladder.show.logs import read_log
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -206,7 +207,7 @@ def test_memory_pages_take_effect(tokens, tmp_path):
 
 
 def variant(name, folder):
-    return load_module(variants.write_variant(name, folder).path)
+    return load_module(variants.write_variant(variants.PATCHES / "variants" / f"{name}.patch", folder).path)
 
 
 def test_variants_are_what_they_say(tmp_path):
@@ -257,6 +258,14 @@ def test_variants_are_what_they_say(tmp_path):
         assert torch.allclose(before[p] - p, optimizer.param_groups[0]["lr"] * update, atol=1e-6)
 
 
+def test_a_patch_that_does_not_fit_is_refused(tmp_path):
+    patch = tmp_path / "old.patch"
+    patch.write_text((variants.PATCHES / "variants" / "adamw.patch").read_text().replace("-        return", "-        yield"))
+    with pytest.raises(UserError, match="old.patch: does not fit beyond/rung_24_zero_init.py: "):
+        variants.write_variant(patch, tmp_path)
+    assert [*tmp_path.iterdir()] == [patch]
+
+
 def test_the_python_corpus(tmp_path):
     """Sources that parse, without installed packages and tests."""
     run_command(sys.executable, "-m", "experiments.python_corpus", tmp_path / "python.jsonl")
@@ -277,10 +286,10 @@ def test_causal_attention_in_blocks_is_causal_attention(T):
         assert same == (name != "flash kernel, no mask"), name
 
 
-@pytest.mark.parametrize("name", past_qwen3.TRIALS)
-def test_trials_past_qwen3_train(name, tmp_path):
+@pytest.mark.parametrize("patch", variants.patches("past_qwen3"), ids=lambda patch: patch.stem)
+def test_trials_past_qwen3_train(patch, tmp_path):
     """Each starts with a loss near rung 24's, all that it adds gets a gradient, and no token sees a later one."""
-    module = load_module(variants.write_variant(name, tmp_path, past_qwen3.TRIALS).path)
+    module = load_module(variants.write_variant(patch, tmp_path).path)
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(block_size=16, vocab_size=257, n_layer=4, n_head=2, n_embd=32))
     model.recompute_blocks = 0
@@ -290,7 +299,7 @@ def test_trials_past_qwen3_train(name, tmp_path):
         loss = model(x, x.roll(-1, dims=1))
         loss.backward()
         if step == 0:
-            assert abs(loss.item() - math.log(257)) < (1 if name == "wide_init" else 0.2)
+            assert abs(loss.item() - math.log(257)) < (1 if patch.stem == "wide_init" else 0.2)
         if step == 2:
             idle = {part for part, p in model.named_parameters() if p.grad is None or not p.grad.any()}
             assert idle <= {"transformer.h.0.attn.mix"}  # of the first block, which has none before it
