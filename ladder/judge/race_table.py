@@ -97,12 +97,12 @@ def best_rates(name, sweep):
 def last_val_loss(path):
     """The last validation loss of a log; inf if there is none, or the run stopped early or diverged."""
     try:
-        return points_of(finished(path))[-1]["val_loss"]
+        return points_of(finished_run(path))[-1]["val_loss"]
     except UserError:
         return math.inf
 
 
-def finished(path, validated=True):
+def finished_run(path, validated=True):
     """The run of a log; raises UserError if it did not finish or, where it should have, validate."""
     run = read_log(path)
     if not run.complete or validated and not run.val_losses:
@@ -141,7 +141,7 @@ def read_logs(folder):
             max_lr, muon_lr, *_ = [*rates, math.nan, math.nan]
             place = {"part": part, "rung": path.stem, "max_lr": max_lr, "muon_lr": muon_lr, "round": int(number or 1)}
             try:
-                run = finished(path, validated=part != "timing")
+                run = finished_run(path, validated=part != "timing")
             except UserError as error:
                 if part == "search":
                     rows.append(place | {"step": 0, "tokens": 0, "val_loss": math.inf})

@@ -12,7 +12,7 @@ from ladder.scripts.stages import BY_NAME
 from ladder.show.logs import PEER
 from ladder.show.profile import is_reliable
 from ladder.show.report import conditions, data_of, where
-from ladder.judge.standings import race_curves, standings
+from ladder.judge.standings import finished, race_curves, standings
 
 # One colour per kind of work, here and on the page. Blue is the arithmetic; colour-blind readers can tell all eight
 # apart, on white and on black (a test checks it).
@@ -136,11 +136,11 @@ def draw_seconds(axes, report, rows=None):
     With `rows` of a report there is a place for each of these, some of them empty.
     """
     target, racers = standings(report)
-    apart, rows = rows is None, rows or report.rows
+    apart, rows, runs = rows is None, rows or report.rows, finished(report.runs)
     colours, places = colours_of(rows), {row.name: i for i, row in enumerate(rows)}
     for racer in racers:
         i = places[racer.name]
-        whole = report.runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
+        whole = runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
         middle, low, high = (min(seconds, whole) for seconds in racer.seconds)
         reached = math.isfinite(racer.seconds[0])
         axes.barh(i, middle, color=colours[racer.name], alpha=1 if reached else 0.25, height=0.76,
@@ -161,7 +161,7 @@ def draw_seconds(axes, report, rows=None):
 
 def about_seconds(report):
     """The caption of draw_seconds."""
-    n_seeds = max(map(len, report.runs.values()))
+    n_seeds = max(map(len, finished(report.runs).values()))
     return f"The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where a seed never got there."
 
 
