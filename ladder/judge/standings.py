@@ -46,7 +46,7 @@ def steps_to(points, loss):
 
 def median_and_range(values):
     """(median, lowest, highest) of a Series."""
-    return values.median(), values.min(), values.max()
+    return float(values.median()), float(values.min()), float(values.max())
 
 
 def chances(values):
