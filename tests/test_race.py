@@ -41,19 +41,26 @@ def flag_of(job, flag):
     return job.command[places[-1] + 1] if places else None
 
 
+HEADER = """# script: {0.name}.py
+# model: tiny | parameters: 1,250,000
+# device: cpu (2 threads)
+# total batch: 64 tokens in 1 micro-steps
+# batch: B=2 T=32 | steps: 40 | seed: {1}
+# data: text
+"""
+
+
 def write_log(job, val_losses, ms=100.0):
-    """A log as the script of the job writes it, with these validation losses or the last of them."""
+    """A log as the script of the job writes it, with these validation losses or, after others, this last one."""
     val_losses = val_losses if isinstance(val_losses, tuple) else (9, 8, 7, val_losses)
-    job.log_dir.mkdir(parents=True, exist_ok=True)
-    lines = [f"# script: {job.name}.py", "# model: tiny | parameters: 1,250,000", "# device: cpu (2 threads)",
-             "# total batch: 64 tokens in 1 micro-steps", f"# batch: B=2 T=32 | steps: 40 | seed: {flag_of(job, '--seed')}",
-             "# data: text"]
+    lines = [HEADER.format(job, flag_of(job, "--seed"))]
     for step in range(1, 41):
-        lines.append(f"step : {step} | loss: 5.0 | dt: {ms} ms | tokens/sec: 1")
+        lines.append(f"step : {step} | loss: 5.0 | dt: {ms} ms | tokens/sec: 1\n")
         if step in STEPS:
-            lines.append(f"val : step {step} | loss: {val_losses[STEPS.index(step)]} | time: 0.1 s")
-    lines.append(f"median : dt: {ms} ms | tokens/sec: 1 | peak memory: 1.00 GB | steps 6-40")
-    (job.log_dir / f"{job.name}.log").write_text("\n".join(lines) + "\n")
+            lines.append(f"val : step {step} | loss: {val_losses[STEPS.index(step)]} | time: 0.1 s\n")
+    lines.append(f"median : dt: {ms} ms | tokens/sec: 1 | peak memory: 1.00 GB | steps 6-40\n")
+    job.log_dir.mkdir(parents=True, exist_ok=True)
+    (job.log_dir / f"{job.name}.log").write_text("".join(lines))
 
 
 def cut(path, n_lines):
@@ -346,27 +353,41 @@ def test_medians_of_rounds_and_first_steps_of_timings(tmp_path):
     assert list(race_curves(report)) == [(ADAMW.name, [*STEPS], [1.0, 2.0, 3.0, 4.0], [9, 8, 7, 6.1])]
 
 
-def test_the_record_says_what_the_logs_do(tmp_path, call):
-    """All numbers of the report, without the logs; a script outside of the ladder races, too."""
+def test_the_record_says_what_the_logs_do(tmp_path):
+    """All that the report shows, without the logs."""
+    run_race(tmp_path, BEST, [ADAMW, MUON], 3, **VAL_LOSSES)
+    (tmp_path / "record").mkdir()
+    (tmp_path / FILE).rename(tmp_path / "record" / FILE)
+    by_logs, by_csv = build_report(tmp_path), build_report(tmp_path / "record")
+    assert by_csv.race.facts == by_logs.race.facts and by_csv.race.facts["model"] == "tiny"
+    for shown in (standings, race_texts, lambda report: [*race_curves(report)], lambda report: report.rows):
+        assert repr(shown(by_csv)) == repr(shown(by_logs))
+    assert by_csv.sweep == by_logs.sweep and by_csv.setting == by_logs.setting
+
+
+def test_a_script_outside_of_the_ladder_races_too(tmp_path):
+    """As experiments.variants has them. One of its search's runs failed."""
     run_race(tmp_path, BEST, [ADAMW, MUON], 3, **VAL_LOSSES)
     for path in tmp_path.rglob(f"{MUON.name}.log"):
         (path.parent / "an_idea.log").write_text(path.read_text().replace(path.stem, "an_idea"))
-    (tmp_path / "sweep/0.0003/an_idea.log").write_text("killed\n")
-    by_logs, record = build_report(tmp_path), tmp_path / "record" / FILE
-    record.parent.mkdir()
-    write_csv(by_logs.race, record)
-    by_csv = build_report(record.parent)
-    assert by_csv.race.facts == by_logs.race.facts and by_csv.race.facts["model"] == "tiny"
-    assert by_csv.sweep == by_logs.sweep and by_csv.sweep["an_idea"][3e-4,] == math.inf
-    for of in (standings, race_texts, lambda report: list(race_curves(report)), lambda report: report.setting):
-        assert repr(of(by_csv)) == repr(of(by_logs))
-    assert [repr(row) for row in by_csv.rows] == [repr(row) for row in by_logs.rows]
-    assert "an_idea" in [racer.name for racer in standings(by_csv)[1]]
-    text = record.read_text()
-    for damaged in (text.replace("val_loss", "loss_val"), text.replace(",5.0,", ",five,"), "# data: text\n", "\xff"):
-        record.write_bytes(damaged.encode("latin-1"))
-        code, _, error = call("report", record.parent)
-        assert code == 1 and error.count("\n") == 1 and f"record/{FILE}: " in error, (damaged[:200], error)
+    cut(tmp_path / "sweep" / "0.0024_0.002" / "an_idea.log", 1)
+    write_csv(read_logs(tmp_path), tmp_path / FILE)
+    (tmp_path / "sweep").rename(tmp_path / "gone")
+    _, [_, muon, idea] = standings(build_report(tmp_path))
+    assert idea.name == "an_idea" and idea[2:5] == muon[2:5] and idea.rates == (1.2e-3, 4e-3)
+    assert read_race(tmp_path).sweep["an_idea"][2.4e-3, 2e-3] == math.inf
+
+
+@pytest.mark.parametrize("old, new", [
+    ("val_loss", "loss_val"), (",40,", ",forty,"), ("part,", "# part,"), ("data", "\xff"),
+])
+def test_a_damaged_record_is_one_error(old, new, tmp_path, call):
+    run_race(tmp_path, BEST, [ADAMW])
+    text = (tmp_path / FILE).read_text().replace(old, new)
+    (tmp_path / "sweep").rename(tmp_path / "gone")
+    (tmp_path / FILE).write_bytes(text.encode("latin-1"))
+    code, _, error = call("report", tmp_path)
+    assert code == 1 and error.count("\n") == 1 and f"{FILE}" in error, error
 
 
 def test_the_pictures_of_a_race(tmp_path):
@@ -422,10 +443,9 @@ def test_ctrl_c_stops_all_that_run_at_once(tmp_path, monkeypatch, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     threading.Thread(target=interrupt, daemon=True).start()
-    started = time.monotonic()
     with make_runner(tmp_path) as runner, pytest.raises(KeyboardInterrupt):
         runner.run(jobs, 2)
-    assert time.monotonic() - started < 20 and not files[2].exists() and not runner.outcomes
+    assert not files[2].exists() and not runner.outcomes
     for file in files[:2]:
         pid, threads = file.read_text().split()
         assert threads == "3" and not psutil.pid_exists(int(pid))
