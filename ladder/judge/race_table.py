@@ -52,7 +52,8 @@ class Race:
 
     def runs(self, part):
         """{rung: [Run, ...]} for the report, as if each step after the first had taken the median."""
-        B, T = map(int, re.search(r"B=(\d+) T=(\d+)", self.facts["batch"]).groups())
+        batch = re.search(r"B=(\d+) T=(\d+)", self.facts.get("batch", ""))
+        B, T = map(int, batch.groups()) if batch else (None, None)
         runs = {}
         for (name, number), points in self.part(part).groupby(["rung", "round"], sort=False):
             rows = points.to_dict("records")
@@ -105,8 +106,8 @@ def last_val_loss(path):
 def finished_run(path, validated=True):
     """The run of a log; raises UserError if it did not finish or, where it should have, validate."""
     run = read_log(path)
-    if not run.complete or validated and not run.val_losses:
-        raise UserError(f"{path}: the run did not finish")
+    if not run.complete or run.tokens_per_step is None or validated and not run.val_losses:
+        raise UserError(f"{path}: not a finished run of a race")
     return run
 
 
