@@ -3,6 +3,7 @@ import _thread
 import io
 import math
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -310,12 +311,14 @@ def test_the_standings_say_what_is_beyond_chance(tmp_path):
     """Not for the first rung, nor for one with the same losses; a run that never got there counts as its length."""
     stages = [ADAMW, CHUNKED, MUON]
     ends = {stage.name: [end + 0.01 * n for n in range(5)] for stage, end in zip(stages, (6, 6, 5.9), strict=True)}
-    ends[MUON.name][4] -= 0.001  # else all differences are the same
+    ends[CHUNKED.name][0] += 0.001  # the losses of rung 16 up to rounding
+    ends[MUON.name][4] -= 0.001
     run_race(tmp_path, BEST, stages, 5, **ends)
     report = build_report(tmp_path)
     target, racers = standings(report)
     assert target == 6.02 and all(math.isnan(p) for racer in racers[:2] for p in (racer.p_loss, racer.p_tokens))
-    t = 0.1002 / (0.001 / math.sqrt(5)) * math.sqrt(5)  # 0.1 four times, 0.101: their standard deviation is 0.001 / √5
+    gains = [before - after for before, after in zip(ends[CHUNKED.name], ends[MUON.name], strict=True)]
+    t = statistics.mean(gains) / statistics.stdev(gains) * math.sqrt(5)
     q = t * t / (1 + t * t / 4)
     assert racers[2].p_loss == pytest.approx(1 - 0.75 * math.sqrt(q) * (1 - q / 12), abs=1e-9)
     assert 0 < racers[2].p_tokens < 0.01 and racers[1].tokens[2] == math.inf
