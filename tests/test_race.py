@@ -272,6 +272,8 @@ def test_the_plan_of_a_race_and_how_far_its_search_is(tmp_path):
 def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(tmp_path):
     """A rung that has not been timed alone is not compared with one that has: then no timing counts."""
     run_race(tmp_path, BEST, [ADAMW, MUON], 3, ["timing"], **VAL_LOSSES)
+    odd = tmp_path / "timing" / "round_1" / f"{ADAMW.name}.log"  # the median of the three does not mind
+    odd.write_text(odd.read_text().replace("dt: 120.0 ms", "dt: 12.0 ms"))
     report = build_report(tmp_path)
     _, racers = standings(report)
     assert [racer.ms for racer in racers] == [row.ms for row in report.rows] == pytest.approx([120, 132])
