@@ -3,64 +3,51 @@
     python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
         --val-every 60
 
-Each is the script of rung 24 with the replacements below. The folder then holds logs as after python -m ladder run
---race; rerun the same command to resume.
+Each is a patch of rung 24's script in patches/variants/. The folder then holds what python -m ladder run --race leaves;
+rerun the same command to resume.
 """
 import argparse
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from ladder.errors import UserError
+from ladder.judge.race_table import read_logs
+from ladder.judge.standings import show_rates
 from ladder.measure.race import n_jobs, race
 from ladder.measure.runner import Runner, check_flags
 from ladder.scripts.stages import BY_LABEL
-from ladder.judge.standings import last_val_loss, read_sweep, show_rates
 
 BASE = BY_LABEL["24"]  # the last rung of the race
-VARIANTS = {  # name: (what it is, [(text of rung 24, what replaces it), ...])
-    "label_smoothing": ("label smoothing of 0.1, judged by the loss without it", [
-        ("logits_grad = log_probs.exp_().add_(one_hot, alpha=-1)",
-         "smoothed = 0.9 * one_hot\n"
-         "                smoothed[:, :vocab_size] += 0.1 / vocab_size\n"
-         "                logits_grad = log_probs.exp_().sub_(smoothed)"),
-    ]),
-    "relu_squared": ("ReLU^2 with 4 * C hidden numbers instead of SwiGLU with 8/3 * C", [
-        ("        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)\n", ""),
-        ("F.silu(self.gate_proj(x)) * self.up_proj(x)", "F.relu(self.up_proj(x)).square()"),
-        ("return math.ceil(8 * self.n_embd / 3 / 64) * 64", "return 4 * self.n_embd"),
-    ]),
-    "untied": ("an output layer of its own", [
-        ("self.transformer.wte.weight = self.lm_head.weight  # one parameter", "# two parameters, not one"),
-        ("isinstance(module, nn.Embedding)]\n", "isinstance(module, nn.Embedding)] + [self.lm_head.weight]\n"),
-    ]),
-    "adamw": ("AdamW for the matrices of the blocks, too; --muon-lr is its rate for them", [
-        ("return MuonAdamW(", "return torch.optim.AdamW("),
-    ]),
-    "qkv_apart": ("c_attn's query, key and value orthogonalized one by one, not as one matrix", [
-        ("self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)",
-         "self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)\n"
-         "        self.c_attn.weight.n_parts = 3"),
-        ("stacks.setdefault((p.shape, ", 'stacks.setdefault((getattr(p, "n_parts", 1), p.shape, '),
-        ("update = muon_update(torch.stack(grads), torch.stack(momenta))",
-         'pieces = [torch.stack(each).chunk(getattr(stack[0], "n_parts", 1), dim=1) for each in (grads, momenta)]\n'
-         "            update = torch.cat([muon_update(*each) for each in zip(*pieces, strict=True)], dim=1)"),
-    ]),
-}
+PATCHES = Path(__file__).parent / "patches"
 
 
-def write_variant(name, folder, variants=VARIANTS):
-    """The script of a variant, in `folder`, as a stage of a race."""
-    text = BASE.path.read_text(encoding="utf-8")
-    for old, new in variants[name][1]:
-        if text.count(old) != 1:
-            raise UserError(f"{name}: the variant no longer fits {BASE.file}: {old!r}")
-        text = text.replace(old, new)
-    path = folder / f"{name}.py"
-    path.write_text(text, encoding="utf-8")
-    return replace(BASE, label=name, file=str(path.resolve()), title=variants[name][0], same_losses=None)
+def patches(kind):
+    """The patches of rung 24 in patches/<kind>/; the first line of each says what it is."""
+    return sorted((PATCHES / kind).glob("*.patch"))
+
+
+def write_variant(patch, folder):
+    """Rung 24's script with a patch, in `folder` under the patch's name; returns it as a stage of a race."""
+    path = folder / f"{patch.stem}.py"
+    with tempfile.TemporaryDirectory() as copies:
+        copy = Path(shutil.copy(BASE.path, copies))
+        done = subprocess.run(
+            ["git", "apply", "-C1", patch], cwd=copies, capture_output=True, text=True, check=False,
+            env=os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(copies).parent)},  # no repository around it counts
+        )
+        if done.returncode:
+            raise UserError(f"{patch}: does not fit {BASE.file}: {done.stderr.strip()}; make the change there and "
+                            "write the patch anew, with git diff")
+        shutil.move(copy, path)
+    title = patch.read_text(encoding="utf-8").splitlines()[0]
+    return replace(BASE, label=patch.stem, file=str(path.resolve()), title=title, same_losses=None)
 
 
 def main():
@@ -69,15 +56,15 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     args, flags = parser.parse_known_args()
     args.logs.mkdir(parents=True, exist_ok=True)
-    stages = [write_variant(name, args.logs) for name in VARIANTS]
+    stages = [write_variant(patch, args.logs) for patch in patches("variants")]
     settings = check_flags([BASE], flags)
     with Runner(settings, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(stages, args.seeds)) as runner:
         race(stages, flags, args.logs, args.seeds, runner.run)
-    sweep = read_sweep(args.logs)
+    found = read_logs(args.logs)
+    ends = found.part("round").groupby(["rung", "round"]).val_loss.last()
     for stage in stages:
-        rounds = [last_val_loss(args.logs / f"round_{n + 1}" / f"{stage.name}.log") for n in range(args.seeds)]
-        rates = ", ".join(f"{show_rates(rates)}: {loss:.3f}" for rates, loss in sweep[stage.name].items())
-        print(f"{stage.title}: {' '.join(f'{loss:.3f}' for loss in rounds)} (search: {rates})")
+        rates = ", ".join(f"{show_rates(rates)}: {loss:.3f}" for rates, loss in found.sweep[stage.name].items())
+        print(f"{stage.title}: {' '.join(f'{loss:.3f}' for loss in ends[stage.name])} (search: {rates})")
 
 
 if __name__ == "__main__":

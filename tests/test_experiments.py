@@ -11,11 +11,15 @@ import pytest
 import torch
 from conftest import load_module, losses, new_gpt, run_command, rung, train
 
-from experiments import causal_attention, compress, data_wait, eight_bit_adamw, past_qwen3, sampling_speed, variants
+from experiments import causal_attention, compress, data_wait, eight_bit_adamw, sampling_speed, variants
+from ladder.errors import UserError
 from ladder.show.logs import read_log
 
+FOLDER = Path(variants.__file__).parent
+NO_FLAGS = {"cpu_bfloat16", "floors", "prepare_speed"}
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 TINY = ["--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32"]
+N_PARAMETERS = 64 * (50304 + 1024) + 2 * (12 * 64**2 + 13 * 64) + 2 * 64  # of the tiny GPT-2 of rung 10
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +40,17 @@ def block_weights(model):
 
 
 @torch.no_grad()
-def test_compress_linear_layers_compute_what_conv1d_did(model, saved):
-    ids = torch.randint(0, 50257, (2, 48), generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(model(ids).logits, compress.load_model(saved, "cpu")[0](ids).logits, atol=1e-5)
+def test_compress_measures_the_loss_that_the_script_computes(model, saved, tokens):
+    """Of linear layers in place of transformers' Conv1D, in the blocks only."""
     assert sorted(block_weights(model)) == sorted(
         f"transformer.h.{i}.{part}" for i in range(2)
         for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
-
-
-@torch.no_grad()
-def test_compress_measures_the_loss_that_the_script_computes(model, saved, tokens):
-    module = rung("10")
-    checkpoint = torch.load(saved, weights_only=True)
+    module, checkpoint = rung("10"), torch.load(saved, weights_only=True)
     own = module.GPT(module.GPTConfig(**checkpoint["config"]))
     own.load_state_dict(checkpoint["model"])
     sequences, _ = compress.read_sequences(tokens, 64, 5)
-    val, _ = module.open_tokens(tokens, "val", 5 * 64 + 1)
-    x = torch.from_numpy(val[: 5 * 64].astype("int64")).view(5, 64)
-    y = torch.from_numpy(val[1 : 5 * 64 + 1].astype("int64")).view(5, 64)
+    val = torch.from_numpy(module.open_tokens(tokens, "val", 5 * 64 + 1)[0][: 5 * 64 + 1].astype("int64"))
+    x, y = val[:-1].view(5, 64), val[1:].view(5, 64)
     assert torch.equal(sequences, torch.cat([x, y[:, -1:]], dim=1))
     assert compress.validation_loss(model, sequences) == pytest.approx(own(x, y).item(), abs=1e-4)
 
@@ -102,7 +99,6 @@ def test_compress_prints_the_whole_table_and_draws_it(model, saved, tokens, tmp_
 
 
 @pytest.mark.parametrize("flags, reason", [
-    (["-T", 0], "-T 0: out of range; give at least 1"),
     (["--val-sequences", 0], "--val-sequences 0: out of range; give at least 1"),
     (["-T", 1025], "-T 1025: the model's longest sequence is 1024; lower -T"),
     (["--data", "nowhere"], "--data nowhere: no token files"),
@@ -153,41 +149,29 @@ def test_data_wait_is_the_loaders(tokens, monkeypatch):
     assert waits[0] >= 20 > 10 > waits[1] > 0  # ms
 
 
-def own_and_n_parameters(flags):
-    rung_10 = eight_bit_adamw.rung_10
-    n_parameters = sum(p.numel() for p in new_gpt(rung_10).parameters())
-    return *eight_bit_adamw.train(eight_bit_adamw.own_adamw, flags), n_parameters
+EIGHT_BIT = [*TINY, "--steps", "3", "--compile-mode", "none"]
 
 
 def test_eight_bit_adamw_starts_from_rung_10s_own(tokens, tmp_path):
-    flags = [*TINY, "--data", str(tokens), "--steps", "3", "--compile-mode", "none"]
-    size, ms, loss, n_parameters = own_and_n_parameters(flags)
-    assert size == pytest.approx(8 * n_parameters, rel=1e-3) and ms > 0
+    size, ms, loss = eight_bit_adamw.train(eight_bit_adamw.own_adamw, [*EIGHT_BIT, "--data", str(tokens)])
+    assert size == pytest.approx(8 * N_PARAMETERS, rel=1e-3) and ms > 0
     assert loss == losses(train(rung("10"), tmp_path, tokens, *TINY[4:], "--steps", 3))[-1]
 
 
 @pytest.mark.slow  # torchao compiles its step
 def test_eight_bit_adamw_counts_the_bytes_of_the_state(tokens):
     """Two 8-bit moments, and a scale for each 256 numbers."""
-    flags = [*TINY, "--data", str(tokens), "--steps", "3", "--compile-mode", "none"]
-    *_, loss, n_parameters = own_and_n_parameters(flags)
+    flags = [*EIGHT_BIT, "--data", str(tokens)]
+    *_, loss = eight_bit_adamw.train(eight_bit_adamw.own_adamw, flags)
     size, _, eight_bit_loss = eight_bit_adamw.train(eight_bit_adamw.torchao_adamw, flags)
-    assert 2 * n_parameters < size < 2.2 * n_parameters
+    assert 2 * N_PARAMETERS < size < 2.2 * N_PARAMETERS
     assert eight_bit_loss == pytest.approx(loss, abs=0.01)
 
 
-def test_eight_bit_adamw_says_what_does_not_run(monkeypatch, tokens, capsys):
-    def missing(groups):
-        raise ModuleNotFoundError("No module named 'imaginary'")
-
-    monkeypatch.setattr(eight_bit_adamw, "OPTIMIZERS", {"imaginary": missing})
-    eight_bit_adamw.main([*TINY, "--data", str(tokens), "--compile-mode", "none"])
-    assert "does not run: No module" in capsys.readouterr().out
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compress", "data_wait", "eight_bit_adamw", "network", "sampling_speed"])
+@pytest.mark.parametrize("name", sorted({path.stem for path in FOLDER.glob("*.py")} - NO_FLAGS))
 def test_as_a_program(name):
+    """Each question can still be asked."""
     run = run_command(sys.executable, "-m", f"experiments.{name}", "--help")
     assert run.returncode == 0 and run.stdout.startswith("usage: "), run.stderr
 
@@ -206,7 +190,7 @@ def test_memory_pages_take_effect(tokens, tmp_path):
 
 
 def variant(name, folder):
-    return load_module(variants.write_variant(name, folder).path)
+    return load_module(variants.write_variant(variants.PATCHES / "variants" / f"{name}.patch", folder).path)
 
 
 def test_variants_are_what_they_say(tmp_path):
@@ -257,6 +241,15 @@ def test_variants_are_what_they_say(tmp_path):
         assert torch.allclose(before[p] - p, optimizer.param_groups[0]["lr"] * update, atol=1e-6)
 
 
+def test_a_patch_that_does_not_fit_is_refused(tmp_path):
+    patch = tmp_path / "old.patch"
+    fitting = (variants.PATCHES / "variants" / "adamw.patch").read_text()
+    patch.write_text(fitting.replace("-        return", "-        yield"))
+    with pytest.raises(UserError, match="old.patch: does not fit beyond/rung_24_zero_init.py: "):
+        variants.write_variant(patch, tmp_path)
+    assert [*tmp_path.iterdir()] == [patch]
+
+
 def test_the_python_corpus(tmp_path):
     """Sources that parse, without installed packages and tests."""
     run_command(sys.executable, "-m", "experiments.python_corpus", tmp_path / "python.jsonl")
@@ -277,10 +270,10 @@ def test_causal_attention_in_blocks_is_causal_attention(T):
         assert same == (name != "flash kernel, no mask"), name
 
 
-@pytest.mark.parametrize("name", past_qwen3.TRIALS)
-def test_trials_past_qwen3_train(name, tmp_path):
+@pytest.mark.parametrize("patch", variants.patches("past_qwen3"), ids=lambda patch: patch.stem)
+def test_trials_past_qwen3_train(patch, tmp_path):
     """Each starts with a loss near rung 24's, all that it adds gets a gradient, and no token sees a later one."""
-    module = load_module(variants.write_variant(name, tmp_path, past_qwen3.TRIALS).path)
+    module = load_module(variants.write_variant(patch, tmp_path).path)
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(block_size=16, vocab_size=257, n_layer=4, n_head=2, n_embd=32))
     model.recompute_blocks = 0
@@ -290,7 +283,7 @@ def test_trials_past_qwen3_train(name, tmp_path):
         loss = model(x, x.roll(-1, dims=1))
         loss.backward()
         if step == 0:
-            assert abs(loss.item() - math.log(257)) < (1 if name == "wide_init" else 0.2)
+            assert abs(loss.item() - math.log(257)) < (1 if patch.stem == "wide_init" else 0.2)
         if step == 2:
             idle = {part for part, p in model.named_parameters() if p.grad is None or not p.grad.any()}
             assert idle <= {"transformer.h.0.attn.mix"}  # of the first block, which has none before it

@@ -8,7 +8,8 @@ The search begins at the best rates of the rung before and tries half and twice 
 to the best of all tried and repeats that, until no neighbor is better or MOST_RATES have been tried. Then all rungs run
 with several seeds, in interleaved rounds. These two give losses, which do not depend on what else the machine does, so
 that several scripts may run at once. The last part gives times: short runs of all rungs, in interleaved rounds, each
-alone on the machine. The target is the median of the first rung's final losses, rounded up to two digits.
+alone on the machine. The target is the median of the first rung's final losses, rounded up to two digits. At its end
+race.csv has all that the logs say about it, so that they can go.
 """
 import math
 from functools import partial
@@ -17,7 +18,8 @@ from pathlib import Path
 from ladder.errors import UserError
 from ladder.measure.runner import Job, command_for, defaults, own_flags, split_flags
 from ladder.scripts.stages import load_script
-from ladder.judge.standings import best_of, last_val_loss, neighbors, read_sweep, searched_by, show_rates
+from ladder.judge.race_table import FILE, best_of, last_val_loss, read_logs, searched_by, write_csv
+from ladder.judge.standings import neighbors, show_rates
 
 MOST_RATES = 12  # that a search tries
 SEED = 1337  # of the first round, and of the search for the learning rates
@@ -81,6 +83,7 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1):
     more = ["--steps", str(min(settings.steps, TIMED_STEPS)), "--val-every", "0", "--seed", str(SEED)]
     run([job(stage, log_dir / "timing" / f"round_{n + 1}", chosen[stage.name], *more)
          for n in range(TIMINGS) for stage in stages])
+    write_csv(read_logs(log_dir), log_dir / FILE)
 
 
 def fewest_searches(stages):
@@ -108,7 +111,7 @@ def describe_race(stages, seeds):
 
 def search_progress(stages, log_dir):
     """How much of a race's search is done, in one line."""
-    sweep, fewest = read_sweep(log_dir), fewest_searches(stages)
+    sweep, fewest = read_logs(log_dir).sweep, fewest_searches(stages)
     done = {stage.label: sum(map(math.isfinite, sweep.get(stage.name, {}).values())) for stage in fewest}
     return (f"the search for learning rates has finished {sum(done.values())} of at least {sum(fewest.values())} "
             f"runs ({', '.join(f'rung {label}: {count}' for label, count in done.items())})")

@@ -12,7 +12,7 @@ import pandas
 
 from ladder.count.flops import mfu
 from ladder.errors import UserError
-from ladder.judge.standings import finished, read_sweep, read_timing
+from ladder.judge.race_table import read_race
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
 from ladder.show.logs import PEER, PEER_FILE, read_folder
@@ -49,6 +49,7 @@ class Report:
     profile: dict | None  # where each rung's step time goes, as profile.json has it
     sweep: dict  # of a race, {rung: {its learning rates: validation loss}}; else {}
     timing: dict  # of a race, {rung: [Run, ...]} that measured the time of a step; {} without
+    race: object  # all of its runs, a race_table.Race; None if this is none
     skipped: list  # why files of the folder were not used
 
     @property
@@ -158,7 +159,8 @@ def table_of(runs, timing, *common):
 
 def build_report(folder):
     """Read all logs of a folder into a Report. Raises UserError when they cannot be compared."""
-    runs, skipped = read_folder(folder)
+    race = read_race(folder)
+    runs, skipped = (race.runs("round"), race.skipped) if race else read_folder(folder)
     check_comparable(runs, folder)
     machine = read_or_skip(read_machine, folder, skipped, {})
     profile = read_or_skip(read_profile, folder, skipped, None)
@@ -169,12 +171,11 @@ def build_report(folder):
         profile = None
     every_run = [run for rounds in runs.values() for run in rounds]
     common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
-    ended = finished(runs)
-    sweep = read_sweep(Path(folder)) if ended else {}
-    timing = read_timing(Path(folder), ended) if sweep else {}
+    timing = race.runs("timing") if race and race.timed == "timing" else {}
     return Report(
         Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, *common,
-        table_of(runs, timing, machine.get("rates"), *common), runs, profile, sweep, timing, skipped,
+        table_of(runs, timing, machine.get("rates"), *common), runs, profile,
+        race.sweep if race else {}, timing, race, skipped,
     )
 
 
