@@ -176,15 +176,15 @@ def of_ours(path):
     try:
         if path.is_dir():
             meta = json_library.loads((path / "meta.json").read_text(encoding="utf-8"))
-            file = path / "tokenizer.json"
-            saved = meta | {"tokenizer_json": file.read_text(encoding="utf-8") if file.exists() else None}
+            ours = meta["tokenizer"] in OUR_NAMES  # the name says it all
+            saved = meta | {"tokenizer_json": None if ours else (path / "tokenizer.json").read_text(encoding="utf-8")}
         else:
             import torch  # takes seconds, and few need it
 
             saved = torch.load(path, map_location="cpu", weights_only=True)
         fields = [saved[key] for key in FIELDS]
     except Exception as error:  # a damaged file: any exception
-        raise NoTokenizer(f"cannot be read ({type(error).__name__})") from error
+        raise NoTokenizer(f"cannot be read ({error!r:.200})") from error
     return restore(*fields)
 
 
