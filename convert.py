@@ -150,8 +150,8 @@ def load_hugging_face(name, check=lambda config: None):
         if report["missing_keys"]:  # transformers has drawn them at random
             raise ValueError("it lacks weights")
     except Exception as error:  # no network, no such name, a damaged file: any exception
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: {name}: cannot be loaded ({reason}); give a model's file, or a GPT-2's name or folder")
+        why = vocabulary.reason(error)
+        sys.exit(f"error: {name}: cannot be loaded ({why}); give a model's file, or a GPT-2's name or folder")
     return model.eval()
 
 
