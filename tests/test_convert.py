@@ -193,17 +193,6 @@ def test_sampling_flags(saved, sample, numbers):
     assert len({text("--temperature", 0.8), text("--temperature", 5), greedy}) == 3
 
 
-def test_what_the_model_is_given(sample, monkeypatch):
-    """Of an empty prompt the token that begins a document."""
-    given = []
-    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=100),
-                            generate=lambda x, **more: given.append((x.tolist(), more["max_new_tokens"])))
-    monkeypatch.setattr(sample.module, "load_model", lambda name, device: (model, GPT2_BYTES))
-    for prompt in ("", "ab"):
-        sample("model", "--prompt", prompt, "--max-new-tokens", 3)
-    assert given == [([[50256]], 3), ([GPT2_BYTES.encode("ab").tolist()], 3)]
-
-
 def test_how_long_prompt_and_text_may_be(saved, sample, capsys):
     """The longest sequence cuts the prompt at its front; beyond the -T of the training, here 32, text gets worse."""
     fit = sample.module.fit
@@ -218,10 +207,11 @@ def test_how_long_prompt_and_text_may_be(saved, sample, capsys):
 
 @pytest.mark.parametrize("tokenizer", [vocabulary.of_bytes(), vocabulary.trained(["naïve"], 258)])
 def test_no_character_is_printed_in_part(tokenizer, sample, monkeypatch, capsys):
-    """A model that writes one byte after the other, in scripts with and without blanks."""
+    """A model that writes one byte after the other, in scripts with and without blanks; it is asked for a document."""
     text, shown = "naïve 日本語 🙂🙂 ไทย\n\nД \u2028 é", []
 
     def generate(x, streamer, **_):
+        assert x.tolist() == [[tokenizer.end_of_text]]
         streamer.put(x)
         for i in tokenizer.encode(text).tolist():
             streamer.put(torch.tensor([i]))
@@ -258,6 +248,24 @@ def test_values_out_of_range(flag, value, need, saved, sample):
     with pytest.raises(SystemExit, match=f"^error: {flag} {value}: .*; .*") as stop:
         sample.module.main([str(saved["10"]), "--device", "cpu", flag, str(value)])
     assert need in stop.value.code
+
+
+def test_ids_of_one_s_own(sample, tokens, tmp_path):
+    """Token files that are no text, of chess moves for example: a tokenizer.json of numbers makes them readable."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    numbers = Tokenizer(models.WordLevel({str(number): number for number in range(90)}))
+    numbers.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    (torch.arange(2000) * 7 % 89).numpy().astype("<u2").tofile(tmp_path / "train.bin")
+    meta = {"source": "moves", "tokenizer": "numbers", "vocab_size": 90, "end_of_text": 89, "train_tokens": 2000}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    flags = ("-B", 4, "-T", 16, "--steps", 30, "--save", tmp_path / "model.pt")
+    with pytest.raises(SystemExit, match=f"error: --data {tmp_path}: .*tokenizer.json"):
+        train(rung("10"), tmp_path, tmp_path, *flags)
+    numbers.save(str(tmp_path / "tokenizer.json"))
+    train(rung("10"), tmp_path, tmp_path, *flags, "--max-lr", 0.01)
+    text = sample(tmp_path / "model.pt", "--prompt", "7 14 21 ", "--temperature", 0, "--max-new-tokens", 3)
+    assert text == "7 14 21 28 35 42\n"
 
 
 def test_no_flipped_byte_changes_the_model(saved, convert, tmp_path):
