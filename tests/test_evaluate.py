@@ -259,24 +259,3 @@ def test_what_torch_says_of_the_device(message, line, evaluate, folders, monkeyp
     with pytest.raises(SystemExit, match=f"^error: {line}"):
         runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
     logging.disable(logging.NOTSET)
-
-
-@pytest.mark.slow
-def test_lm_evaluation_harness_finds_the_same_likelihoods(tmp_path):
-    """Where it is installed; docs/evaluate.md has the commands."""
-    pytest.importorskip("lm_eval")
-    model = gpt2(folder=tmp_path / "model")
-    document = {"ctx": "To be, or not", "endings": ["to be:", "日本語"], "label": 1}
-    (tmp_path / "endings.jsonl").write_text(json.dumps(document))
-    yaml = re.search("```yaml\n(.*?)```", (ROOT / "docs" / "evaluate.md").read_text(), re.DOTALL)[1]
-    (tmp_path / "endings.yaml").write_text(yaml)
-    run = run_command(sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", "pretrained=model", "--tasks",
-                      "endings", "--include_path", ".", "--device", "cpu", "--log_samples", "--output_path", "out",
-                      cwd=tmp_path)
-    assert run.returncode == 0 and "acc_norm" in run.stdout, run.stderr
-    sample = json.loads(next((tmp_path / "out").rglob("samples_*.jsonl")).read_text())
-    for ending, answer in zip(document["endings"], sample["filtered_resps"], strict=True):
-        x = torch.from_numpy(BYTES.encode(f"{document['ctx']} {ending}").astype(np.int64))[None]
-        n = len(f" {ending}".encode())
-        log_probs = model(x).logits.detach().log_softmax(-1)[0, -n - 1 : -1]
-        assert float(answer[0]) == pytest.approx(log_probs.gather(1, x[0, -n:, None]).sum().item(), abs=1e-3)
