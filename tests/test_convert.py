@@ -226,7 +226,7 @@ def test_no_character_is_printed_in_part(tokenizer, sample, monkeypatch, capsys)
 
 def test_as_programs(saved, tmp_path):
     """From another folder, on a terminal without the characters, for a reader that goes away."""
-    flags = "--prompt 日本 --num-samples 9 --max-new-tokens 20 --device cpu | head -c 50"
+    flags = "--prompt 日本 --num-samples 9 --max-new-tokens 5 --device cpu | head -c 50"
     words = [sys.executable, ROOT / "sample.py", saved["10"], flags]
     run = run_command("bash", "-c", " ".join(map(str, ["set -o pipefail;", *words])), cwd=tmp_path,
                       PYTHONIOENCODING="ascii")
