@@ -10,6 +10,7 @@ other direction padding is cut off, and untied embeddings (baseline.py's) stay u
 neither a GPT-2 nor a Qwen3; rungs 30 and 31 can start from a Qwen3, since what they add to it starts at zero.
 """
 import argparse
+import importlib
 import logging
 import sys
 import tempfile
@@ -21,9 +22,8 @@ import torch
 
 from data import vocabulary
 from data.prepare import warn
-from ladder.scripts.stages import BY_LABEL, STAGES, load_script
 
-DEFAULTS = {"gpt2": BY_LABEL["10"], "qwen3": BY_LABEL["24"]}
+SCRIPTS = {"gpt2": "speedup_10_fused_adamw.py", "qwen3": "rung_24_zero_init.py"}  # whose files are written
 TITLES = {"gpt2": "a GPT-2; it fits rungs 0 to 19", "qwen3": "a Qwen3; it fits rung 23 and later"}
 CONFIG = {  # Hugging Face's names of GPTConfig's fields
     "gpt2": {"n_positions": "block_size", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
@@ -36,6 +36,13 @@ QWEN3_NAMES = {  # {our name of a part: a Qwen3's}; those of a GPT-2 are ours
     "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", ".attn.": ".self_attn.", "c_proj": "o_proj",
 }
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D stores (in, out), nn.Linear (out, in)
+
+
+def load_script(name):
+    """A training script, by its file's name, as a module; raises ImportError if there is none."""
+    stem = Path(name).stem
+    beyond = Path(__file__).with_name("beyond") / f"{stem}.py"
+    return importlib.import_module(f"beyond.{stem}" if beyond.exists() else stem)
 
 
 def fixed(kind, config):
@@ -66,11 +73,11 @@ def to_theirs(kind, weights):
 
 def to_transformers(saved):
     """A model's file as a transformers GPT-2 or Qwen3; raises KeyError or RuntimeError if it is neither."""
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     shape, weights, end = saved["config"], dict(saved["model"]), saved["end_of_text"]
     kind = "qwen3" if "transformer.h.0.mlp.gate_proj.weight" in weights else "gpt2"
-    script = load_script(DEFAULTS[kind])
+    script = load_script(SCRIPTS[kind])
     if shape.keys() != asdict(script.GPTConfig()).keys():
         raise KeyError("not the shape of a GPT")
     for name in ("transformer.wte.weight", "lm_head.weight"):
@@ -78,9 +85,8 @@ def to_transformers(saved):
     words = fixed(kind, script.GPTConfig(**shape)) | {theirs: shape[ours] for theirs, ours in CONFIG[kind].items()}
     words["tie_word_embeddings"] = torch.equal(weights["transformer.wte.weight"], weights["lm_head.weight"])
     words |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
-    name = {"gpt2": "GPT2", "qwen3": "Qwen3"}[kind]
-    config = getattr(transformers, f"{name}Config")(bos_token_id=end, eos_token_id=end, **words)
-    model = getattr(transformers, "GPT2LMHeadModel" if kind == "gpt2" else "Qwen3ForCausalLM")(config)
+    config = AutoConfig.for_model(kind, bos_token_id=end, eos_token_id=end, **words)
+    model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(to_theirs(kind, weights))
     return model.eval()
 
@@ -109,67 +115,63 @@ def load_checkpoint(path, convert=to_transformers):
         sys.exit(f"error: {path}: damaged, or not a model's file; give a file that a rung wrote")
     try:
         return convert(saved), saved
-    except (KeyError, RuntimeError):  # names that are missing; names or shapes that differ
+    except (KeyError, RuntimeError, TypeError, AttributeError, ImportError):  # other names or shapes, no such script
         sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (23 to 29); give a file of one")
 
 
-def restore_tokenizer(saved):
-    """The tokenizer of a file's model; raises NoTokenizer."""
-    return vocabulary.restore(*(saved[key] for key in vocabulary.FIELDS))
-
-
-def check(config, stage):
-    """Raise ValueError if the model of a Hugging Face configuration is not that of a rung's script."""
-    kind, script = config.model_type, load_script(stage)
-    ours = script.GPTConfig(**{ours: getattr(config, theirs) for theirs, ours in CONFIG[kind].items()})
-    if kind != ("qwen3" if "n_hidden" in dir(ours) else "gpt2"):
-        raise ValueError(f"{TITLES[kind]}, not {stage.file}")
-    for key, value in fixed(kind, ours).items():
-        if (found := getattr(config, key, None)) != value and (key, found) != ("n_inner", 4 * ours.n_embd):
+def check(config, name):
+    """Raise ValueError if the model of a Hugging Face configuration is not that of the training script `name`."""
+    kind, script = config.model_type, load_script(name)
+    shape = script.GPTConfig(**{ours: getattr(config, theirs) for theirs, ours in CONFIG[kind].items()})
+    if kind != ("qwen3" if hasattr(shape, "n_hidden") else "gpt2"):
+        raise ValueError(f"{TITLES[kind]}, not {name}")
+    for key, value in fixed(kind, shape).items():
+        if (found := getattr(config, key, None)) != value and (key, found) != ("n_inner", 4 * shape.n_embd):
             raise ValueError(f"its {key} is {found}; the scripts have {value}")
-    if stage.tied and not config.tie_word_embeddings:
+    with torch.device("meta"):
+        gpt = script.GPT(shape)
+    if gpt.transformer.wte.weight is gpt.lm_head.weight and not config.tie_word_embeddings:
         raise ValueError("its embeddings are untied; give --script baseline.py")
 
 
-def load_hugging_face(name, stage=None, usual=False):
+def load_hugging_face(name, check=lambda config: None):
     """A transformers GPT-2 or Qwen3 from a folder or the hub; exits with one line when there is none.
 
-    With a `stage`, or the `usual` one, its configuration must be that of the rung's script, before it is loaded.
+    `check` gets its configuration before it is loaded, and raises ValueError to refuse it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(name)
-        if config.model_type not in DEFAULTS:
+        if config.model_type not in SCRIPTS:
             raise ValueError(f"a {config.model_type}, neither a GPT-2 nor a Qwen3")
-        if stage or usual:
-            check(config, stage or DEFAULTS[config.model_type])
+        check(config)
         model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, dtype=torch.float32)
         if report["missing_keys"]:  # transformers has drawn them at random
             raise ValueError("it lacks weights")
     except Exception as error:  # no network, no such name, a damaged file: any exception
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        sys.exit(f"error: {name}: cannot be loaded ({reason}); give a model's file, or a GPT-2's name or folder")
+        why = vocabulary.reason(error)
+        sys.exit(f"error: {name}: cannot be loaded ({why}); give a model's file, or a GPT-2's name or folder")
     return model.eval()
 
 
-def from_transformers(model, stage):
-    """A GPT of a rung's script with the weights of a transformers GPT-2 or Qwen3; raises ValueError if one misfits."""
-    kind, theirs, script = model.config.model_type, model.state_dict(), load_script(stage)
-    config = script.GPTConfig(**{ours: getattr(model.config, name) for name, ours in CONFIG[kind].items()})
+def from_transformers(model, name):
+    """A GPT of the training script `name` with a transformers model's weights; raises ValueError if one misfits."""
+    kind, theirs, script = model.config.model_type, model.state_dict(), load_script(name)
+    config = script.GPTConfig(**{ours: getattr(model.config, other) for other, ours in CONFIG[kind].items()})
     torch.manual_seed(1337)
     gpt, unused = script.GPT(config), set(theirs)
-    for name, weight in gpt.state_dict().items():
-        parts = [other for other in to_theirs(kind, {name: weight}) if other in theirs]  # three of c_attn in a Qwen3
-        transposed = kind == "gpt2" and name.endswith(TRANSPOSED)
+    for ours, weight in gpt.state_dict().items():
+        parts = [other for other in to_theirs(kind, {ours: weight}) if other in theirs]  # three of c_attn in a Qwen3
+        transposed = kind == "gpt2" and ours.endswith(TRANSPOSED)
         if parts:
             whole = torch.cat([theirs[other].t() if transposed else theirs[other] for other in parts])
             weight[: len(whole)] = whole  # a padded vocabulary has more rows
         elif weight.any():  # what starts at zero adds nothing (rungs 30, 31)
-            raise ValueError(f"it lacks {name}, which {stage.file} has; give another --script")
+            raise ValueError(f"it lacks {ours}, which {name} has; give another --script")
         unused -= set(parts)
     if unused:
-        raise ValueError(f"{stage.file} has no place for its {min(unused)}; give another --script")
+        raise ValueError(f"{name} has no place for its {min(unused)}; give another --script")
     return gpt
 
 
@@ -186,16 +188,16 @@ def tokenizer_of(name, vocab_size):
     return "gpt2", None, vocabulary.GPT2.end_of_text
 
 
-def write_file(name, path, stage):
-    """Write a Hugging Face model as a file of a rung's script (None: the usual one); exits if it does not fit."""
-    model = load_hugging_face(name, stage, usual=True)
-    stage = stage or DEFAULTS[model.config.model_type]
+def write_file(name, path, script=None):
+    """Write a Hugging Face model as a file of a script (None: its kind's in SCRIPTS); exits if it does not fit."""
+    model = load_hugging_face(name, lambda config: check(config, script or SCRIPTS[config.model_type]))
+    script = script or SCRIPTS[model.config.model_type]
     try:
-        gpt = from_transformers(model, stage)
+        gpt = from_transformers(model, script)
     except (ValueError, RuntimeError) as error:  # the latter: shapes that differ
         sys.exit(f"error: {name}: {error}")
     tokens = dict(zip(vocabulary.FIELDS, tokenizer_of(name, model.config.vocab_size), strict=True))
-    contents = {"script": stage.path.name, "config": asdict(gpt.config), "model": gpt.state_dict(), "step": 0,
+    contents = {"script": Path(script).name, "config": asdict(gpt.config), "model": gpt.state_dict(), "step": 0,
                 "T": None}  # of its training, unknown
     partial = path.with_name(path.name + ".partial")
     torch.save(contents | tokens, partial)
@@ -207,7 +209,7 @@ def write_folder(file, folder):
     """Write a model's file as a Hugging Face folder, aside first, then renamed; a failure leaves nothing."""
     model, saved = load_checkpoint(file)
     try:
-        tokenizer = restore_tokenizer(saved)
+        tokenizer = vocabulary.restore(*map(saved.get, vocabulary.FIELDS))
     except vocabulary.NoTokenizer as error:
         if saved["tokenizer"] != "gpt2":
             sys.exit(f"error: {file}: its tokenizer {error}; give a file that a rung wrote")
@@ -226,8 +228,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", help="a Hugging Face name or folder, or a model's file")
     parser.add_argument("destination", type=Path, help="a new file, or a new folder")
-    scripts = {path: stage for stage in STAGES for path in (stage.file, stage.path.name)}
-    parser.add_argument("--script", choices=scripts, metavar="FILE", help="whose file to write (default: see above)")
+    parser.add_argument("--script", metavar="FILE", help="whose file to write (default: see above)")
     args = parser.parse_args(argv)
     if args.destination.exists():
         sys.exit(f"error: {args.destination}: exists already; name a new file or folder")
@@ -240,7 +241,7 @@ def main(argv=None):
         if to_folder:
             model = write_folder(args.source, args.destination)
         else:
-            model = write_file(args.source, args.destination, scripts.get(args.script))
+            model = write_file(args.source, args.destination, args.script)
     except Exception as error:  # on a full disk torch, safetensors and tokenizers raise different ones
         sys.exit(f"error: {args.destination}: cannot be written ({error}); name a place elsewhere, or make room")
     print(f"{args.destination}: {sum(p.numel() for p in model.parameters()):,} parameters")

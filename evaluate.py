@@ -9,6 +9,7 @@ the tokens before it in its sequence. So the numbers depend on T, which is that 
 data's gets the same text in its own tokens.
 """
 import argparse
+import json
 import logging
 import math
 import re
@@ -20,7 +21,6 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from baseline import open_tokens
 from data import vocabulary
 from data.prepare import warn
 from sample import load_model, pick_device
@@ -28,6 +28,17 @@ from sample import load_model, pick_device
 PIECE = re.compile(  # cut before a blank, where no token is split
     r".{,16383}[^\W_](?=[ \t\r\n])|.{,16383}\S(?=[ \t\r\n])|.{1,16384}", re.DOTALL)
 LOGITS, TOKENS = 2**27, 2**14  # how many at most in a batch, unless one sequence has more: 0.5 GB of logits
+
+
+def open_data(folder):
+    """(val.bin of a data folder, memory-mapped, (n_tokens,) uint16; its source; its tokenizer); exits without them."""
+    try:
+        tokens, tokenizer = np.memmap(folder / "val.bin", dtype="<u2", mode="r"), vocabulary.of_ours(folder)
+        if len(tokens) < 2 or tokens.max() >= tokenizer.vocab_size:
+            raise ValueError("val.bin does not hold at least two tokens of its tokenizer")
+        return tokens, json.loads((folder / "meta.json").read_text(encoding="utf-8"))["source"], tokenizer
+    except (OSError, ValueError, KeyError, vocabulary.NoTokenizer) as error:
+        sys.exit(f"error: --data {folder}: {error}; give a folder that data/prepare.py made")
 
 
 def encode_again(tokens, theirs, ours):
@@ -85,16 +96,12 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    tokens, meta = open_tokens(args.data, "val", 2)
+    tokens, source, theirs = open_data(args.data)
     model, tokenizer = load_model(args.model, args.device)
     vocab_size, longest = model.config.vocab_size, model.config.max_position_embeddings
     T = args.seq_len or getattr(model.config, "trained_length", None) or min(longest, 1024)
     if T > longest:
         sys.exit(f"error: -T {T}: the model's longest sequence is {longest}; lower -T")
-    try:
-        theirs = vocabulary.restore(*(meta[key] for key in vocabulary.FIELDS))
-    except vocabulary.NoTokenizer as error:
-        sys.exit(f"error: --data {args.data}: {error}; prepare it again, or connect to the network")
     if (tokenizer.name, tokenizer.json) != (theirs.name, theirs.json):
         tokens = encode_again(tokens, theirs, tokenizer)
     batch_size = args.batch_size or max(1, min(LOGITS // (T * vocab_size), TOKENS // T))
@@ -106,7 +113,7 @@ def main(argv=None):
              f" ({first:.2f}): the model was probably trained with a smaller -T; give that one")
     loss = total.sum() / (len(tokens) - 1)
     n_bytes = int(tokenizer.byte_lengths()[tokens[1:]].sum())
-    print(f"{args.model} on {args.data / 'val.bin'} ({meta['source']}): {len(tokens) - 1:,} {tokenizer.name} tokens,"
+    print(f"{args.model} on {args.data / 'val.bin'} ({source}): {len(tokens) - 1:,} {tokenizer.name} tokens,"
           f" {n_bytes:,} bytes, T={T}")
     print(f"loss: {loss:.4f} nats per token | perplexity: {loss.exp():.2f}"
           f" | bits per byte: {total.sum() / math.log(2) / n_bytes:.4f}")

@@ -8,6 +8,7 @@ streaming. Rungs 20 to 22 and from 30 on, for which transformers has no model, u
 A prompt that leaves no room for the new tokens in the model's longest sequence loses its beginning.
 """
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -15,21 +16,19 @@ from pathlib import Path
 
 import torch
 
-from convert import load_checkpoint, load_hugging_face, refuse_folder, restore_tokenizer, to_transformers
+from convert import load_checkpoint, load_hugging_face, load_script, refuse_folder, to_transformers
 from data import vocabulary
 from data.prepare import warn
-from ladder.scripts.stages import BY_NAME, load_script
 
 
 def to_model(checkpoint):
-    """A checkpoint's model with transformers' generate(); raises KeyError or RuntimeError if that is not possible."""
+    """A checkpoint's model with transformers' generate(); raises what load_checkpoint expects if it has none."""
     from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutput
 
-    stage = BY_NAME.get(Path(checkpoint["script"]).stem)
-    if stage is None or stage.exports_to:
+    with contextlib.suppress(KeyError, RuntimeError):  # neither a GPT-2 nor a Qwen3
         return to_transformers(checkpoint)
-    script, shape = load_script(stage), checkpoint["config"]
+    script, shape = load_script(checkpoint["script"]), checkpoint["config"]
 
     class Model(PreTrainedModel, GenerationMixin):
         def __init__(self, config):
@@ -58,7 +57,7 @@ def load_model(name, device):
         if Path(name).is_file() or name.endswith(".pt"):
             model, checkpoint = load_checkpoint(name, to_model)
             model.config.trained_length = checkpoint["T"]
-            tokenizer = restore_tokenizer(checkpoint)
+            tokenizer = vocabulary.restore(*map(checkpoint.get, vocabulary.FIELDS))
         else:
             model, tokenizer = load_hugging_face(name), vocabulary.from_hugging_face(name)
     except vocabulary.NoTokenizer as error:

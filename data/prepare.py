@@ -75,21 +75,16 @@ def load_tokenizer(name):
 def train_tokenizer(vocab_size, sources, field, encoding):
     """A tokenizer trained on at most TRAINING_BYTES: of files the same share of each, from its beginning."""
     sizes = [source.stat().st_size if isinstance(source, Path) else TRAINING_BYTES for source in sources]
-    total, used = max(sum(sizes), TRAINING_BYTES), 0
-
-    def texts():
-        nonlocal used
-        for source, size in zip(sources, sizes, strict=True):
-            left = TRAINING_BYTES * size // total
-            for _, text in read(source, field, encoding):
-                part = text.encode()[:left]
-                left, used = left - len(part), used + len(part)
-                yield part.decode(errors="ignore")  # the end may cut a character
-                if not left:
-                    break
-
-    tokenizer = vocabulary.trained(texts(), vocab_size)
-    print(f"{tokenizer.name}: a tokenizer trained on {used / 1e6:,.1f} MB of the text", flush=True)
+    parts = []
+    for source, size in zip(sources, sizes, strict=True):
+        left = TRAINING_BYTES * size // max(sum(sizes), TRAINING_BYTES)
+        for _, text in read(source, field, encoding):
+            parts.append(text.encode()[:left])
+            left -= len(parts[-1])
+            if not left:
+                break
+    tokenizer = vocabulary.trained([part.decode(errors="ignore") for part in parts], vocab_size)  # cut characters
+    print(f"{tokenizer.name}: a tokenizer trained on {sum(map(len, parts)) / 1e6:,.1f} MB of the text", flush=True)
     return tokenizer
 
 
@@ -236,7 +231,7 @@ def write_tokens(pieces, source, tokenizer, folder):
             n_drawn += len(tokens) * drawn
             sha256.update(text.encode("utf-8"))
         n_tokens = train.tell() // 2
-        if n_tokens < 2:
+        if n_tokens < 11:  # else val.bin has one, and nothing is predicted
             sys.exit(f"error: {source}: {n_tokens} tokens are too few; give more text (.txt, .jsonl or .parquet)")
         by_hash = n_documents >= MANY_DOCUMENTS and n_tokens / 20 <= n_drawn <= n_tokens / 5  # else few hold most of it
         if by_hash:
@@ -257,6 +252,42 @@ def write_tokens(pieces, source, tokenizer, folder):
     return meta
 
 
+@contextlib.contextmanager
+def locked(out):
+    """Let only one preparation of `out` run at a time. Yield whether this one had to wait for another."""
+    path = out.with_name(out.name + ".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()  # else a place that cannot be written to would count as another's lock
+    lock, waits = FileLock(path), False
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        waits = True
+        print(f"waiting for another preparation of {out}", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield waits
+    finally:
+        with contextlib.suppress(OSError):  # Windows deletes no open file
+            path.unlink()  # who has waited for it sees that it is gone, and makes a new one
+        lock.release()
+
+
+def refuse_loss(out, source, tokenizer):
+    """Exit if `out` holds tokens that those of `source` may not replace: other ones, unless they are quickly made."""
+    try:
+        old = json.loads((out / "meta.json").read_text())
+        before = old["source"], old["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError):  # no usable tokens are there to lose
+        return
+    held = f"error: --out {out}: holds {before[0]} ({before[1]} tokens)"
+    if source == "python_topics" != before[0] or tokenizer == "gpt2-bytes" != before[1]:
+        sys.exit(f"{held}, which no fallback may replace; run again with a network, or give another --out")
+    quick = before[1] == "gpt2-bytes" or before[0] in DEFAULTS and before[1] in vocabulary.OUR_NAMES
+    if before != (source, tokenizer) and not quick:
+        sys.exit(f"{held}, which would be lost; delete it, or give another --out")
+
+
 def clean_up(partial, out):
     """Delete `partial`. If the run ended between the two renames, the old tokens are in it: put them back first."""
     if (partial / "old").exists() and not out.exists():
@@ -268,52 +299,36 @@ def prepare(text, out, hf=None, field="text", encoding="UTF-8", tokenizer="gpt2"
     """Write the tokens of `text` (a file or folder), of the dataset `hf` (name, config, split) or of the default text
     to the folder `out`; on failure leave it as it was. A `vocab_size` trains a tokenizer. Return the metadata."""
     partial = out.with_name(out.name + ".partial")
-    token_files = {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
-    for folder, ours in ((out, token_files), (partial, {"new", "old", "default.txt"})):
-        for other in {entry.name for entry in folder.iterdir()} - ours if folder.exists() else ():
-            sys.exit(f"error: --out {out}: {folder.name} also holds {other}, which would be lost; choose another --out")
-    lock = FileLock(out.with_name(out.name + ".lock"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    Path(lock.lock_file).touch()  # else a place that cannot be written to would count as another's lock
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print(f"waiting for another preparation of {out}", file=sys.stderr, flush=True)
-        lock.acquire()
+    ours = {out: ("train.bin", "val.bin", "meta.json", "tokenizer.json"), partial: ("new", "old", "default.txt")}
+    for other in (file for folder in ours if folder.exists() for file in folder.iterdir()):
+        if other.name not in ours[other.parent]:
+            sys.exit(f"error: --out {out}: {other} would be lost; choose another --out")
+    with locked(out) as waited:
         defaults = not text and not hf and tokenizer == "gpt2" and not vocab_size
-        if defaults and (out / "meta.json").exists():  # two scripts or two ranks found no data
+        if waited and defaults and (out / "meta.json").exists():  # two scripts or two ranks found no data
             return json.loads((out / "meta.json").read_text())
-    try:
         clean_up(partial, out)  # what a killed run left
-        (partial / "new").mkdir(parents=True)
-        if hf:
-            sources, name = [hf], "/".join(filter(None, hf[:2]))
-        elif text:
-            sources, name = files_in(text), text.resolve().name
-        else:
-            sources, (default, name) = [partial / "default.txt"], default_text()
-            sources[0].write_text(default, encoding="utf-8", newline="")
-        if vocab_size:
-            tokenizer = train_tokenizer(vocab_size, sources, field, encoding)
-        else:
-            tokenizer = load_tokenizer(tokenizer)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no usable tokens are there to lose
-            old = json.loads((out / "meta.json").read_text())
-            held = f"error: --out {out}: holds {old['source']} ({old['tokenizer']} tokens)"
-            if name == "python_topics" != old["source"] or tokenizer.name == "gpt2-bytes" != old["tokenizer"]:
-                sys.exit(f"{held}, which no fallback may replace; run again with a network, or give another --out")
-            by_name = old["source"] in DEFAULTS and old["tokenizer"] in vocabulary.OUR_NAMES  # quickly made again
-            same = (name, tokenizer.name) == (old["source"], old["tokenizer"])
-            if not (same or by_name or old["tokenizer"] == "gpt2-bytes"):
-                sys.exit(f"{held}, which would be lost; delete it, or give another --out")
-        pieces = chain.from_iterable(read(source, field, encoding) for source in sources)
-        meta = write_tokens(pieces, name, tokenizer, partial / "new")
-        if out.exists():
-            out.rename(partial / "old")
-        (partial / "new").rename(out)
-    finally:
-        clean_up(partial, out)
-        lock.release()
+        try:
+            (partial / "new").mkdir(parents=True)
+            if hf:
+                sources, name = [hf], "/".join(filter(None, hf[:2]))
+            elif text:
+                sources, name = files_in(text), text.resolve().name
+            else:
+                sources, (default, name) = [partial / "default.txt"], default_text()
+                sources[0].write_text(default, encoding="utf-8", newline="")
+            if vocab_size:
+                tokenizer = train_tokenizer(vocab_size, sources, field, encoding)
+            else:
+                tokenizer = load_tokenizer(tokenizer)
+            refuse_loss(out, name, tokenizer.name)
+            pieces = chain.from_iterable(read(source, field, encoding) for source in sources)
+            meta = write_tokens(pieces, name, tokenizer, partial / "new")
+            if out.exists():
+                out.rename(partial / "old")
+            (partial / "new").rename(out)
+        finally:
+            clean_up(partial, out)
     return meta
 
 
@@ -336,24 +351,23 @@ def main(argv=None):
     if args.train_tokenizer is not None and not 257 <= args.train_tokenizer <= vocabulary.MOST_TOKENS:
         sys.exit(f"error: --train-tokenizer {args.train_tokenizer}: out of range; give 257 (single bytes and the end of"
                  " a text) to 65536")
+    if args.text == "":  # as of a variable that is not set; Path("") would be the current folder
+        sys.exit("error: --text: is empty; give a file or a folder")
     if not args.hf and (args.name or args.split or args.field and not args.text):
         sys.exit("error: --name, --split, --field: are for a dataset; give --hf too (or --text, for --field)")
     if args.encoding and not args.text:
         sys.exit("error: --encoding: says how text files are encoded; give --text too")
-    encoding = args.encoding or "UTF-8"
     try:
-        codecs.lookup(encoding)
+        codecs.lookup(args.encoding or "UTF-8")
     except LookupError:
-        sys.exit(f"error: --encoding {encoding}: unknown; give one that Python knows, for example utf-16 or latin-1")
-    if args.text == "":  # as of a variable that is not set; Path("") would be the current folder
-        sys.exit("error: --text: is empty; give a file or a folder")
+        sys.exit(f"error: --encoding {args.encoding}: unknown; give one that Python knows, for example utf-16")
     files = Path(args.hf).rglob("*") if args.hf else ()  # none of a dataset on the hub
     if len(kinds := sorted({file.suffix.lower() for file in files}.intersection(SUFFIXES))) > 1:
         warn(f"--hf {args.hf}: of its {', '.join(kinds)} files `datasets` reads one kind only; --text reads all")
     try:
         hf = (args.hf, args.name, args.split or "train") if args.hf else None
-        meta = prepare(Path(args.text) if args.text else None, args.out.resolve(), hf, args.field or "text", encoding,
-                       args.tokenizer, args.train_tokenizer)
+        meta = prepare(Path(args.text) if args.text else None, args.out.resolve(), hf, args.field or "text",
+                       args.encoding or "UTF-8", args.tokenizer, args.train_tokenizer)
     except (ValueError, KeyboardInterrupt) as error:
         sys.exit(f"error: --out {args.out}: not written ({str(error) or 'stopped'}); run the same command again")
     except OSError as error:  # no permission, a file in the way, a full disk

@@ -34,6 +34,11 @@ class NoTokenizer(Exception):
     """A tokenizer cannot be had, or does not suit; the message says why."""
 
 
+def reason(error):
+    """What an exception says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class GPT2:
     """GPT-2's 50,000 merges, 256 bytes and, last, <|endoftext|>: tiktoken's "gpt2", which it downloads once."""
 
@@ -149,8 +154,7 @@ def from_hugging_face(name):
         folder = os.path.basename(os.path.abspath(name))
         tokenizer = Tokenizer(f"hf-{folder}" if folder in OUR_NAMES else folder, json, end)
     except Exception as error:  # no such folder, no network, a damaged file: any exception
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NoTokenizer(f"cannot be loaded ({reason})") from error
+        raise NoTokenizer(f"cannot be loaded ({reason(error)})") from error
     if tokenizer.vocab_size <= 256:  # transformers makes up one of a single token
         raise NoTokenizer("is missing, or has fewer than 257 tokens")
     if end is None:
@@ -176,15 +180,15 @@ def of_ours(path):
     try:
         if path.is_dir():
             meta = json_library.loads((path / "meta.json").read_text(encoding="utf-8"))
-            file = path / "tokenizer.json"
-            saved = meta | {"tokenizer_json": file.read_text(encoding="utf-8") if file.exists() else None}
+            ours = meta["tokenizer"] in OUR_NAMES  # the name says it all
+            saved = meta | {"tokenizer_json": None if ours else (path / "tokenizer.json").read_text(encoding="utf-8")}
         else:
             import torch  # takes seconds, and few need it
 
             saved = torch.load(path, map_location="cpu", weights_only=True)
         fields = [saved[key] for key in FIELDS]
     except Exception as error:  # a damaged file: any exception
-        raise NoTokenizer(f"cannot be read ({type(error).__name__})") from error
+        raise NoTokenizer(f"cannot be read ({reason(error)})") from error
     return restore(*fields)
 
 
@@ -197,4 +201,4 @@ def restore(name, json, end_of_text):
     try:
         return Tokenizer(name, json, end_of_text)
     except Exception as error:  # the tokenizers library raises nothing more specific
-        raise NoTokenizer(f"{name} is damaged ({error})") from error
+        raise NoTokenizer(f"{name} is damaged ({reason(error)})") from error

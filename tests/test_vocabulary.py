@@ -1,0 +1,182 @@
+"""data/vocabulary.py: the text comes back from every tokenizer, and one that could not give it back is refused."""
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, data_with, load_module, run_command
+
+from data import vocabulary
+
+GPT2 = pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
+TEXT = "naïve 日本語 🙂\r\n\r\n  \tThe value of an object's value, 12345! <|endoftext|>\n" * 20
+
+
+@pytest.fixture
+def prepare(tmp_path, monkeypatch):
+    """A fresh data/prepare.py in a folder that holds TEXT."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text(TEXT, newline="")
+    return load_module(ROOT / "data" / "prepare.py")
+
+
+def hugging_face_folder(folder, tokenizer, end="<|endoftext|>"):
+    """As transformers saves it, beside a model's config."""
+    from transformers import GPT2Config, PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
+    GPT2Config().save_pretrained(folder)
+    return folder
+
+
+def test_the_text_of_every_tokenizer(prepare, tmp_path):
+    """There and back; the files say which tokens they hold, and their bytes are counted right."""
+    trained = vocabulary.trained([TEXT], 300)
+    hugging_face_folder(tmp_path / "mine", trained.tokenizer)
+    data_with(trained, TEXT, tmp_path / "ours")
+    torch.save({"tokenizer": "theirs", "tokenizer_json": trained.json, "end_of_text": 0}, tmp_path / "model.pt")
+    text = TEXT.replace("<|endoftext|>", "")  # there it separates documents
+    for number, (words, name, size) in enumerate([
+        ("--tokenizer bytes", "bytes", 257), ("--train-tokenizer 290", "bpe-290", 290),
+        ("--tokenizer mine", "mine", 300), ("--tokenizer mine/", "mine", 300),
+        ("--tokenizer ours", trained.name, 300), ("--tokenizer model.pt", "theirs", 300),
+    ]):
+        out = tmp_path / str(number)
+        prepare.main(["--text", "text", "--out", str(out), *words.split()])
+        meta = json.loads((out / "meta.json").read_text())
+        assert (meta["tokenizer"], meta["vocab_size"], meta["documents"]) == (name, size, 21)
+        tokenizer = vocabulary.of_ours(out)
+        ids = np.concatenate([np.fromfile(out / name, dtype="<u2") for name in ("train.bin", "val.bin")])
+        assert tokenizer.decode(ids.tolist()) == text
+        assert tokenizer.byte_lengths()[ids].sum() == len(text.encode()) and len(tokenizer.byte_lengths()) == size
+        assert (ids == meta["end_of_text"]).sum() == 20 and tokenizer.vocab_size == size
+        assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT and meta["end_of_text"] not in tokenizer.encode(TEXT)
+
+
+def test_an_end_of_text_is_neither_written_nor_read_as_text():
+    for tokenizer in (vocabulary.of_bytes("gpt2-bytes"), vocabulary.of_bytes()):
+        assert tokenizer.decode([*tokenizer.encode("the end"), tokenizer.end_of_text]) == "the end"
+        ids = tokenizer.encode("<|endoftext|>")
+        assert len(ids) == 13 and tokenizer.decode(ids) == "<|endoftext|>"
+
+
+@GPT2
+def test_gpt2_in_the_hands_of_transformers():
+    gpt2 = vocabulary.GPT2()
+    theirs = gpt2.to_transformers()
+    assert theirs.encode(TEXT) == gpt2.encoding.encode(TEXT, allowed_special="all")
+    ids = gpt2.encode(TEXT)
+    assert 50256 not in ids and gpt2.decode([*ids, 50256, 50300]) == TEXT
+    assert gpt2.byte_lengths()[ids].sum() == len(TEXT.encode())
+    known = vocabulary.Tokenizer("theirs", theirs.backend_tokenizer.to_str(), 50256)
+    other = vocabulary.of_bytes("gpt2-bytes")
+    assert vocabulary.is_gpt2(known) and not vocabulary.is_gpt2(other)  # the same end of text
+
+
+def test_single_byte_tokens_are_gpt2s_own():
+    """GPT-2's table of bytes: OpenAI's bytes_to_unicode, as transformers ships it."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    tokenizer = vocabulary.of_bytes("gpt2-bytes")
+    assert tokenizer.id_of_byte[list(bytes_to_unicode())].tolist() == list(range(256))  # keys in the order of the ids
+    assert tokenizer.decode([37, 50256, 3]) == "F$"
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2-bytes"])
+def test_single_bytes_are_known_again(name, tmp_path):
+    """So that a converted model fits its data when it comes back."""
+    tokenizer = vocabulary.of_bytes(name)
+    found = vocabulary.from_hugging_face(hugging_face_folder(tmp_path / "model", tokenizer.tokenizer))
+    assert (found.name, found.json, found.end_of_text) == (name, tokenizer.json, tokenizer.end_of_text)
+
+
+def test_a_folder_named_as_our_tokenizers(tmp_path):
+    """In the files "gpt2" says everything about the tokens."""
+    folder = hugging_face_folder(tmp_path / "gpt2", vocabulary.trained(["some text"], 300).tokenizer)
+    assert vocabulary.from_hugging_face(folder).name == "hf-gpt2"
+
+
+def test_a_tokenizer_that_never_answers():
+    """No waiting for it, neither in GPT2() nor when the program ends."""
+    code = ("import time; from data import vocabulary\n"
+            "vocabulary.tiktoken.get_encoding = lambda name: time.sleep(60)\n"
+            "try: vocabulary.GPT2(seconds=0.2)\n"
+            "except vocabulary.NoTokenizer as error: print(error)")
+    run = run_command(sys.executable, "-c", code, timeout=30)
+    assert "tiktoken" in run.stdout and "TimeoutError" in run.stdout, run.stderr
+
+
+def test_a_trained_tokenizer_fits_its_text():
+    """A word of the text becomes a token; a pair that occurs once does not. The same text gives the same tokenizer."""
+    first, second = (vocabulary.trained(["object " * 50, "xyz"], 400) for _ in range(2))
+    assert first.json == second.json and first.name == f"bpe-{first.vocab_size}" and first.vocab_size < 400
+    assert len(first.encode(" object")) == 1 and len(first.encode("xyz")) == 3
+    assert vocabulary.trained([], 400).vocab_size == 257
+
+
+def test_a_tokenizer_is_trained_on_a_share_of_every_file(prepare, tmp_path, monkeypatch):
+    """On a few bytes of each, however many files there are."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(20):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(chr(65 + number) * 500 * (1 + 3 * (number == 7)))
+    monkeypatch.setattr(prepare, "TRAINING_BYTES", 1150)
+    given, trained = [], vocabulary.trained
+    monkeypatch.setattr(prepare.vocabulary, "trained", lambda texts, size: given.extend(texts) or trained(given, size))
+    prepare.main(["--text", "corpus", "--train-tokenizer", "300", "--out", "out"])
+    assert sorted(given) == [chr(65 + number) * 50 * (1 + 3 * (number == 7)) for number in range(20)]
+
+
+def test_an_added_token_counts_its_bytes():
+    tokenizer = vocabulary.trained(["some text"], 300).tokenizer
+    tokenizer.add_tokens(["é"])
+    assert vocabulary.Tokenizer("x", tokenizer.to_str(), 0).byte_lengths()[tokenizer.token_to_id("é")] == 2
+
+
+def broken_tokenizer(kind):
+    """(a tokenizer of the tokenizers library that token files cannot have, its end of text)."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer, end = vocabulary.trained([], 257).tokenizer, "<|endoftext|>"
+    if kind == "metaspace":
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    elif kind == "lowercase":
+        tokenizer.normalizer = normalizers.Lowercase()
+    elif kind == "prefix":  # in front of each piece
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "byte fallback":  # as Llama's; here "▁" is one byte, not three
+        vocab = {f"<0x{b:02X}>": b for b in range(256)} | {"▁": 256, end: 257}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.decoder = decoders.Sequence([
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    elif kind == "no end":
+        end = None
+    elif kind == "large":
+        contents = json.loads(tokenizer.to_str())
+        contents["model"]["vocab"]["xyz"] = 65_536
+        tokenizer = Tokenizer.from_str(json.dumps(contents))
+    return tokenizer, end
+
+
+@pytest.mark.parametrize("kind, reason", [
+    *[(kind, "does not give back the text") for kind in ("metaspace", "lowercase", "prefix", "byte fallback")],
+    ("no end", "eos_token"), ("large", "65,537"), ("config only", "fewer than 257 tokens"),
+    ("file", "cannot be loaded"), ("ours", "tokenizer.json"),
+])
+def test_tokenizers_that_do_not_suit(kind, reason, prepare, tmp_path):
+    if kind == "config only":
+        from transformers import GPT2Config
+        GPT2Config().save_pretrained(tmp_path / "theirs")
+    elif kind == "file":
+        (tmp_path / "theirs").mkdir()
+        (tmp_path / "theirs" / "tokenizer.json").write_text("{")
+    elif kind == "ours":  # a folder of token files, without the tokenizer that its meta.json names
+        data_with(vocabulary.trained([TEXT], 300), TEXT, tmp_path / "theirs")
+        (tmp_path / "theirs" / "tokenizer.json").unlink()
+    else:
+        hugging_face_folder(tmp_path / "theirs", *broken_tokenizer(kind))
+    with pytest.raises(SystemExit, match=f"^error: --tokenizer theirs: .*{reason}.*; give "):
+        prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
+    assert sorted(os.listdir()) == ["text", "theirs"]
