@@ -241,7 +241,22 @@ def peak_memory():
     return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 1024
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+# ---- files and data --------------------------------------------------------------------------------------------------
+
+def files_in(folder):
+    """The names of what a folder of checkpoints holds."""
+    return {path.name for path in folder.iterdir()} - {"lock"}
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_in_half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
 
 def tokens_of(folder, ids, val_ids=None, tokenizer=None, **meta):
     """A data folder with these token ids as train and, unless `val_ids` are given, as val."""
@@ -277,9 +292,8 @@ def make_tokens(folder, text, tokenizer=None):
 
 
 def edit_json(path, **changes):
-    """Change entries of a JSON file; None removes one."""
-    contents = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in contents.items() if value is not None}))
+    """Change entries of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.fixture(scope="session")
