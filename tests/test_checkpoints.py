@@ -254,11 +254,12 @@ def test_14_what_is_restored_does_not_stay_in_memory(byte_tokens, copied, tmp_pa
     assert len(read) == 1 and alive and not any(alive)
 
 
-def test_14_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, byte_tokens, monkeypatch):
+@pytest.mark.parametrize("label", ["14", "15", "27", "fsdp"])
+def test_14_a_checkpoint_is_on_the_disk_before_it_gets_its_name(label, tmp_path, byte_tokens, monkeypatch):
     """After a power cut a file that was renamed but not written through may be empty."""
     synced, fsync, path = [], os.fsync, tmp_path / "checkpoints" / "step_0000001.pt"
     monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_size, path.exists())) or fsync(file))
-    train(rung("14"), tmp_path, byte_tokens, *ONE, "--steps", 1)
+    train(rung(label), tmp_path, byte_tokens, *ONE, "--steps", 1)
     assert synced == [(path.stat().st_size, False)]
 
 
