@@ -60,7 +60,7 @@ def rung(label):
 
 
 def rungs_that_change(*definitions):
-    """The labels of rungs whose lesson may lie in one of these definitions; in all others it is that of the rung before.
+    """The labels of rungs whose lesson may lie in one of these definitions; in others it is that of the rung before.
 
     test_laws.py holds the scripts to that, so these stand for all.
     """
@@ -226,7 +226,7 @@ def run_command(*command, timeout=300, cwd=ROOT, **environment):
 def on_ranks(n, folder, data, runs, *torchrun_flags, **environment):
     """Run tests/rank.py on n ranks: {name: (label, dtype, flags)}, one after the other. Each leaves FOLDER/NAME."""
     own = ["--model", "tiny", "--device", "cpu", "--data", data, "--compile-mode", "none"]
-    runs = {name: (label, dtype, [str(word) for word in (*own, *flags)]) for name, (label, dtype, flags) in runs.items()}
+    runs = {name: (*kind, [str(word) for word in (*own, *flags)]) for name, (*kind, flags) in runs.items()}
     folder.mkdir(exist_ok=True)
     (folder / "runs.json").write_text(json.dumps(runs))
     return run_command(*TORCHRUN, "--standalone", f"--nproc_per_node={n}", *torchrun_flags,

@@ -176,7 +176,8 @@ def another(value):
     return value + 1 if type(value) is int else value / 2 if type(value) is float else Path(f"{value or ''}.other")
 
 
-@pytest.mark.parametrize("label", [label for label in rungs_that_change("Checkpoints", "add_flags") if label in RESUMES])
+@pytest.mark.parametrize("label", [
+    label for label in rungs_that_change("Checkpoints", "add_flags") if builds_on(label, "14")])
 def test_14_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte_tokens):
     """Whatever flags a rung has; --val-sequences is not free where the best model depends on it."""
     module, made = rung(label), []
@@ -265,7 +266,7 @@ def test_14_a_checkpoint_is_on_the_disk_before_it_gets_its_name(label, tmp_path,
 
 @pytest.mark.parametrize("label", [label for label in rungs_that_change("Checkpoints") if label not in ("0", "dcp")])
 def test_14_a_checkpoint_is_plain_and_holds_the_scaler(label, tmp_path, byte_tokens):
-    """float16, as on a T4: its scale comes back, or begins after bfloat16; and it serves wherever a saved model does."""
+    """float16, as on a T4: its scale comes back, or begins after bfloat16; and it serves as a saved model does."""
     module, flags = rung(label), [*ONE, "--steps", 2]
     module.autocast_dtype = lambda device: torch.bfloat16
     crash_in_step(module, 2)
@@ -290,7 +291,7 @@ def test_14_a_checkpoint_is_plain_and_holds_the_scaler(label, tmp_path, byte_tok
 @pytest.mark.slow
 def test_15_twenty_kills_at_random_moments(tmp_path, byte_tokens):
     """SIGKILL, also while a checkpoint is written: every run ends with the losses and weights of the whole one."""
-    text = tokens_of(tmp_path / "tokens", np.fromfile(byte_tokens / "train.bin", dtype="<u2")[:400])  # 24 steps an epoch
+    text = tokens_of(tmp_path / "tokens", np.fromfile(byte_tokens / "train.bin", dtype="<u2")[:400])  # 24 steps
     flags = ["--model", "tiny", "--device", "cpu", "--data", text, *ONE, "--compile-mode", "none", "--steps", 40,
              "--checkpoint-every", 1, "--val-every", 10, "--val-sequences", 1]
     run = run_command(sys.executable, ROOT / "tests/killed_runs.py", 20, tmp_path, *flags, timeout=900)
@@ -334,10 +335,11 @@ def test_15_a_healthy_checkpoint_that_cannot_be_read_is_not_called_damaged(error
 def test_15_a_full_disk_costs_the_checkpoint_and_not_the_run(byte_tokens, whole, copied, tmp_path):
     """A limit on the size of files stands for the full disk. Only --save's file is missed in the end, in one line."""
     checkpoints = copied(STEP_4)
+    command = [sys.executable, BY_LABEL["15"].path, "--model", "tiny", "--device", "cpu", "--compile-mode", "none",
+               "--data", byte_tokens, *SIX, "--resume", "--log-dir", tmp_path, "--checkpoint-dir", checkpoints,
+               "--save", tmp_path / "model.pt"]
     run = subprocess.run(
-        [str(word) for word in (sys.executable, BY_LABEL["15"].path, "--model", "tiny", "--device", "cpu",
-                                "--compile-mode", "none", "--data", byte_tokens, *SIX, "--resume", "--log-dir", tmp_path,
-                                "--checkpoint-dir", checkpoints, "--save", tmp_path / "model.pt")],
+        [str(word) for word in command],
         capture_output=True, text=True, timeout=300,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
     )
@@ -366,7 +368,8 @@ def test_15_a_signal_saves_and_ends_well(number, byte_tokens, whole, tmp_path, m
     interrupt(monkeypatch, 15, number)  # in the third step, or the validation after it
     run = as_program(byte_tokens, tmp_path)
     assert run.returncode == 0, run.stderr
-    stopped, newest = re.search(r"# ended by a signal after step (\d); newest checkpoint: step (\d)", run.stdout).groups()
+    end = re.search(r"# ended by a signal after step (\d); newest checkpoint: step (\d)", run.stdout)
+    stopped, newest = end.groups()
     assert stopped == newest in "34"
     assert torch.load(tmp_path / f"checkpoints/step_000000{stopped}.pt", weights_only=True)["step"] == int(stopped)
     monkeypatch.undo()

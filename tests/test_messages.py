@@ -1,6 +1,6 @@
 """Every wrong value ends in one clear line and a non-zero exit, never in a traceback or a damaged file.
 
-All of it is plumbing, the same in every script (test_ladder_laws.py), so one script or two stand for all.
+All of it is plumbing, the same in every script (test_laws.py), so one script or two stand for all.
 """
 import argparse
 import json
@@ -44,12 +44,12 @@ def stopped(byte_tokens, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("label, words, named", [
-    *((label, words, "-B, -T and --steps must be at least 1, and no number below 0") for label in ("0", "16") for words in (
-        "-B 0", "-B -3", "-T 0", "--steps 0", "--seed -1", f"--seed {2**70}")),
+    *((label, words, "-B, -T and --steps must be at least 1, and no number below 0") for label in ("0", "16")
+      for words in ("-B 0", "-B -3", "-T 0", "--steps 0", "--seed -1", f"--seed {2**70}")),
     *(("10", words, "no number below 0") for words in (
         "--max-lr -1", "--max-lr nan", "--max-lr inf", "--warmup-steps -1")),
     *(("0", words, "baseline.py: error: ") for words in (
-        "-B two", "--steps 1.5", "--no-such-flag", "--device tpu", "--step 5", "--seed", "a_file.txt", "--max-lr high")),
+        "-B two", "--steps 1.5", "--no-such-flag", "--device tpu", "--step 5", "--seed", "a_file.txt")),
 ])
 def test_wrong_words(label, words, named, stopped):
     code, line = stopped(label, *words.split())
@@ -106,7 +106,10 @@ def rewrite(name, change):
 
 def without(key):
     """A damage: meta.json without an entry."""
-    return rewrite("meta.json", lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != key}).encode())
+    def drop(text):
+        return json.dumps({name: value for name, value in json.loads(text).items() if name != key}).encode()
+
+    return rewrite("meta.json", drop)
 
 
 @pytest.mark.parametrize("damage", [
@@ -206,7 +209,7 @@ def test_a_pretrained_model_with_other_tokens_than_the_data(stopped, model_of, t
 
 def test_save_replaces_only_a_model_of_its_script(stopped, model_of, byte_tokens, tmp_path):
     (tmp_path / "README.md").write_text("precious")
-    for path, reason in [(tmp_path / "README.md", "not a model's file"), (model_of("10"), "not a model of this script")]:
+    for path, reason in [(tmp_path / "README.md", "not a model's file"), (model_of("10"), "not a model of")]:
         before = path.read_bytes()
         line = stopped("0", *STEP, "--save", path)[1]
         assert str(path) in line and reason in line and path.read_bytes() == before

@@ -81,7 +81,8 @@ def truth(hf_folder, qwen3):
 
     x, y = torch.randint(0, 50257, (2, 2, 128), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        logits = {folder: AutoModelForCausalLM.from_pretrained(folder).eval()(x).logits for folder in (hf_folder, qwen3)}
+        logits = {folder: AutoModelForCausalLM.from_pretrained(folder).eval()(x).logits
+                  for folder in (hf_folder, qwen3)}
     assert all(each.std() > 0.1 for each in logits.values())  # the weights are not trivial
     return x, y, logits
 

@@ -30,7 +30,7 @@ PATIENCE = ("--patience", 2, "--val-every", 1, "--max-lr", 0.5, "--muon-lr", 0.5
 
 
 def flags_of(label, B):
-    """Six steps; where a rung has the flags of 256 tokens, and 5 sequences of validation, which 2 ranks cannot share."""
+    """Six steps, if possible of 256 tokens, and 5 sequences of validation, which 2 ranks cannot share."""
     known = vars(rung(label).parse_settings([]))
     more = [(f"--{name.replace('_', '-')}", value) for name, value in TOTAL.items() if name in known]
     return ["-B", B, "-T", 32, "--steps", 6, *sum(more, ())]
@@ -240,8 +240,8 @@ SIX = ["-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "-
 def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
     """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as an undisturbed one."""
     for name, dying in (("killed", {"DIE_RANK": "1", "DIE_BATCH": "4"}), ("whole", {})):
-        run = on_ranks(2, tmp_path / name, byte_tokens, {"run": (label, "float32", ["-B", 2, *SIX])}, "--max-restarts=1",
-                       TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **dying)
+        run = on_ranks(2, tmp_path / name, byte_tokens, {"run": (label, "float32", ["-B", 2, *SIX])},
+                       "--max-restarts=1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **dying)
         assert run.returncode == 0, run.stderr
     log = f"run/{BY_LABEL[label].name}.log"
     assert (tmp_path / "killed" / "died").exists()

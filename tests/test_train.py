@@ -65,7 +65,7 @@ BFLOAT16_TOLERANCE = 0.01
 
 @pytest.mark.parametrize("label, tolerance", [
     ("3", BFLOAT16_TOLERANCE), ("6", BFLOAT16_TOLERANCE), ("17", BFLOAT16_TOLERANCE),
-    ("10", BFLOAT16_TOLERANCE),  # the decay differs (0.1 against torch's default 0.01), by at most 2e-4 of a weight a step
+    ("10", BFLOAT16_TOLERANCE),  # the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step
     # On a CPU, eagerly, these compute the very same: "high" changes no product; nothing is compiled; one rank, one
     # micro-step; the same batches; validation, checkpoints and recomputation change no weight; float8 needs a GPU;
     # nothing is dropped, and the text is one document.

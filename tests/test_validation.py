@@ -54,7 +54,8 @@ def test_13_the_loss_is_that_of_val_bin(free, tmp_path, byte_tokens):
     with torch.no_grad():
         logits = model(ids[: n * T].view(n, T)).double()
     assert list(val_losses(log)) == [2, 3]  # and always after the last step
-    assert val_losses(log)[3] == pytest.approx(F.cross_entropy(logits.flatten(0, 1), ids[1 : n * T + 1]).item(), abs=1e-5)
+    expected = F.cross_entropy(logits.flatten(0, 1), ids[1 : n * T + 1]).item()
+    assert val_losses(log)[3] == pytest.approx(expected, abs=1e-5)
     assert f"# validation: every 2 steps on {n} of {n} sequences" in log.read_text()
 
 
