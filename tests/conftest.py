@@ -2,12 +2,15 @@
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +25,8 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, its import must not see what a test has patched
 from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # where a plugin has imported it before
 
@@ -179,6 +184,21 @@ def watch():
             handle.remove()
 
 
+class Operations(TorchDispatchMode):
+    """`count` of the operations meanwhile, and `numel`, the size of the largest tensor that one of them returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.numel = Counter(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.count[function.overloadpacket] += 1
+        sizes = [part.numel() for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
 def norm_of(gradients):
     return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
 
@@ -214,6 +234,26 @@ class FakeClock:
             return function(*args, **kwargs)
 
         return slowed
+
+
+def as_program(label, *words):
+    """A rung's script as a program, but in this process: to import torch takes longer than to train a tiny model.
+
+    What a process has that ended: returncode, stdout, stderr. A traceback is not caught.
+    """
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    words = [BY_LABEL[label].path, "--model", "tiny", "--device", "cpu", *words]
+    with (own_settings(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output),
+          contextlib.redirect_stderr(errors)):
+        patch.setattr(sys, "argv", [str(word) for word in words])
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+        if isinstance(code, str):  # Python prints it and exits with 1
+            print(code, file=sys.stderr)
+            code = 1
+    return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=errors.getvalue())
 
 
 def run_command(*command, timeout=300, cwd=ROOT, **environment):

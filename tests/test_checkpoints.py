@@ -1,16 +1,13 @@
 """Rungs 14 and 15: a run that was stopped, crashed or killed continues bit by bit, and nothing is lost or mixed up."""
-import io
 import json
 import os
 import re
 import resource
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import weakref
-from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT, Crash, assert_same_weights, builds_on, crash_in_step, cut_in_half, edit_json, files_in, flip_a_byte, losses,
-    own_settings, run_command, rung, rungs_that_change, tokens_of, train, val_losses)
+    ROOT, Crash, as_program, assert_same_weights, builds_on, crash_in_step, cut_in_half, edit_json, files_in,
+    flip_a_byte, losses, run_command, rung, rungs_that_change, tokens_of, train, val_losses)
 from torch.nn import functional as F
 
 from ladder.scripts.stages import BY_LABEL
@@ -38,22 +35,11 @@ def log_name(label):
     return f"{BY_LABEL[label].name}.log"
 
 
-def as_program(data, folder, label="15", *more):
-    """Six steps of a rung as a program, but in this process: to import torch takes longer than that.
-
-    What a process has that ended: returncode, stdout, stderr.
-    """
-    words = [BY_LABEL[label].path, "--model", "tiny", "--device", "cpu", "--compile-mode", "none", "--data", data, *SIX,
-             "--log-dir", folder, "--save", folder / "model.pt", "--checkpoint-dir", folder / "checkpoints", *more]
+def six_steps(data, folder, label="15", *more):
+    """A rung as a program, with all its files in `folder`."""
     folder.mkdir(exist_ok=True)
-    output, errors = io.StringIO(), io.StringIO()
-    with own_settings(), pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
-        patch.setattr(sys, "argv", [str(word) for word in words])
-        try:
-            code = runpy.run_path(sys.argv[0], run_name="__main__") and 0
-        except SystemExit as stop:
-            code = print(stop.code, file=sys.stderr) or 1 if isinstance(stop.code, str) else stop.code or 0
-    return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=errors.getvalue())
+    return as_program(label, "--compile-mode", "none", "--data", data, *SIX, "--log-dir", folder, "--save",
+                      folder / "model.pt", "--checkpoint-dir", folder / "checkpoints", *more)
 
 
 def assert_refused(run, line):
@@ -79,7 +65,7 @@ def assert_same_run(folder, whole, label="15", second_half="4-6"):
 def whole(tmp_path_factory, byte_tokens):
     """The folder of a run of rung 15 that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    run = as_program(byte_tokens, folder)
+    run = six_steps(byte_tokens, folder)
     assert run.returncode == 0, run.stderr
     assert files_in(folder / "checkpoints") == {STEP_4, STEP_6}  # the two newest
     return folder
@@ -99,7 +85,7 @@ def copied(whole, tmp_path):
 
 
 def assert_resumes(data, whole, folder, step=4, *more):
-    run = as_program(data, folder, "15", "--resume", *more)
+    run = six_steps(data, folder, "15", "--resume", *more)
     assert run.returncode == 0 and f"# resumed after step {step} of 6" in run.stdout, run.stderr
     assert_same_run(folder, whole)
     return run
@@ -113,7 +99,7 @@ def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     Another run's log in the way is kept, under its date: the log continues from the checkpoint's.
     """
     more = ["--recompute-blocks", 1] if builds_on(label, "16") else []
-    assert as_program(byte_tokens, tmp_path / "whole", label, *more).returncode == 0
+    assert six_steps(byte_tokens, tmp_path / "whole", label, *more).returncode == 0
     module, folder = rung(label), tmp_path / "crashed"
     crash_in_step(module, 6)
     with pytest.raises(Crash):
@@ -121,10 +107,12 @@ def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     newest, = (path for path in (folder / "checkpoints").iterdir() if path.name.startswith("step_0000004"))
     newest.with_name("step.partial").write_text("a half")  # as a kill during the next save would leave
     (folder / log_name(label)).write_text("step : 1 | loss: 1.0 | another run's log\nstep : ")
-    run = as_program(byte_tokens, folder, label, *more, "--resume")
+    run = six_steps(byte_tokens, folder, label, *more, "--resume")
     assert run.returncode == 0, run.stderr
     assert "# resumed after step 4 of 6" in run.stdout and "step : 4 " not in run.stdout
     assert_same_run(folder, tmp_path / "whole", label)
+    newest = {path.name.removesuffix(".pt") for path in (folder / "checkpoints").glob("step_*")}
+    assert newest == {"step_0000004", "step_0000006"}
     [earlier] = folder.glob(f"{log_name(label)}.20*")
     assert earlier.read_text() == "step : 1 | loss: 1.0 | another run's log\nstep : "
 
@@ -146,7 +134,7 @@ def test_14_a_different_run_is_not_resumed(label, more, reason, copied, byte_tok
     """And its log is still there."""
     copied(STEP_6)
     (tmp_path / log_name(label)).write_text("an earlier log")
-    assert_refused(as_program(byte_tokens, tmp_path, label, *more), "error: " + reason.format(STEP_6))
+    assert_refused(six_steps(byte_tokens, tmp_path, label, *more), "error: " + reason.format(STEP_6))
     assert [path.read_text() for path in tmp_path.glob("*.log*")] == ["an earlier log"]
 
 
@@ -160,7 +148,7 @@ def test_14_another_text_is_another_run(change, reason, copied, byte_tokens, tmp
     copied(STEP_6)
     other = shutil.copytree(byte_tokens, tmp_path / "other")
     edit_json(other / "meta.json", **change)
-    run = as_program(other, tmp_path, "15", "--resume")
+    run = six_steps(other, tmp_path, "15", "--resume")
     if reason:
         assert_refused(run, "error: --resume: .* " + reason)
     else:
@@ -209,7 +197,7 @@ def test_14_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte_tokens):
 def test_14_free_flags_change_no_step(byte_tokens, whole, copied, tmp_path):
     """Four sequences at once, and other habits of validating and saving; up to the rounding of float32 or bfloat16."""
     copied(STEP_4)
-    run = as_program(byte_tokens, tmp_path, "15", "--resume", "-B", 4, "--val-every", 5, "--val-sequences", 1,
+    run = six_steps(byte_tokens, tmp_path, "15", "--resume", "-B", 4, "--val-every", 5, "--val-sequences", 1,
                      "--checkpoint-every", 5, "--log-dir", tmp_path / "elsewhere")
     assert run.returncode == 0, run.stderr
     log = tmp_path / "elsewhere" / log_name("15")
@@ -251,7 +239,7 @@ def test_14_what_is_restored_does_not_stay_in_memory(byte_tokens, copied, tmp_pa
     monkeypatch.setattr(torch, "load", load_and_watch)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: (
         alive.append(read[0]() is not None) or attention(*args, **kwargs)))
-    assert as_program(byte_tokens, tmp_path, "15", "--resume").returncode == 0
+    assert six_steps(byte_tokens, tmp_path, "15", "--resume").returncode == 0
     assert len(read) == 1 and alive and not any(alive)
 
 
@@ -309,7 +297,7 @@ def test_15_a_damaged_checkpoint_is_named_and_then_the_one_before_it(damage, byt
     damage(newest)
     for older in (STEP_4, "step 0"):
         line = f"error: --resume: {newest} is damaged; delete it to continue from {older}"
-        assert_refused(as_program(byte_tokens, tmp_path, "15", "--resume"), line)
+        assert_refused(six_steps(byte_tokens, tmp_path, "15", "--resume"), line)
         newest.with_name(STEP_4).unlink(missing_ok=True)
     shutil.copy(whole / "checkpoints" / STEP_4, newest.with_name(STEP_4))
     newest.unlink()
@@ -328,7 +316,7 @@ def test_15_a_healthy_checkpoint_that_cannot_be_read_is_not_called_damaged(error
 
     copied(STEP_6)
     monkeypatch.setattr(torch, "load", load)
-    run = as_program(byte_tokens, tmp_path, "15", "--resume")
+    run = six_steps(byte_tokens, tmp_path, "15", "--resume")
     assert run.returncode == 1 and re.match(said, run.stderr) and "damaged" not in run.stderr
 
 
@@ -366,7 +354,7 @@ def interrupt(monkeypatch, call, number=signal.SIGINT):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_15_a_signal_saves_and_ends_well(number, byte_tokens, whole, tmp_path, monkeypatch):
     interrupt(monkeypatch, 15, number)  # in the third step, or the validation after it
-    run = as_program(byte_tokens, tmp_path)
+    run = six_steps(byte_tokens, tmp_path)
     assert run.returncode == 0, run.stderr
     end = re.search(r"# ended by a signal after step (\d); newest checkpoint: step (\d)", run.stdout)
     stopped, newest = end.groups()
@@ -379,13 +367,13 @@ def test_15_a_signal_saves_and_ends_well(number, byte_tokens, whole, tmp_path, m
 def test_15_a_signal_in_the_first_step_ends_it_at_once(byte_tokens, tmp_path, monkeypatch):
     """There is nothing to save yet, and the step may compile for minutes."""
     interrupt(monkeypatch, 3)
-    assert_refused(as_program(byte_tokens, tmp_path), "stopped: ")
+    assert_refused(six_steps(byte_tokens, tmp_path), "stopped: ")
     assert not files_in(tmp_path / "checkpoints")
 
 
 def test_15_without_checkpoints_a_signal_promises_nothing(byte_tokens, tmp_path, monkeypatch):
     interrupt(monkeypatch, 6)  # in the second step
-    run = as_program(byte_tokens, tmp_path, "15", "--checkpoint-every", 0)
+    run = six_steps(byte_tokens, tmp_path, "15", "--checkpoint-every", 0)
     assert run.returncode == 0 and "step : 2 " in run.stdout and "step : 3 " not in run.stdout
     assert "# ended by a signal after step 2; newest checkpoint: none\n" in run.stdout
     assert "resume" not in run.stdout and not files_in(tmp_path / "checkpoints")
@@ -393,7 +381,7 @@ def test_15_without_checkpoints_a_signal_promises_nothing(byte_tokens, tmp_path,
 
 def test_15_a_second_run_in_one_folder_is_refused(byte_tokens, tmp_path):
     with filelock.FileLock(tmp_path / "checkpoints" / "lock"):
-        run = as_program(byte_tokens, tmp_path)
+        run = six_steps(byte_tokens, tmp_path)
     assert_refused(run, f"error: --checkpoint-dir {tmp_path}/checkpoints: another run is using it")
     assert not files_in(tmp_path / "checkpoints")
 
@@ -401,7 +389,7 @@ def test_15_a_second_run_in_one_folder_is_refused(byte_tokens, tmp_path):
 @pytest.mark.parametrize("label", ["14", "15"])
 def test_14_a_folder_that_cannot_be_written_is_noticed_first(label, tmp_path, byte_tokens):
     (tmp_path / "file").write_text("not a folder")
-    run = as_program(byte_tokens, tmp_path / "run", label, "--checkpoint-dir", tmp_path / "file" / "checkpoints")
+    run = six_steps(byte_tokens, tmp_path / "run", label, "--checkpoint-dir", tmp_path / "file" / "checkpoints")
     assert_refused(run, f"error: .*{tmp_path}/file")
 
 

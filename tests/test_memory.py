@@ -1,15 +1,13 @@
 """The lessons about memory: 16 recomputes blocks, 17 keeps no logits of a whole batch. Neither changes a result."""
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import new_gpt, run_command, rung, train, watch
+from conftest import Operations, new_gpt, run_command, rung, train, watch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 STEP = ("-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--checkpoint-every", 0, "--val-sequences", 1)
 
@@ -115,22 +113,6 @@ def test_17_one_16_bit_gradient_of_the_logits():
     assert len([name for name, value in of_logits if "_to_copy" in name and value.dtype == torch.bfloat16]) == 1
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that an operation returns, and counts the operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel, self.count = 0, Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.count[function.overloadpacket] += 1
-        for part in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(part, torch.Tensor):
-                self.numel = max(self.numel, part.numel())
-        return result
-
-
 def tiny(label):
     """A fresh tiny model of a rung, and a batch for it: inputs and targets (4, 32)."""
     torch.manual_seed(0)
@@ -142,7 +124,7 @@ def test_17_no_tensor_has_the_logits_of_all_tokens(label):
     """From the first operation of the forward pass to the last of the backward pass."""
     model, x, y = tiny(label)
     model.loss_chunk = 16
-    with Largest() as largest:
+    with Operations() as largest:
         model(x, y).backward()
     expected = 4 * 32 * 50304 if label == "16" else model.lm_head.weight.numel()
     assert largest.numel == expected
@@ -165,7 +147,7 @@ def test_17_validation_computes_no_gradients():
     """One product per chunk, not three, and no buffer for a sum of gradients; the loss is the same."""
     x, weight, targets = output_layer()
     expected = chunked(x, weight, targets, 1000, 25)
-    with torch.no_grad(), Largest() as operations:
+    with torch.no_grad(), Operations() as operations:
         assert torch.equal(chunked(x.detach(), weight, targets, 1000, 25), expected)
     aten = torch.ops.aten
     assert (operations.count[aten.mm], operations.count[aten.zeros_like]) == (2, 0)

@@ -5,7 +5,6 @@ All of it is plumbing, the same in every script (test_laws.py), so one script or
 import argparse
 import json
 import resource
-import runpy
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT, data_with, edit_json, load_module, losses, new_gpt, rung, rungs_that_change, saved_model, train)
+    ROOT, as_program, data_with, edit_json, load_module, losses, new_gpt, rung, rungs_that_change, saved_model, train)
 
 from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
@@ -25,20 +24,14 @@ STRICT = (sys.executable, "-W", "error", "-W", "ignore::ResourceWarning")  # the
 
 
 @pytest.fixture
-def stopped(byte_tokens, tmp_path, monkeypatch, capsys):
-    """stopped(label, *flags): the exit code and the last line of a script that is run as a program and must stop."""
+def stopped(byte_tokens, tmp_path):
+    """stopped(label, *flags): the exit code and the last line of a script that must stop."""
 
     def run(label, *flags):
-        words = [BY_LABEL[label].path, "--model", "tiny", "--device", "cpu", "--data", byte_tokens, "--log-dir",
-                 tmp_path / "logs", *flags]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        with pytest.raises(SystemExit) as stop:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        if stop.value.code == 2:  # argparse has printed the line
-            return 2, capsys.readouterr().err.splitlines()[-1]
-        assert isinstance(stop.value.code, str) and "\n" not in stop.value.code  # Python prints it and exits with 1
-        assert stop.value.code.startswith("error: ")
-        return 1, stop.value.code
+        run = as_program(label, "--data", byte_tokens, "--log-dir", tmp_path / "logs", *flags)
+        lines = run.stderr.splitlines()
+        assert run.returncode == 2 or run.returncode == len(lines) == 1 and lines[0].startswith("error: ")
+        return run.returncode, lines[-1]
 
     return run
 

@@ -1,8 +1,7 @@
 """Rung 18's Muon against its definition and torch's, rung 19's schedule in closed form."""
 import pytest
 import torch
-from conftest import new_gpt, read_steps, rung, train
-from torch.utils._python_dispatch import TorchDispatchMode
+from conftest import Operations, new_gpt, read_steps, rung, train
 
 
 def matrices_of(shape, singular_values, n=3):
@@ -75,16 +74,6 @@ def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypa
         assert rung("18").orthogonalize(torch.ones(1, 2, 4)).dtype == dtype
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_18_as_many_operations_at_any_depth():
     """Matrices of equal shape share them, and on a GPU the kernels. Of large models only a few layers do."""
     module, counts = rung("18"), []
@@ -96,7 +85,7 @@ def test_18_as_many_operations_at_any_depth():
                 parameter.grad = torch.randn_like(parameter)
             with Operations() as operations:
                 optimizer.step()
-        counts.append(operations.count)
+        counts.append(operations.count.total())
     assert counts[0] == counts[1] == counts[2] > 100, counts
 
 
