@@ -1,94 +1,173 @@
-"""The loader: the i-th batch is the i-th B*T tokens of the file, for every rank and split, up to rung 26.
-
-test_shuffled_windows.py looks at the order from there on.
-"""
-import numpy as np
+"""The loader: the i-th batch is the i-th B*T tokens of the file; from rung 26 on, the windows of a random order."""
 import pytest
 import torch
-from conftest import make_tokens, rung
+from conftest import builds_on, rung, rungs_that_change, tokens_of, train
 
-from ladder.scripts.stages import BY_LABEL
-
-FROM_12 = list(BY_LABEL)[list(BY_LABEL).index("12") :]  # these loaders know their device and split
-B, T = 4, 1000
-
-
-def shuffles(label):
-    """Whether the rung is 26, or starts from one that shuffles."""
-    return label == "26" or label != "0" and shuffles(BY_LABEL[label].before)
+LOADERS = [label for label in rungs_that_change("DataLoaderLite") if label != "26"]
+N = 1003  # the tokens of `numbers` are their own places in the file
+WAYS = ["mapped", "on the device", "pinned"]
 
 
-def loader_of(label, folder, B=B, T=T, **more):
-    """The loader, and its module."""
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory):
+    """A text whose tokens are their own places in the file, for training, and 50,000 more in val.bin."""
+    return tokens_of(tmp_path_factory.mktemp("data") / "numbers", range(N), range(50_000, 50_257))
+
+
+def loader_of(label, folder, B=4, T=8, way="mapped", **more):
+    """The loader of a rung, as it reads the file on one of the three ways to the device."""
     module = rung(label)
-    return module.DataLoaderLite(folder, B, T, *(["cpu"] if label in FROM_12 else []), **more), module
+    module.free_memory = lambda device: 1e12 if way == "on the device" else 0
+    device = ["cuda" if way == "pinned" else "cpu"] if builds_on(label, "12") else []
+    loader = module.DataLoaderLite(folder, B, T, *device, **more)
+    assert device == [] or loader.on_device == (way == "on the device")
+    return loader
 
 
-def read(folder, split):
-    return np.fromfile(folder / f"{split}.bin", dtype="<u2").astype(np.int64)
+@pytest.fixture
+def copies(monkeypatch):
+    """What happens to tensors on the way to a GPU, as far as a CPU can do it."""
+    events = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: events.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **more: events.append((args, more)) or self)
+    return events
 
 
-def check_batches(loader, tokens):
-    n_batches = (len(tokens) - 1) // (loader.B * loader.T)
+@pytest.mark.parametrize("label, split, way", [
+    (label, split, way) for label in LOADERS for split in (["train", "val"] if builds_on(label, "13") else ["train"])
+    for way in (WAYS if builds_on(label, "12") else WAYS[:1])])
+def test_batches_are_the_text_in_order(label, split, way, numbers, copies):
+    """On every way: val data really is val data there, and ids above 32,767 survive it."""
+    loader = loader_of(label, numbers, way=way, **({"split": split} if builds_on(label, "13") else {}))
+    first, n_tokens = (0, N) if split == "train" else (50_000, 257)
+    n_batches = (n_tokens - 1) // 32
     assert loader.n_batches == n_batches
     for i in (0, 1, n_batches - 1, n_batches, n_batches + 1, 7 * n_batches + 2):
+        del copies[:]
         x, y = loader.batch(i)
-        start = i % n_batches * loader.B * loader.T  # after the last whole batch the first one comes again
-        end = start + loader.B * loader.T
-        assert x.shape == y.shape == (loader.B, loader.T) and x.dtype == y.dtype == torch.int64
-        assert (x.flatten().numpy() == tokens[start:end]).all()
-        assert (y.flatten().numpy() == tokens[start + 1 : end + 1]).all()
+        start = first + i % n_batches * 32  # after the last whole batch the first one comes again
+        assert x.dtype == torch.int64 and torch.equal(x, torch.arange(start, start + 32).view(4, 8))
+        assert y.dtype == torch.int64 and torch.equal(y, x + 1)
+        if way == "pinned":
+            assert copies == ["pinned", (("cuda",), {"non_blocking": True})]
 
 
-@pytest.mark.parametrize("label", [label for label in BY_LABEL if not shuffles(label)])
-def test_batches_are_the_text_in_order(label, tokens):
-    """Inputs and targets are neighbours in the file."""
-    check_batches(loader_of(label, tokens)[0], read(tokens, "train"))
-
-
-@pytest.mark.parametrize("label, split", [("12", "train"), *((label, "val") for label in FROM_12[1:])])
-def test_the_split_is_read_on_every_path(label, split, tokens, monkeypatch):
-    """Also where the file is small enough to be held on the device: val data really is val data there, too."""
-    more = {} if label == "12" else {"split": split}  # rung 12 does not validate
-    B = 1 if shuffles(label) else 2  # there the last B windows are not left out
-    loader, module = loader_of(label, tokens, B, T=100, **more)
-    assert not loader.on_device
-    check_batches(loader, read(tokens, split))
-    monkeypatch.setattr(module, "free_memory", lambda device: 10**12)
-    loader = module.DataLoaderLite(tokens, B, 100, "cpu", **more)
-    assert loader.on_device
-    check_batches(loader, read(tokens, split))
-
-
-def test_a_batch_does_not_depend_on_the_batches_before(tokens):
-    loader, _ = loader_of("0", tokens)
+@pytest.mark.parametrize("label", ["0", "12"])
+def test_a_batch_does_not_depend_on_the_batches_before(label, numbers):
+    loader = loader_of(label, numbers)
     first = loader.batch(3)[0].clone()
     loader.batch(0)[0].zero_()  # nor can its reader damage the file
     assert torch.equal(loader.batch(3)[0], first)
 
 
-def test_all_tokens_of_a_file_that_is_one_batch_are_used(tmp_path):
-    folder = make_tokens(tmp_path / "tokens", "x" * 18 + "y" * 2)  # 18 to train on
-    loader, module = loader_of("0", folder, B=1, T=17)
-    assert loader.n_batches == 1 and loader.batch(0)[0].shape == loader.batch(5)[1].shape == (1, 17)
+@pytest.mark.parametrize("label", LOADERS)
+def test_the_last_batch_needs_a_token_after_it(label, tmp_path):
+    """35 tokens are two batches of 17 and the target of the last; of 34 the second would lack that."""
+    for n_tokens, n_batches in ((18, 1), (34, 1), (35, 2)):
+        loader = loader_of(label, tokens_of(tmp_path / str(n_tokens), range(n_tokens)), B=1, T=17)
+        assert loader.n_batches == n_batches and loader.batch(n_batches - 1)[1][0, -1] == 17 * n_batches
     with pytest.raises(SystemExit, match="18 train tokens, a batch needs 19; lower -B or -T"):
-        module.DataLoaderLite(folder, 1, 18)
+        loader_of(label, tmp_path / "18", B=1, T=18)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_together_see_the_batches_of_one_process(world_size, tokens):
-    """With the index that `train` of ddp_run.py computes: test_ddp.py shows that it does."""
-    one, module = loader_of("ddp", tokens, B=2 * world_size)
-    ranks = [module.DataLoaderLite(tokens, 2, T) for _ in range(world_size)]
-    for step in range(one.n_batches):
-        together = [loader.batch(step * world_size + rank) for rank, loader in enumerate(ranks)]
-        x, y = one.batch(step)
-        assert torch.equal(torch.cat([x for x, _ in together]), x)
-        assert torch.equal(torch.cat([y for _, y in together]), y)
+def test_12_the_text_takes_a_tenth_of_the_free_memory_at_most(numbers, monkeypatch):
+    """8 bytes a token; the rest is for the model. The memory that is free decides, not the memory that there is."""
+    module = rung("12")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (1000, 10**15))
+    assert module.free_memory("cuda") == 1000
+    for free, on_device in ((80 * N, True), (80 * N - 1, False)):
+        module.free_memory = lambda device, free=free: free
+        assert module.DataLoaderLite(numbers, 1, 16, "cpu").on_device is on_device
 
 
-@pytest.mark.parametrize("label", BY_LABEL)
-def test_train_takes_one_batch_after_the_other(label, short_run):
-    """From rung 12 on one more is fetched while the device works: after the last one in vain."""
-    trained_on = [i for n_sequences, i in short_run(label).batches if n_sequences == 2]  # validation has one at a time
-    assert trained_on == list(range(5 + (label in FROM_12)))
+def test_12_the_next_batch_is_fetched_before_the_wait_for_the_device(tmp_path, byte_tokens, monkeypatch):
+    """In steps of four micro-steps."""
+    module, events = rung("12"), []
+    batch = module.DataLoaderLite.batch
+    module.DataLoaderLite.batch = lambda self, i: (i in self.prefetched or events.append(i)) and None or batch(self, i)
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda *_: events.append("synchronize"))
+    train(module, tmp_path, byte_tokens, "-B", 1, "-T", 32, "--steps", 3)
+    assert events == [0, 1, 2, 3, 4, "synchronize", 5, 6, 7, 8, "synchronize", 9, 10, 11, 12, "synchronize"]
+
+
+# ---- rung 26: the windows of each epoch, in an order that is a function of the seed and the epoch's number -----------
+
+T = 8
+N_WINDOWS = (N - 1) // T - 1
+
+
+def shuffled(folder, B=4, seed=1337, way="mapped"):
+    return loader_of("26", folder, B, T, way, seed=seed)
+
+
+def windows(loader, first, n):
+    """The windows `first` to `first + n` of the run, (n, T), from batches that hold them and perhaps more."""
+    batches = range(first // loader.B, -(-(first + n) // loader.B))
+    x = torch.cat([loader.batch(i)[0] for i in batches])
+    return x[first % loader.B :][:n]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_26_targets_follow_their_inputs_on_every_way(way, numbers, copies):
+    """In more than two epochs of batches that do not divide an epoch."""
+    loader, mapped = shuffled(numbers, 5, way=way), shuffled(numbers, 5)
+    for i in range(2 * loader.n_batches + 2):
+        x, y = loader.batch(i)
+        assert x.shape == y.shape == (5, T) and x.dtype == y.dtype == torch.int64
+        assert x.is_contiguous() and y.is_contiguous()  # the model views them as (B*T,)
+        assert torch.equal(x - x[:, :1], torch.arange(T).expand(5, T)) and torch.equal(y, x + 1)
+        assert torch.equal(x, mapped.batch(i)[0])
+    assert copies.count("pinned") == (2 * loader.n_batches + 2 if way == "pinned" else 0)
+
+
+def test_26_every_epoch_has_every_window_once_in_its_own_order(numbers):
+    loader = shuffled(numbers)
+    assert loader.n_batches == -(-N_WINDOWS // 4)
+    orders, offsets = [], []
+    for epoch in range(20):
+        starts = windows(loader, epoch * N_WINDOWS, N_WINDOWS)[:, 0]
+        offset = starts.min()
+        assert torch.equal(starts.sort().values, offset + T * torch.arange(N_WINDOWS))
+        orders.append(tuple((starts - offset).tolist()))
+        offsets.append(offset.item())
+    assert len(set(orders)) == 20 and tuple(sorted(orders[0])) not in orders
+    assert len({offset % T for offset in offsets}) > T // 2  # the borders between windows move
+
+
+@pytest.mark.parametrize("n_tokens, B, n_windows", [
+    (T + 1, 1, 1), (2 * T, 1, 1), (2 * T + 1, 2, 1), (3 * T, 1, 1), (3 * T + 1, 1, 2), (4 * T + 1, 4, 3)])
+def test_26_each_token_of_the_smallest_files_is_reached(n_tokens, B, n_windows, tmp_path):
+    """The first and the last, too, in one epoch or another. A batch may hold windows of more than one epoch."""
+    loader = shuffled(tokens_of(tmp_path / "tokens", range(n_tokens)), B)
+    assert loader.n_batches == -(-n_windows // B)
+    found = [loader.batch(i) for i in range(300 * n_windows)]
+    assert all(torch.equal(y, x + 1) for x, y in found)
+    assert min(x.min() for x, _ in found) == 0 and max(y.max() for _, y in found) == n_tokens - 1
+    assert len({x[0, 0].item() for x, _ in found}) == n_tokens - T  # all places where a window may start
+
+
+def test_26_the_order_is_the_seeds(numbers):
+    first, same, other = (windows(shuffled(numbers, seed=seed), 0, 3 * N_WINDOWS) for seed in (1, 1, 2))
+    assert torch.equal(first, same)
+    for epoch in range(3):
+        part = slice(epoch * N_WINDOWS, (epoch + 1) * N_WINDOWS)
+        assert not torch.equal(first[part], other[part])
+    assert windows(shuffled(numbers, seed=2**63 - 1), 0, 1).shape == (1, T)  # the largest that --seed takes
+
+
+@pytest.mark.parametrize("B", [1, 3, 5, N_WINDOWS])
+def test_26_the_same_windows_whatever_the_batch_and_the_moment(B, numbers):
+    """In order, and backwards: a batch does not depend on those before it. So ranks and micro-steps share one order."""
+    expected = windows(shuffled(numbers), 0, 3 * N_WINDOWS)
+    assert torch.equal(windows(shuffled(numbers, B), 0, 3 * N_WINDOWS), expected)
+    loader, n = shuffled(numbers, B), 3 * N_WINDOWS // B
+    backwards = [loader.batch(i)[0] for i in reversed(range(n))]
+    assert torch.equal(torch.cat(backwards[::-1]), expected[: n * B])
+
+
+def test_26_validation_is_in_the_order_of_the_file(numbers):
+    """All of it, with the batches of rung 24."""
+    before, after = (loader_of(label, numbers, 1, T, split="val") for label in ("24", "26"))
+    assert before.n_batches == after.n_batches == 32
+    for i in range(65):
+        assert all(map(torch.equal, before.batch(i), after.batch(i)))

@@ -1,28 +1,20 @@
-"""The model of rungs 0 to 19 is GPT-2: checked against transformers' GPT2LMHeadModel and against closed-form counts.
+"""Up to rung 19 the model is GPT-2, from 23 on Qwen3: against transformers' own models and closed-form counts.
 
-What the later ones are, test_modern.py shows.
+What the parts of the later ones are, test_transformer.py shows.
 """
-import json
-
 import pytest
 import torch
-from conftest import converted, new_gpt, rung
+from conftest import builds_on, converted, edit_json, new_gpt, rung, rungs_that_change
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from ladder.scripts.stages import BY_LABEL
 
-ALL_RUNGS = pytest.mark.parametrize("label", BY_LABEL)
-LABELS = list(BY_LABEL)
-GPT2 = LABELS[: LABELS.index("20")]
-# The rungs whose model may differ from the one before; test_ladder_laws.py holds the others to it.
-MODEL = ("CausalSelfAttention", "MLP", "Block", "GPT", "GPTConfig")
-OTHER_MODELS = [
-    stage.label for stage in BY_LABEL.values()
-    if stage.before is None or any(name.split(".")[0] in MODEL for name in stage.may_change)
-]
-TIED = [label for label in BY_LABEL if label != "0"]
-PADDED = TIED[TIED.index("7") :]
+OTHER_MODELS = rungs_that_change("CausalSelfAttention", "MLP", "Block", "GPT", "GPTConfig")  # than the one before
 OTHER_WEIGHTS = ["0", "1", "4", "7", "20", "21", "22", "23", "24"]
+# Rung 25 stands for the rungs that keep 24's model.
+GPT2 = [label for label in OTHER_MODELS if not builds_on(label, "20")]
+QWEN3 = ["23", "25", "29"]
 
 
 def gpt2_parameters(vocab_size, tied, n_layer=12, n_embd=768, block_size=1024):
@@ -39,40 +31,17 @@ LATER_PARAMETERS = {  # {rung: what it adds to GPT-2 (124M)}
     "21": -12 * 11 * 768 - 768,  # no biases
     "22": 12 * 2 * 64,  # gains of queries and keys
     "23": 0,  # three matrices of 768 * 2048 instead of two of 768 * 3072
+    "31": 2 * 8191 * 768,  # two tables of n-grams
 }
 
 
-@pytest.fixture(scope="module")
-def truth(hf_folder):
-    """Token ids, targets, and the logits of transformers' own model for them."""
-    from transformers import GPT2LMHeadModel
-
-    x, y = torch.randint(0, 50257, (2, 2, 128), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits = GPT2LMHeadModel.from_pretrained(hf_folder).eval()(x).logits
-    assert logits.std() > 0.1  # the weights are not trivial
-    return x, y, logits
-
-
-@pytest.mark.parametrize("label", [label for label in OTHER_MODELS if label in GPT2])
-def test_logits_and_loss_equal_hugging_face(label, hf_folder, truth, tmp_path):
-    x, y, expected = truth
-    model = converted(hf_folder, label, tmp_path / "model.pt")
-    with torch.no_grad():
-        logits, loss = model(x), model(x, y)
-    assert logits.shape == (2, 128, 50257) and loss.shape == ()
-    assert torch.allclose(logits, expected, rtol=0, atol=1e-4)
-    assert torch.allclose(loss, F.cross_entropy(expected.flatten(0, 1), y.flatten()), rtol=0, atol=1e-4)
-
-
-@ALL_RUNGS
+@pytest.mark.parametrize("label", OTHER_MODELS)
 def test_parameter_count(label):
     module = rung(label)
     with torch.device("meta"):
         model = module.GPT(module.GPTConfig())
-    expected = gpt2_parameters(vocab_size=50304 if label in PADDED else 50257, tied=label in TIED)
-    expected += sum(change for first, change in LATER_PARAMETERS.items() if label in LABELS[LABELS.index(first) :])
-    expected += 2 * 8191 * 768 if label == "31" else 0  # two tables of n-grams
+    expected = gpt2_parameters(vocab_size=50304 if builds_on(label, "7") else 50257, tied=builds_on(label, "1"))
+    expected += sum(change for first, change in LATER_PARAMETERS.items() if builds_on(label, first))
     assert sum(p.numel() for p in model.parameters()) == expected
     assert {"0": 163_037_184, "1": 124_439_808}.get(label, expected) == expected
 
@@ -81,10 +50,61 @@ def test_parameter_count(label):
     ("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6), ("small", 30.3), ("tiny", 3.4),
 ])
 def test_sizes_of_the_family(name, millions):
-    module = rung(1)
     with torch.device("meta"):
-        model = new_gpt(module, name)
+        model = new_gpt(rung("1"), name)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A randomly initialized transformers Qwen3 of the tiny model's shape; no weight is left at a trivial value."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        intermediate_size=192, vocab_size=50257, max_position_embeddings=128, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    folder = tmp_path_factory.mktemp("hf") / "qwen3-random"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(hf_folder, qwen3):
+    """Token ids, targets, and for each folder the logits of transformers' own model."""
+    from transformers import AutoModelForCausalLM
+
+    x, y = torch.randint(0, 50257, (2, 2, 128), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = {folder: AutoModelForCausalLM.from_pretrained(folder).eval()(x).logits
+                  for folder in (hf_folder, qwen3)}
+    assert all(each.std() > 0.1 for each in logits.values())  # the weights are not trivial
+    return x, y, logits
+
+
+@pytest.mark.parametrize("label", [*GPT2, *QWEN3])
+@torch.no_grad()
+def test_logits_and_loss_equal_hugging_face(label, hf_folder, qwen3, truth, tmp_path):
+    x, y, logits = truth
+    folder = qwen3 if label in QWEN3 else hf_folder
+    model = converted(folder, label, tmp_path / "model.pt")
+    found, expected = model(x), logits[folder]
+    assert found.shape == (2, 128, 50257) and model(x, y).shape == ()
+    assert torch.allclose(found, expected, rtol=0, atol=1e-4)
+    assert torch.allclose(model(x, y), F.cross_entropy(expected.flatten(0, 1), y.flatten()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("label", ["30", "31"])
+@torch.no_grad()
+def test_what_comes_after_qwen3_starts_from_one(label, qwen3, truth, tmp_path):
+    """What these rungs add to it starts at zero, so they compute the same."""
+    found = converted(qwen3, label, tmp_path / "model.pt")(truth[0])
+    assert torch.allclose(found, truth[2][qwen3], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("label", OTHER_MODELS)
@@ -92,6 +112,9 @@ def test_the_future_is_hidden(label):
     module = rung(label)
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(vocab_size=128, n_layer=2, n_head=2, n_embd=64))
+    for weight in model.state_dict().values():
+        if weight.abs().max() == 0:  # a part that starts at zero would hide what it does
+            torch.nn.init.normal_(weight, std=0.02)
     x = torch.randint(0, 128, (1, 16))
     changed = x.clone()
     changed[0, 8:] = (x[0, 8:] + 1) % 128
@@ -101,7 +124,7 @@ def test_the_future_is_hidden(label):
     assert not torch.allclose(before[:, 8:], after[:, 8:], atol=1e-3)
 
 
-@pytest.mark.parametrize("label", [label for label in BY_LABEL if label not in OTHER_WEIGHTS])
+@pytest.mark.parametrize("label", [label for label in OTHER_MODELS if label not in OTHER_WEIGHTS])
 def test_neighbours_start_from_the_same_weights(label):
     """Except where the change is about the weights: tying (1), their scale (4, 24), shapes (7) or number (20 to 23).
 
@@ -119,50 +142,64 @@ def test_neighbours_start_from_the_same_weights(label):
     assert all(after[name].std().item() == pytest.approx(1 / 64, rel=0.01) for name in smaller)
 
 
+def copy_with(folder, copy, **changes):
+    """A copy of a Hugging Face model with other settings."""
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    edit_json(copy / "config.json", **changes)
+    return copy
+
+
 def refusal(label, folder):
-    """The line with which convert.py refuses to make a folder's model one of the rung."""
-    with pytest.raises(SystemExit) as stop:
-        converted(folder, label, folder.with_name(f"refused_{label}.pt"))
-    assert stop.value.code.startswith(f"error: {folder}: ") and "\n" not in stop.value.code
-    assert not folder.with_name(f"refused_{label}.pt").exists()
+    """The line with which convert.py refuses to make a folder's model one of the rung; it writes no file."""
+    path = folder.with_name(f"refused_{label}.pt")
+    with pytest.raises(SystemExit, match=rf"^error: {folder}: [^\n]*$") as stop:
+        converted(folder, label, path)
+    assert not path.exists()
     return stop.value.code
 
 
-def copy_with(hf_folder, folder, **changes):
-    """A copy of a Hugging Face model with other settings."""
-    folder.mkdir()
-    for file in hf_folder.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    return folder
+@pytest.mark.parametrize("kind, name, value", [
+    ("gpt2", "activation_function", "relu"), ("gpt2", "scale_attn_weights", False),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "layer_norm_epsilon", 1e-6), ("gpt2", "n_inner", 48),
+    ("qwen3", "num_key_value_heads", 1), ("qwen3", "head_dim", 64), ("qwen3", "intermediate_size", 256),
+    ("qwen3", "rms_norm_eps", 1e-5), ("qwen3", "tie_word_embeddings", False), ("qwen3", "attention_bias", True),
+    ("qwen3", "rope_parameters", {"rope_type": "default", "rope_theta": 1_000_000}),
+])
+def test_variants_are_refused(kind, name, value, hf_folder, qwen3, tmp_path):
+    """By their configuration: most of their weights would load, and compute something else."""
+    folder = copy_with(hf_folder if kind == "gpt2" else qwen3, tmp_path / "variant", **{name: value})
+    if kind == "qwen3":
+        (folder / "model.safetensors").unlink()  # an 8B model is not loaded to find that out
+    assert f"its {name} is " in refusal("0" if kind == "gpt2" else "23", folder)
 
 
-@pytest.mark.parametrize("change", [
-    {"activation_function": "relu"}, {"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True},
-    {"layer_norm_epsilon": 1e-6},
-], ids=lambda change: next(iter(change)))
-def test_variants_of_gpt2_are_refused(change, hf_folder, tmp_path):
-    """Their weights would load, and compute something else."""
-    (name, value), = change.items()
-    assert f"its {name} is {value};" in refusal("0", copy_with(hf_folder, tmp_path / "variant", **change))
+def test_other_kinds_of_models_are_refused(hf_folder, qwen3, tmp_path, capfd):
+    """With the rungs that they fit; without transformers' tables of missing weights."""
+    from transformers import BertConfig, BertForMaskedLM
 
-
-def test_other_shapes_are_refused(tmp_path):
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-
-    small = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}
     BertForMaskedLM(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
                     ).save_pretrained(tmp_path / "bert")
-    GPT2LMHeadModel(GPT2Config(**small, n_inner=48)).save_pretrained(tmp_path / "narrow")
-    for name, reason in [("bert", "neither a GPT-2 nor a Qwen3"), ("narrow", "its n_inner is 48")]:
-        assert reason in refusal("0", tmp_path / name)
+    capfd.readouterr()
+    assert "neither a GPT-2 nor a Qwen3" in refusal("0", tmp_path / "bert")
+    for label in ("0", "10", "22"):
+        assert "a Qwen3; it fits rung 23 and later" in refusal(label, copy_with(qwen3, tmp_path / f"qwen3_{label}"))
+    assert capfd.readouterr() == ("", "")
+    assert "a GPT-2; it fits rungs 0 to 19" in refusal("23", copy_with(hf_folder, tmp_path / "gpt2"))
+    for label in ("20", "21", "22"):
+        refusal(label, tmp_path / "gpt2")
 
 
-def test_a_damaged_file_is_refused(hf_folder, tmp_path):
-    folder = copy_with(hf_folder, tmp_path / "damaged")
-    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
-    assert "cannot be loaded (" in refusal("0", folder)
+@pytest.mark.parametrize("label", ["0", "23"])
+def test_damaged_folders_are_refused(label, hf_folder, qwen3, tmp_path):
+    folder = copy_with(hf_folder if label == "0" else qwen3, tmp_path / "damaged")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "cannot be loaded (" in refusal(label, folder)
+    save_file({"no_such_weight": torch.ones(64)}, weights, {"format": "pt"})
+    assert "it lacks " in refusal(label, folder)
+    assert "cannot be loaded (" in refusal(label, tmp_path / "nowhere")
 
 
 def test_untied_weights_need_the_untied_model(tmp_path):

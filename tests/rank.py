@@ -1,12 +1,15 @@
-"""One rank of an FSDP test: the own train() of fsdp or dcp, one run after the other in one process group.
+"""One rank of a distributed test: scripts' own train(), one run after the other in one process group.
 
-    torchrun ... tests/fsdp_rank.py FOLDER        # FOLDER/runs.json: {name of the run: [label, dtype, [flags]]}
+    torchrun ... tests/rank.py FOLDER        # FOLDER/runs.json: {name of the run: [label, dtype, [flags]]}
 
-To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: what this rank
-held and moved in the last step, in bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and
-DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells. With NAN_RANK
-a weight of that rank is not a number after each step.
+To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: a digest of the
+parameters that this rank has in the end and, of FSDP, what it held and moved in the last step, in bytes. In float16 the
+first gradient of rank 1 overflows. With DIE_RANK and DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th
+batch, with the signal DIE_WITH (SIGKILL), once: the file FOLDER/died tells. With NAN_RANK a weight of that rank is not
+a number after each step.
 """
+import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -15,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from conftest import main, rung
+from conftest import builds_on, main, rung
 from tensor_bytes import Watch, local_bytes
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -25,19 +28,24 @@ dist.init_process_group = lambda backend, **how: dist.is_initialized() or start(
 dist.destroy_process_group = lambda: None
 
 
+def digest(parameters):
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in parameters)).hexdigest()
+
+
 def run(name, label, dtype, flags):
     script, found, fetched, watch = rung(label), {}, [], Watch()
     script.autocast_dtype = lambda device: getattr(torch, dtype)
+    sharded = builds_on(label, "fsdp")
     batch, unscale = script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_
 
     def dying_batch(self, i):
-        if i in self.prefetched:
+        if i in getattr(self, "prefetched", ()):
             return batch(self, i)
         fetched.append(i)
         now = str(rank), str(len(fetched))
         if now == (os.environ.get("DIE_RANK"), os.environ.get("DIE_BATCH")) and not (folder / "died").exists():
             (folder / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, os.environ.get("DIE_WITH", "SIGKILL")))
         return batch(self, i)
 
     def overflow(scaler, optimizer):
@@ -47,19 +55,26 @@ def run(name, label, dtype, flags):
 
     def before_step(optimizer, args, kwargs):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found["parameters"], found["gradients"] = local_bytes(parameters), local_bytes([p.grad for p in parameters])
+        if sharded:
+            found["parameters"], found["gradients"] = local_bytes(parameters), local_bytes([p.grad for p in parameters])
 
     def after_step(optimizer, args, kwargs):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not sharded:
+            found["digest"] = digest(parameters)
+            return
         found["optimizer"] = local_bytes(t for state in optimizer.state.values() for t in state.values())
         found["moved"], found["peak"] = watch.moved, watch.peak
         watch.moved, watch.peak = [], 0
         if str(rank) == os.environ.get("NAN_RANK"):
-            optimizer.param_groups[0]["params"][0].to_local().data[0, 0] = torch.nan
+            parameters[0].to_local().data[0, 0] = torch.nan
 
     script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_ = dying_batch, overflow
     hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
-    with watch:
-        main(script, *flags, "--log-dir", folder / name, "--checkpoint-dir", folder / name / "checkpoints")
+    own = [*flags, "--log-dir", folder / name]
+    own += ["--checkpoint-dir", folder / name / "checkpoints"] if builds_on(label, "14") else []
+    with watch if sharded else contextlib.nullcontext():
+        main(script, *own)
     for hook in hooks:
         hook.remove()
     torch.amp.GradScaler.unscale_ = unscale

@@ -1,0 +1,148 @@
+"""Rung 18's Muon against its definition and torch's, rung 19's schedule in closed form."""
+import pytest
+import torch
+from conftest import Operations, new_gpt, read_steps, rung, train
+
+
+def matrices_of(shape, singular_values, n=3):
+    """`n` random matrices of this shape with these singular values, and their singular vectors: [(matrix, U, V^T)]."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(n):
+        u, _, vt = torch.linalg.svd(torch.randn(shape, generator=generator, dtype=torch.float64), full_matrices=False)
+        yield (u @ torch.diag(singular_values) @ vt).float(), u, vt
+
+
+@pytest.mark.parametrize("label", ["18", "fsdp"])
+@pytest.mark.parametrize("shape", [(64, 64), (192, 64), (64, 256)])
+def test_18_the_update_is_orthogonal(label, shape):
+    """The same singular vectors, and every singular value in the band of the iteration, whatever it was before."""
+    module = rung(label)
+    module.autocast_dtype = lambda device: torch.float32  # on any CPU
+    for matrix, u, vt in matrices_of(shape, torch.logspace(0, -1.5, 64, dtype=torch.float64)):
+        update = module.orthogonalize(1e-3 * matrix[None])[0]
+        assert update.shape == shape and update.dtype == torch.float32
+        values = u.T @ update.double() @ vt.T
+        assert 0.67 < values.diagonal().min() and values.diagonal().max() < 1.15
+        assert (values - torch.diag(values.diagonal())).abs().max() < 1e-3
+        assert torch.allclose(update.square().mean().sqrt(), torch.tensor(max(shape) ** -0.5), rtol=0.2)
+    assert module.orthogonalize(torch.zeros(1, *shape)).abs().max() == 0  # and not NaN
+
+
+def muon_and_torch(dtype, steps=3):
+    """{name: (weight, weight as torch's optimizers leave it, learning rate)} after steps with the same gradients."""
+    module = rung("18")
+    module.autocast_dtype = lambda device: dtype
+    torch.manual_seed(0)
+    ours, theirs = new_gpt(module, vocab_size=257), new_gpt(module, vocab_size=257)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = ours.configure_optimizers(weight_decay=0.1)
+    rates = [2e-3, 1e-3, 1e-3]
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    parts = {"matrix": {}, "embedding": {}, "vector": {}}
+    for name, parameter in theirs.named_parameters():
+        kind = "vector" if parameter.dim() == 1 else "matrix" if ".h." in name else "embedding"
+        parts[kind][name] = parameter
+    muon = torch.optim.Muon(parts["matrix"].values(), lr=2e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [{"params": parts["embedding"].values(), "weight_decay": 0.1}, {"params": parts["vector"].values()}],
+        lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(steps):
+        for name, parameter in theirs.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            ours.get_parameter(name).grad = parameter.grad.clone()
+        for one in (optimizer, muon, adamw):
+            one.step()
+    return {name: (ours.get_parameter(name), parameter, 2e-3 if name in parts["matrix"] else 1e-3)
+            for name, parameter in theirs.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype, share", [(torch.float32, 0.05), (torch.bfloat16, 0.1)])
+def test_18_updates_are_those_of_torch_muon_and_adamw(dtype, share):
+    """torch.optim.Muon iterates in bfloat16: equal to a few percent of an update, whose numbers are about 0.2 * lr."""
+    compared = muon_and_torch(dtype)
+    assert len(compared) == 2 + 2 * 12 + 2
+    for name, (ours, theirs, lr) in compared.items():
+        matrix = ours.dim() == 2 and ".h." in name
+        error = (ours - theirs).detach().square().mean().sqrt()
+        assert error < (share * 0.2 * lr if matrix else 1e-6), name
+
+
+def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypatch):
+    for supported, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
+        assert rung("18").orthogonalize(torch.ones(1, 2, 4)).dtype == dtype
+
+
+def test_18_as_many_operations_at_any_depth():
+    """Matrices of equal shape share them, and on a GPU the kernels. Of large models only a few layers do."""
+    module, counts = rung("18"), []
+    for n_layer in (1, 2, 12):
+        model = module.GPT(module.GPTConfig(vocab_size=64, n_layer=n_layer, n_head=2, n_embd=16))
+        optimizer = model.configure_optimizers(weight_decay=0.1)
+        for _ in range(2):  # the first step creates the momenta
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            with Operations() as operations:
+                optimizer.step()
+        counts.append(operations.count.total())
+    assert counts[0] == counts[1] == counts[2] > 100, counts
+
+
+def test_18_stacks_of_a_large_model_are_small():
+    """In gpt2-xl a few matrices at a time: in float32 up to 0.4 GB."""
+    module, stacks = rung("18"), []
+    with torch.device("meta"):
+        model = new_gpt(module, "gpt2-xl")
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        module.orthogonalize = lambda stack: stacks.append(stack.shape) or stack
+        optimizer = model.configure_optimizers(weight_decay=0.1)
+        del optimizer.param_groups[1:]
+        optimizer.step()
+    assert sum(shape[0] for shape in stacks) == 4 * 48
+    assert max(shape.numel() for shape in stacks) <= 1e8, max(shape.numel() for shape in stacks)
+
+
+def test_18_a_small_gradient_is_updated_as_a_large_one():
+    """Newton-Schulz starts from a matrix of norm 1; an epsilon larger than the gradient would leave it smaller."""
+    module, updates = rung("18"), []
+    for scale in (1.0, 1e-6):
+        torch.manual_seed(0)
+        model = new_gpt(module, vocab_size=257)
+        matrix = model.transformer.h[0].mlp.c_fc.weight
+        before = matrix.detach().clone()
+        for p in model.parameters():
+            p.grad = scale * torch.randn_like(p)
+        model.configure_optimizers(weight_decay=0.0).step()
+        updates.append(matrix.detach() - before)
+    assert (updates[1] - updates[0]).norm() < 0.1 * updates[0].norm()
+
+
+@pytest.mark.parametrize("max_steps, max_lr, warmup_steps, decay_share, expected", [
+    (10, 1.0, 2, 0.4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),  # and 0 after the last
+    (4, 0.3, 0, 0.5, [0.3, 0.3, 0.3, 0.15]),
+    (4, 1.0, 2, 0.0, [0.5, 1, 1, 1]),  # no decay
+    (5, 1.0, 5, 1.0, [0.2, 0.4, 0.6, 0.4, 0.2]),  # rise and fall meet: a triangle
+    (2, 1.0, 4, 0.4, [0.25, 0.5]),  # the run ends inside the warm-up
+    (4, 1.0, 1, 2.0, [0.5, 0.375, 0.25, 0.125]),  # the decay had begun before the run
+    (5, 1.0, 0, 0.3, [1, 1, 1, 1, 2 / 3]),  # a decay of a step and a half
+    (3, 0.0, 1, 0.4, [0, 0, 0]),
+])
+def test_19_schedule_in_closed_form(max_steps, max_lr, warmup_steps, decay_share, expected):
+    get_lr = rung("19").get_lr
+    found = [get_lr(step, max_steps, max_lr, warmup_steps, decay_share) for step in range(1, max_steps + 1)]
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_19_before_the_decay_the_length_of_the_run_does_not_matter():
+    get_lr = rung("19").get_lr
+    short, long = ([get_lr(step, steps, 1.0, 5, 0.4) for step in range(1, 61)] for steps in (100, 1000))
+    assert short == long
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_19_the_whole_run_may_decay_or_none_of_it(share, tmp_path, byte_tokens):
+    flags = ("-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--val-every", 0, "--warmup-steps", 0)
+    first, last = read_steps(train(rung("19"), tmp_path, byte_tokens, *flags, "--decay-share", share))
+    assert last["lr"] == pytest.approx(first["lr"] / (1 + share))

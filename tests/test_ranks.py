@@ -1,0 +1,358 @@
+"""DDP, from ddp_run.py on: ranks together compute what one process computes, stop together, and come back."""
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import (
+    GROUP_OF_ONE, ROOT, TORCHRUN, Crash, assert_same_weights, builds_on, crash_in_step, losses, on_ranks, own_settings,
+    read_steps, run_command, rung, rungs_that_change, train, train_in_float32, val_losses, watch)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ladder.scripts.stages import BY_LABEL
+
+TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
+LAST = [label for label in BY_LABEL if label in ("24", "fsdp", "dcp")]  # of DDP and of FSDP
+# Everything of which ranks could disagree; fsdp and dcp are in test_fsdp.py.
+LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks")
+          if builds_on(label, "ddp") and not builds_on(label, "fsdp")]
+TOTAL = {"total_batch": 256, "val_every": 3, "val_sequences": 5, "checkpoint_every": 0}
+# Such a rate that the loss rises after the second validation.
+PATIENCE = ("--patience", 2, "--val-every", 1, "--max-lr", 0.5, "--muon-lr", 0.5, "--warmup-steps", 3)
+
+
+def flags_of(label, B):
+    """Six steps, if possible of 256 tokens, and 5 sequences of validation, which 2 ranks cannot share."""
+    known = vars(rung(label).parse_settings([]))
+    more = [(f"--{name.replace('_', '-')}", value) for name, value in TOTAL.items() if name in known]
+    return ["-B", B, "-T", 32, "--steps", 6, *sum(more, ())]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, byte_tokens):
+    """The folder of runs of two ranks, one for each label, in float32; and what was printed."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = {label: (label, "float32", [*flags_of(label, 2), "--save", folder / f"{label}.pt"]) for label in LABELS}
+    runs["patience"] = ("27", "float32", [*flags_of("27", 2), *PATIENCE])
+    run = on_ranks(2, folder, byte_tokens, runs)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("step : 1 |") == len(runs)  # rank 0 alone speaks; the other has a log of its own
+    return folder
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
+    """With as many tokens in a step, in one micro-step, or with rung 28's masks in those of the ranks.
+
+    Float32 sums in another order: losses agree to 1e-5 of 5.5, weights to a few percent of one step's length.
+    """
+    B = 4 if label == "ddp" else 2 if builds_on(label, "28") else 8
+    alone = train_in_float32(label, tmp_path, byte_tokens, *flags_of(label, B), "--save", tmp_path / "alone.pt")
+    log = two_ranks / label / alone.name
+    ours, truth = read_steps(log), read_steps(alone)
+    assert len(ours) == len(truth) == 6 and "# ranks: 2\n" in log.read_text()
+    for key, tolerance in (("loss", 1e-4), ("norm", 1e-3), ("lr", 0)):
+        assert [s[key] for s in ours] == pytest.approx([s[key] for s in truth], abs=tolerance)
+    assert val_losses(log) == pytest.approx(val_losses(alone), abs=1e-4)
+    assert list(val_losses(log)) == ([3, 6] if builds_on(label, "13") else [])
+    assert_same_weights(two_ranks / f"{label}.pt", tmp_path / "alone.pt", atol=3e-5)
+    digests = [json.loads((two_ranks / label / f"rank{rank}.json").read_text())["digest"] for rank in (0, 1)]
+    assert digests[0] == digests[1]  # bit by bit
+    assert losses(two_ranks / label / "rank_1" / alone.name) == losses(log)
+    for step in ours:
+        tokens = 128 if label == "ddp" else 256
+        assert step["tokens_per_second"] == pytest.approx(tokens / (step["ms"] / 1000), rel=1e-3)
+
+
+def test_27_two_ranks_run_out_of_patience_at_the_same_step(two_ranks, tmp_path, byte_tokens):
+    alone = train_in_float32("27", tmp_path, byte_tokens, *flags_of("27", 8), *PATIENCE)
+    logs = [alone, two_ranks / "patience" / alone.name, two_ranks / "patience" / "rank_1" / alone.name]
+    ends = [re.search(r"# ended by --patience after step \d", log.read_text())[0] for log in logs]
+    assert ends[0] == ends[1] == ends[2] and len(losses(alone)) < 6
+
+
+@pytest.mark.parametrize("label", [label for label in rungs_that_change("optimizer_step") if label in LABELS])
+def test_11_gradients_cross_the_ranks_once_a_step(label, tmp_path, byte_tokens, group_of_one):
+    """DDP's averaging is off in every micro-step but the last (counted in a group of one process)."""
+    module, synchronized = rung(label), []
+
+    class CountingDDP(module.DDP):
+        def forward(self, *args):
+            synchronized.append(self.require_backward_grad_sync)
+            return super().forward(*args)
+
+    module.DDP = CountingDDP
+    train(module, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 64, "--steps", 2)
+    assert synchronized == [False, False, False, True] * 2
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory, byte_tokens):
+    """grouped(label): what is seen of a run in bfloat16, "compiled", as the only rank of a process group.
+
+    The sums over the ranks say that another one has got a signal in the second of its four steps.
+    """
+    runs = {}
+
+    def run(label):
+        module, folder = rung(label), tmp_path_factory.mktemp("grouped")
+        modes, angles, storages, sums = set(), set(), [], []
+        rotate, all_reduce = module.rotate, dist.all_reduce
+
+        def watched_rotate(x, cos, sin):
+            angles.update({cos.dtype, sin.dtype})
+            return rotate(x, cos, sin)
+
+        def watched_compile(function, **options):
+            modes.update(set() if function is torch.sin else {options.get("mode")})  # torch.sin: the probe
+            return function
+
+        def see_step(optimizer, args, kwargs):
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if label == "24":
+                storages.append((len(gradients), len({g.untyped_storage().data_ptr() for g in gradients})))
+
+        def all_ranks(tensor, *args, **kwargs):
+            all_reduce(tensor, *args, **kwargs)
+            if not tensor.is_floating_point():  # the number of signals
+                sums.append(tensor)
+                tensor += len(sums) == 2
+
+        module.rotate, module.autocast_dtype = watched_rotate, lambda device: torch.bfloat16
+        hook = register_optimizer_step_pre_hook(see_step)
+        with pytest.MonkeyPatch.context() as patch, own_settings(), watch() as seen:
+            for name, value in GROUP_OF_ONE.items():
+                patch.setenv(name, value)
+            patch.setattr(torch, "compile", watched_compile)
+            patch.setattr(dist, "all_reduce", all_ranks)
+            try:
+                log = train(module, folder, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 4,
+                            "--val-every", 2, "--val-sequences", 2, compile_mode="max-autotune-no-cudagraphs")
+            finally:
+                hook.remove()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+        return SimpleNamespace(log=log, modes=modes, angles=angles, storages=storages, forward=seen.forward)
+
+    return lambda label: runs[label] if label in runs else runs.setdefault(label, run(label))
+
+
+@pytest.mark.parametrize("label", LAST)
+def test_a_rank_in_a_group(label, grouped):
+    """It stops after the step in which another one gets a signal, with a checkpoint; --compile-mode arrives.
+
+    Validation is under autocast and without gradients. FSDP's mixed precision, which casts what a block is given unless
+    it is told not to, leaves RoPE's angles in float32.
+    """
+    seen = grouped(label)
+    log = seen.log.read_text()
+    assert len(losses(seen.log)) == 2 and "# checkpoint: step 2 in" in log and "# ended by a signal after step 2" in log
+    assert seen.modes == {"max-autotune-no-cudagraphs"} and seen.angles == {torch.float32}
+    assert builds_on(label, "fsdp") or {kind[:3] for kind in seen.forward} == {
+        (True, True, torch.bfloat16), (False, False, torch.bfloat16)}
+
+
+def test_gradients_are_views_of_the_buckets(grouped):
+    """All of the parameters fit into DDP's first two; else each gradient is there twice."""
+    for n_gradients, n_storages in grouped("24").storages:
+        assert n_gradients >= 10 and n_storages <= 2
+
+
+@pytest.mark.parametrize("label", ["ddp", "15"])
+@pytest.mark.parametrize("device, nccl, expected", [
+    ("cuda", True, [1, "nccl"]), ("cuda", False, [1, "gloo"]), ("cpu", True, ["gloo"])])
+def test_the_backend_the_gpu_and_the_files_of_a_rank(label, device, nccl, expected, monkeypatch, tmp_path):
+    """Of rank 9 of all, the second on its machine; torch for Windows has no NCCL."""
+    module, calls = rung(label), []
+    for name, value in (GROUP_OF_ONE | {"RANK": "9", "LOCAL_RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: calls.append(backend))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 16)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # as it was, in the end
+    settings = SimpleNamespace(device=device, log_dir=tmp_path, save=tmp_path / "model.pt")
+    assert module.init_ranks(settings) == (9, 16)
+    assert calls == expected and (settings.log_dir, settings.save) == (tmp_path / "rank_9", None)
+
+
+@pytest.mark.parametrize("label", ["ddp", "15"])
+@pytest.mark.parametrize("device, gpus, reason", [
+    ("mps", 0, "--device mps: .*use --device cpu"), ("cuda", 1, "--nproc_per_node: .*use 1")])
+def test_what_cannot_work_under_torchrun_is_refused(label, device, gpus, reason, monkeypatch):
+    """As the second process of two; and without torchrun it is not."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    module, settings = rung(label), SimpleNamespace(device=device)
+    assert module.init_ranks(settings) == (0, 1)
+    for name, value in (GROUP_OF_ONE | {"RANK": "1", "LOCAL_RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=f"^error: {reason}$"):
+        module.init_ranks(settings)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_no_cuda_graphs(mode, capsys):
+    """They do not take tied weights under DDP, and from rung 11 on they would overwrite gradients that accumulate."""
+    assert rung("10").parse_settings(["--compile-mode", mode]).compile_mode == mode
+    for label in [label for label in rungs_that_change("add_flags") if builds_on(label, "ddp")]:
+        with pytest.raises(SystemExit):
+            rung(label).parse_settings(["--compile-mode", mode])
+        assert f"argument --compile-mode: invalid choice: '{mode}'" in capsys.readouterr().err
+
+
+def test_both_ranks_wait_for_the_data(tmp_path):
+    """Nothing prepared: one of them prepares, the other waits."""
+    (tmp_path / "data").mkdir()
+    for script in (ROOT / "data").glob("*.py"):
+        shutil.copy(script, tmp_path / "data")
+    no_network = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
+    run = run_command(
+        *TWO_RANKS, ROOT / "ddp_run.py", "--model", "tiny", "--device", "cpu", "-T", 32, "--steps", 2,
+        "--compile-mode", "none", cwd=tmp_path, TIKTOKEN_CACHE_DIR=os.fspath(tmp_path), **no_network,
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(losses(tmp_path / "logs" / "ddp_run.log")) == 2
+
+
+@pytest.mark.parametrize("dying", ["1", pytest.param("0", marks=pytest.mark.slow)])
+def test_a_dying_rank_ends_the_job(dying, tmp_path, byte_tokens):
+    started = time.monotonic()
+    run = on_ranks(2, tmp_path, byte_tokens, {"run": ("ddp", "float32", ["-B", 2, "-T", 32, "--steps", 100_000])},
+                   DIE_RANK=dying, DIE_BATCH="3")
+    assert run.returncode != 0 and time.monotonic() - started < 90
+    assert "SIGKILL" in run.stderr or "Signal 9" in run.stderr
+
+
+SIX = ["-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "--val-every", 0, "--resume"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["15", "dcp"])
+def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
+    """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as an undisturbed one."""
+    for name, dying in (("killed", {"DIE_RANK": "1", "DIE_BATCH": "4"}), ("whole", {})):
+        run = on_ranks(2, tmp_path / name, byte_tokens, {"run": (label, "float32", ["-B", 2, *SIX])},
+                       "--max-restarts=1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **dying)
+        assert run.returncode == 0, run.stderr
+    log = f"run/{BY_LABEL[label].name}.log"
+    assert (tmp_path / "killed" / "died").exists()
+    assert "# resumed after step 2 of 6" in (tmp_path / "killed" / log).read_text()
+    assert losses(tmp_path / "killed" / log) == losses(tmp_path / "whole" / log)
+
+
+@pytest.mark.slow
+def test_15_restarts_that_cannot_work_are_refused(tmp_path, byte_tokens):
+    run = on_ranks(2, tmp_path, byte_tokens, {"run": ("15", "float32", ["-B", 2, *SIX])}, "--max-restarts=1",
+                   TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    assert run.returncode != 0
+    assert "error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run.stderr
+
+
+@pytest.mark.slow
+def test_15_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path, byte_tokens):
+    """To rank 1, in its third step; batches are fetched one ahead."""
+    run = on_ranks(2, tmp_path, byte_tokens, {"run": ("15", "float32", ["-B", 1, *SIX])},
+                   DIE_RANK="1", DIE_BATCH="6", DIE_WITH="SIGTERM")
+    assert run.returncode == 0, run.stderr
+    assert "# ended by a signal after step 3; newest checkpoint: step 3\n" in run.stdout
+    digests = {json.loads((tmp_path / "run" / f"rank{rank}.json").read_text())["digest"] for rank in (0, 1)}
+    assert len(digests) == 1 and (tmp_path / "run/checkpoints/step_0000003.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
+def test_14_another_number_of_ranks_resumes(first, then, byte_tokens, tmp_path):
+    """Float32, the same total batch: the losses of one process that did all six steps."""
+    log = tmp_path / "run" / f"{BY_LABEL['14'].name}.log"
+    for ranks, dying in ((first, True), (then, False)):
+        if ranks == 2:
+            environment = {"DIE_RANK": "0", "DIE_BATCH": "6"} if dying else {}
+            run = on_ranks(2, tmp_path, byte_tokens, {"run": ("14", "float32", ["-B", 2, *SIX])}, **environment)
+            assert (run.returncode == 0) != dying, run.stderr
+            continue
+        module = rung("14")
+        module.autocast_dtype = lambda device: torch.float32
+        if dying:
+            crash_in_step(module, 5)
+            with pytest.raises(Crash):
+                train(module, tmp_path / "run", byte_tokens, "-B", 2, *SIX)
+        else:
+            train(module, tmp_path / "run", byte_tokens, "-B", 2, *SIX)
+    assert "# resumed after step 4 of 6" in log.read_text()
+    truth = train_in_float32("14", tmp_path / "whole", byte_tokens, "-B", 2, *SIX)
+    assert losses(log) == pytest.approx(losses(truth), abs=1e-4)
+
+
+def run_two_agents(*command):
+    """What two torchrun agents print that meet on loopback, one rank each, as two machines would be started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=test",
+             f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", *map(str, command)]
+    agents = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+              for _ in range(2)]
+    printed = []
+    for agent in agents:
+        output, errors = agent.communicate(timeout=300)
+        assert agent.returncode == 0, errors
+        printed.append(output)
+    return "".join(printed)
+
+
+@pytest.mark.slow
+def test_two_machines(two_ranks, byte_tokens, tmp_path):
+    """The losses of one agent with two ranks, digit for digit."""
+    runs = json.loads((two_ranks / "runs.json").read_text())
+    (tmp_path / "runs.json").write_text(json.dumps({"ddp": runs["ddp"]}))
+    run_two_agents(ROOT / "tests" / "rank.py", tmp_path)
+    assert losses(tmp_path / "ddp" / "ddp_run.log") == losses(two_ranks / "ddp" / "ddp_run.log")
+
+
+@pytest.mark.slow
+def test_network_between_two_machines():
+    """experiments/network.py: the columns agree with each other, and with 4 bytes for each of GPT-2's parameters."""
+    lines = [line.split() for line in run_two_agents("-m", "experiments.network", 1, 4).splitlines()]
+    assert lines[0] == "2 ranks on 2 machines, gloo".split()
+    table, models = lines[2:4], {line[0]: [float(word) for word in line[1:]] for line in lines[5:]}
+    for size, (megabytes, ms, rate, link) in zip((1, 4), (map(float, line) for line in table), strict=True):
+        assert megabytes == size and ms > 0
+        assert rate == pytest.approx(megabytes / ms, rel=0.02, abs=0.001)
+        assert link == rate  # in a ring of two each sends the buffer once
+    assert models["gpt2"] == pytest.approx([4 * 124_475_904 / 1e6, 497.9 / 1000 / float(table[1][2])], rel=0.02)
+    assert list(models) == ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+
+
+@pytest.mark.slow
+def test_a_bad_value_ends_all_ranks_with_its_line(tmp_path, byte_tokens):
+    run = run_command(*TWO_RANKS, ROOT / "ddp_run.py", "--model", "tiny", "--device", "cpu", "--data", byte_tokens,
+                      "--log-dir", tmp_path, "-B", 1_000_000, "-T", 32, timeout=120)
+    assert run.returncode != 0
+    assert "error: " in run.stderr and "needs 32000001" in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["ddp", "16", "29", "31", "fsdp", "dcp"])
+def test_the_command_of_the_readme(label, tmp_path, byte_tokens):
+    """Compiled on two ranks, in bfloat16 where a CPU has it: as eagerly, but for its 0.2 %."""
+    found = []
+    for mode in ("default", "none"):
+        run = run_command(
+            *TWO_RANKS, BY_LABEL[label].path, "--model", "tiny", "--device", "cpu", "--data", byte_tokens, "--log-dir",
+            tmp_path / mode, *flags_of(label, 2), "--compile-mode", mode, "--save", tmp_path / f"{mode}.pt",
+            *(["--checkpoint-dir", tmp_path / mode] if builds_on(label, "14") else []))
+        assert run.returncode == 0, run.stderr
+        assert f"# compile: {mode}" in run.stdout
+        found.append(losses(tmp_path / mode / f"{BY_LABEL[label].name}.log"))
+    assert found[0] == pytest.approx(found[1], abs=0.02) and len(found[0]) == 6
+    saved = torch.load(tmp_path / "default.pt", weights_only=True)
+    assert saved["script"] == BY_LABEL[label].path.name and "transformer.wte.weight" in saved["model"]

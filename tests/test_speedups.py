@@ -1,0 +1,391 @@
+"""The lessons of rungs 1 to 10, each shown on the thing itself; what they do in `train` is in test_train.py."""
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    ROOT, converted, data_with, has_flag, losses, new_gpt, norm_of, read_steps, run_command, rung, saved_model, train,
+    watch)
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.nn import functional as F
+
+from data import vocabulary
+
+FEW = ("-B", 1, "-T", 32, "--steps", 2)  # for arithmetic that a CPU may have to emulate
+# bfloat16 keeps 8 bits of mantissa: each activation is off by up to 2^-9 = 0.2 %, and so is the loss of about 10.8 at
+# most. Runs that differ only in where they round to bfloat16 stay closer than that.
+BFLOAT16_LOSS_TOLERANCE = 0.02
+
+
+def one_micro_step(module, n_tokens):
+    """The flags for it, and for no validation."""
+    flags = ["--total-batch", n_tokens] if has_flag(module, "total_batch") else []
+    return flags + (["--val-every", 0] if has_flag(module, "val_every") else [])
+
+
+@pytest.mark.parametrize("label, compile_mode", [
+    ("0", None), ("10", "none"),
+    *(pytest.param(label, "default", marks=pytest.mark.slow) for label in ("10", "16", "24")),
+])
+def test_fifty_steps_on_real_text_lower_the_loss(label, compile_mode, tmp_path, byte_tokens):
+    """The rungs between learn as these do: test_train.py compares each with the one before."""
+    found = losses(train(rung(label), tmp_path, byte_tokens, "-B", 1, "-T", 64, compile_mode=compile_mode))
+    assert len(found) == 50
+    assert found[0] == pytest.approx(np.log(257), abs=0.3)  # at the start every token is as likely as any other
+    assert np.mean(found[-5:]) < found[0] - 0.5
+
+
+def test_one_batch_is_memorized(tmp_path, real_text):
+    B, T = 2, 16
+    one_batch = data_with(vocabulary.of_bytes(), real_text[: (B * T + 1) * 10 // 9 + 1], tmp_path / "tokens")
+    flags = ("-B", B, "-T", T, "--steps", 60, "--max-lr", 0.01)
+    assert losses(train(rung("10"), tmp_path / "logs", one_batch, *flags))[-1] < 0.1
+
+
+@pytest.mark.parametrize("label, tied", [("0", False), ("1", True)])
+def test_01_weights_are_tied(label, tied):
+    model = new_gpt(rung(label))
+    embedding, head = model.transformer.wte.weight, model.lm_head.weight
+    assert (embedding.data_ptr() == head.data_ptr()) is (embedding is head) is tied
+
+
+def test_01_tied_weight_gets_both_gradients():
+    model = new_gpt(rung("1"))
+    x = torch.tensor([[1, 2, 3]])
+    model(x, x + 10).backward()
+    output_only = torch.autograd.grad(model(x).sum(), model.transformer.wte.weight)[0]
+    assert model.transformer.wte.weight.grad is model.lm_head.weight.grad
+    assert output_only[4].abs().sum() > 0  # a token that is not in the input: its row serves the output
+
+
+@pytest.mark.skipif(not (torch.cuda.is_available() and torch.cuda.is_tf32_supported()), reason="needs a GPU with TF32")
+def test_02_rounds_products_to_tf32_on_cuda(tmp_path, tokens):
+    """In the forward pass of `train`, against float64: TF32 keeps 10 bits of mantissa, float32 23."""
+    errors = {}
+    for label in ("1", "2"):
+        module = rung(label)
+        forward = module.GPT.forward
+
+        def measured(model, *args, forward=forward, label=label):
+            a, b = torch.randn(2, 1024, 1024, device="cuda")
+            errors[label] = (a @ b - a.double() @ b.double()).abs().mean().item()
+            return forward(model, *args)
+
+        module.GPT.forward = measured
+        log = train(module, tmp_path, tokens, *FEW, "--device", "cuda")
+    assert errors["2"] > 10 * errors["1"]
+    assert "precision: float32, products in TF32" in log.read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_03_tracks_rung_2_in_every_type(dtype, tmp_path, tokens):
+    """float16 with a GradScaler is what a T4 or V100 runs. Where the CPU lacks the arithmetic, torch emulates it."""
+    module = rung("3")
+    module.autocast_dtype = lambda device: dtype
+    with watch() as seen:
+        log = train(module, tmp_path / "after", tokens, *FEW)
+    assert {kind[2:4] for kind in seen.forward} == {(dtype, torch.float32)}
+    name = "float32 (no bfloat16 on this CPU)" if dtype == torch.float32 else f"{str(dtype)[6:]} autocast"
+    assert f"| precision: {name}\n" in log.read_text()
+    tolerance = 0 if dtype == torch.float32 else BFLOAT16_LOSS_TOLERANCE
+    assert losses(log) == pytest.approx(losses(train(rung("2"), tmp_path / "before", tokens, *FEW)), abs=tolerance)
+
+
+@pytest.mark.parametrize("label", ["8", "ddp", "11", "16", "17", "18"])
+def test_03_float16_gradients_are_unscaled_before_they_are_clipped(label, tmp_path, byte_tokens):
+    """The scale starts at 65536: a norm that forgets it is as much too large."""
+    module = rung(label)
+    module.autocast_dtype = lambda device: torch.float16
+    one_step = (*FEW[:-1], 1)
+    with watch() as seen:
+        log = train(module, tmp_path / "float16", byte_tokens, *one_step, *one_micro_step(module, 32))
+    exact = train(rung("8"), tmp_path / "float32", byte_tokens, *one_step)
+    assert read_steps(log)[0]["norm"] == pytest.approx(read_steps(exact)[0]["norm"], rel=BFLOAT16_LOSS_TOLERANCE)
+    assert norm_of(seen.gradients[0]) <= 1 + 1e-4
+
+
+@pytest.mark.parametrize("label", ["3", "10", "18"])
+def test_03_float16_overflow_skips_the_step(label, tmp_path, byte_tokens, monkeypatch):
+    """A scale far too large makes the gradients infinite: no step may be taken, and the scale must come down."""
+    module, scalers, scaler_class = rung(label), [], torch.amp.GradScaler
+    module.autocast_dtype = lambda device: torch.float16
+
+    def scaler_with_huge_scale(*args, **kwargs):
+        scalers.append(scaler_class(*args, init_scale=2.0**60, **kwargs))
+        return scalers[-1]
+
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler_with_huge_scale)
+    train(module, tmp_path, byte_tokens, "-B", 1, "-T", 8, "--steps", 2, *one_micro_step(module, 8),
+          "--save", tmp_path / "model.pt")
+    trained = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    torch.manual_seed(1337)
+    start = new_gpt(module, vocab_size=257).state_dict()
+    assert scalers[0].get_scale() == 2.0**58
+    assert all(torch.equal(trained[name], start[name]) for name in start)
+
+
+def test_03_each_device_gets_the_type_that_it_has(monkeypatch):
+    choose = rung("3").autocast_dtype
+    for native, dtype in ((False, torch.float16), (True, torch.bfloat16)):  # a T4 has it only by emulation
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, native=native: (
+            native or including_emulation))
+        assert choose("cuda") is dtype
+    for has_instructions, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has_instructions: has)
+        assert choose("cpu") is dtype
+    assert choose("mps") is torch.bfloat16
+
+
+def residual_growth(label, n_layer):
+    """How much variance the layers of a fresh model add to the residual stream."""
+    module = rung(label)
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(vocab_size=1024, n_layer=n_layer, n_head=4, n_embd=256))
+    stream = []
+    for part in (*model.transformer.h, model.transformer.ln_f):
+        part.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0].var().item()))
+    with torch.no_grad():
+        model(torch.randint(0, 1024, (2, 64)))
+    return stream[-1] - stream[0]
+
+
+def test_04_residual_projections_start_smaller():
+    module = rung("4")
+    model = module.GPT(module.GPTConfig(vocab_size=4096, n_layer=6, n_head=4, n_embd=256))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            expected = 0.02 / math.sqrt(2 * 6) if name.endswith("c_proj.weight") else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.02), name
+
+
+def test_04_the_residual_stream_stops_growing_with_depth():
+    """2 * n_layer branches, each read from normalized inputs: scaled, together they add 1 / (2 * n_layer) as much.
+
+    The branches are not quite independent of each other, hence the wide tolerance.
+    """
+    unscaled, scaled = ({n_layer: residual_growth(label, n_layer) for n_layer in (6, 12, 24)} for label in ("3", "4"))
+    assert unscaled[12] / scaled[12] == pytest.approx(2 * 12, rel=0.35)
+    # unscaled they add in proportion to the depth, scaled the same at every depth
+    assert unscaled[24] / unscaled[6] == pytest.approx(4, rel=0.25)
+    assert scaled[24] / scaled[6] == pytest.approx(1, rel=0.25)
+
+
+@pytest.mark.slow
+def test_05_compiles_the_whole_model_and_tracks_rung_4(tmp_path, tokens):
+    """Cold and from the cache. The compiled model is for the loop alone: what is saved has plain names."""
+    before = losses(train(rung("4"), tmp_path / "before", tokens, *FEW))
+    module = rung("5")
+    with fresh_cache():
+        for misses, hits in ((3, 0), (0, 3)):  # the probe's graph, and of the model forward and backward
+            counters.clear()
+            torch.compiler.reset()
+            log = train(module, tmp_path, tokens, *FEW, "--save", tmp_path / "model.pt", compile_mode="default")
+            # The compiler may keep float32 where eager code rounds to bfloat16.
+            assert losses(log) == pytest.approx(before, abs=BFLOAT16_LOSS_TOLERANCE)
+            assert_one_graph(log)
+            inductor = counters["inductor"]
+            assert (inductor["fxgraph_cache_miss"], inductor["fxgraph_cache_hit"]) == (misses, hits)
+    assert saved_model(module, tmp_path / "model.pt")(torch.tensor([[1, 2, 3]])).shape == (1, 3, 50257)
+
+
+def assert_one_graph(log):
+    assert counters["stats"]["unique_graphs"] == 2  # the probe and the model, in one piece
+    assert not counters["graph_break"] and "# compile: default" in log.read_text()
+
+
+def use_backend(monkeypatch, backend):
+    """Compile with a backend that writes no C++: seconds instead of half a minute."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode=None: compile_(model, backend=backend))
+
+
+@pytest.mark.parametrize("label", ["5", "6", "10", "ddp", "16", "17", "24"])
+def test_05_the_model_is_one_graph(label, tmp_path, byte_tokens, monkeypatch):
+    """And what is saved has plain names."""
+    module = rung(label)
+    use_backend(monkeypatch, "eager")
+    counters.clear()
+    flags = ("-B", 1, "-T", 8, "--steps", 2, *one_micro_step(module, 8), "--save", tmp_path / "model.pt")
+    assert_one_graph(train(module, tmp_path, byte_tokens, *flags, compile_mode="default"))
+    assert saved_model(module, tmp_path / "model.pt")(torch.tensor([[1, 2, 3]])).shape == (1, 3, 257)
+
+
+def test_05_runs_eagerly_where_nothing_can_be_compiled(tmp_path, byte_tokens):
+    """The probe meets a real missing compiler; its other causes (no Triton, an old Python) raise as it does."""
+    with torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}), fresh_cache():
+        log = train(rung("5"), tmp_path / "default", byte_tokens, *FEW, compile_mode="default")
+    assert "# compile: not possible here" in log.read_text()
+    assert losses(log) == losses(train(rung("5"), tmp_path / "none", byte_tokens, *FEW))
+
+
+@pytest.mark.slow
+def test_05_runs_eagerly_without_a_compiler(tmp_path, tokens):
+    run = run_command(
+        "python", ROOT / "ddp_run.py", "--model", "tiny", "--device", "cpu", "--data", tokens, "--log-dir", tmp_path,
+        "--steps", 3, "-T", 32, CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"),
+    )
+    assert run.returncode == 0 and not run.stderr, run.stderr
+    assert "# compile: not possible here" in run.stdout and len(read_steps(tmp_path / "ddp_run.log")) == 3
+
+
+def test_05_leaves_apple_gpus_and_those_who_do_not_want_it_alone(monkeypatch):
+    monkeypatch.setattr(torch, "compile", None)  # must not be called
+    module, model = rung("5"), torch.nn.Linear(1, 1)
+    assert module.compile_model(model, "default", "mps")[0] is module.compile_model(model, "none", "cpu")[0] is model
+
+
+def logits_sized_tangents(module, folder, tokens, monkeypatch):
+    """The gradients as large as the logits that the compiled backward pass of `train` takes from outside."""
+    found = {}
+
+    def keep(graph, inputs):
+        found["graph"] = graph
+        return graph
+
+    use_backend(monkeypatch, aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=keep))
+    train(module, folder, tokens, "-B", 2, "-T", 16, "--steps", 1, *one_micro_step(module, 32), compile_mode="default")
+    tangents = [node.meta["val"] for node in found["graph"].graph.find_nodes(op="placeholder")
+                if node.name.startswith("tangents")]
+    assert tangents
+    return [tuple(tangent.shape) for tangent in tangents if tangent.numel() >= 2 * 16 * 50257]
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+@pytest.mark.parametrize("label", ["5", "10", "16"])
+def test_05_the_graph_has_no_second_buffer_of_the_size_of_the_logits(label, tmp_path, tokens, monkeypatch):
+    """A model that also returned the logits would be given a gradient for them, all zeros, and would add it."""
+    assert logits_sized_tangents(rung(label), tmp_path, tokens, monkeypatch) == []
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+def test_05_and_would_have_one_if_it_returned_the_logits(tmp_path, tokens, monkeypatch):
+    module = rung("10")
+    forward, compile_model = module.GPT.forward, module.compile_model
+
+    def with_logits(model, idx, targets):
+        logits = forward(model, idx)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def loss_alone(*args):
+        compiled, note = compile_model(*args)
+        return lambda x, y: compiled(x, y)[1], note
+
+    module.GPT.forward, module.compile_model = with_logits, loss_alone
+    assert logits_sized_tangents(module, tmp_path, tokens, monkeypatch) == [(2, 16, 50257)]
+
+
+def attention_pair(T=64):
+    """The attention of rung 5 (explicit) and rung 6 (flash) with the same weights, and an input."""
+    explicit, flash = rung("5"), rung("6")
+    config = explicit.GPTConfig(n_head=4, n_embd=64, block_size=T)
+    torch.manual_seed(0)
+    one, other = explicit.CausalSelfAttention(config), flash.CausalSelfAttention(config)
+    other.load_state_dict(one.state_dict())
+    return one, other, torch.randn(2, T, 64)
+
+
+def test_06_output_and_gradients_equal_the_explicit_attention():
+    """float32 against float32: only the order of the sums differs, a few units of 2^-23."""
+    one, other, x = attention_pair()
+    results = []
+    for attention in (one, other):
+        inputs = x.clone().requires_grad_()
+        output = attention(inputs)
+        output.square().sum().backward()
+        results.append([output, inputs.grad, *(p.grad for p in attention.parameters())])
+    for expected, actual in zip(*results, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+def test_06_keeps_no_score_matrix():
+    T = 96
+    *pair, x = attention_pair(T)
+    keeps = []
+    for attention in pair:
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=shapes: kept.append(t.shape) or t, lambda t: t):
+            attention(x.clone().requires_grad_())
+        keeps.append(any(shape[-2:] == (T, T) for shape in shapes))
+    assert keeps == [True, False]
+    assert [bool(dict(attention.named_buffers())) for attention in pair] == [True, False]  # the mask is gone too
+
+
+@pytest.mark.parametrize("label", ["7", "16", "17"])
+def test_07_padding_is_inert(label, hf_folder, tmp_path):
+    """More rows, and no other logits, loss or gradients: no row of padding is ever predicted or trained."""
+    model, before = (converted(hf_folder, each, tmp_path / f"{each}.pt") for each in (label, "6"))
+    assert model.config.vocab_size == 50257 and model.lm_head.weight.shape == (50304, 64) and 50304 % 128 == 0
+    x, y = torch.randint(0, 50257, (2, 2, 32))
+    logits, loss = model(x), model(x, y)
+    loss.backward()
+    expected = before(x, y)
+    expected.backward()
+    assert logits.shape == (2, 32, 50257)
+    assert torch.allclose(logits, before(x), rtol=0, atol=1e-5)
+    assert torch.allclose(loss, expected, rtol=1e-6)
+    gradient = model.lm_head.weight.grad
+    assert torch.allclose(gradient[:50257], before.lm_head.weight.grad, rtol=1e-3, atol=1e-6)
+    assert gradient[50257:].abs().max() == 0
+
+
+def test_07_no_padding_where_there_is_nothing_to_pad():
+    module = rung("7")
+    assert module.GPT(module.GPTConfig(vocab_size=256, n_layer=1, n_head=1, n_embd=8)).lm_head.weight.shape == (256, 8)
+
+
+@pytest.mark.parametrize("max_steps, max_lr, warmup_steps, expected", [
+    (50, 6e-4, 10, {1: 6e-5, 5: 3e-4, 10: 6e-4, 30: 3.3e-4, 50: 6e-5,  # a tenth of the way up, the top, half-way down
+                    20: 6e-5 + 0.5 * (1 + math.sqrt(0.5)) * 5.4e-4}),  # cos(45 degrees)
+    (4, 1.0, 0, {1: 0.1 + 0.45 * (1 + math.sqrt(0.5)), 2: 0.55, 3: 0.1 + 0.45 * (1 - math.sqrt(0.5)), 4: 0.1}),
+    (3, 0.3, 3, {1: 0.1, 2: 0.2, 3: 0.3}),  # all of it is warm-up
+    (2, 1.0, 4, {1: 0.25, 2: 0.5}),  # the run ends inside the warm-up
+    (2, 0.0, 1, {1: 0.0, 2: 0.0}),
+])
+def test_09_schedule_in_closed_form(max_steps, max_lr, warmup_steps, expected):
+    found = {step: rung("9").get_lr(step, max_steps, max_lr, warmup_steps) for step in expected}
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_10_decays_matrices_only():
+    module = rung("10")
+    with torch.device("meta"):
+        model = module.GPT(module.GPTConfig())
+    decayed, others = model.configure_optimizers(weight_decay=0.1).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert (len(decayed["params"]), len(others["params"])) == (50, 98)
+    # 124,475,904 parameters: biases are 2304 + 768 + 3072 + 768 a layer, LayerNorms 25 x 2 x 768
+    n_others = 12 * (2304 + 768 + 3072 + 768) + 25 * 2 * 768
+    assert sum(p.numel() for p in others["params"]) == n_others == 121_344
+    assert sum(p.numel() for p in decayed["params"]) == 124_475_904 - n_others
+
+
+def test_10_one_step_equals_the_unfused_optimizer():
+    """The same formula in another order of operations: equal to float32 rounding of an update of size lr."""
+    module = rung("10")
+    torch.manual_seed(0)
+    fused_model, plain_model = new_gpt(module), new_gpt(module)
+    plain_model.load_state_dict(fused_model.state_dict())
+    fused = fused_model.configure_optimizers(weight_decay=0.1)
+    plain = torch.optim.AdamW(
+        [{"params": [p for p in plain_model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+         {"params": [p for p in plain_model.parameters() if p.dim() == 1], "weight_decay": 0.0}],
+        betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False,
+    )
+    for _ in range(3):
+        for fused_p, plain_p in zip(fused_model.parameters(), plain_model.parameters(), strict=True):
+            fused_p.grad = torch.randn_like(fused_p)
+            plain_p.grad = fused_p.grad.clone()
+        fused.step()
+        plain.step()
+        for fused_p, plain_p in zip(fused_model.parameters(), plain_model.parameters(), strict=True):
+            assert torch.allclose(fused_p, plain_p, rtol=1e-5, atol=1e-3 * 1e-3)  # lr is 1e-3 here
+
+
+@pytest.mark.parametrize("label, fused", [("9", False), ("10", True)])
+def test_10_runs_the_fused_kernel(label, fused, tmp_path, byte_tokens):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(rung(label), tmp_path, byte_tokens, "-B", 1, "-T", 8, "--steps", 1)
+    assert ("aten::_fused_adamw_" in {event.name for event in profile.events()}) is fused

@@ -1,0 +1,222 @@
+"""What `train` does in each rung: five steps, seen through torch's own hooks, on a fake clock and in the log.
+
+In bfloat16, which a CPU without the instructions emulates. Rungs whose `train` is that of the rung before are left out.
+"""
+import contextlib
+import io
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import FakeClock, builds_on, has_flag, losses, norm_of, read_steps, rung, rungs_that_change, train, watch
+from torch.nn import functional as F
+
+from ladder.scripts.stages import BY_LABEL
+
+B, T, N_STEPS = 2, 64, 5
+SHORT = {  # as far as a rung has the flag
+    "B": B, "T": T, "steps": N_STEPS, "total_batch": B * T, "val_sequences": 2, "max_lr": 2e-3, "warmup_steps": 2,
+    "muon_lr": 0.01, "decay_share": 0.6, "dropout": 0,
+}
+# What one step costs on the fake clock: (seconds, part).
+STEP_SECONDS = {"batch": 1, "forward": 10, "synchronize": 100}
+EACH = pytest.mark.parametrize("label", rungs_that_change(
+    "train", "optimizer_step", "build_model", "DataLoaderLite", "GPT.configure_optimizers", "Checkpoints"))
+
+
+def from_rung(first):
+    """The rungs that build on one."""
+    return pytest.mark.parametrize("label", [label for label in EACH.args[1] if builds_on(label, first)])
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory, byte_tokens):
+    """short_run(label): what five steps of that rung do, its log as `lines` and `steps`, and what it printed."""
+    runs = {}
+
+    def run(label):
+        module = rung(label)
+        module.autocast_dtype = lambda device: torch.bfloat16
+        clock = FakeClock(module)
+        module.GPT.forward = clock.slow(module.GPT.forward, STEP_SECONDS["forward"])
+        batch = module.DataLoaderLite.batch
+        slow_batch = clock.slow(batch, STEP_SECONDS["batch"])
+        module.DataLoaderLite.batch = lambda loader, i: (
+            batch if i in getattr(loader, "prefetched", ()) else slow_batch)(loader, i)
+        flags = [(f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}", value)
+                 for name, value in SHORT.items() if has_flag(module, name)]
+        output = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, watch() as seen, contextlib.redirect_stdout(output):
+            patch.setattr(torch.cpu, "synchronize", clock.slow(torch.cpu.synchronize, STEP_SECONDS["synchronize"]))
+            seen.log = train(module, tmp_path_factory.mktemp("run"), byte_tokens, *sum(flags, ()))
+        seen.printed, seen.lines = output.getvalue().splitlines(), seen.log.read_text().splitlines()
+        seen.steps = read_steps(seen.log)
+        return seen
+
+    return lambda label: runs[label] if label in runs else runs.setdefault(label, run(label))
+
+
+# bfloat16 keeps 8 bits of mantissa: each activation is off by up to 2^-9 = 0.2 %, and so is the loss of about 5.6 at
+# most. Runs that differ only in where they round to bfloat16 stay closer than that.
+BFLOAT16_TOLERANCE = 0.01
+
+
+@pytest.mark.parametrize("label, tolerance", [
+    ("3", BFLOAT16_TOLERANCE), ("6", BFLOAT16_TOLERANCE), ("17", BFLOAT16_TOLERANCE),
+    ("10", BFLOAT16_TOLERANCE),  # the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step
+    # On a CPU, eagerly, these compute the very same: "high" changes no product; nothing is compiled; one rank, one
+    # micro-step; the same batches; validation, checkpoints and recomputation change no weight; float8 needs a GPU;
+    # nothing is dropped, and the text is one document.
+    *((label, 0) for label in "2 5 ddp 11 12 13 14 15 16 25 27 28 29 fsdp dcp".split()),
+])
+def test_a_rung_learns_as_the_one_before(label, tolerance, short_run):
+    before, after = losses(short_run(BY_LABEL[label].before).log), losses(short_run(label).log)
+    assert after == pytest.approx(before, abs=tolerance, rel=0) and len(after) == N_STEPS
+    assert abs(before[-1] - before[0]) > 0.02  # the weights moved, so the backward pass was compared, too
+
+
+def test_the_logged_loss_is_the_cross_entropy_of_the_first_batch(short_run, byte_tokens):
+    module = rung("0")
+    torch.manual_seed(1337)
+    model = module.GPT(module.config_of(module.parse_settings(["--model", "tiny"]), 257))
+    x, y = module.DataLoaderLite(byte_tokens, B, T).batch(0)
+    expected = F.nll_loss(model(x).double().log_softmax(-1).flatten(0, 1), y.flatten())
+    assert losses(short_run("0").log)[0] == pytest.approx(expected.item(), abs=1e-5)
+
+
+@EACH
+def test_header_and_steps(label, short_run, byte_tokens):
+    run = short_run(label)
+    assert run.printed == run.lines  # printed and written alike
+    assert run.lines[0] == f"# script: {BY_LABEL[label].path.name}"
+    assert re.fullmatch(r"# model: tiny \| parameters: [\d,]{7,}", run.lines[1])  # test_model.py counts them
+    precision = "bfloat16 autocast" if builds_on(label, "3") else {
+        "2": "float32 (no TF32 on this device: no effect)"}.get(label, "float32")
+    assert run.lines[2] == f"# device: cpu | torch: {torch.__version__} | precision: {precision}"
+    assert f"# batch: B={B} T={T} | steps: {N_STEPS} | seed: 1337" in run.lines
+    n_tokens = (byte_tokens / "train.bin").stat().st_size // 2
+    windows = (n_tokens - 1) // T - 1
+    epoch = math.ceil(windows / B) if builds_on(label, "26") else (n_tokens - 1) // (B * T)
+    assert f"# data: made up (bytes tokens) | loaded {n_tokens} tokens | 1 epoch = {epoch} batches" in run.lines
+    assert [step["step"] for step in run.steps] == list(range(1, N_STEPS + 1))
+    for step in run.steps:
+        assert ("norm" in step, "lr" in step) == (builds_on(label, "8"), builds_on(label, "9"))
+
+
+@EACH
+def test_the_forward_pass(label, short_run):
+    """Its types, the precision of its products; and from rung 13 on a validation, under autocast without gradients."""
+    dtype = torch.bfloat16 if builds_on(label, "3") else torch.float32
+    precision = "highest" if label in ("0", "1") else "high"
+    expected = {(True, True, dtype, torch.float32, precision)}
+    expected |= {(False, False, dtype, torch.float32, precision)} if builds_on(label, "13") else set()
+    assert short_run(label).forward == expected
+
+
+@EACH
+def test_train_takes_one_batch_after_the_other(label, short_run, byte_tokens):
+    """In the order of the file, or in rung 26's."""
+    if builds_on(label, "26"):
+        loader = rung("26").DataLoaderLite(byte_tokens, B, T, "cpu", seed=1337)
+        expected = torch.cat([loader.batch(i)[0] for i in range(N_STEPS)])
+    else:
+        text = np.fromfile(byte_tokens / "train.bin", dtype="<u2").astype(np.int64)
+        expected = torch.from_numpy(text[: N_STEPS * B * T]).view(-1, T)
+    assert torch.equal(torch.cat(short_run(label).inputs), expected)
+
+
+@EACH
+def test_a_step_is_timed_from_its_batch_to_the_synchronized_device(label, short_run):
+    """On the fake clock: all of its parts once, and no validation. test_fake_cuda.py sees if it reads the loss."""
+    run = short_run(label)
+    expected = sum(STEP_SECONDS.values())
+    for step in run.steps:
+        prefetches = STEP_SECONDS["batch"] * (builds_on(label, "12") and step["step"] == 1)  # also the next batch
+        assert step["ms"] == (expected + prefetches) * 1000
+        assert step["tokens_per_second"] == pytest.approx(B * T / (expected + prefetches), abs=0.005)
+    rate = f"{B * T / expected:.2f}"
+    assert run.lines[-1] == f"median : dt: {expected * 1000}.00 ms | tokens/sec: {rate} | steps 3-5"
+
+
+@from_rung("8")
+def test_the_gradient_is_clipped_and_its_norm_logged(label, short_run):
+    before, run = short_run("7"), short_run(label)
+    assert norm_of(before.gradients[0]) > 1.5  # there was something to clip
+    if not builds_on(label, "20"):  # the same model
+        assert run.steps[0]["norm"] == pytest.approx(norm_of(before.gradients[0]), rel=1e-3)  # the norm before clipping
+    norms = [norm_of(gradients) for gradients in run.gradients]
+    assert all(0.9 < norm <= 1.0 + 1e-4 for norm in norms) and len(norms) == N_STEPS
+
+
+@EACH
+def test_the_optimizer_of_train(label, short_run):
+    """GPT-3's betas from rung 8, its decay, on the matrices alone, and the fused kernel from rung 10 on."""
+    decays = [0.1, 0.0, 0.1] if builds_on(label, "18") else [0.1, 0.0] if builds_on(label, "10") else [0.01]
+    for groups in short_run(label).groups:
+        assert [group["weight_decay"] for group in groups] == decays
+        for group in groups:
+            assert group["betas"] == ((0.9, 0.95) if builds_on(label, "8") else (0.9, 0.999)) and group["eps"] == 1e-8
+            assert bool(group["fused"]) is builds_on(label, "10")
+        assert builds_on(label, "9") or groups[0]["lr"] == 3e-4
+
+
+COSINE = [1e-3, 2e-3, 1.55e-3, 0.65e-3, 0.2e-3]  # two steps of warm-up; 60, 120 and 180 degrees
+TRAPEZOID = [1e-3, 2e-3, 2e-3, 2e-3 * 2 / 3, 2e-3 / 3]  # 0.6 of the steps decay
+
+
+@from_rung("9")
+def test_the_scheduled_rate_arrives(label, short_run):
+    """And is logged; Muon, the first group from rung 18 on, has five times as much here."""
+    run, expected = short_run(label), TRAPEZOID if builds_on(label, "19") else COSINE
+    assert [step["lr"] for step in run.steps] == pytest.approx(expected, rel=1e-4)
+    for groups, lr in zip(run.groups, expected, strict=True):
+        factors = [group["lr"] / lr for group in groups]
+        assert factors == pytest.approx([5, 1, 1] if builds_on(label, "18") else [1, 1][: len(factors)], rel=1e-9)
+
+
+def test_the_same_seed_gives_the_same_run(short_run, tmp_path, byte_tokens):
+    module = rung("10")
+    module.autocast_dtype = lambda device: torch.bfloat16
+    flags = ("-B", B, "-T", T, "--steps", N_STEPS, "--max-lr", 2e-3, "--warmup-steps", 2)
+    first, again, other = (read_steps(log) for log in (
+        short_run("10").log, train(module, tmp_path / "again", byte_tokens, *flags),
+        train(module, tmp_path / "other", byte_tokens, *flags, "--seed", 8)))
+    assert [step["loss"] for step in first] == [step["loss"] for step in again]
+    assert first[0]["loss"] != other[0]["loss"]
+
+
+DEFAULTS = {  # in all scripts that have the flag; --max-lr and --steps are in the README's words
+    "T": 1024, "steps": 50, "seed": 1337, "max_lr": 6e-4, "warmup_steps": 10, "total_batch": None, "val_every": 25,
+    "val_sequences": 32, "checkpoint_every": 250, "recompute_blocks": 0, "loss_chunk": 4096, "muon_lr": 2e-3,
+    "decay_share": 0.4, "compile_mode": "default", "resume": False, "save": None, "model": "gpt2", "dropout": 0.1,
+    "patience": 0, "float8_from": 1025,
+}
+
+
+@pytest.mark.parametrize("label", rungs_that_change("add_flags"))
+def test_the_defaults(label):
+    """A changed one would change what everybody's next run computes, and what committed logs compare with."""
+    settings = vars(rung(label).parse_settings([]))
+    assert settings.items() >= {name: DEFAULTS[name] for name in DEFAULTS if name in settings}.items()
+
+
+@pytest.mark.parametrize("label", [label for label in rungs_that_change("train") if builds_on(label, "11")])
+def test_the_default_batch_is_that_of_gpt3(label):
+    """2**19 tokens: 128 micro-steps of 4 x 1024 on one GPU, 16 on eight; four of any size on a CPU."""
+    class Stop(Exception):
+        """Ends a run where a CPU cannot go on."""
+
+    def stop(*args, **more):
+        raise Stop
+
+    module = rung(label)
+    for device, ranks, micro_steps in (("cuda", 1, 128), ("cuda", 8, 16), ("cpu", 1, 4)):
+        settings = module.parse_settings(["-B", "4", "-T", "1024"])
+        settings.device = device
+        module.init_ranks = lambda settings, ranks=ranks: (0, ranks)
+        module.autocast_dtype, module.DataLoaderLite = lambda device: torch.float32, stop
+        with pytest.raises(Stop):
+            module.train(settings)
+        assert settings.total_batch == micro_steps * 4 * 1024 * ranks

@@ -1,0 +1,357 @@
+"""The parts of a modern transformer, rungs 20 to 24, 30 and 31: each on the thing itself, and against transformers'.
+
+Whole models are in test_model.py.
+"""
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    ROOT, converted, data_with, load_module, losses, new_gpt, rung, saved_model, tokens_of, train)
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+
+from data import vocabulary
+
+LAST = "25"  # of those with a Qwen3's parts
+SHORT = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 3, "--checkpoint-every", 0, "--val-every", 0)
+IDS = torch.randint(0, 50257, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def tiny(label):
+    """A fresh tiny model of a rung."""
+    torch.manual_seed(0)
+    return new_gpt(rung(label))
+
+
+def test_20_scores_depend_on_distance_alone():
+    """One query and one key at all positions: the scores are the same along every diagonal, and differ between them."""
+    module, T, hs = rung("20"), 64, 32
+    q, k = torch.randn(2, 1, 1, 1, hs, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cos, sin = (part.double() for part in module.rotary_angles(T, hs))
+    q, k = (module.rotate(vector.expand(1, 1, T, hs), cos, sin)[0, 0] for vector in (q, k))
+    scores = q @ k.T
+    of_distance = [scores.diagonal(-distance) for distance in range(T)]
+    for same in of_distance:
+        assert torch.allclose(same, same[0].expand_as(same), rtol=0, atol=1e-4)  # the angles are in float32
+    assert torch.stack([same[0] for same in of_distance]).std() > 0.1
+    assert torch.allclose(q.norm(dim=-1), q[0].norm().expand(T))  # a rotation changes no length
+
+
+def test_20_the_rotation_is_that_of_transformers():
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+    module, T, nh, hs = rung("20"), 300, 3, 32
+    config = Qwen3Config(hidden_size=nh * hs, num_attention_heads=nh, head_dim=hs,
+                         rope_parameters={"rope_type": "default", "rope_theta": 10_000})
+    q, k = torch.randn(2, 2, nh, T, hs, generator=torch.Generator().manual_seed(0))
+    expected = apply_rotary_pos_emb(q, k, *Qwen3RotaryEmbedding(config)(q, torch.arange(T)[None]))
+    angles = module.rotary_angles(T, hs)
+    for ours, theirs in zip((module.rotate(q, *angles), module.rotate(k, *angles)), expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_20_angles_are_in_float32(dtype):
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        cos, sin = rung("20").rotary_angles(1024, 64)
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (1024, 32)
+    assert cos[1000, 0].item() == pytest.approx(math.cos(1000), abs=1e-5)
+    assert sin[1000, 16].item() == pytest.approx(math.sin(10.0), abs=1e-5)  # 10,000 ** -0.5 radians per token
+
+
+@pytest.mark.parametrize("label", ["20", LAST])
+def test_20_compiled_steps_compute_no_angles(label):
+    """Inductor would compute them anew for every element of queries and keys, in every block and direction."""
+    model, (x, y), names = tiny(label), torch.randint(0, 50257, (2, 4, 32)), []
+
+    def look(graph, inputs):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    torch.compile(model, backend=aot_autograd(fw_compiler=look))(x, y).backward()
+    assert any("mm" in name for name in names)
+    assert not any(name.startswith(("aten.cos", "aten.sin", "aten.pow.Scalar")) for name in names)
+
+
+@pytest.mark.parametrize("label", ["20", LAST])
+def test_20_the_angles_are_in_no_checkpoint_and_on_every_device(label):
+    with torch.device("meta"):
+        model = tiny(label)
+    assert not {"cos", "sin"} & model.state_dict().keys()
+    assert {name: buffer.shape for name, buffer in model.named_buffers()} == {"cos": (1024, 16), "sin": (1024, 16)}
+    assert model.cos.device.type == "meta"
+
+
+def test_20_positions_come_from_the_rotation_alone():
+    """No parameter for positions; without the rotation the model sees a set of tokens before the last."""
+    module = rung("20")
+    torch.manual_seed(0)
+    model = new_gpt(module)
+    assert "wpe" not in model.transformer
+    ids = torch.randint(0, 50257, (1, 8))
+    swapped = ids[:, [1, 0, *range(2, 8)]]
+    with torch.no_grad():
+        assert not torch.allclose(model(ids)[:, -1], model(swapped)[:, -1], atol=1e-6)
+        module.rotate = lambda x, cos, sin: x
+        torch.nn.init.zeros_(model.transformer.h[0].attn.c_proj.weight)  # only the second block still mixes tokens
+        assert torch.allclose(model(ids)[:, -1], model(swapped)[:, -1], atol=1e-6)
+
+
+@pytest.mark.parametrize("label, table", [("19", True), ("20", False), ("24", False)])
+def test_20_only_the_angles_grow_with_t(label, table, tmp_path):
+    """The vocabulary is the data's, the shape any."""
+    data = data_with(vocabulary.of_bytes(), "To be, or not to be? " * 999, tmp_path / "data")
+    train(rung(label), tmp_path, data, *SHORT, "--model", "1x2x32", "--total-batch", 1100, "--steps", 1, "-T", 1100,
+          "--save", tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert any(1100 in weight.shape for weight in saved["model"].values()) is table
+    assert saved["config"] == {"block_size": 1100, "vocab_size": 257, "n_layer": 1, "n_head": 2, "n_embd": 32}
+    assert (saved["tokenizer"], saved["end_of_text"]) == ("bytes", 256)
+    assert vocabulary.restore("bytes", saved["tokenizer_json"], 256).decode([84, 111, 256]) == "To"
+
+
+@pytest.mark.parametrize("label, n_norms", [("21", 2 * 2 + 1), (LAST, 2 * 4 + 1)])
+def test_21_norms_are_those_of_transformers(label, n_norms):
+    """Every norm of the model, two or four in a block and one at the end, with gains that are not 1; and no bias."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    model = tiny(label)
+    norms = [part for part in model.modules() if "Norm" in type(part).__name__]
+    assert len(norms) == n_norms
+    for ours in norms:
+        width = ours.weight.numel()
+        theirs = Qwen3RMSNorm(width, eps=1e-6)
+        torch.nn.init.normal_(ours.weight, mean=1.0)
+        theirs.load_state_dict(ours.state_dict())
+        x = torch.randn(2, 3, width) * torch.tensor([1e-4, 1.0, 1e4])[:, None]  # eps matters for the smallest
+        assert torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+    assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("label", ["21", "22", LAST])
+def test_22_queries_and_keys_have_length_one(label, monkeypatch):
+    """Their root mean square, as the attention kernel gets them, whatever the weights; without the norm it grows."""
+    model, attention, seen = tiny(label), F.scaled_dot_product_attention, []
+
+    def see(q, k, v, **more):
+        seen.extend(vector.detach().square().mean(-1).sqrt() for vector in (q, k))
+        return attention(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
+    for block in model.transformer.h:
+        torch.nn.init.normal_(block.attn.c_attn.weight, std=10.0)
+    model(IDS)
+    assert len(seen) == 4 and seen[0].shape == (2, 2, 12)  # queries and keys of two blocks: (B, nh, T)
+    lengths = torch.stack(seen)
+    assert lengths.mean() > 10 if label == "21" else torch.allclose(lengths, torch.ones(()), rtol=1e-4)
+
+
+def test_22_starts_from_the_weights_of_21():
+    before, after = (tiny(label).state_dict() for label in ("21", "22"))
+    assert after.keys() - before.keys() == {f"transformer.h.{i}.attn.{part}_norm.weight" for i in "01" for part in "qk"}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_22_norms_are_in_float32_under_autocast(dtype):
+    """torch warns about a norm whose input and gain have different types."""
+    model, types, y = tiny("22"), [], IDS.roll(1)
+    for part in model.modules():
+        if isinstance(part, torch.nn.RMSNorm):
+            part.register_forward_hook(lambda norm, args, output: types.append((args[0].dtype, output.dtype)))
+    expected = model(IDS, y)
+    with torch.autocast("cpu", dtype):
+        loss = model(IDS, y)
+    assert set(types) == {(torch.float32, torch.float32)}
+    assert torch.allclose(loss, expected, rtol=0, atol=0.02)
+
+
+def test_23_the_mlp_is_that_of_transformers():
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+    module = rung("23")
+    ours = module.MLP(module.GPTConfig(n_embd=64))
+    theirs = Qwen3MLP(Qwen3Config(hidden_size=64, intermediate_size=192))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 5, 64)
+    assert torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size, hidden", [
+    ("tiny", 192), ("small", 1024), ("gpt2", 2048), ("gpt2-medium", 2752), ("gpt2-large", 3456), ("gpt2-xl", 4288),
+])
+def test_23_as_many_parameters_as_before(size, hidden):
+    """Equal where 8/3 * C is a multiple of 64; at most one such step more."""
+    counts = []
+    for label in ("22", "23"):
+        with torch.device("meta"):
+            model = new_gpt(rung(label), size)
+        mlp, n_embd = model.transformer.h[0].mlp, model.config.n_embd
+        counts.append(sum(p.numel() for p in mlp.parameters()))
+    assert mlp.up_proj.weight.shape == (hidden, n_embd) and hidden % 64 == 0
+    assert 0 <= counts[1] - counts[0] < 3 * 64 * n_embd
+    assert (counts[0] == counts[1]) is (size in ("small", "gpt2"))
+
+
+@pytest.mark.parametrize("label", ["23", LAST, "fsdp"])
+def test_23_out_and_in_again(label, tmp_path, tokens):
+    """Trained here, exported, read by transformers, and read again."""
+    from transformers import AutoModelForCausalLM
+
+    module = rung(label)
+    train(module, tmp_path, tokens, *SHORT, "--save", tmp_path / "model.pt")
+    load_module(ROOT / "convert.py").main([str(tmp_path / "model.pt"), str(tmp_path / "hf")])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert type(theirs).__name__ == "Qwen3ForCausalLM"
+    model = saved_model(module, tmp_path / "model.pt")
+    with torch.no_grad():
+        assert torch.allclose(theirs(IDS).logits, model(IDS), rtol=0, atol=1e-4)
+        assert torch.equal(converted(tmp_path / "hf", label, tmp_path / "back.pt")(IDS), model(IDS))
+    log = train(module, tmp_path / "further", tokens, *SHORT, "--pretrained", tmp_path / "back.pt")
+    assert "back.pt | parameters: " in log.read_text()
+
+
+def test_24_every_block_starts_as_the_identity():
+    model, inputs, outputs = tiny("24"), [], []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda part, args, output: inputs.append(args[0]) or outputs.append(output))
+    model(IDS)
+    assert len(inputs) == 2 and all(map(torch.equal, inputs, outputs))
+
+
+def test_24_only_the_projections_differ_from_23_and_they_learn():
+    ends = ("attn.c_proj.weight", "mlp.down_proj.weight")  # of the residual branches
+    before, after, y = tiny("23"), tiny("24"), IDS.roll(1)
+    for name, parameter in after.named_parameters():
+        expected = torch.zeros(()) if name.endswith(ends) else before.get_parameter(name)
+        assert torch.equal(parameter, expected.expand_as(parameter))
+    start = {name: parameter.detach().clone() for name, parameter in after.named_parameters()}
+    behind = {name for name in start if ".h." in name and not name.endswith(ends)}  # a projection of zeros
+    optimizer = after.configure_optimizers(weight_decay=0.0)
+    for without_gradient in (behind, set()):
+        optimizer.zero_grad()
+        after(IDS, y).backward()
+        assert {name for name, p in after.named_parameters() if p.grad.abs().max() == 0} == without_gradient
+        optimizer.step()
+    assert not any(torch.equal(start[name], parameter) for name, parameter in after.named_parameters())
+
+
+@pytest.mark.parametrize("label", ["30", "31"])
+@torch.no_grad()
+def test_30_at_first_the_model_is_rung_24s(label):
+    """Bit by bit, with the same embedding and seed: what is new starts at zero, after everything else is drawn."""
+    old, new = tiny("24"), tiny(label)
+    new.lm_head.weight.copy_(old.lm_head.weight)
+    for model in (old, new):
+        for block in model.transformer.h:  # they start at zero, too, and would hide the blocks
+            torch.nn.init.normal_(block.attn.c_proj.weight, generator=torch.Generator().manual_seed(1))
+    before = new(IDS)
+    assert torch.equal(old(IDS), before)
+    for name in new.state_dict().keys() - old.state_dict().keys():
+        torch.nn.init.normal_(new.state_dict()[name])
+        assert not torch.allclose(new(IDS), before), name  # and takes part
+
+
+def test_30_the_prior_is_counted():
+    """Of 3 a, 1 b and no c: their shares, with 0.1 added to each count."""
+    shares = rung("30").count_log_frequencies(np.frombuffer(b"abaa", dtype=np.uint8), 384).exp()
+    assert shares.sum() == pytest.approx(1)
+    assert [shares[ord(letter)].item() * (4 + 38.4) for letter in "abc"] == pytest.approx([3.1, 1.1, 0.1])
+
+
+def test_30_the_first_loss_is_the_entropy_of_the_frequencies(tmp_path, tokens):
+    """But for the current token, which a tied model expects again, with a logit of 1 at any width."""
+    ids = np.fromfile(tokens / "train.bin", dtype="<u2").astype(int)
+    shares = np.bincount(ids, minlength=50304) + 0.1
+    logits = np.tile(np.log(shares / shares.sum()), (512, 1))
+    logits[np.arange(512), ids[:512]] += 1
+    expected = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(512), ids[1:513]]
+    log = train(rung("30"), tmp_path, tokens, *SHORT, "-T", 512, "--total-batch", 512, "--steps", 1)
+    assert losses(log)[0] == pytest.approx(expected.mean(), abs=0.02)
+
+
+def test_30_a_pretrained_model_keeps_its_prior(tmp_path, byte_tokens):
+    """Which its weights have learned to complete, also on a text with other frequencies."""
+    other = tokens_of(tmp_path / "other", [7] * 200, tokenizer=vocabulary.of_bytes())
+    train(rung("30"), tmp_path, byte_tokens, *SHORT, "--save", tmp_path / "model.pt")
+    train(rung("30"), tmp_path, other, *SHORT, "--pretrained", tmp_path / "model.pt", "--save", tmp_path / "next.pt")
+    first, then = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("model.pt", "next.pt"))
+    assert torch.equal(first["log_frequency"], then["log_frequency"]) and first["log_frequency"].std() > 1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_30_loss_and_gradients_are_those_of_torch(bias):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 32, generator=generator, requires_grad=True)
+    weight = torch.randn(1024, 32, generator=generator, requires_grad=True)
+    prior, targets = bias * torch.randn(1024, generator=generator), torch.randint(0, 1000, (50,), generator=generator)
+    ours = rung("30").ChunkedCrossEntropy.apply(x, weight, prior, targets, 1000, 7)
+    truth = F.cross_entropy((x @ weight.T + prior)[:, :1000], targets)
+    assert torch.allclose(ours, truth, atol=1e-5)
+    for got, expected in zip(*(torch.autograd.grad(loss, (x, weight)) for loss in (ours, truth)), strict=True):
+        assert torch.allclose(got, expected, atol=1e-6)
+
+
+@torch.no_grad()
+def test_30_sampling_knows_the_prior():
+    """The logits that the loss is computed from are those that a sample is drawn from."""
+    model = tiny("30").eval()
+    torch.nn.init.normal_(model.log_frequency)
+    logits, x, y = model(IDS), IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
+    assert torch.allclose(F.cross_entropy(logits[:, :-1].flatten(0, 1), y.flatten()), model(x, y), atol=1e-4)
+
+
+@torch.no_grad()
+def test_31_rows_of_pairs_and_triples():
+    """What the first block gets, with the rows that a loop over the tokens finds in Python's integers.
+
+    Also of a sequence of one token, as sample.py begins without a prompt.
+    """
+    model, seen = tiny("31"), []
+    for table in model.n_grams:
+        torch.nn.init.normal_(table.weight)
+    model.transformer.h[0].register_forward_pre_hook(lambda block, inputs: seen.append(inputs[0]))
+    model(IDS)
+    model(IDS[:, :1])
+    pairs, triples = model.n_grams
+    expected = model.transformer.wte(IDS)
+    for b, tokens in enumerate(IDS.tolist()):
+        for t, token in enumerate(tokens):
+            one, two = (tokens[t - n] if t >= n else 0 for n in (1, 2))
+            expected[b, t] += pairs.weight[(36313 * token + one) % 8191]
+            expected[b, t] += triples.weight[(36313 * (36313 * token + one) + two) % 8191]
+    assert torch.allclose(seen[0], expected, atol=1e-6) and torch.allclose(seen[1], expected[:, :1], atol=1e-6)
+
+
+def test_31_the_hash_spreads_the_pairs_of_real_text(real_text):
+    """Close to what random rows would do: of n pairs in r rows r * (1 - (1 - 1/r)^n) are used."""
+    pairs = set(itertools.pairwise(real_text.encode()))
+    used = {(36313 * token + before) % 8191 for before, token in pairs}
+    assert len(used) > 0.9 * 8191 * (1 - (1 - 1 / 8191) ** len(pairs)), (len(used), len(pairs))
+
+
+def test_31_the_tables_are_adamws():
+    """The embeddings' group, with their decay: Muon would make rows that no token has met as long as the others."""
+    model = tiny("31")
+    matrices, others, embeddings = (group["params"] for group in model.configure_optimizers(0.1).param_groups)
+    assert {id(p) for p in model.n_grams.parameters()} <= {id(p) for p in embeddings}
+    assert sum(map(len, (matrices, others, embeddings))) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("label", ["30", "31"])
+def test_30_a_qwen3_is_the_start_and_not_the_end(label, tmp_path, byte_tokens):
+    """Unconverted it does not fit, and what comes out is no Qwen3."""
+    train(rung("24"), tmp_path, byte_tokens, *SHORT, "--save", tmp_path / "24.pt")
+    with pytest.raises(SystemExit, match="^error: --pretrained: .*rung_24_zero_init.py loads it"):
+        train(rung(label), tmp_path, byte_tokens, *SHORT, "--pretrained", tmp_path / "24.pt")
+    train(rung(label), tmp_path, byte_tokens, *SHORT, "--save", tmp_path / "model.pt")
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path}/model.pt: "):
+        load_module(ROOT / "convert.py").main([str(tmp_path / "model.pt"), str(tmp_path / "no")])
+    assert not (tmp_path / "no").exists()

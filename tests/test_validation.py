@@ -1,0 +1,122 @@
+"""Rung 13: the loss of val.bin, and nothing of it in training. Rung 11's sums of micro-batches are here, too."""
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    losses, new_gpt, norm_of, read_steps, rung, rungs_that_change, saved_model, tokens_of, train, train_in_float32,
+    val_losses, watch)
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+EVALUATES = pytest.mark.parametrize("label", ["13", "29", "31", "fsdp"])
+
+
+def test_11_micro_batches_give_the_gradient_of_the_one_batch(tmp_path, byte_tokens):
+    runs = []
+    for B in (8, 2):
+        with watch() as seen:
+            log = train_in_float32("11", tmp_path, byte_tokens, "-B", B, "-T", 32, "--total-batch", 256, "--steps", 1)
+        runs.append((seen.gradients[0], read_steps(log)[0]))
+    (one, one_step), (parts, parts_step) = runs
+    for expected, actual in zip(one, parts, strict=True):
+        assert (actual - expected).norm() <= 1e-6 * expected.norm() + 1e-12
+    assert norm_of(one) > 0.9 and parts_step["loss"] == pytest.approx(one_step["loss"], rel=1e-6)
+    assert parts_step["norm"] == pytest.approx(one_step["norm"], abs=2e-4)
+
+
+@pytest.mark.parametrize("label", rungs_that_change("optimizer_step")[1:])
+def test_11_the_logged_loss_keeps_no_graph(label, byte_tokens, tmp_path, monkeypatch):
+    """Else the activations of all micro-steps of a step are kept at once."""
+    item, graphs = torch.Tensor.item, []
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: graphs.append(tensor.grad_fn) or item(tensor))
+    train(rung(label), tmp_path, byte_tokens, "-B", 1, "-T", 8, "--total-batch", 16, "--steps", 1)
+    assert graphs and set(graphs) == {None}
+
+
+def test_11_total_batch_must_fit(tmp_path, byte_tokens):
+    with pytest.raises(SystemExit, match=r"^error: --total-batch 100: not a multiple of B \* T \* ranks = 64"):
+        train(rung("11"), tmp_path, byte_tokens, "-B", 2, "-T", 32, "--total-batch", 100)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("free", [0, 1e12])
+def test_13_the_loss_is_that_of_val_bin(free, tmp_path, byte_tokens):
+    """The mean over all whole sequences of val.bin, computed here from the file and the saved weights."""
+    module, B, T = rung("13"), 2, 64
+    module.autocast_dtype, module.free_memory = lambda device: torch.float32, lambda device: free
+    ids = np.fromfile(byte_tokens / "train.bin", dtype="<u2")
+    folder = tokens_of(tmp_path / "tokens", ids[:1000], ids[1000:1500], vocab_size=257)
+    log = train(module, tmp_path, folder, "-B", B, "-T", T, "--steps", 3, "--val-every", 2, "--val-sequences", 0,
+                "--save", tmp_path / "model.pt")
+    model = saved_model(module, tmp_path / "model.pt")
+    ids = torch.from_numpy(ids[1000:1500].astype(np.int64))
+    n = (len(ids) - 1) // T
+    with torch.no_grad():
+        logits = model(ids[: n * T].view(n, T)).double()
+    assert list(val_losses(log)) == [2, 3]  # and always after the last step
+    expected = F.cross_entropy(logits.flatten(0, 1), ids[1 : n * T + 1]).item()
+    assert val_losses(log)[3] == pytest.approx(expected, abs=1e-5)
+    assert f"# validation: every 2 steps on {n} of {n} sequences" in log.read_text()
+
+
+def test_13_no_more_is_validated_than_there_is(tmp_path):
+    """40 tokens are two sequences of 16; a third one would be the first again."""
+    folder = tokens_of(tmp_path / "tokens", range(100), range(40))
+    flags = ("-B", 1, "-T", 16, "--total-batch", 16, "--steps", 1, "--val-sequences")
+    logs = [train(rung("13"), tmp_path / n, folder, *flags, n) for n in ("2", "3")]
+    assert all("validation: every 25 steps on 2 of 2 sequences" in log.read_text() for log in logs)
+    assert val_losses(logs[0]) == val_losses(logs[1])
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of a model's parameters."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.parameters, self.count = {parameter.data_ptr() for parameter in model.parameters()}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.count += args[0].data_ptr() in self.parameters
+        return function(*args, **(kwargs or {}))
+
+
+@EVALUATES
+def test_13_each_weight_is_cast_once_for_all_sequences(label, byte_tokens):
+    module, counts = rung(label), []
+    model = new_gpt(module, vocab_size=257)
+    for n_sequences in (1, 5):
+        with Casts(model) as casts:
+            loader = module.DataLoaderLite(byte_tokens, 1, 32, "cpu", "val")
+            module.evaluate(model, loader, n_sequences, 1, torch.bfloat16, 0, 1)
+        counts.append(casts.count)
+    assert counts[0] == counts[1] >= 2 * 4  # of two blocks, and not in float32 by accident
+
+
+@EVALUATES
+def test_13_validates_on_the_same_sequences_whatever_b_and_the_number_of_ranks(label, byte_tokens):
+    module, shapes = rung(label), []
+    model, loader = new_gpt(module, vocab_size=257), module.DataLoaderLite(byte_tokens, 1, 32, "cpu", "val")
+    model.register_forward_hook(lambda model, inputs, loss: shapes.append(len(inputs[0])))
+    with torch.no_grad():
+        expected = np.mean([model(*loader.batch(i)).item() for i in range(5)])
+    for B, sizes in ((1, [1] * 5), (2, [2, 2, 1]), (8, [5])):
+        shapes.clear()
+        assert module.evaluate(model, loader, 5, B, torch.float32, 0, 1) == pytest.approx(expected, abs=1e-5)
+        assert shapes == sizes and model.training
+    shares = [module.evaluate(model, loader, 5, 2, torch.float32, rank, 3) for rank in range(3)]
+    assert sum(shares) == pytest.approx(expected, abs=1e-5)
+
+
+def test_13_watching_changes_nothing(tmp_path, byte_tokens):
+    flags = ("-B", 1, "-T", 32, "--steps", 3, "--val-sequences", 2)
+    never, always = (train(rung("13"), tmp_path / n, byte_tokens, *flags, "--val-every", n) for n in ("0", "1"))
+    assert losses(never) == losses(always)
+    assert val_losses(never) == {} and list(val_losses(always)) == [1, 2, 3]
+
+
+def test_13_too_little_text_to_validate(tmp_path):
+    folder = tokens_of(tmp_path / "tokens", range(100), range(10))
+    with pytest.raises(SystemExit, match="10 val tokens, a batch needs 33"):
+        train(rung("13"), tmp_path, folder, "-B", 1, "-T", 32)
+    train(rung("13"), tmp_path, folder, "-B", 1, "-T", 16, "--steps", 1, "--val-every", 0)
