@@ -13,7 +13,7 @@ import pandas
 import psutil
 import pytest
 from rich.console import Console
-from run_tool import call  # noqa: F401, the fixture
+from run_tool import call  # noqa: F401, F811, the fixture
 
 from ladder.errors import UserError
 from ladder.judge.race_table import FILE, best_of, last_val_loss, read_logs, read_race, write_csv

@@ -1,0 +1,80 @@
+"""ladder/count/memory.py, flops.py: the models of a step's memory and arithmetic, against what is kept and measured."""
+import pytest
+import torch
+from conftest import ROOT, new_gpt, rung
+
+from ladder.count.flops import SHAPES, flops_per_token
+from ladder.count.memory import PROCESS_BYTES, RUN_BY_DEFAULT, largest_fitting, recommend, step_bytes
+from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.show.logs import read_folder
+
+RECOMPUTING = list(BY_LABEL)[list(BY_LABEL).index("16") :]
+
+
+def test_flops_in_closed_form():
+    """PaLM's formula on GPT-2's published shapes; the scripts' sizes are the same."""
+    assert {name: tuple(map(int, shape.split("x"))) for name, shape in rung(0).MODELS.items()} == SHAPES
+    n_matrix = 50257 * 768 + 12 * (768 * 2304 + 768 * 768 + 2 * 768 * 3072)
+    assert flops_per_token("gpt2", 1024) == 6 * n_matrix + 12 * 12 * 768 * 1024
+    assert flops_per_token("gpt2", 1024, causal=True) == 6 * n_matrix + 6 * 12 * 768 * 1024
+    assert flops_per_token("unknown", 1024) is None
+    assert flops_per_token("4x4x128", 64, vocab_size=257) == 6 * (257 * 128 + 4 * 12 * 128**2) + 12 * 4 * 128 * 64
+    assert largest_fitting("4x4x128", 64, ["10"], 4e9) > largest_fitting("gpt2", 64, ["10"], 4e9) > 0
+
+
+def test_memory_model_against_measured_peaks():
+    """Within 30 % for the rungs that recompute nothing, on every reference machine, as one process."""
+    checked = set()
+    for folder in (path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir()):
+        for name, rounds in read_folder(folder)[0].items():
+            label = BY_NAME[name].label if name in BY_NAME else None
+            if label not in (None, "ddp", *RECOMPUTING):
+                for run in rounds:
+                    expected = step_bytes(run.model, run.B, run.T, label) / 1e9
+                    assert run.peak_memory_gb == pytest.approx(expected, rel=0.3)
+                    checked.add(label)
+    assert {"0", "5", "10", "14"} <= checked
+
+
+def test_memory_model_against_what_autograd_keeps():
+    """The bytes of all tensors that the baseline's forward pass saves, its gradients of the logits left out."""
+    module, B, T = rung(0), 2, 128
+    model = new_gpt(module)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no other tensor gets its place
+        return tensor
+
+    x = torch.randint(0, 50257, (B, T))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(x, x)
+    gradients = 8 * B * T * 50257
+    expected = step_bytes("tiny", B, T, "0") - step_bytes("tiny", 0, T, "0") - gradients
+    assert sum(storage.nbytes() for storage in kept.values()) == pytest.approx(expected, rel=0.02)
+
+
+def test_from_rung_17_on_the_logits_of_a_chunk_count():
+    """Twice the batch keeps twice the activations, 36 bytes a token, layer and width, and no more logits."""
+    for label, logits in (("16", 10 * 4096 * 50257), ("17", 0), ("24", 0), ("fsdp", 0)):
+        more = step_bytes("gpt2", 8, 1024, label) - step_bytes("gpt2", 4, 1024, label)
+        assert more == 4096 * 36 * 12 * 768 + logits, label
+
+
+@pytest.mark.parametrize("GB", [8, 16, 24, 40, 80, 141])
+def test_the_recommended_batch_fits_every_rung(GB):
+    model, B, T = recommend(GB * 1e9, accelerator=True)
+    assert (model, T) == ("gpt2", 1024)
+    worst = max(step_bytes(model, B, T, label) for label in RUN_BY_DEFAULT)
+    assert worst <= 0.8 * GB * 1e9
+    assert B == 64 or max(step_bytes(model, 2 * B, T, label) for label in RUN_BY_DEFAULT) > 0.8 * GB * 1e9
+    assert PROCESS_BYTES < step_bytes("tiny", 1, 32, "10") < step_bytes("tiny", 1, 32, "0")
+
+
+def test_on_a_cpu_one_sequence_is_recommended():
+    """A larger batch only makes a longer step there."""
+    assert recommend(200e9, accelerator=False) == ("gpt2", 1, 1024)
+    assert recommend(200e9, accelerator=True)[1] == 64
