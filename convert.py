@@ -4,8 +4,9 @@
     python convert.py mine.pt my-model           # a file of --save, or a checkpoint: a folder, with its tokenizer
     python speedup_10_fused_adamw.py --pretrained gpt2.pt
 
-The file is that of one script: rung 10's for a GPT-2 (rungs 7 to 19 load it), rung 24's for a Qwen3 (23 to 29);
---script names another one, such as baseline.py. Rows that pad the vocabulary (rung 7) start as in a new model. In the
+The file is that of one script: rung 10's for a GPT-2 (rungs 7 to 19 load it), rung 24's for a Qwen3 (23 to 29), rung
+32's for a Qwen3 whose heads share keys and values, as the published ones do; --script names another one, such as
+baseline.py. Rows that pad the vocabulary (rung 7) start as in a new model. In the
 other direction padding is cut off, and untied embeddings (baseline.py's) stay untied. Rungs 20 to 22, 30 and 31 are
 neither a GPT-2 nor a Qwen3; rungs 30 and 31 can start from a Qwen3, since what they add to it starts at zero.
 """
@@ -24,12 +25,14 @@ from data import vocabulary
 from data.prepare import warn
 
 SCRIPTS = {"gpt2": "speedup_10_fused_adamw.py", "qwen3": "rung_24_zero_init.py"}  # whose files are written
+SHARED = "rung_32_grouped_query_attention.py"  # a Qwen3's script where rung 24's does not fit
 TITLES = {"gpt2": "a GPT-2; it fits rungs 0 to 19", "qwen3": "a Qwen3; it fits rung 23 and later"}
 CONFIG = {  # Hugging Face's names of GPTConfig's fields
     "gpt2": {"n_positions": "block_size", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
              "n_embd": "n_embd"},
     "qwen3": {"max_position_embeddings": "block_size", "vocab_size": "vocab_size", "num_hidden_layers": "n_layer",
-              "num_attention_heads": "n_head", "hidden_size": "n_embd"},
+              "num_attention_heads": "n_head", "hidden_size": "n_embd", "intermediate_size": "n_hidden",
+              "num_key_value_heads": "n_kv_head", "head_dim": "head_size"},
 }
 QWEN3_NAMES = {  # {our name of a part: a Qwen3's}; those of a GPT-2 are ours
     "transformer.wte": "model.embed_tokens", "transformer.h": "model.layers", "transformer.ln_f": "model.norm",
@@ -45,19 +48,33 @@ def load_script(name):
     return importlib.import_module(f"beyond.{stem}" if beyond.exists() else stem)
 
 
+def names_of(kind, script):
+    """{Hugging Face's field: ours}, of those that the script's GPTConfig has."""
+    return {theirs: ours for theirs, ours in CONFIG[kind].items() if ours in script.GPTConfig.__dataclass_fields__}
+
+
+def shape_of(config, script):
+    """The script's GPTConfig for a Hugging Face configuration."""
+    shape = {ours: getattr(config, theirs) for theirs, ours in names_of(config.model_type, script).items()}
+    if hasattr(script.GPTConfig, "rope_theta"):
+        shape["rope_theta"] = float(config.rope_parameters["rope_theta"])
+    return script.GPTConfig(**shape)
+
+
 def fixed(kind, config):
     """{Hugging Face's field: the only value that our scripts have} for a model of this shape."""
     if kind == "gpt2":
         return {"activation_function": "gelu_new", "n_inner": None, "scale_attn_weights": True,
                 "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5}
-    return {"num_key_value_heads": config.n_head, "head_dim": config.n_embd // config.n_head,
-            "intermediate_size": config.n_hidden, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000}, "sliding_window": None,
+    return {"num_key_value_heads": getattr(config, "n_kv_head", config.n_head),
+            "head_dim": getattr(config, "head_size", config.n_embd // config.n_head),
+            "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": getattr(config, "rope_theta", 10_000)},
             "tie_word_embeddings": True}
 
 
-def to_theirs(kind, weights):
-    """Our state dict with Hugging Face's names and layouts."""
+def to_theirs(kind, weights, shape):
+    """Our state dict, of a model of this shape, with Hugging Face's names and layouts."""
     theirs = {}
     for name, weight in weights.items():
         if kind == "gpt2":
@@ -65,8 +82,12 @@ def to_theirs(kind, weights):
             continue
         for ours, other in QWEN3_NAMES.items():
             name = name.replace(ours, other)
-        parts = "qkv" if "c_attn" in name else "q"  # one matrix here, three there
-        for part, matrix in zip(parts, weight.chunk(len(parts)), strict=True):
+        if "c_attn" not in name:
+            theirs[name] = weight
+            continue
+        width = fixed(kind, shape)["head_dim"]
+        q, kv = width * shape.n_head, width * fixed(kind, shape)["num_key_value_heads"]
+        for part, matrix in zip("qkv", weight.split([q, kv, kv]), strict=True):  # one matrix here, three there
             theirs[name.replace("c_attn", f"{part}_proj")] = matrix
     return theirs
 
@@ -77,17 +98,18 @@ def to_transformers(saved):
 
     shape, weights, end = saved["config"], dict(saved["model"]), saved["end_of_text"]
     kind = "qwen3" if "transformer.h.0.mlp.gate_proj.weight" in weights else "gpt2"
-    script = load_script(SCRIPTS[kind])
+    script = load_script(SHARED if "n_kv_head" in shape else SCRIPTS[kind])
     if shape.keys() != asdict(script.GPTConfig()).keys():
         raise KeyError("not the shape of a GPT")
+    shape = script.GPTConfig(**shape)
     for name in ("transformer.wte.weight", "lm_head.weight"):
-        weights[name] = weights[name][: shape["vocab_size"]]  # the rows after those are padding
-    words = fixed(kind, script.GPTConfig(**shape)) | {theirs: shape[ours] for theirs, ours in CONFIG[kind].items()}
+        weights[name] = weights[name][: shape.vocab_size]  # the rows after those are padding
+    words = fixed(kind, shape) | {theirs: getattr(shape, ours) for theirs, ours in names_of(kind, script).items()}
     words["tie_word_embeddings"] = torch.equal(weights["transformer.wte.weight"], weights["lm_head.weight"])
     words |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
     config = AutoConfig.for_model(kind, bos_token_id=end, eos_token_id=end, **words)
     model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(to_theirs(kind, weights))
+    model.load_state_dict(to_theirs(kind, weights, shape))
     return model.eval()
 
 
@@ -119,10 +141,18 @@ def load_checkpoint(path, convert=to_transformers):
         sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (23 to 29); give a file of one")
 
 
+def usual_script(config):
+    """The script whose file is written of a Hugging Face configuration, if none is named."""
+    name = SCRIPTS[config.model_type]
+    ours = fixed(config.model_type, shape_of(config, load_script(name)))
+    shared = ("num_key_value_heads", "head_dim", "rope_parameters")
+    return SHARED if any(getattr(config, key) != ours[key] for key in shared if key in ours) else name
+
+
 def check(config, name):
     """Raise ValueError if the model of a Hugging Face configuration is not that of the training script `name`."""
     kind, script = config.model_type, load_script(name)
-    shape = script.GPTConfig(**{ours: getattr(config, theirs) for theirs, ours in CONFIG[kind].items()})
+    shape = shape_of(config, script)
     if kind != ("qwen3" if hasattr(shape, "n_hidden") else "gpt2"):
         raise ValueError(f"{TITLES[kind]}, not {name}")
     for key, value in fixed(kind, shape).items():
@@ -158,11 +188,11 @@ def load_hugging_face(name, check=lambda config: None):
 def from_transformers(model, name):
     """A GPT of the training script `name` with a transformers model's weights; raises ValueError if one misfits."""
     kind, theirs, script = model.config.model_type, model.state_dict(), load_script(name)
-    config = script.GPTConfig(**{ours: getattr(model.config, other) for other, ours in CONFIG[kind].items()})
+    shape = shape_of(model.config, script)
     torch.manual_seed(1337)
-    gpt, unused = script.GPT(config), set(theirs)
+    gpt, unused = script.GPT(shape), set(theirs)
     for ours, weight in gpt.state_dict().items():
-        parts = [other for other in to_theirs(kind, {ours: weight}) if other in theirs]  # three of c_attn in a Qwen3
+        parts = [other for other in to_theirs(kind, {ours: weight}, shape) if other in theirs]  # 3 of c_attn
         transposed = kind == "gpt2" and ours.endswith(TRANSPOSED)
         if parts:
             whole = torch.cat([theirs[other].t() if transposed else theirs[other] for other in parts])
@@ -189,9 +219,9 @@ def tokenizer_of(name, vocab_size):
 
 
 def write_file(name, path, script=None):
-    """Write a Hugging Face model as a file of a script (None: its kind's in SCRIPTS); exits if it does not fit."""
-    model = load_hugging_face(name, lambda config: check(config, script or SCRIPTS[config.model_type]))
-    script = script or SCRIPTS[model.config.model_type]
+    """Write a Hugging Face model as a file of a script (None: the usual one); exits if it does not fit."""
+    model = load_hugging_face(name, lambda config: check(config, script or usual_script(config)))
+    script = script or usual_script(model.config)
     try:
         gpt = from_transformers(model, script)
     except (ValueError, RuntimeError) as error:  # the latter: shapes that differ

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    GROUP_OF_ONE, ROOT, TORCHRUN, Crash, assert_same_weights, builds_on, crash_in_step, losses, on_ranks, own_settings,
-    read_steps, run_command, rung, rungs_that_change, train, train_in_float32, val_losses, watch)
+    GROUP_OF_ONE, ROOT, TORCHRUN, Crash, assert_same_weights, builds_on, crash_in_step, losses, new_gpt, on_ranks,
+    own_settings, read_steps, run_command, rung, rungs_that_change, train, train_in_float32, val_losses, watch)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ladder.scripts.stages import BY_LABEL
@@ -356,3 +356,36 @@ def test_the_command_of_the_readme(label, tmp_path, byte_tokens):
     assert found[0] == pytest.approx(found[1], abs=0.02) and len(found[0]) == 6
     saved = torch.load(tmp_path / "default.pt", weights_only=True)
     assert saved["script"] == BY_LABEL[label].path.name and "transformer.wte.weight" in saved["model"]
+
+
+def test_33_each_parameter_is_updated_by_one_rank(tmp_path, byte_tokens):
+    """Bit for bit as by both; a checkpoint holds the moments of both, and one process continues from it."""
+    runs = {label: (label, "float32", [*flags_of(label, 2), "--checkpoint-every", 3]) for label in ("24", "33")}
+    run = on_ranks(2, tmp_path, byte_tokens, runs)
+    assert run.returncode == 0, run.stderr
+    whole, shared = (torch.load(tmp_path / label / "checkpoints" / "step_0000006.pt") for label in ("24", "33"))
+    for name in ("model", "optimizer"):
+        torch.testing.assert_close(shared[name], whole[name], rtol=0, atol=0)
+    (tmp_path / "33" / "checkpoints" / "step_0000006.pt").unlink()
+    log = train_in_float32("33", tmp_path / "alone", byte_tokens, *flags_of("33", 8), "--checkpoint-every", 3,
+                           "--checkpoint-dir", tmp_path / "33" / "checkpoints", "--resume")
+    assert losses(log) == pytest.approx(losses(tmp_path / "33" / log.name), abs=1e-4)
+
+
+def test_33_the_moments_are_divided(group_of_one, monkeypatch):
+    """By size, the largest first; a rank keeps only its own, also of a checkpoint that holds all."""
+    module = rung("33")
+    dist.init_process_group("gloo")
+    try:
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        model = new_gpt(module)
+        optimizer = model.configure_optimizers(weight_decay=0.1)
+        loads = [sum(p.numel() for p, owner in optimizer.owners.items() if owner == rank) for rank in (0, 1)]
+        sizes = sorted(p.numel() for p in model.parameters())
+        assert sum(loads) == sum(sizes) and max(loads) == max(sizes[-1], sum(sizes) - sizes[-1])
+        whole = torch.optim.AdamW.state_dict(optimizer)
+        whole["state"] = {i: {"step": torch.zeros(()), "momentum": torch.ones(1)} for i in range(len(sizes))}
+        optimizer.load_state_dict(whole)
+        assert set(optimizer.state) == {p for p, owner in optimizer.owners.items() if owner == 0}
+    finally:
+        dist.destroy_process_group()

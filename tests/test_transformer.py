@@ -1,9 +1,10 @@
-"""The parts of a modern transformer, rungs 20 to 24, 30 and 31: each on the thing itself, and against transformers'.
+"""The parts of a modern transformer, rungs 20 to 24 and 30 to 32: each on the thing itself, and against transformers'.
 
 Whole models are in test_model.py.
 """
 import itertools
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
+import convert
 from data import vocabulary
+from ladder.scripts.stages import BY_LABEL
 
 LAST = "25"  # of those with a Qwen3's parts
 SHORT = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 3, "--checkpoint-every", 0, "--val-every", 0)
@@ -355,3 +358,62 @@ def test_30_a_qwen3_is_the_start_and_not_the_end(label, tmp_path, byte_tokens):
     with pytest.raises(SystemExit, match=f"^error: {tmp_path}/model.pt: "):
         load_module(ROOT / "convert.py").main([str(tmp_path / "model.pt"), str(tmp_path / "no")])
     assert not (tmp_path / "no").exists()
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+         "num_key_value_heads": 2, "vocab_size": 300}
+# Qwen/Qwen3-0.6B-Base's config.json
+QWEN3_06B = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
+
+
+@pytest.mark.parametrize("shape", [SMALL, pytest.param(QWEN3_06B, marks=pytest.mark.slow)], ids=["small", "0.6B"])
+@torch.no_grad()
+def test_32_has_the_shape_of_a_published_qwen3(shape):
+    """convert.py there and back, with random weights; a longer context and a larger base of RoPE come along."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**shape, max_position_embeddings=2048, tie_word_embeddings=True,
+                         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000})
+    torch.manual_seed(0)
+    theirs = Qwen3ForCausalLM(config).eval()
+    name = convert.usual_script(config)
+    assert name == BY_LABEL["32"].path.name
+    convert.check(config, name)
+    ours = convert.from_transformers(theirs, name).eval()
+    assert (ours.config.n_kv_head, ours.config.head_size, ours.config.block_size) == (
+        shape["num_key_value_heads"], shape["head_dim"], 2048)
+    x = torch.randint(0, shape["vocab_size"], (1, 40))
+    logits = theirs(x).logits
+    assert torch.allclose(ours(x), logits, atol=1e-4 * logits.abs().max())
+    back = convert.to_transformers({"config": asdict(ours.config), "model": ours.state_dict(), "end_of_text": 0})
+    assert torch.equal(back(x).logits, logits) and back.config.rope_parameters == config.rope_parameters
+
+
+def test_32_a_qwen3_without_shared_heads_stays_rung_24s():
+    from transformers import Qwen3Config
+
+    plain = {**SMALL, "num_key_value_heads": 4, "head_dim": 16, "rope_parameters": {"rope_type": "default",
+                                                                                    "rope_theta": 10_000}}
+    assert convert.usual_script(Qwen3Config(**plain)) == BY_LABEL["24"].path.name
+
+
+@pytest.mark.parametrize("flags, heads", [([], (2, 1, 32)), (["--kv-heads", 2], (2, 2, 32)),
+                                          (["--kv-heads", 1, "--head-size", 48], (2, 1, 48))])
+def test_32_the_cache_is_as_large_as_the_heads_of_keys_and_values(flags, heads, tmp_path, byte_tokens):
+    """In numbers a token and layer; with as many heads as queries the parameters are rung 24's."""
+    train(rung("32"), tmp_path, byte_tokens, "-T", 32, "--steps", 2, "--total-batch", 32, "--checkpoint-every", 0,
+          "--save", tmp_path / "model.pt", *flags)
+    config, weights = (torch.load(tmp_path / "model.pt")[name] for name in ("config", "model"))
+    n_head, n_kv_head, head_size = heads
+    assert (config["n_head"], config["n_kv_head"], config["head_size"]) == heads
+    assert weights["transformer.h.0.attn.c_attn.weight"].shape == ((n_head + 2 * n_kv_head) * head_size, 64)
+    if n_kv_head == n_head and head_size == 32:
+        assert {name: w.shape for name, w in weights.items()} == {
+            name: w.shape for name, w in new_gpt(rung("24"), vocab_size=257).state_dict().items()}
+
+
+@pytest.mark.parametrize("flags", [["--kv-heads", 3], ["--head-size", 17]])
+def test_32_heads_that_do_not_fit(flags, tmp_path, byte_tokens, capsys):
+    with pytest.raises(SystemExit, match="error: --kv-heads .*divide.*--head-size"):
+        train(rung("32"), tmp_path, byte_tokens, *flags)
