@@ -280,7 +280,8 @@ class Log:
                   f" | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
-        print(text, flush=True)
+        encoding = sys.stdout.encoding or "utf-8"  # a terminal may not know a character of a file's name
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
         try:
             self.file.write(f"{text}\n".encode())
         except OSError as error:  # a full disk must not end the training
@@ -319,7 +320,6 @@ def parse_settings(argv=None):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character of a file's name
     try:
         train(parse_settings())
     except KeyboardInterrupt:

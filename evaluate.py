@@ -31,9 +31,10 @@ LOGITS, TOKENS = 2**27, 2**14  # how many at most in a batch, unless one sequenc
 
 
 def open_data(folder):
-    """(val.bin of a data folder, memory-mapped, (n_tokens,) uint16; its source; its tokenizer); exits without them."""
+    """(val.bin of a data folder, memory-mapped, (n_tokens,); its source; its tokenizer); exits without them."""
     try:
-        tokens, tokenizer = np.memmap(folder / "val.bin", dtype="<u2", mode="r"), vocabulary.of_ours(folder)
+        tokenizer = vocabulary.of_ours(folder)
+        tokens = np.memmap(folder / "val.bin", dtype=tokenizer.dtype, mode="r")
         if len(tokens) < 2 or tokens.max() >= tokenizer.vocab_size:
             raise ValueError("val.bin does not hold at least two tokens of its tokenizer")
         return tokens, json.loads((folder / "meta.json").read_text(encoding="utf-8"))["source"], tokenizer
@@ -42,11 +43,11 @@ def open_data(folder):
 
 
 def encode_again(tokens, theirs, ours):
-    """The text of `tokens`, which are those of the tokenizer `theirs`, in the tokens of `ours`, (n_tokens,) uint16."""
+    """The text of `tokens`, which are those of the tokenizer `theirs`, in the tokens of `ours`, (n_tokens,)."""
     parts = []
     for document in tqdm(np.split(tokens, np.flatnonzero(tokens == theirs.end_of_text)), "encoding", disable=None):
         if len(document) and document[0] == theirs.end_of_text:
-            parts.append(np.array([ours.end_of_text], dtype="<u2"))
+            parts.append(np.array([ours.end_of_text], dtype=ours.dtype))
         parts += [ours.encode(text) for text in PIECE.findall(theirs.decode(document.tolist()))]
     return np.concatenate(parts)
 

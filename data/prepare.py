@@ -199,11 +199,11 @@ def is_drawn(number):
     return int(hashlib.sha256(str(number).encode()).hexdigest(), 16) % 10 == 0
 
 
-def move_drawn(train, val, end_of_text, n_tokens=1 << 20):
+def move_drawn(train, val, end_of_text, dtype, n_tokens=1 << 20):
     """Move the drawn documents from train.bin to val.bin, block by block; both keep the order of the documents."""
     train.seek(0)
     number = written = 0
-    while (block := np.frombuffer(train.read(2 * n_tokens), dtype="<u2")).size:
+    while (block := np.frombuffer(train.read(dtype.itemsize * n_tokens), dtype=dtype)).size:
         read_up_to = train.tell()
         numbers = number + np.cumsum(block == end_of_text)  # a separator belongs to the document that it begins
         first, number = numbers[0], numbers[-1]
@@ -218,32 +218,33 @@ def move_drawn(train, val, end_of_text, n_tokens=1 << 20):
 
 def write_tokens(pieces, source, tokenizer, folder):
     """Write train.bin, val.bin, meta.json and, but for GPT-2's, tokenizer.json. Return the metadata."""
-    sha256, n_documents, n_drawn = hashlib.sha256(), 0, 0
+    sha256, n_documents, n_drawn, width = hashlib.sha256(), 0, 0, tokenizer.dtype.itemsize
     with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:
         for (begins, text), tokens in tqdm(encode(pieces, tokenizer), "encoding", unit=" pieces", disable=None):
             if begins:
                 if n_documents:
-                    train.write(tokenizer.end_of_text.to_bytes(2, "little"))
+                    train.write(tokenizer.end_of_text.to_bytes(width, "little"))
                     sha256.update(SEPARATOR.encode())
                 drawn = is_drawn(n_documents)
                 n_documents += 1
             train.write(tokens)
             n_drawn += len(tokens) * drawn
             sha256.update(text.encode("utf-8"))
-        n_tokens = train.tell() // 2
+        n_tokens = train.tell() // width
         if n_tokens < 11:  # else val.bin has one, and nothing is predicted
             sys.exit(f"error: {source}: {n_tokens} tokens are too few; give more text (.txt, .jsonl or .parquet)")
         by_hash = n_documents >= MANY_DOCUMENTS and n_tokens / 20 <= n_drawn <= n_tokens / 5  # else few hold most of it
         if by_hash:
-            move_drawn(train, val, tokenizer.end_of_text)
+            move_drawn(train, val, tokenizer.end_of_text, tokenizer.dtype)
         else:
             n_train = n_tokens * 9 // 10
-            train.seek(2 * n_train)
+            train.seek(width * n_train)
             shutil.copyfileobj(train, val)
-            train.truncate(2 * n_train)
-        n_train, n_val = (file.seek(0, os.SEEK_END) // 2 for file in (train, val))
+            train.truncate(width * n_train)
+        n_train, n_val = (file.seek(0, os.SEEK_END) // width for file in (train, val))
     meta = {"source": "tiny_shakespeare" if sha256.hexdigest() == TINY_SHAKESPEARE_SHA256 else source,
             "sha256": sha256.hexdigest(), "tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size,
+            "dtype": tokenizer.dtype.str,
             "end_of_text": tokenizer.end_of_text, "documents": n_documents, "train_tokens": n_train,
             "val_tokens": n_val, "val": "documents drawn by hash" if by_hash else "last tenth"}
     if tokenizer.json:
@@ -344,11 +345,11 @@ def main(argv=None):
     tokens = parser.add_mutually_exclusive_group()
     tokens.add_argument("--tokenizer", default="gpt2", metavar="gpt2|bytes|FILE|FOLDER|NAME",
                         help="GPT-2's (default), single bytes, that of a model's file or of a folder of tokens, or one "
-                             "from Hugging Face of at most 65,536 tokens")
+                             "from Hugging Face")
     tokens.add_argument("--train-tokenizer", type=int, metavar="SIZE", help="train one of so many tokens on the text")
     parser.add_argument("--out", type=Path, default=Path("data/tokens"), help="a folder (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.train_tokenizer is not None and not 257 <= args.train_tokenizer <= vocabulary.MOST_TOKENS:
+    if args.train_tokenizer is not None and not 257 <= args.train_tokenizer <= 1 << 16:
         sys.exit(f"error: --train-tokenizer {args.train_tokenizer}: out of range; give 257 (single bytes and the end of"
                  " a text) to 65536")
     if args.text == "":  # as of a variable that is not set; Path("") would be the current folder

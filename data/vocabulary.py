@@ -3,7 +3,7 @@
 Each has `name`, `vocab_size`, `end_of_text` (the id of the token before each document), `json` (what Hugging Face's
 tokenizers library stores as tokenizer.json; None where the name says it all), and
 
-    encode(text)       token ids, uint16; a literal "<|endoftext|>" is ordinary text
+    encode(text)       token ids, of type `dtype`; a literal "<|endoftext|>" is ordinary text
     decode(ids)        their text, without end-of-text tokens
     byte_lengths()     bytes of UTF-8 that each token stands for, (vocab_size,); 0 for the end of text
     to_transformers()  the same tokenizer for transformers
@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 SEPARATOR = "<|endoftext|>"
-MOST_TOKENS = 1 << 16  # token files hold uint16
+U2, U4 = np.dtype("<u2"), np.dtype("<u4")  # of ids below 65,536, and of others
 FIELDS = ("tokenizer", "tokenizer_json", "end_of_text")  # what a model's file says of its tokenizer: `restore`'s words
 OUR_NAMES = ("gpt2", "gpt2-bytes", "bytes")  # each names one tokenizer; a folder's never gets one of them
 PROBE = " Two  blanks,\n\n\ttabs\t12345\nnaïve 日本語 🙂!\r\n"  # a tokenizer that changes this would change other texts
@@ -42,7 +42,7 @@ def reason(error):
 class GPT2:
     """GPT-2's 50,000 merges, 256 bytes and, last, <|endoftext|>: tiktoken's "gpt2", which it downloads once."""
 
-    name, vocab_size, end_of_text, json = "gpt2", 50257, 50256, None
+    name, vocab_size, end_of_text, json, dtype = "gpt2", 50257, 50256, None, U2
 
     def __init__(self, seconds=60):
         try:
@@ -52,7 +52,7 @@ class GPT2:
             raise NoTokenizer(f"tiktoken could not fetch GPT-2's merges ({type(error).__name__})") from error
 
     def encode(self, text):
-        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype("<u2")
+        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
 
     def decode(self, ids):
         return self.encoding.decode([i for i in ids if i < self.end_of_text])
@@ -76,10 +76,11 @@ class Tokenizer:
         self.tokenizer.encode_special_tokens = True  # a special token's characters are ordinary text
         self.name, self.json, self.end_of_text = name, json, end_of_text
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        self.dtype = U2 if self.vocab_size <= 1 << 16 else U4
 
     def encode(self, text):
         encoded, = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)  # unlike encode, without the GIL
-        return np.array(encoded.ids, dtype="<u2")
+        return np.array(encoded.ids, dtype=self.dtype)
 
     def decode(self, ids):
         return self.tokenizer.decode([i for i in ids if i != self.end_of_text], skip_special_tokens=False)
@@ -114,7 +115,7 @@ class Bytes(Tokenizer):
         super().__init__(name, tokenizer.to_str(), end)
         if name == "gpt2-bytes":
             self.json = None  # as GPT-2's: the name says it all
-        self.id_of_byte = np.array(ids, dtype="<u2")
+        self.id_of_byte = np.array(ids, dtype=self.dtype)
 
     def encode(self, text):
         return self.id_of_byte[np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]
@@ -159,8 +160,6 @@ def from_hugging_face(name):
         raise NoTokenizer("is missing, or has fewer than 257 tokens")
     if end is None:
         raise NoTokenizer("has no end-of-text token (eos_token)")
-    if tokenizer.vocab_size > MOST_TOKENS:
-        raise NoTokenizer(f"has {tokenizer.vocab_size:,} tokens, more than {MOST_TOKENS:,}")
     ids = tokenizer.encode(PROBE)
     pieces = [tokenizer.encode(piece) for piece in re.split(r"(?<=[^\W_])(?=[ \t\r\n])", PROBE)]
     lengths = tokenizer.byte_lengths()[ids]
