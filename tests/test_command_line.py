@@ -38,10 +38,10 @@ def test_rungs():
 
 @pytest.mark.parametrize("words, reasons", [
     (["report", "/no/such/folder"], ["no such folder of logs"]),
-    (["compare", "/no/a.log", "/no/b.log"], ["no such log"]),
+    (["compare", "/no/a.log", "/no/b.log"], ["a.log"]),
     (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
     (["diff", "1", "2", "3"], ["one rung, or two"]),
-    (["run", "--rungs", "77"], ["--rungs 77", "0 to 31"]),
+    (["run", "--rungs", "77"], ["--rungs 77", "0 to 33"]),
     (["run", "--save=x"], ["--save"]), (["run", "--race-jobs", "2"], ["--race-jobs: only with --race"]),
     (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),
     (["run", "--race", "2", "--max-batch"], ["--max-batch: not with --race"]),

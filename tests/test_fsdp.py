@@ -124,7 +124,7 @@ def test_what_a_step_moves(dtype, width, two_ranks):
     norms = 2 * 64 + 2 * 32  # of a block
     assert sorted(gathered) == sorted(2 * [width * (embedding + 64), *4 * [width * (block + norms)]])
     assert sorted(reduced) == sorted(2 * [4 * (embedding + 64), *2 * [4 * (block + norms)]])
-    assert sum(for_muon) == 4 * 2 * block and len(for_muon) == 3  # one for each shape
+    assert sum(for_muon) == 4 * 2 * block and len(for_muon) == 2 * 5  # each by itself
     assert len(moved) == len(gathered) + len(reduced) + len(for_muon)
     assert sum(n for _, n in moved) / 2 == pytest.approx(sent_bytes("tiny", 2, True, 2, width), rel=1e-3)
 
@@ -203,7 +203,7 @@ def test_a_failed_save_costs_the_checkpoint_and_not_the_run(tmp_path, byte_token
     train_in_float32("dcp", tmp_path, byte_tokens, "-B", 2, *SIX)
     output = capsys.readouterr().out
     assert re.findall("# WARNING: no checkpoint of step (.): cannot be written", output) == ["2", "6"]
-    assert "# ended by --steps after step 6; newest checkpoint: step 4\n" in output
+    assert re.search("# ended by --steps after step 6; .*step_0000004\n", output)
     assert files_in(tmp_path / "checkpoints") - {"step.partial"} == {STEP_4}
 
 

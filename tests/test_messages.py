@@ -37,9 +37,9 @@ def stopped(byte_tokens, tmp_path):
 
 
 @pytest.mark.parametrize("label, words, named", [
-    *((label, words, "-B, -T and --steps must be at least 1, and no number below 0") for label in ("0", "16")
+    *((label, words, "-B, -T and --steps must be at least 1, other numbers at least 0") for label in ("0", "16")
       for words in ("-B 0", "-B -3", "-T 0", "--steps 0", "--seed -1", f"--seed {2**70}")),
-    *(("10", words, "no number below 0") for words in (
+    *(("10", words, "other numbers at least 0 and below") for words in (
         "--max-lr -1", "--max-lr nan", "--max-lr inf", "--warmup-steps -1")),
     *(("0", words, "baseline.py: error: ") for words in (
         "-B two", "--steps 1.5", "--no-such-flag", "--device tpu", "--step 5", "--seed", "a_file.txt")),
@@ -59,7 +59,7 @@ def test_numbers_below_zero_are_refused(label, capsys):
     for flag in flags:
         with pytest.raises(SystemExit) as stop:
             module.parse_settings([flag, "-1"])
-        assert stop.value.code == 2 and "no number below 0" in capsys.readouterr().err.splitlines()[-1]
+        assert stop.value.code == 2 and "other numbers at least 0 and below" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("model, reason", [

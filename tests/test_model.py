@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ladder.scripts.stages import BY_LABEL
 
 OTHER_MODELS = rungs_that_change("CausalSelfAttention", "MLP", "Block", "GPT", "GPTConfig")  # than the one before
-OTHER_WEIGHTS = ["0", "1", "4", "7", "20", "21", "22", "23", "24"]
+OTHER_WEIGHTS = ["0", "1", "4", "7", "20", "21", "22", "23", "24", "32"]
 # Rung 25 stands for the rungs that keep 24's model.
 GPT2 = [label for label in OTHER_MODELS if not builds_on(label, "20")]
 QWEN3 = ["23", "25", "29"]
@@ -126,7 +126,7 @@ def test_the_future_is_hidden(label):
 
 @pytest.mark.parametrize("label", [label for label in OTHER_MODELS if label not in OTHER_WEIGHTS])
 def test_neighbours_start_from_the_same_weights(label):
-    """Except where the change is about the weights: tying (1), their scale (4, 24), shapes (7) or number (20 to 23).
+    """Except where the change is about the weights: tying (1), their scale (4, 24), shapes (7, 32) or number (20 to 23).
 
     Rungs 30 and 31 add some, and draw the others as before, but for rung 30's smaller embedding.
     """

@@ -1,7 +1,7 @@
 """Rung 18's Muon against its definition and torch's, rung 19's schedule in closed form."""
 import pytest
 import torch
-from conftest import Operations, new_gpt, read_steps, rung, train
+from conftest import new_gpt, read_steps, rung, train
 
 
 def matrices_of(shape, singular_values, n=3):
@@ -19,13 +19,13 @@ def test_18_the_update_is_orthogonal(label, shape):
     module = rung(label)
     module.autocast_dtype = lambda device: torch.float32  # on any CPU
     for matrix, u, vt in matrices_of(shape, torch.logspace(0, -1.5, 64, dtype=torch.float64)):
-        update = module.orthogonalize(1e-3 * matrix[None])[0]
+        update = module.orthogonalize(1e-3 * matrix)
         assert update.shape == shape and update.dtype == torch.float32
         values = u.T @ update.double() @ vt.T
         assert 0.67 < values.diagonal().min() and values.diagonal().max() < 1.15
         assert (values - torch.diag(values.diagonal())).abs().max() < 1e-3
         assert torch.allclose(update.square().mean().sqrt(), torch.tensor(max(shape) ** -0.5), rtol=0.2)
-    assert module.orthogonalize(torch.zeros(1, *shape)).abs().max() == 0  # and not NaN
+    assert module.orthogonalize(torch.zeros(shape)).abs().max() == 0  # and not NaN
 
 
 def muon_and_torch(dtype, steps=3):
@@ -71,37 +71,7 @@ def test_18_updates_are_those_of_torch_muon_and_adamw(dtype, share):
 def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypatch):
     for supported, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
-        assert rung("18").orthogonalize(torch.ones(1, 2, 4)).dtype == dtype
-
-
-def test_18_as_many_operations_at_any_depth():
-    """Matrices of equal shape share them, and on a GPU the kernels. Of large models only a few layers do."""
-    module, counts = rung("18"), []
-    for n_layer in (1, 2, 12):
-        model = module.GPT(module.GPTConfig(vocab_size=64, n_layer=n_layer, n_head=2, n_embd=16))
-        optimizer = model.configure_optimizers(weight_decay=0.1)
-        for _ in range(2):  # the first step creates the momenta
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            with Operations() as operations:
-                optimizer.step()
-        counts.append(operations.count.total())
-    assert counts[0] == counts[1] == counts[2] > 100, counts
-
-
-def test_18_stacks_of_a_large_model_are_small():
-    """In gpt2-xl a few matrices at a time: in float32 up to 0.4 GB."""
-    module, stacks = rung("18"), []
-    with torch.device("meta"):
-        model = new_gpt(module, "gpt2-xl")
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        module.orthogonalize = lambda stack: stacks.append(stack.shape) or stack
-        optimizer = model.configure_optimizers(weight_decay=0.1)
-        del optimizer.param_groups[1:]
-        optimizer.step()
-    assert sum(shape[0] for shape in stacks) == 4 * 48
-    assert max(shape.numel() for shape in stacks) <= 1e8, max(shape.numel() for shape in stacks)
+        assert rung("18").orthogonalize(torch.ones(2, 4)).dtype == dtype
 
 
 def test_18_a_small_gradient_is_updated_as_a_large_one():

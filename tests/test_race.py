@@ -13,7 +13,7 @@ import pandas
 import psutil
 import pytest
 from rich.console import Console
-from run_tool import call  # noqa: F401, F811, the fixture
+from run_tool import call  # noqa: F401, the fixture
 
 from ladder.errors import UserError
 from ladder.judge.race_table import FILE, best_of, last_val_loss, read_logs, read_race, write_csv
@@ -385,7 +385,7 @@ def test_a_script_outside_of_the_ladder_races_too(tmp_path):
 @pytest.mark.parametrize("old, new", [
     ("val_loss", "loss_val"), (",40,", ",forty,"), ("part,", "# part,"), ("data", "\xff"),
 ])
-def test_a_damaged_record_is_one_error(old, new, tmp_path, call):
+def test_a_damaged_record_is_one_error(old, new, tmp_path, call):  # noqa: F811
     run_race(tmp_path, BEST, [ADAMW])
     text = (tmp_path / FILE).read_text().replace(old, new)
     (tmp_path / "sweep").rename(tmp_path / "gone")
@@ -418,13 +418,13 @@ def test_two_jobs_at_once_share_the_cores_and_the_memory(tmp_path, monkeypatch):
         return runner_module.Outcome(job.name, "ok")
 
     monkeypatch.setattr(runner_module, "run_job", run_job)
-    monkeypatch.setattr(runner_module, "free_memory", lambda: 1000)
+    monkeypatch.setattr(runner_module, "free_memory", lambda device: 1000)
     monkeypatch.setattr(runner_module.torch, "get_num_threads", lambda: 5)
     jobs = [Job(ADAMW.name, [], tmp_path / f"round_{n}") for n in range(4)]
     with make_runner(tmp_path) as runner:
         runner.run(jobs, 2)
         assert [outcome.status for outcome in runner.outcomes] == ["ok"] * 4
-        assert [(job.env, job.memory) for job in seen] == [({"OMP_NUM_THREADS": "2"}, 500)] * 4
+        assert [(job.env, job.memory) for job in seen] == [({"OMP_NUM_THREADS": "2"}, 450)] * 4
         barrier = threading.Barrier(1)
         runner.run(jobs[:1])
         assert (seen[-1].env, seen[-1].memory) == ({}, None)
@@ -456,7 +456,7 @@ def test_ctrl_c_stops_all_that_run_at_once(tmp_path, monkeypatch, request):
 
 
 @pytest.mark.slow
-def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):
+def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):  # noqa: F811
     """With two scripts at once the losses are those of one at a time; --resume repeats nothing of the three parts."""
     monkeypatch.setattr(race_module, "MOST_RATES", 3)
     monkeypatch.setattr(race_module, "TIMINGS", 2)

@@ -263,7 +263,7 @@ def test_15_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path, byte_tok
     run = on_ranks(2, tmp_path, byte_tokens, {"run": ("15", "float32", ["-B", 1, *SIX])},
                    DIE_RANK="1", DIE_BATCH="6", DIE_WITH="SIGTERM")
     assert run.returncode == 0, run.stderr
-    assert "# ended by a signal after step 3; newest checkpoint: step 3\n" in run.stdout
+    assert re.search("# ended by a signal after step 3; .*step_0000003.pt\n", run.stdout)
     digests = {json.loads((tmp_path / "run" / f"rank{rank}.json").read_text())["digest"] for rank in (0, 1)}
     assert len(digests) == 1 and (tmp_path / "run/checkpoints/step_0000003.pt").exists()
 

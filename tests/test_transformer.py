@@ -113,7 +113,8 @@ def test_20_only_the_angles_grow_with_t(label, table, tmp_path):
           "--save", tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     assert any(1100 in weight.shape for weight in saved["model"].values()) is table
-    assert saved["config"] == {"block_size": 1100, "vocab_size": 257, "n_layer": 1, "n_head": 2, "n_embd": 32}
+    assert saved["config"].items() >= {
+        "block_size": 1100, "vocab_size": 257, "n_layer": 1, "n_head": 2, "n_embd": 32}.items()
     assert (saved["tokenizer"], saved["end_of_text"]) == ("bytes", 256)
     assert vocabulary.restore("bytes", saved["tokenizer_json"], 256).decode([84, 111, 256]) == "To"
 

@@ -3,7 +3,7 @@ from ladder.judge.standings import print_race
 from ladder.scripts.stages import ROOT
 from ladder.show.profile import print_profile
 from ladder.show.report import build_report, within_noise
-from ladder.show.tables import as_csv, as_json, conditions, print_table, write_tables
+from ladder.show.tables import conditions, print_table
 
 
 def print_report(report, console):
@@ -17,6 +17,8 @@ def print_report(report, console):
 
 def write_reports(args, newest_run, reference_folders, console, messages):
     """What the parsed `args` of `report` ask for; the two functions give the folders where none is named."""
+    from ladder.show.tables import as_csv, as_json, write_tables
+
     def read(default):
         return [build_report(folder) for folder in [*args.folders, *args.logs] or default()]
 
@@ -30,7 +32,7 @@ def write_reports(args, newest_run, reference_folders, console, messages):
             print_report(one, console)
         return
     for reason in dict.fromkeys(reason for one in [*published, *reports] for reason in one.skipped):
-        messages.print(f"! skipped: {reason}", markup=False)  # which a table says itself
+        messages.print(f"! skipped: {reason}", markup=False, soft_wrap=True)  # which a table says itself
     if args.readme:
         from ladder.show.plots import shown_in_docs, write_plots
 
