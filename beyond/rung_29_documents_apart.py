@@ -655,7 +655,7 @@ def open_tokens(folder, split, n_needed):
         subprocess.run([sys.executable, next(filter(Path.exists, prepare), "data/prepare.py")])
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        tokens = np.memmap(folder / f"{split}.bin", dtype=meta.get("dtype", "<u2"), mode="r")
+        tokens = np.memmap(folder / f"{split}.bin", dtype=meta["dtype"] if "dtype" in meta else "<u2", mode="r")
         if len(tokens) != meta[f"{split}_tokens"] or tokens[:10**8].max() >= meta["vocab_size"]:
             raise ValueError(f"{split}.bin is not what meta.json describes")
         named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # which need no tokenizer.json

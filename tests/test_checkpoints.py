@@ -105,7 +105,8 @@ def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     with pytest.raises(Crash):
         train(module, folder, byte_tokens, *SIX, *more)
     newest, = (path for path in (folder / "checkpoints").iterdir() if path.name.startswith("step_0000004"))
-    newest.with_name("step.partial").write_text("a half")  # as a kill during the next save would leave
+    half = newest.with_name("step.partial")  # as a kill during the next save would leave it
+    half.mkdir() if newest.is_dir() else half.write_text("a half")
     (folder / log_name(label)).write_text("step : 1 | loss: 1.0 | another run's log\nstep : ")
     run = six_steps(byte_tokens, folder, label, *more, "--resume")
     assert run.returncode == 0, run.stderr

@@ -98,7 +98,7 @@ def test_the_default_text_from_the_url_to_the_files(prepare, server):
     n_train = len(CONTENT) * 9 // 10
     assert json.loads(Path("new/tokens/meta.json").read_text()) == {
         "source": "tiny_shakespeare", "sha256": hashlib.sha256(CONTENT).hexdigest(), "tokenizer": "gpt2-bytes",
-        "vocab_size": 50257, "end_of_text": 50256, "documents": 1, "train_tokens": n_train,
+        "vocab_size": 50257, "dtype": "<u2", "end_of_text": 50256, "documents": 1, "train_tokens": n_train,
         "val_tokens": len(CONTENT) - n_train, "val": "last tenth",
     }
     train = np.fromfile("new/tokens/train.bin", "<u2")

@@ -192,7 +192,7 @@ def test_a_pretrained_model_with_other_tokens_than_the_data(stopped, model_of, t
     train(rung("0"), tmp_path / "logs", folders[0], *STEP, "--save", model)
     for path, data in [(model_of("0"), folders[0]), (model, folders[1])]:
         line = stopped("0", *STEP, "--pretrained", path, "--data", data)[1]
-        assert "--pretrained: " in line and "data/prepare.py --tokenizer takes this file" in line
+        assert "--pretrained: " in line and "data/prepare.py --tokenizer FILE" in line
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(3000))))
     load_module(ROOT / "data" / "prepare.py").main(
         ["--text", str(tmp_path / "text.txt"), "--tokenizer", str(model), "--out", str(tmp_path / "again")])

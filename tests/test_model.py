@@ -126,7 +126,7 @@ def test_the_future_is_hidden(label):
 
 @pytest.mark.parametrize("label", [label for label in OTHER_MODELS if label not in OTHER_WEIGHTS])
 def test_neighbours_start_from_the_same_weights(label):
-    """Except where the change is about the weights: tying (1), their scale (4, 24), shapes (7, 32) or number (20 to 23).
+    """Except where the change is about the weights: tying (1), scale (4, 24), shapes (7, 32) or number (20 to 23).
 
     Rungs 30 and 31 add some, and draw the others as before, but for rung 30's smaller embedding.
     """
@@ -163,7 +163,7 @@ def refusal(label, folder):
 @pytest.mark.parametrize("kind, name, value", [
     ("gpt2", "activation_function", "relu"), ("gpt2", "scale_attn_weights", False),
     ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "layer_norm_epsilon", 1e-6), ("gpt2", "n_inner", 48),
-    ("qwen3", "num_key_value_heads", 1), ("qwen3", "head_dim", 64), ("qwen3", "intermediate_size", 256),
+    ("qwen3", "num_key_value_heads", 1), ("qwen3", "head_dim", 64),
     ("qwen3", "rms_norm_eps", 1e-5), ("qwen3", "tie_word_embeddings", False), ("qwen3", "attention_bias", True),
     ("qwen3", "rope_parameters", {"rope_type": "default", "rope_theta": 1_000_000}),
 ])

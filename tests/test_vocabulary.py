@@ -2,11 +2,13 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
-from conftest import ROOT, data_with, load_module, run_command
+from conftest import ROOT, data_with, load_module, run_command, rung
 
 from data import vocabulary
 
@@ -153,16 +155,12 @@ def broken_tokenizer(kind):
             decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     elif kind == "no end":
         end = None
-    elif kind == "large":
-        contents = json.loads(tokenizer.to_str())
-        contents["model"]["vocab"]["xyz"] = 65_536
-        tokenizer = Tokenizer.from_str(json.dumps(contents))
     return tokenizer, end
 
 
 @pytest.mark.parametrize("kind, reason", [
     *[(kind, "does not give back the text") for kind in ("metaspace", "lowercase", "prefix", "byte fallback")],
-    ("no end", "eos_token"), ("large", "65,537"), ("config only", "fewer than 257 tokens"),
+    ("no end", "eos_token"), ("config only", "fewer than 257 tokens"),
     ("file", "cannot be loaded"), ("ours", "tokenizer.json"),
 ])
 def test_tokenizers_that_do_not_suit(kind, reason, prepare, tmp_path):
@@ -180,3 +178,24 @@ def test_tokenizers_that_do_not_suit(kind, reason, prepare, tmp_path):
     with pytest.raises(SystemExit, match=f"^error: --tokenizer theirs: .*{reason}.*; give "):
         prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
     assert sorted(os.listdir()) == ["text", "theirs"]
+
+
+@pytest.mark.parametrize("largest, dtype", [(65_535, "<u2"), (65_536, "<u4")])
+def test_ids_beyond_16_bits_take_32(largest, dtype, prepare, tmp_path):
+    """From Hugging Face's tokenizer to a script's batch; validation documents are drawn in that width, too."""
+    tokenizer, end = broken_tokenizer("none")
+    contents = json.loads(tokenizer.to_str())
+    contents["model"]["vocab"]["xyz"] = largest
+    hugging_face_folder(tmp_path / "theirs", tokenizers.Tokenizer.from_str(json.dumps(contents)), end)
+    texts = [f"document {i}: to be or not to be" for i in range(200)]
+    Path("many.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare.main(["--text", "many.jsonl", "--out", "out", "--tokenizer", "theirs"])
+    meta = json.loads(Path("out/meta.json").read_text())
+    assert (meta["dtype"], meta["vocab_size"], meta["val"]) == (dtype, largest + 1, "documents drawn by hash")
+    found = []
+    for split in ("train", "val"):
+        tokens, _ = rung("0").open_tokens(Path("out"), split, 2)
+        assert tokens.dtype == dtype and len(tokens) == meta[f"{split}_tokens"]
+        found += vocabulary.of_ours(Path("out")).tokenizer.decode(tokens.tolist(), skip_special_tokens=False).split(
+            vocabulary.SEPARATOR)
+    assert sorted(filter(None, found)) == sorted(texts)
