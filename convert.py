@@ -222,11 +222,14 @@ def write_file(name, path, script=None):
     """Write a Hugging Face model as a file of a script (None: the usual one); exits if it does not fit."""
     model = load_hugging_face(name, lambda config: check(config, script or usual_script(config)))
     script = script or usual_script(model.config)
+    tokens = dict(zip(vocabulary.FIELDS, tokenizer_of(name, model.config.vocab_size), strict=True))
+    if tokens["tokenizer_json"]:
+        n_tokens = vocabulary.restore(*tokens.values()).vocab_size
+        model.resize_token_embeddings(min(n_tokens, model.config.vocab_size))  # a Qwen3 has rows that no token uses
     try:
         gpt = from_transformers(model, script)
     except (ValueError, RuntimeError) as error:  # the latter: shapes that differ
         sys.exit(f"error: {name}: {error}")
-    tokens = dict(zip(vocabulary.FIELDS, tokenizer_of(name, model.config.vocab_size), strict=True))
     contents = {"script": Path(script).name, "config": asdict(gpt.config), "model": gpt.state_dict(), "step": 0,
                 "T": None}  # of its training, unknown
     partial = path.with_name(path.name + ".partial")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load_module, new_gpt, run_command, rung, train
+from conftest import ROOT, data_with, load_module, new_gpt, run_command, rung, train
 
 from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
@@ -356,3 +356,27 @@ def test_the_device_is_the_accelerator_if_there_is_one(there, expected, sample, 
     for name in ("cuda", "mps"):
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda name=name: name in there)
     assert sample.module.parse_args(["model.pt"]).device == expected
+
+
+def test_a_published_qwen3_becomes_a_rungs_start_and_comes_back(convert, sample, tmp_path):
+    """One with shared heads, a larger base of RoPE, and more rows than its tokenizer has tokens."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    theirs = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, bos_token_id=256,
+        eos_token_id=256, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000}))
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokenizer = vocabulary.of_bytes()
+    tokenizer.to_transformers().save_pretrained(tmp_path / "theirs")
+    convert.main([str(tmp_path / "theirs"), str(tmp_path / "theirs.pt")])
+    data = data_with(tokenizer, "To be, or not to be? " * 999, tmp_path / "data")
+    train(rung("32"), tmp_path, data, "-T", 64, "--steps", 3, "--max-lr", 0, "--muon-lr", 0, "--total-batch", 64,
+          "--checkpoint-every", 0, "--pretrained", tmp_path / "theirs.pt", "--save", tmp_path / "mine.pt")
+    sample(tmp_path / "mine.pt", "--prompt", "To be", "--max-new-tokens", 8)
+    convert.main([str(tmp_path / "mine.pt"), str(tmp_path / "mine")])
+    x = torch.randint(0, 257, (1, 32))
+    with torch.no_grad():
+        expected, back = theirs(x).logits, AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval()(x).logits
+    assert back.shape == (1, 32, 257) and torch.allclose(back, expected[..., :257], atol=1e-5)
