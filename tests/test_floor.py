@@ -152,8 +152,10 @@ def test_stored_products_are_the_closed_forms():
         swiglu = n_layer * (3 * n_hidden - 8 * n_embd) * n_embd * (number >= 23)  # parameters more than GPT-2's
         expected = flops_per_token("gpt2", 1024, stage.causal) + n_layer * n_embd * 1024 * stage.causal + 6 * swiglu
         expected += 6 * (50304 - VOCAB_SIZE) * n_embd * (number >= 7)  # padding
+        n_qkv = 2 * n_embd if number == 32 else 3 * n_embd  # 32: half as many heads of keys and values
+        expected -= 6 * n_layer * (3 * n_embd - n_qkv) * n_embd
         mlp = [(n_hidden, n_embd)] * 3 if number >= 23 else [(4 * n_embd, n_embd)] * 2
-        muon = sum(2 * m * n * n + 2 * n**3 + 2 * m * n * n for m, n in [(3 * n_embd, n_embd), (n_embd, n_embd), *mlp])
+        muon = sum(2 * m * n * n + 2 * n**3 + 2 * m * n * n for m, n in [(n_qkv, n_embd), (n_embd, n_embd), *mlp])
         expected = expected * 16 * 1024 + 5 * n_layer * muon * (number >= 18)
         assert sum(row["tflop"].values()) == pytest.approx(expected / 1e12, rel=1e-9), row["label"]
 

@@ -55,7 +55,7 @@ NATURAL_FIXES = {  # of the baseline; what each changes is the same text in all 
     "beside lines that rungs change": [
         ("        self.tokens,", "        # of one split\n        self.tokens,"),  # below a line of rung 12
         ("manual_seed(settings.seed)\n", "manual_seed(settings.seed)  # weights\n"),  # above one of rung 2
-        ("        assert config.n_embd % config.n_head == 0\n", ""),
+        ('        self.line(f"# script: {SCRIPT.name}")\n', ""),
         ("class Block(", "def half(x):\n    return x / 2\n\n\nclass Block("),
         ("tokens[:10**8].max()", "tokens[:10**9].max()"),
     ],

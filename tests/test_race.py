@@ -17,7 +17,7 @@ from run_tool import call  # noqa: F401, the fixture
 
 from ladder.errors import UserError
 from ladder.judge.race_table import FILE, best_of, last_val_loss, read_logs, read_race, write_csv
-from ladder.judge.standings import chances, print_race, race_curves, race_texts, show_rates, standings, steps_to
+from ladder.judge.standings import KEY, chances, print_race, race_curves, race_texts, show_rates, standings, steps_to
 from ladder.measure import race as race_module
 from ladder.measure import runner as runner_module
 from ladder.measure.race import MOST_RATES, default_rates, describe_race, n_jobs, race, search, search_progress
@@ -204,7 +204,7 @@ def test_the_standings(tmp_path):
     assert list(texts["% of rung 16's"]) == ["100 (98–never)", "69 (41–82)"]
     assert list(texts["learning rates"]) == ["0.0012", "0.0012, 0.004"]
     assert list(texts["the one change"])[1] == f"[Muon]({MUON.file})"
-    for part in ("6.00 is the median", "rung 16 ends with", "of 4 to 8 tries", "of 3 seeds", "measured 3 times"):
+    for part in ("6.00, the median", "rung 16 ends with", "4 to 8 tries", "3 seeds", "measured 3 times"):
         assert part in caption
     for width in (80, 140):
         console = Console(width=width, file=io.StringIO())
@@ -282,7 +282,7 @@ def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(t
         cut(path, 20)
     report = build_report(tmp_path)
     assert report.timing == {} and [racer.ms for racer in standings(report)[1]] == [100, 110]
-    assert "ms/step, that of the same runs" in race_texts(report)[1]
+    assert "ms/step that of the same runs" in race_texts(report)[1]
 
 
 def by_seed(**ends):
@@ -324,11 +324,11 @@ def test_the_standings_say_what_is_beyond_chance(tmp_path):
     assert racers[2].p_loss == pytest.approx(1 - 0.75 * math.sqrt(q) * (1 - q / 12), abs=1e-9)
     assert 0 < racers[2].p_tokens < 0.01 and racers[1].tokens[2] == math.inf
     texts, caption = race_texts(report)
-    assert list(texts["p"]) == ["–", "–", "<0.001*"] and "* marks p < 0.01" in caption
-    assert list(texts["p "])[:2] == ["–", "–"] and texts["p "][2].endswith("*")
+    assert list(texts["p of the loss"]) == ["–", "–", "<0.001*"] and "* marks p < 0.01" in KEY
+    assert list(texts["p of the tokens"])[:2] == ["–", "–"] and texts["p of the tokens"][2].endswith("*")
     run_race(tmp_path / "one", BEST, stages, 1)
     texts, caption = race_texts(build_report(tmp_path / "one"))
-    assert {*texts["p"], *texts["p "]} == {"–"} and "t-test" not in caption
+    assert {*texts["p of the loss"], *texts["p of the tokens"]} == {"–"} and "t-test" not in caption
 
 
 def test_losses_and_tokens_have_a_p_each(tmp_path):

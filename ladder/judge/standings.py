@@ -145,9 +145,9 @@ def race_texts(report):
         "the one change": [f"[{racer.title}]({stage_of(racer.name).file})" for racer in racers],
         "learning rates": [show_rates(racer.rates) for racer in racers],
         "val loss": [*column("val_loss", "{:.3f}")],
-        "p": [*chance("p_loss")],
+        "p of the loss": [*chance("p_loss")],
         f"tokens to {target:.2f}": medians("tokens"),
-        "p ": [*chance("p_tokens")],
+        "p of the tokens": [*chance("p_tokens")],
         "ms/step": [f"{racer.ms:,.0f}" if racer.ms >= 100 else f"{racer.ms:.1f}" for racer in racers],
         "seconds": medians("seconds", "{:,.0f}" if first.seconds[0] >= 20 else "{:.1f}"),
         f"% of rung {first.label}'s": [*column("percent", "{:.0f}")],
@@ -157,22 +157,25 @@ def race_texts(report):
     return texts, caption(report.race, target, racers)
 
 
+KEY = (
+    "Each rung has the best of the learning rates tried (AdamW's, and Muon's if it has Muon). The numbers are medians "
+    "over the seeds, and in brackets the lowest and highest. Tokens to the target are interpolated between two "
+    "validations; a run that is there at the first may have been sooner, one that never gets there counts with all its "
+    "tokens. Seconds are steps times ms/step: compiling and validating do not count. p: how likely so large a "
+    "difference from the row before would be by chance alone, a paired t-test over the seeds; "
+    f"* marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule."
+)
+
+
 def caption(race, target, racers):
-    """What a reader of the standings needs to know."""
+    """What a reader of these standings needs to know beside KEY."""
     low, high = (f(len(losses) for losses in race.sweep.values()) for f in (min, max))
     n_seeds, n_timings = (race.part(part)["round"].nunique() for part in ("round", "timing"))
     timed = f"measured {n_timings} times, alone on the machine" if race.timed == "timing" else "that of the same runs"
     doubtful = "; ".join(doubts(race, racers))
     return (
-        f"{target:.2f} is the median of the validation losses that rung {racers[0].label} ends with, rounded up. "
-        f"Each rung has the best learning rates (AdamW's, and Muon's if it has Muon) of "
-        f"{low if low == high else f'{low} to {high}'} tries with the first seed. The numbers are the median of "
-        f"{n_seeds} seeds, and in brackets the lowest and highest. Tokens to the target are interpolated between two "
-        "validations; a run that is there at the first may have been sooner. Seconds are steps times ms/step, "
-        f"{timed}: compiling and validating do not count."
-        + f" p: how likely so large a difference from the row before would be by chance alone, a paired t-test over "
-          f"the seeds; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule. A run that never gets there counts "
-          f"with all its tokens." * (n_seeds > 1)
+        f"Target: {target:.2f}, the median of the validation losses that rung {racers[0].label} ends with, rounded up. "
+        f"{n_seeds} seeds; {low if low == high else f'{low} to {high}'} tries of rates with the first; ms/step {timed}."
         + f" Doubtful: {doubtful}." * bool(doubtful))
 
 
@@ -182,10 +185,11 @@ def print_race(report, console):
     from rich.table import Table
 
     texts, caption = race_texts(report)
-    table = Table(title="To the same validation loss", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="To the same validation loss", caption=f"{caption} {KEY}", caption_justify="left",
+                  box=box.SIMPLE_HEAD)
     texts = texts.drop(columns=[*IN_A_LINK, "ms/step", "parameters", "GB"])
     if console.width < WIDE:
-        texts = texts.drop(columns="p ").replace({r" \(.*": "", ", ": ",\n"}, regex=True)
+        texts = texts.drop(columns="p of the tokens").replace({r" \(.*": "", ", ": ",\n"}, regex=True)
     for heading in texts:
         form = {"min_width": 16} if heading == "rung" else {"no_wrap": True, "justify": "right"}
         table.add_column(textwrap.fill(heading, 7, break_long_words=False), **form)

@@ -28,7 +28,7 @@ from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.charts import KIND_COLORS, curves, gain, memory_bars, profile_bars, speed_bars
 from ladder.show.report import allocators, cores_of, label_of, warnings
 from ladder.show.tables import describe, shown_texts
-from ladder.judge.standings import IN_A_LINK, race_texts, standings
+from ladder.judge.standings import IN_A_LINK, KEY, race_texts, standings
 
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
@@ -175,7 +175,7 @@ def race_view(report):
         return None
     texts, caption = race_texts(report)
     texts = texts.drop(columns=IN_A_LINK)
-    return {"columns": [heading.strip() for heading in texts], "table": texts.to_numpy(), "caption": caption}
+    return {"columns": [*texts], "table": texts.to_numpy(), "caption": f"{caption} {KEY}"}
 
 
 def machine_view(report):

@@ -9,7 +9,7 @@ from ladder.count.floor import floor_data
 from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.judge.standings import WIDE, race_texts
+from ladder.judge.standings import KEY, WIDE, race_texts
 from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT
 from ladder.show.report import allocators, cores_of, file_of, label_of, warnings
 from ladder.show.terminal import print_texts
@@ -190,7 +190,7 @@ def write_tables(reports, root=ROOT):
     for file, name, tables in [
         ("README.md", "ladder", [short_table(report) for report in ladder[:1]]),
         ("docs/results.md", "ladder", [long_table(report) for report in ladder]),
-        ("docs/race.md", "race", [race_table(report) for report in races]),
+        ("docs/race.md", "race", [*map(race_table, races), KEY]),
         ("docs/floors.md", "published", [published_table()]),
     ]:
         if file.startswith("docs/"):
