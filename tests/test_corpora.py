@@ -253,6 +253,12 @@ def test_validation_documents_are_drawn_by_hash(n_tokens, prepare, tmp_path, mon
     assert meta["sha256"] == hashlib.sha256("<|endoftext|>".join(texts).encode()).hexdigest()
 
 
+@pytest.mark.parametrize("n, val", [(99, "last tenth"), (100, "documents drawn by hash")])
+def test_a_hundred_documents_are_many(n, val, prepare, tmp_path):
+    write_jsonl(tmp_path / "corpus.jsonl", [f"{number:03} " * (1 + 2 * prepare.is_drawn(number)) for number in range(n)])
+    assert prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")["val"] == val
+
+
 @pytest.mark.parametrize("n, long, times", [(1, 0, 50), (99, 18, 6), (500, 3, 2000), (500, 18, 2000), (500, 18, 100)])
 def test_few_documents_are_cut_at_nine_tenths(n, long, times, prepare, tmp_path):
     """Or many, if one of them holds most of the text, drawn (18) or not."""

@@ -213,10 +213,12 @@ def test_an_honest_log_is_not_called_impossible(more, times, tmp_path, capsys):
 def test_bandwidths_as_published():
     """In GB/s, of the bus width and the data rate that each datasheet also gives."""
     buses = {"RTX 3080": (320, 19), "RTX 3090": (384, 19.5), "RTX 4090": (384, 21), "RTX 5090": (512, 28),
-             "T4": (256, 10), "A100": (5120, 2.43), "H100": (5120, 5.24)}
+             "T4": (256, 10), "A100": (5120, 2.43), "H100": (5120, 5.24), "H200": (6144, 6.25)}
     for name, (bits, gigabits) in buses.items():
         assert CARDS[name].bandwidth == pytest.approx(bits * gigabits / 8, rel=0.005)
     assert {name for name, card in CARDS.items() if card.tf32 == card.float32} >= {"T4", "V100"}  # before Ampere
+    for card in (card for name, card in CARDS.items() if "RTX" in name):  # with float32 accumulation, as in training
+        assert card.bits16 <= 2.01 * card.float32
 
 
 def test_command_prints_what_is_stored_for_several_cards(capsys):

@@ -77,4 +77,4 @@ def test_the_recommended_batch_fits_every_rung(GB):
 def test_on_a_cpu_one_sequence_is_recommended():
     """A larger batch only makes a longer step there."""
     assert recommend(200e9, accelerator=False) == ("gpt2", 1, 1024)
-    assert recommend(200e9, accelerator=True)[1] == 64
+    assert recommend(200e9, accelerator=True)[1] == recommend(2000e9, accelerator=True)[1] == 64

@@ -331,6 +331,14 @@ def test_the_standings_say_what_is_beyond_chance(tmp_path):
     assert {*texts["p of the loss"], *texts["p of the tokens"]} == {"–"} and "t-test" not in caption
 
 
+def test_a_rung_is_compared_with_the_row_before(tmp_path):
+    """Not with the first: the third is as good as the second, and both are far ahead."""
+    ends = {ADAMW.name: [6.0, 6.01, 6.02], MUON.name: [5.0, 5.01, 5.03], TRAPEZOID.name: [5.01, 5.0, 5.02]}
+    run_race(tmp_path, BEST | {TRAPEZOID.name: BEST[MUON.name]}, [ADAMW, MUON, TRAPEZOID], 3, **ends)
+    _, [_, muon, trapezoid] = standings(build_report(tmp_path))
+    assert muon.p_loss < 0.001 and trapezoid.p_loss > 0.1
+
+
 def test_losses_and_tokens_have_a_p_each(tmp_path):
     """Here the ends are alike, and one rung is at the target long before."""
     ends = [6.01, 6.02, 6.03, 6.04, 6.05]

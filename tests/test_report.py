@@ -52,7 +52,7 @@ def test_the_numbers_of_three_rounds(tmp_path):
     def one(first, ms, last, GB):
         return {"ms": (first, 70, ms), "losses": (9, 8, last), "tail": MEDIAN.replace("1.00 GB", f"{GB} GB")}
 
-    row = rounds(tmp_path, one(3000, 50, 4.0, 3.0), one(9000, 40, 6.0, 2.0), one(5000, 80, 4.1, 2.5))
+    row = rounds(tmp_path, one(3000, 80, 4.0, 3.0), one(5000, 50, 4.1, 2.5), one(9000, 40, 6.0, 2.0))
     assert (row.ms_low, row.ms, row.ms_high, row.rounds) == (40, 50, 80, 3)
     assert (row.last_loss, row.first_step_s, row.peak_memory_gb) == (4.1, 5.0, 2.5)
     row = rounds(tmp_path / "short", {"tail": MEDIAN}, {"ms": (100, 50)})

@@ -39,7 +39,7 @@ LOSS = re.compile(r"loss: ([\d.]+)")
     ("print('RuntimeError: CUDA out of memory'); sys.exit(1)", "out of memory", "RuntimeError: CUDA out of memory"),
     ("print('error: --data x: none'); print('later'); sys.exit(1)", "failed", "error: --data x: none"),
     (r"print('[rank1]: ValueError: no\nelastic.ChildFailedError:'); sys.exit(1)", "failed", "[rank1]: ValueError: no"),
-    ("print('Killed.'); sys.exit(3)", "failed", "Killed."),
+    ("print('begun'); print('Killed.'); sys.exit(3)", "failed", "Killed."),
     ("time.sleep(60)", "timed out", "no end after 2 s"),
 ])
 def test_how_a_job_ends(code, status, reason, tmp_path):

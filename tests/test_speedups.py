@@ -334,6 +334,7 @@ def test_07_padding_is_inert(label, hf_folder, tmp_path):
 def test_07_no_padding_where_there_is_nothing_to_pad():
     module = rung("7")
     assert module.GPT(module.GPTConfig(vocab_size=256, n_layer=1, n_head=1, n_embd=8)).lm_head.weight.shape == (256, 8)
+    assert len(new_gpt(module, vocab_size=257).lm_head.weight) == 3 * 128
 
 
 @pytest.mark.parametrize("max_steps, max_lr, warmup_steps, expected", [

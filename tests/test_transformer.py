@@ -263,6 +263,13 @@ def test_30_at_first_the_model_is_rung_24s(label):
         assert not torch.allclose(new(IDS), before), name  # and takes part
 
 
+def test_30_the_embedding_starts_smaller_in_wider_models():
+    """So that a repeated token's logit starts at 1, at any width."""
+    module = rung("30")
+    weight = module.GPT(module.GPTConfig(vocab_size=2048, n_layer=1, n_head=1, n_embd=128)).lm_head.weight
+    assert weight.std().item() == pytest.approx(1 / 128, rel=0.02)
+
+
 def test_30_the_prior_is_counted():
     """Of 3 a, 1 b and no c: their shares, with 0.1 added to each count."""
     shares = rung("30").count_log_frequencies(np.frombuffer(b"abaa", dtype=np.uint8), 384).exp()
