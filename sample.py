@@ -4,7 +4,7 @@
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50      # a Hugging Face name or folder
 
 The weights become a transformers model (convert.py), whose generate() provides the key-value cache, sampling and
-streaming. Rungs 20 to 22 and from 30 on, for which transformers has no model, use their own script's, without a cache.
+streaming. Rungs 20 to 22, 30 and 31, for which transformers has no model, use their own script's, without a cache.
 A prompt that leaves no room for the new tokens in the model's longest sequence loses its beginning.
 """
 import argparse

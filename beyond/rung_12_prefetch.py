@@ -3,7 +3,7 @@
 Kernels launch asynchronously, so Python has time to spare while the device computes. Until now that time went unused:
 the batch was fetched when the step began, and the device sat idle for as long as that took. Now
 
-- a token file that takes at most a tenth of the device's free memory is kept there whole: a batch is a slice of it;
+- a token file that takes, as int64, at most a tenth of the device's free memory is kept there: a batch is a slice;
 - a larger one stays memory-mapped, and the next batch is fetched while the device is still busy with this one, into
   pinned memory (which the operating system cannot move), from where the GPU copies it without Python waiting.
 

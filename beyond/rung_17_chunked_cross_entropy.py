@@ -4,7 +4,7 @@ With 50,257 logits per token, the output layer needs more memory than all blocks
 (rung 16). But the loss is a mean over tokens, and the gradient of a token's loss with respect to its logits depends on
 no other token: it is the softmax, minus 1 at the target. So the forward pass takes --loss-chunk tokens at a time and,
 while a chunk's logits exist, also adds its share to the gradients of the output matrix and of the hidden vectors. The
-backward pass only scales those. A batch of up to --loss-chunk tokens (-B 4 -T 1024) is one chunk and saves nothing:
+backward pass only scales those. Up to --loss-chunk tokens (-B 4 -T 1024) are one chunk, which saves nothing; so try
 
     python beyond/rung_17_chunked_cross_entropy.py -B 16
 

@@ -477,7 +477,8 @@ def use_float8(model, settings):
     if settings.device != "cuda" or torch.cuda.get_device_capability() < (8, 9) or settings.B * settings.T % 16:
         return "no effect (needs a GPU of compute capability 8.9, and a multiple of 16 tokens in B * T)"
     layers = [part for part in model.transformer.h.modules() if isinstance(part, nn.Linear)]
-    wide = [part for part in layers if 0 < settings.float8_from <= part.out_features]
+    fit = [part for part in layers if part.in_features % 16 == part.out_features % 16 == 0]  # as the kernels require
+    wide = [part for part in fit if 0 < settings.float8_from <= part.out_features]
     for part in wide:
         part.__class__ = Float8Linear  # the same parameter, another forward
     return f"{len(wide) or 'none'} of the {len(layers)} linear layers of the blocks"

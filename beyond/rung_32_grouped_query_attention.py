@@ -3,12 +3,12 @@
     python beyond/rung_32_grouped_query_attention.py --kv-heads 4
 
 Text is generated token by token, and each new token attends to all before it: their keys and values are kept (the
-cache). Beyond a few thousand tokens reading them costs more than reading the weights. With n_kv_head heads of keys and
-values in place of n_head, the cache and the matrices that compute it shrink by n_head / n_kv_head; query head i attends
-to key and value head i * n_kv_head / n_head. With that, and with head sizes other than n_embd / n_head, the model takes
-the shape of the published Qwen3s: docs/modern.md has the commands to convert one and train it further.
+cache). In long texts and large batches reading them costs more than reading the weights. With n_kv_head heads of keys
+and values in place of n_head, the cache and the matrices that compute it are smaller by a factor of n_head / n_kv_head;
+query head i attends to key and value head i * n_kv_head // n_head. With head sizes other than n_embd / n_head, too, the
+model takes the shape of the published Qwen3s: docs/modern.md has the commands to convert one and train it further.
 
-Gain: a cache that is n_head / n_kv_head times smaller, and fewer parameters. Training does not get faster by it.
+Gain: a cache that is n_head / n_kv_head times smaller, and fewer parameters. Training is barely faster.
 Cost: the model is a little less expressive, so its loss may be higher.
 
 Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models".
@@ -47,7 +47,7 @@ MODELS = {"tiny": "2x2x64", "mini": "6x3x192", "small": "6x6x384", "gpt2": "12x1
 def add_flags(parser):
     """The flags of this script; a flag's help shows its default."""
     parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
-    parser.add_argument("--kv-heads", type=int, help="heads of keys and values; None: half as many as of queries")
+    parser.add_argument("--kv-heads", type=int, help="heads of keys and values; None: half of the query heads")
     parser.add_argument("--head-size", type=int, default=0, help="of each; 0: width / heads")
     parser.add_argument("--pretrained", metavar="FILE", help="start from a model written by --save or convert.py")
     parser.add_argument("-B", "--batch-size", dest="B", type=int, default=1 if DEVICES == ["cpu"] else 4,
@@ -101,7 +101,7 @@ def config_of(settings, vocab_size):
     if n_embd % (2 * n_head):
         sys.exit(f"error: --model {settings.model}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128,"
                  " where width / heads is an even number")
-    n_kv_head = settings.kv_heads or max(1, n_head // 2)
+    n_kv_head = settings.kv_heads or (n_head if n_head % 2 else n_head // 2)
     if n_head % n_kv_head or settings.head_size % 2:
         sys.exit(f"error: --kv-heads {n_kv_head}: must divide the {n_head} heads, and --head-size must be even")
     return GPTConfig(max(GPTConfig.block_size, settings.T), vocab_size, n_layer, n_head, n_embd,
@@ -138,7 +138,7 @@ class CausalSelfAttention(nn.Module):
         heads = self.c_attn(x).view(B, T, sum(self.n_heads), -1).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
         q, k, v = heads.split(self.n_heads, dim=1)  # (B, nh, T, hs), 2 x (B, nkv, T, hs)
         q, k = rotate(self.q_norm(q.float()), cos, sin), rotate(self.k_norm(k.float()), cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (B, nh, T, hs)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (B, nh, T, hs): shares k, v
         y = y.transpose(1, 2).contiguous().view(B, T, -1)  # concatenate the heads
         return self.c_proj(y)
 

@@ -6,8 +6,8 @@ Under DDP all ranks have the same gradients, and until here all of them compute 
 Here each parameter has one owner, which keeps its moments and updates it, Muon's products included; then the owners
 send their new weights to the others. That is the first stage of ZeRO; fsdp_run.py shards gradients and weights, too.
 
-Gain: the optimizer's memory and time divided by the number of ranks; the largest tensor, the embedding, bounds both.
-Cost: one more exchange of the weights, as large as half of the gradients' all-reduce.
+Gain: the optimizer's memory and time are shared, by size: the owner of the embedding gets fewer of Muon's matrices.
+Cost: one more exchange of the weights, half as large as the gradients' all-reduce; rank 0 gathers moments to save them.
 Read `step` first. A checkpoint is one file as before, so any number of ranks resumes.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (stage 1).
@@ -294,7 +294,7 @@ class ShardedMuonAdamW(MuonAdamW):
             sent.wait()
 
     def state_dict(self):
-        """On rank 0 the state of all parameters, on the others of their own; every rank must take part."""
+        """On rank 0 the state of all parameters, on the others of none; every rank must call it."""
         mine, shares = super().state_dict(), [{} for _ in range(dist.get_world_size())]
         dist.gather_object(mine["state"], shares if dist.get_rank() == 0 else None)
         return mine | {"state": {i: state for share in shares for i, state in share.items()}}
@@ -427,7 +427,7 @@ class Checkpoints:
         contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
         contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "T": self.loader.T}
         if dist.is_initialized() and dist.get_rank() > 0:
-            return None  # rank 0 writes for all
+            return None  # rank 0 writes for all; but state_dict() needed every rank
         contents |= {"run": self.run, "step": step, "log": Path(log.file.name).read_bytes(), "seconds": log.seconds}
         try:
             with open(self.folder / "step.partial", "wb") as file:

@@ -255,7 +255,8 @@ def test_validation_documents_are_drawn_by_hash(n_tokens, prepare, tmp_path, mon
 
 @pytest.mark.parametrize("n, val", [(99, "last tenth"), (100, "documents drawn by hash")])
 def test_a_hundred_documents_are_many(n, val, prepare, tmp_path):
-    write_jsonl(tmp_path / "corpus.jsonl", [f"{number:03} " * (1 + 2 * prepare.is_drawn(number)) for number in range(n)])
+    texts = [f"{number:03} " * (1 + 2 * prepare.is_drawn(number)) for number in range(n)]
+    write_jsonl(tmp_path / "corpus.jsonl", texts)
     assert prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")["val"] == val
 
 
