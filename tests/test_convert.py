@@ -14,7 +14,7 @@ from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
 
 GPT2_BYTES = vocabulary.of_bytes("gpt2-bytes")
-PROMPT = "The value of an object"
+PROMPT = "! The value of an object"  # "!" has the id 0, which generate() must not take for padding
 
 
 def save(label, path, tokenizer=GPT2_BYTES):
@@ -97,6 +97,9 @@ def test_the_folder_has_the_same_logits_and_so_has_the_way_back(label, config, s
     assert torch.allclose(theirs(x).logits, expected, atol=1e-4 * expected.abs().max())
     convert.main([str(tmp_path / "hf"), str(tmp_path / "back.pt"), "--script", BY_LABEL[label].file])
     assert torch.equal(own_model(label, tmp_path / "back.pt")(x), expected)
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "again.pt"), "--script", BY_LABEL[label].file])
+    back, again = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("back.pt", "again.pt"))
+    assert all(map(torch.equal, back.values(), again.values()))  # the padding, too
     written, generation = (json.loads((tmp_path / "hf" / name).read_text())
                            for name in ("config.json", "generation_config.json"))
     assert written.items() >= {**config, "bos_token_id": 50256, "eos_token_id": 50256, "vocab_size": 50257}.items()

@@ -200,6 +200,12 @@ def test_report_calls_a_log_impossible_that_beats_its_cards_arithmetic(ms, devic
         assert products[0] == pytest.approx(1000 * flops_per_token("gpt2", 1024, True) * 4096 / (1.25 * 59.5e12))
 
 
+def test_a_log_in_tf32_is_held_to_the_rate_of_tf32(tmp_path):
+    slow, fast = (fastest_ms(read_log(write_log(tmp_path / "a.log", 100, precision, "NVIDIA A100-SXM4-40GB")))[0]
+                  for precision in ("float32", "float32, products in TF32"))
+    assert slow / fast == pytest.approx(156 / 19.5)
+
+
 @pytest.mark.parametrize("more, times", [(" | ranks: 2", 1.4), (" | float8: 3 layers", 0.7)])
 def test_an_honest_log_is_not_called_impossible(more, times, tmp_path, capsys):
     """Two cards do twice the arithmetic; float8 has another rate, which no card's row has."""

@@ -85,11 +85,11 @@ def test_a_script_that_does_not_do_its_steps_has_failed(command, first, reason, 
 
 
 def test_losses_that_must_be_equal_and_are_not(fake):
-    near, far = [11.09, 10.9, 10.8, 10.7], logs([10.8, 10.5], first=3)
+    near, far = [11.09, 10.9, 10.8, 10.7], logs([10.5, 10.7], first=3)
     code, output, _, _ = fake([("a", logs(GOOD), {"first": 1})], [("far", far, {"first": 3, "like": "a"})],
                               [("near", logs(near), {"first": 1, "like": "a", "within": 0.1})])
     assert code == 1 and "0 failed" in output and output.count("disagrees: ") == 1
-    assert "disagrees: far and a: loss 10.500 and 10.700 at step 4, more than 0.05 apart" in output
+    assert "disagrees: far and a: loss 10.500 and 10.800 at step 3, more than 0.05 apart" in output
 
 
 STOPPED = """

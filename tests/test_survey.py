@@ -48,14 +48,16 @@ def test_a_survey_does_what_the_device_can(device, does, monkeypatch, tmp_path):
     assert done == does
 
 
-def test_a_survey_gives_the_search_for_a_batch_its_deadline(monkeypatch, tmp_path):
+def test_a_survey_gives_the_profile_and_the_search_for_a_batch_its_deadline(monkeypatch, tmp_path):
     got = []
     monkeypatch.setattr(survey, "largest_batch", lambda *arguments: got.append(arguments[-1]) or (1, 1.0, ""))
+    monkeypatch.setattr(survey, "profile_ladder", lambda *arguments: got.append(arguments[-1]))
     deadline = time.monotonic() + 60
     this = survey.Survey([], tmp_path, "name", SimpleNamespace(B=1, T=32), deadline, Console(file=io.StringIO()))
     this.main.mkdir()
+    this.profile()
     this.largest_batches()
-    assert got == [deadline] * 4
+    assert got == [deadline] * 5
 
 
 @pytest.mark.parametrize("flags, minutes, chosen", [
