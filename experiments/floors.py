@@ -8,10 +8,10 @@ import json
 import sys
 from pathlib import Path
 
+from experiments.count_kernels import count
 from ladder.count.cards import CARDS
-from ladder.count.floor import STORED, floor_of, kernels_of
+from ladder.count.floor import STORED, floor_of, read_store
 from ladder.count.flops import flops_per_token
-from ladder.count.kernels import count
 from ladder.scripts.stages import BY_NAME, ROOT
 from ladder.show.logs import read_folder
 from ladder.show.machine import read_machine
@@ -34,7 +34,7 @@ def ms_of(tokens_per_second, B):
 def kernels(label, B, settings):
     if settings or (B, T) != (STORED["B"], STORED["T"]):
         return count(label, "gpt2", B, T, **settings)
-    return kernels_of(label, "gpt2", B, T)
+    return read_store()[label]["kernels"]
 
 
 def compare(title, rows, card):
@@ -51,15 +51,6 @@ def compare(title, rows, card):
         print(f"| {name} | {label} | {B} | {floor:.0f} | {products:.0f} | {traffic:.0f} | {launches:,} "
               f"| {published:.0f} | {floor / published:.2f} | {steps} |", flush=True)
         last = floor, published, B
-
-
-def one_card(name, cases):
-    """Floors of the earlier series' card."""
-    card = CARDS[name]
-    print(f"\n{name}, T={T}\n\n| rung | B | floor, ms | products | traffic |\n|--:|--:|--:|--:|--:|")
-    for label, B in cases:
-        floor, products, traffic = floor_of(kernels(label, B, {}), card).values()
-        print(f"| {label} | {B} | {floor:.1f} | {products:.1f} | {traffic:.1f} |")
 
 
 def cpu(folder):
@@ -83,7 +74,6 @@ def main():
             [(*row[:4], ms_of(row[4], row[2])) for row in FROM_SCRATCH], a100)
     compare("nanoGPT's README: 250 -> 135 ms (bench.py: B=12), and 600,000 iterations of 5 micro-steps in 4 days",
             NANOGPT, a100)
-    one_card("RTX 3080", [("0", 1), ("10", 1), ("0", 4)])
     for folder in [*sorted(ROOT.glob("logs/reference/*_B1_T1024*")), *map(Path, sys.argv[1:])]:
         cpu(folder)
 

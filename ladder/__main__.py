@@ -142,24 +142,14 @@ def diff(args):
 
 
 def floor(args):
-    """the least a step can cost on any GPU, counted; no GPU is needed"""
-    from ladder.count.cards import find_card
-    from ladder.count.floor import COUNTED, NOT_COUNTED, check_setting, kernels_of, row_of, save_store
-    from ladder.show.floors import print_floors
+    """the least a step can cost on any GPU, counted; no GPU is needed
 
-    cards = [find_card(name) for name in args.gpu or ["A100"]]
-    labels = [stage.label for stage in parse_rungs(args.rungs)]
-    check_setting(labels, args.model, args.B, args.T, args.save)
-    if left_out := [label for label in labels if label not in COUNTED]:
-        messages.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}", markup=False)
-    counted = {}
-    for label in [label for label in labels if label not in left_out]:
-        with messages.status(f"counting rung {label}"):
-            counted[label] = kernels_of(label, args.model, args.B, args.T, stored=not args.save)
-    if args.save:
-        save_store(counted)
-    print_floors([row_of(label, kernels, cards) for label, kernels in counted.items()], cards,
-                 f"{args.model}, B={args.B} T={args.T}", console)
+    Of GPT-2 (124M) at B=16 T=1024; another model or batch: python -m experiments.count_kernels
+    """
+    from ladder.count.cards import find_card
+    from ladder.show.floors import show_floors
+
+    show_floors(parse_rungs(args.rungs), [find_card(name) for name in args.gpu or ["A100"]], console)
 
 
 def propagate(args):
@@ -248,10 +238,6 @@ VERBS = {
         flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
              "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)"),
         flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)"),
-        flag("--model", default="gpt2", help="(default: %(default)s)"),
-        flag("-B", type=COUNT, default=16, help="sequences per step (default: %(default)s)"),
-        flag("-T", type=COUNT, default=1024, help="tokens per sequence (default: %(default)s)"),
-        flag("--save", action="store_true", help="count anew what ladder/count/floors.json stores"),
     ],
     propagate: [
         flag("rung", help="its file, or N"),

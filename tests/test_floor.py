@@ -1,5 +1,6 @@
-"""ladder/count/floor.py, cards.py: what is counted equals closed forms, and no floor lies above what was measured."""
+"""Floors and cards: what is counted equals closed forms, and no floor lies above what was measured."""
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import torch
 from conftest import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from experiments import count_kernels as kernels
 from ladder.__main__ import main
-from ladder.count import floor, kernels
+from ladder.count import floor
 from ladder.count.cards import CARDS, card_of, find_card
 from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
 from ladder.scripts.stages import BY_LABEL, LADDER
@@ -125,7 +127,8 @@ def test_stored_counts_belong_to_the_scripts_as_they_are():
     stored = floor.read_store()
     assert list(stored) == floor.COUNTED  # in the order of the ladder
     stale = [label for label, rung in stored.items() if rung["lesson"] != floor.lesson_hash(label)]
-    assert not stale, f"rungs {stale} have changed: python -m ladder floor --save --rungs {','.join(stale)}"
+    again = f"python -m experiments.count_kernels --save --rungs {','.join(stale)}"
+    assert not stale, f"rungs {stale} have changed: {again}"
 
 
 @pytest.mark.parametrize("old, new, same", [
@@ -237,13 +240,33 @@ def test_command_prints_what_is_stored_for_several_cards(capsys):
 
 @pytest.mark.parametrize("flags, word", [
     (["--gpu", "nonsense"], "--gpu nonsense"), (["--gpu", "mine:1,2"], "--gpu mine"),
-    (["--gpu", "mine:1,2,3,-4"], "--gpu mine"), (["--model", "llama"], "--model llama"), (["-T", "2048"], "-T 2048"),
-    (["--rungs", "ddp,25"], "--rungs ddp,25"), (["--rungs", "x"], "--rungs x"), (["--save", "-B", "3"], "--save"),
+    (["--gpu", "mine:1,2,3,-4"], "--gpu mine"),
+    (["--rungs", "ddp,25"], "--rungs ddp,25"), (["--rungs", "x"], "--rungs x"),
 ])
 def test_bad_input_is_one_line(flags, word, capsys):
     assert main(["floor", *flags]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"error: {word}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["-T", "2048"], ["--save", "-B", "3"], ["-B", "0"]])
+def test_what_cannot_be_counted_is_refused(flags, capsys):
+    with pytest.raises(SystemExit):
+        kernels.main(flags)
+    assert "--save without" in capsys.readouterr().err
+
+
+def test_counting_prints_and_stores(tmp_path, monkeypatch, capsys):
+    """What is counted at the stored setting is what is stored."""
+    store = tmp_path / "floors.json"
+    store.write_text(floor.STORE.read_text())
+    monkeypatch.setattr(kernels, "STORE", store)
+    monkeypatch.setattr(kernels, "count", lambda label, *setting: floor.read_store()[label]["kernels"])
+    kernels.main(["--rungs", "0,ddp", "--save"])
+    written, stored = (json.loads(path.read_text())["rungs"] for path in (store, floor.STORE))
+    assert [(label, rung["lesson"], rung["kernels"]) for label, rung in written.items()] == [
+        (label, rung["lesson"], rung["kernels"]) for label, rung in stored.items()]
+    assert "0 baseline" in capsys.readouterr().out
 
 
 def test_every_card_names_its_source_and_the_docs_name_every_card():

@@ -1,6 +1,7 @@
 """The floor of a rung on a card: the sum over a step's kernels of max(FLOPs / rate, bytes / bandwidth).
 
-What it is and is not: docs/floors.md. The counts of GPT-2 (124M) at B=16 T=1024 are stored in floors.json.
+What it is and is not: docs/floors.md. floors.json has the counts of GPT-2 (124M) at B=16 T=1024, made by
+`python -m experiments.count_kernels --save`.
 """
 import ast
 import hashlib
@@ -9,14 +10,10 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from ladder.count.flops import SHAPES
-from ladder.errors import UserError
-from ladder.files import write_whole
 from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
 
-STORE = Path(__file__).with_name("floors.json")  # made by `python -m ladder floor --save`
+STORE = Path(__file__).with_name("floors.json")
 STORED = {"model": "gpt2", "B": 16, "T": 1024}
-LONGEST = 1024  # tokens
 COUNTED = [stage.label for stage in STAGES if not stage.torchrun and stage.label != "25"]  # labels
 NOT_COUNTED = "floors are of one card, without float8"  # ddp, fsdp, dcp; rung 25, whose rate no card's row has
 NO_KERNELS = {"add_flags", "config_of", "DataLoaderLite", "free_memory", "get_lr", "init_ranks", "compile_model",
@@ -65,34 +62,8 @@ def read_store():
     return rungs
 
 
-def save_store(counted):
-    """Add {label: {Kernel: how many}}, counted at the stored setting, to floors.json."""
-    import torch
-
-    rungs = read_store()
-    for label, kernels in counted.items():
-        rungs[label] = {"lesson": lesson_hash(label), "torch": torch.__version__, "kernels": kernels}
-    lines = []
-    for label in sorted(rungs, key=COUNTED.index):
-        kernels = [[n, *kernel] for kernel, n in sorted(rungs[label]["kernels"].items())]
-        lines.append(f" {json.dumps(label)}: {json.dumps(rungs[label] | {'kernels': kernels})}")
-    text = f"{json.dumps(STORED)[:-1]}, \"rungs\": {{\n" + ",\n".join(lines) + "\n}}\n"
-    write_whole(STORE, text)
-
-
-def kernels_of(label, model, B, T, stored=True):
-    """The counted kernels of a rung, from floors.json if it has this setting and the script's current lesson."""
-    if stored and {"model": model, "B": B, "T": T} == STORED:
-        rung = read_store().get(label)
-        if rung and rung["lesson"] == lesson_hash(label):
-            return rung["kernels"]
-    from ladder.count.kernels import count  # takes seconds to import
-
-    return count(label, model, B, T)
-
-
 def floor_data(cards, labels=None):
-    """For the page: what is stored for each rung, and its floors on `cards`."""
+    """What is stored for each rung, and its floors on `cards`."""
     rungs = read_store().items()
     rows = [row_of(label, rung["kernels"], cards) for label, rung in rungs if labels is None or label in labels]
     return STORED | {"rungs": rows}
@@ -107,16 +78,3 @@ def row_of(label, kernels, cards):
             "gb": sum(n * kernel.bytes for kernel, n in kernels.items()) / 1e9,
             "launches": sum(n * kernel.launches for kernel, n in kernels.items()),
             "ms": {card.name: floor_of(kernels, card) for card in cards}}
-
-
-def check_setting(labels, model, B, T, save=False):
-    """Raises UserError for what cannot be counted."""
-    if model not in SHAPES:
-        raise UserError(f"--model {model}: no such model; give one of {', '.join(SHAPES)}")
-    if T > LONGEST:
-        raise UserError(f"-T {T}: the longest sequence is {LONGEST}; lower -T")
-    if not set(labels) & set(COUNTED):
-        raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")
-    if save and {"model": model, "B": B, "T": T} != STORED:
-        raise UserError(f"--save: stores only {STORED['model']} at B={STORED['B']} T={STORED['T']}; leave out --model, "
-                        "-B and -T")

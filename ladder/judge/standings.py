@@ -11,6 +11,7 @@ import numpy
 import pandas
 
 from ladder.judge.race_table import best_rates, searched_by, stage_of
+from ladder.show.terminal import print_texts
 
 FEWEST_STEPS = 50  # of a race: below, most of a run is warm-up
 BEYOND_CHANCE = 0.01  # a p below it: the NanoGPT speedrun's rule for a new record
@@ -181,18 +182,9 @@ def caption(race, target, racers):
 
 def print_race(report, console):
     """The standings in a terminal, without what print_table shows; a narrow one gets no ranges."""
-    from rich import box
-    from rich.table import Table
-
     texts, caption = race_texts(report)
-    table = Table(title="To the same validation loss", caption=f"{caption} {KEY}", caption_justify="left",
-                  box=box.SIMPLE_HEAD)
     texts = texts.drop(columns=[*IN_A_LINK, "ms/step", "parameters", "GB"])
     if console.width < WIDE:
         texts = texts.drop(columns="p of the tokens").replace({r" \(.*": "", ", ": ",\n"}, regex=True)
-    for heading in texts:
-        form = {"min_width": 16} if heading == "rung" else {"no_wrap": True, "justify": "right"}
-        table.add_column(textwrap.fill(heading, 7, break_long_words=False), **form)
-    for row in texts.itertuples(index=False):
-        table.add_row(*row)
-    console.print(table)
+    texts = texts.rename(columns=lambda heading: textwrap.fill(heading, 7, break_long_words=False))
+    print_texts(texts, console, "To the same validation loss", f"{caption} {KEY}", min_width=16)

@@ -1,9 +1,10 @@
 """Counted floors in a terminal, and what they say about a log: no card is faster than its arithmetic."""
 import pandas
 
-from ladder.count.cards import CARDS, card_of
-from ladder.count.floor import floor_data
+from ladder.count.cards import card_of
+from ladder.count.floor import COUNTED, NOT_COUNTED, STORED, floor_data, lesson_hash, read_store
 from ladder.count.flops import flops_per_token
+from ladder.errors import UserError
 from ladder.show.terminal import print_texts
 
 CLOCKED_HIGHER = 1.25  # how many times its datasheet's rate a card may reach; an RTX 5090 was measured at 1.21
@@ -26,14 +27,17 @@ def print_floors(rows, cards, setting, console):
     print_texts(pandas.DataFrame(texts), console, f"Floors, counted: {setting}", caption)
 
 
-def floor_rows(labels, card="A100"):
-    """[label, title, TFLOP, GB, launches, floor in ms, of its products, of its traffic] of stored counts, as texts."""
-    rows = []
-    for row in floor_data([CARDS[card]], labels)["rungs"]:
-        ms = row["ms"][card]
-        rows.append([row["label"], row["title"], f"{sum(row['tflop'].values()):.2f}", f"{row['gb']:.1f}",
-                     f"{row['launches']:,}", *(f"{ms[part]:.1f}" for part in ("floor", "products", "traffic"))])
-    return rows
+def show_floors(stages, cards, console):
+    """The stored floors of some rungs; UserError where none is counted."""
+    labels = [stage.label for stage in stages]
+    if not (rows := floor_data(cards, labels)["rungs"]):
+        raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")
+    if left_out := [label for label in labels if label not in COUNTED]:
+        console.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}", markup=False)
+    if changed := [row["label"] for row in rows if read_store()[row["label"]]["lesson"] != lesson_hash(row["label"])]:
+        console.print(f"changed since: {', '.join(changed)}; python -m experiments.count_kernels counts them again",
+                      markup=False)
+    print_floors(rows, cards, "{model}, B={B} T={T}".format(**STORED), console)
 
 
 def fastest_ms(run):

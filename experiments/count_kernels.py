@@ -1,6 +1,10 @@
-"""The kernels of one training step of a rung: FLOPs, bytes and launches of each, counted without a GPU.
+"""What is the least that a training step costs on a GPU? The floors of `python -m ladder floor`, counted, of any batch.
 
-The rung's own `train` runs on fake tensors, which have shapes but no memory:
+    python -m experiments.count_kernels --rungs 10 --gpu "RTX 3080" -B 4
+    python -m experiments.count_kernels --rungs 0,1 --save          # into ladder/count/floors.json
+
+No GPU is needed: the rung's own `train` runs on fake tensors, which have shapes but no memory, and the FLOPs, bytes and
+launches of every kernel are counted.
 
 - Eager: each aten operation that is not a view is one kernel. It reads each of its inputs and writes each of its
   outputs once. FLOPs are those of torch.utils.flop_counter; a causal flash kernel does half of them.
@@ -9,11 +13,13 @@ The rung's own `train` runs on fake tensors, which have shapes but no memory:
 - The fake tensors are on a CPU, so what CUDA does differently is patched in: its autocast keeps softmax, LayerNorm and
   the loss in float32; AdamW and clipping work on many tensors per launch ("foreach").
 """
+import argparse
 import contextlib
 import functools
 import io
 import json
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +27,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch._inductor import ir, scheduler
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, make_boxed_func
 from torch._inductor.dependencies import WeakDep
@@ -31,9 +38,14 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ladder.count.floor import Kernel
-from ladder.count.flops import VOCAB_SIZE
+from ladder.count.cards import find_card
+from ladder.count.floor import COUNTED, STORE, STORED, Kernel, lesson_hash, read_store, row_of
+from ladder.count.flops import SHAPES, VOCAB_SIZE
+from ladder.errors import UserError
+from ladder.files import write_whole
+from ladder.scripts.choose import parse_rungs
 from ladder.scripts.stages import BY_LABEL, load_script
+from ladder.show.floors import print_floors
 
 NO_KERNEL = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")  # views, allocation
 OVERWRITES = ("fill_", "zero_", "copy_", "ones_like", "zeros_like", "full_like")  # does not read its first argument
@@ -298,3 +310,47 @@ def count(label, model, B, T, **more):
         with recording(recorder):
             script.train(settings)
     return recorder.kernels
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def save_store(counted):
+    """Add {label: {Kernel: how many}}, counted at the stored setting, to floors.json."""
+    rungs = read_store()
+    for label, kernels in counted.items():
+        rungs[label] = {"lesson": lesson_hash(label), "torch": torch.__version__, "kernels": kernels}
+    lines = []
+    for label in sorted(rungs, key=COUNTED.index):
+        kernels = [[n, *kernel] for kernel, n in sorted(rungs[label]["kernels"].items())]
+        lines.append(f" {json.dumps(label)}: {json.dumps(rungs[label] | {'kernels': kernels})}")
+    write_whole(STORE, f"{json.dumps(STORED)[:-1]}, \"rungs\": {{\n" + ",\n".join(lines) + "\n}}\n")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rungs", default="0-10", help="of one card, without 25 (default: %(default)s)")
+    parser.add_argument("--gpu", nargs="+", default=["A100"], metavar="CARD")
+    parser.add_argument("--model", default=STORED["model"], choices=SHAPES)
+    parser.add_argument("-B", type=int, default=STORED["B"])
+    parser.add_argument("-T", type=int, default=STORED["T"], help="at most %(default)s")
+    parser.add_argument("--save", action="store_true", help="store the counts; with the default model, B and T")
+    args = parser.parse_args(argv)
+    setting = {"model": args.model, "B": args.B, "T": args.T}
+    if args.B < 1 or not 1 <= args.T <= STORED["T"] or args.save and setting != STORED:
+        parser.error(f"-B from 1, -T from 1 to {STORED['T']}; --save without --model, -B and -T")
+    cards, counted, console = [find_card(name) for name in args.gpu], {}, Console(highlight=False)
+    for label in [stage.label for stage in parse_rungs(args.rungs) if stage.label in COUNTED]:
+        with console.status(f"counting rung {label}"):
+            counted[label] = count(label, args.model, args.B, args.T)
+    if args.save:
+        save_store(counted)
+    rows = [row_of(label, kernels, cards) for label, kernels in counted.items()]
+    print_floors(rows, cards, "{model}, B={B} T={T}".format(**setting), console)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
