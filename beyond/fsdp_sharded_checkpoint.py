@@ -402,7 +402,7 @@ class Checkpoints:
 
     def save(self, step, log):
         """Write a checkpoint, each rank its own shards, under a temporary name, then rename it; all ranks take part."""
-        model, optimizer, partial = self.parts["model"], self.parts["optimizer"], self.folder / "step.partial"
+        model, optimizer, partial = self.parts["model"], self.parts["optimizer"], self.folder / "shards.partial"
         finite = (weight.isfinite().all() for weight in model.parameters())
         if not all(each.full_tensor() if isinstance(each, DTensor) else each for each in finite):  # on all ranks
             return log.line(f"# WARNING: no checkpoint of step {step}: not all weights are finite")

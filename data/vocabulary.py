@@ -170,8 +170,8 @@ def from_hugging_face(name):
 
 
 def is_gpt2(tokenizer):
-    """Whether a tokenizer of the tokenizers library is GPT-2's: its last merge tells."""
-    return tokenizer.end_of_text == GPT2.end_of_text and tokenizer.tokenizer.token_to_id("Ġgazed") == 50255
+    """Whether a tokenizer of the tokenizers library is GPT-2's, without added tokens: its size and last merge tell."""
+    return tokenizer.vocab_size == GPT2.vocab_size and tokenizer.tokenizer.token_to_id("Ġgazed") == 50255
 
 
 def of_ours(path):

@@ -75,6 +75,8 @@ def test_gpt2_in_the_hands_of_transformers():
     known = vocabulary.Tokenizer("theirs", theirs.backend_tokenizer.to_str(), 50256)
     other = vocabulary.of_bytes("gpt2-bytes")
     assert vocabulary.is_gpt2(known) and not vocabulary.is_gpt2(other)  # the same end of text
+    theirs.add_tokens(["<pad>"])
+    assert not vocabulary.is_gpt2(vocabulary.Tokenizer("padded", theirs.backend_tokenizer.to_str(), 50256))
 
 
 def test_single_byte_tokens_are_gpt2s_own():
