@@ -109,16 +109,15 @@ def config_of(settings, vocab_size):
 
 
 def rotary_angles(T, head_size, theta=10_000.0):
-    """Cosine and sine of position * theta^(-2i/hs), float32, (T, hs/2) each."""
+    """Cosine and sine of position * theta^(-2i/hs), for both numbers of each pair: float32, (T, hs) each."""
     radians_per_token = 1.0 / theta ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
     angles = torch.arange(T)[:, None] * radians_per_token  # (T, hs/2)
-    return angles.cos(), angles.sin()
+    return torch.cat((angles.cos(), angles.cos()), dim=-1), torch.cat((-angles.sin(), angles.sin()), dim=-1)
 
 
 def rotate(x, cos, sin):
     """Rotate the pairs (x[i], x[i + hs/2]) of queries or keys by the angles of their position: (B, nh, T, hs)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin  # rolled by half a head: the other one of each pair
 
 
 class CausalSelfAttention(nn.Module):
@@ -230,7 +229,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), only the mean cross-entropy, in nats."""
         B, T = idx.shape
-        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs/2) each
+        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
         x = self.transformer.wte(idx)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:

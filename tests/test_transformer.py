@@ -62,9 +62,9 @@ def test_20_the_rotation_is_that_of_transformers():
 def test_20_angles_are_in_float32(dtype):
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         cos, sin = rung("20").rotary_angles(1024, 64)
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (1024, 32)
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (1024, 64)
     assert cos[1000, 0].item() == pytest.approx(math.cos(1000), abs=1e-5)
-    assert sin[1000, 16].item() == pytest.approx(math.sin(10.0), abs=1e-5)  # 10,000 ** -0.5 radians per token
+    assert sin[1000, 48].item() == pytest.approx(math.sin(10.0), abs=1e-5)  # 10,000 ** -0.5 radians per token
 
 
 @pytest.mark.parametrize("label", ["20", LAST])
@@ -86,7 +86,7 @@ def test_20_the_angles_are_in_no_checkpoint_and_on_every_device(label):
     with torch.device("meta"):
         model = tiny(label)
     assert not {"cos", "sin"} & model.state_dict().keys()
-    assert {name: buffer.shape for name, buffer in model.named_buffers()} == {"cos": (1024, 16), "sin": (1024, 16)}
+    assert {name: buffer.shape for name, buffer in model.named_buffers()} == {"cos": (1024, 32), "sin": (1024, 32)}
     assert model.cos.device.type == "meta"
 
 
