@@ -196,7 +196,7 @@ def compile_model(model, mode, device):
     if mode == "none" or device == "mps":
         return model, "none" if mode == "none" else "not used on Apple GPUs"
     try:
-        torch.compile(torch.sin)(torch.ones(8, device=device))
+        torch.compile(torch.sin)(torch.ones(8, device=device))  # does it work here at all?
     except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
         return model, "not possible here, running eagerly; python -m ladder check says why"
     return torch.compile(model, mode=mode), mode
