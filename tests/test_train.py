@@ -106,25 +106,22 @@ def test_header_and_steps(label, short_run, byte_tokens):
 
 
 @EACH
-def test_the_forward_pass(label, short_run):
-    """Its types, the precision of its products; and from rung 13 on a validation, under autocast without gradients."""
+def test_what_the_model_is_given(label, short_run, byte_tokens):
+    """One batch after the other, in the order of the file, or in rung 26's; its types, the precision of its products.
+
+    From rung 13 on a validation follows, under autocast without gradients.
+    """
     dtype = torch.bfloat16 if builds_on(label, "3") else torch.float32
     precision = "highest" if label in ("0", "1") else "high"
     expected = {(True, True, dtype, torch.float32, precision)}
     expected |= {(False, False, dtype, torch.float32, precision)} if builds_on(label, "13") else set()
     assert short_run(label).forward == expected
-
-
-@EACH
-def test_train_takes_one_batch_after_the_other(label, short_run, byte_tokens):
-    """In the order of the file, or in rung 26's."""
+    text = np.fromfile(byte_tokens / "train.bin", dtype="<u2").astype(np.int64)
+    batches = torch.from_numpy(text[: N_STEPS * B * T]).view(-1, T)
     if builds_on(label, "26"):
         loader = rung("26").DataLoaderLite(byte_tokens, B, T, "cpu", seed=1337)
-        expected = torch.cat([loader.batch(i)[0] for i in range(N_STEPS)])
-    else:
-        text = np.fromfile(byte_tokens / "train.bin", dtype="<u2").astype(np.int64)
-        expected = torch.from_numpy(text[: N_STEPS * B * T]).view(-1, T)
-    assert torch.equal(torch.cat(short_run(label).inputs), expected)
+        batches = torch.cat([loader.batch(i)[0] for i in range(N_STEPS)])
+    assert torch.equal(torch.cat(short_run(label).inputs), batches)
 
 
 @EACH
