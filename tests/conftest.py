@@ -1,7 +1,6 @@
 """What the tests share: token files of real text, the scripts as modules, and runs of the tiny model."""
 import contextlib
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -13,6 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 # One thread, here and in the programs that the tests start: a second one makes so small a model hardly faster, and on
 # a machine that also does something else it makes it many times slower. Before torch is imported.
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data import vocabulary  # noqa: E402
-from ladder.scripts.stages import BY_LABEL  # noqa: E402
+from ladder.scripts.stages import BY_LABEL, load_script  # noqa: E402
 
 STEP_LINE = re.compile(
     r"step : (?P<step>\d+) \| loss: (?P<loss>\S+) \| dt: (?P<ms>[\d.]+) ms \| tokens/sec: (?P<tokens_per_second>[\d.]+)"
@@ -52,16 +52,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts backg
 
 def load_module(path):
     """Import a file of the project under its own name, fresh."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SimpleNamespace(name=path.stem, path=path))
 
 
 def rung(label):
     """A fresh module of the rung with this label ("0" to "10", "ddp", "11" and up), safe to patch."""
-    return load_module(BY_LABEL[str(label)].path)
+    return load_script(BY_LABEL[str(label)])
 
 
 def rungs_that_change(*definitions):
@@ -81,9 +77,11 @@ def builds_on(label, first):
     return label is not None and (label == first or builds_on(BY_LABEL[label].before, first))
 
 
-def has_flag(module, name):
-    """Whether a script has the flag whose value its settings have under `name`."""
-    return hasattr(module.parse_settings([]), name)
+def known_flags(module, **wanted):
+    """The words for these settings, as far as a script has them."""
+    known = vars(module.parse_settings([]))
+    return [word for name, value in wanted.items() if name in known
+            for word in (f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}", str(value))]
 
 
 def new_gpt(module, size="tiny", vocab_size=50257):
@@ -116,8 +114,7 @@ def main(module, *words):
 def train(module, folder, data, *flags, compile_mode="none"):
     """Train the tiny model of a rung on a CPU, and return the path of its log. `flags` may override all."""
     own = ["--model", "tiny", "--device", "cpu", "--data", data, "--log-dir", folder]
-    own += ["--compile-mode", compile_mode] if has_flag(module, "compile_mode") else []
-    own += ["--checkpoint-dir", folder / "checkpoints"] if has_flag(module, "checkpoint_dir") else []
+    own += known_flags(module, compile_mode=compile_mode, checkpoint_dir=folder / "checkpoints")
     main(module, *own, *flags)
     return folder / f"{Path(module.__file__).stem}.log"
 
@@ -243,24 +240,28 @@ def as_program(label, *words):
     """
     output, errors, code = io.StringIO(), io.StringIO(), 0
     words = [BY_LABEL[label].path, "--model", "tiny", "--device", "cpu", *words]
-    with (own_settings(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output),
+    with (own_settings(), mock.patch("sys.argv", [str(word) for word in words]), contextlib.redirect_stdout(output),
           contextlib.redirect_stderr(errors)):
-        patch.setattr(sys, "argv", [str(word) for word in words])
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as stop:
-            code = stop.code
-        if isinstance(code, str):  # Python prints it and exits with 1
-            print(code, file=sys.stderr)
-            code = 1
+        except SystemExit as stop:  # of a line Python prints it and exits with 1
+            code = stop.code if isinstance(stop.code, int) else print(stop.code, file=sys.stderr) or 1
     return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=errors.getvalue())
 
 
 def run_command(*command, timeout=300, cwd=ROOT, **environment):
     """Run a program as a user would; returns the finished process with its text output."""
+    from ladder.measure.jobs import stop
+
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    command = [str(word) for word in command]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment)
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, cwd=cwd, env=environment)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except BaseException:  # of time, or Ctrl-C: with it the ranks of a torchrun, which have sessions of their own
+        stop(process)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def on_ranks(n, folder, data, runs, *torchrun_flags, **environment):
@@ -321,10 +322,10 @@ def data_with(tokenizer, text, folder):
     return tokens_of(folder, ids[:n_train], ids[n_train:], tokenizer, sha256=sha256)
 
 
-def make_tokens(folder, text, tokenizer=None):
+def make_tokens(folder, text):
     """Token files of `text` in `folder`, by the project's own data/prepare.py, without touching the network."""
     prepare = load_module(ROOT / "data" / "prepare.py")
-    prepare.load_tokenizer = lambda name: tokenizer or prepare.vocabulary.of_bytes("gpt2-bytes")
+    prepare.load_tokenizer = lambda name: vocabulary.of_bytes("gpt2-bytes")
     source = folder.with_name(folder.name + ".txt")
     source.write_bytes(text.encode("utf-8"))
     prepare.prepare(source, folder)

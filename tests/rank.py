@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from conftest import builds_on, main, rung
+from conftest import builds_on, known_flags, main, rung
 from tensor_bytes import Watch, local_bytes
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -71,8 +71,7 @@ def run(name, label, dtype, flags):
 
     script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_ = dying_batch, overflow
     hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
-    own = [*flags, "--log-dir", folder / name]
-    own += ["--checkpoint-dir", folder / name / "checkpoints"] if builds_on(label, "14") else []
+    own = [*flags, *known_flags(script, log_dir=folder / name, checkpoint_dir=folder / name / "checkpoints")]
     with watch if sharded else contextlib.nullcontext():
         main(script, *own)
     for hook in hooks:

@@ -4,14 +4,13 @@ import re
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import (
-    Crash, assert_same_weights, cut_in_half, files_in, flip_a_byte, losses, new_gpt, rung, saved_model, tokens_of,
-    train, train_in_float32, val_losses)
+    assert_same_weights, cut_in_half, files_in, flip_a_byte, losses, rung, saved_model, tokens_of, train,
+    train_in_float32, val_losses)
 from torch.nn import functional as F
 
 LOG = "rung_27_best_checkpoint.log"
@@ -19,8 +18,7 @@ T = 16
 # 400 tokens are memorized in a few steps: the lowest validation loss is that of step 12 of 30.
 FLAGS = ("-B", 4, "-T", T, "--total-batch", 4 * T, "--steps", 30, "--val-every", 3, "--val-sequences", 0,
          "--checkpoint-every", 10, "--max-lr", 1e-2, "--muon-lr", 2e-2)
-BEST, STEP_10, STEP_20, STEP_30 = (f"checkpoints/{name}.pt" for name in ("best", *(
-    f"step_00000{step}" for step in (10, 20, 30))))
+BEST, STEP_20, STEP_30 = (f"checkpoints/{name}.pt" for name in ("best", "step_0000020", "step_0000030"))
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +75,11 @@ def test_27_the_best_is_the_one_with_the_lowest_validation_loss(whole, small):
             logits = saved_model(rung("27"), whole / name)(ids[: n * T].view(n, T)).double()
         loss = F.cross_entropy(logits.flatten(0, 1), ids[1 : n * T + 1]).item()
         assert step_of(whole / name) == step and loss == pytest.approx(found[step], abs=1e-5)
-    remembered = torch.load(whole / STEP_30, weights_only=True)["best"]
-    assert (remembered["step"], round(remembered["loss"], 6)) == (12, found[12])
-    assert (whole / BEST).stat().st_size == (whole / "model.pt").stat().st_size
     assert not list(whole.glob("checkpoints/*.partial"))
 
 
 def test_27_keeping_the_best_changes_no_step(whole, small, tmp_path):
     assert losses(train_in_float32("26", tmp_path, small, *FLAGS)) == losses(whole / LOG)
-
-
-def test_27_a_tied_matrix_is_copied_once():
-    module = rung("27")
-    model = new_gpt(module)
-    copied, load = [], model.load_state_dict
-    best = SimpleNamespace(loss=9.0, model=SimpleNamespace(
-        load_state_dict=lambda weights, strict: copied.extend(weights) or load(weights, strict)))
-    kept = SimpleNamespace(best=best, parts={"model": model})
-    module.Checkpoints.keep_best(kept, 3, 8.0)
-    assert len(copied) == len(list(model.parameters())) and (best.step, best.loss) == (3, 8.0)
 
 
 def test_27_without_checkpoints_save_still_writes_the_best(whole, small, tmp_path):
@@ -153,27 +137,8 @@ def test_27_the_decay_can_follow_where_patience_ended_the_run(small, tmp_path):
     assert rates[17] == 1e-2 and rates[18:] == pytest.approx(decaying, rel=1e-4)
 
 
-def test_27_a_crash_between_two_files_changes_nothing(whole, small, tmp_path, monkeypatch):
-    """best.pt is then of a later step than the newest checkpoint."""
-    save = torch.save
-
-    def crashing_save(contents, file):
-        if "run" in contents and contents["step"] == 20:  # best.pt is not a checkpoint
-            raise Crash
-        return save(contents, file)
-
-    monkeypatch.setattr(torch, "save", crashing_save)
-    folder = tmp_path / "run"
-    with pytest.raises(Crash):
-        run_in(folder, small)
-    monkeypatch.undo()
-    assert step_of(folder / BEST) == 12
-    assert files_in(folder / "checkpoints") == {"best.pt", "step.partial", Path(STEP_10).name}
-    assert_same_best(run_in(folder, small, "--resume"), whole)
-
-
 def make_stale(path):
-    """Another model, as if of a later step that a repetition on a GPU did not reproduce."""
+    """Another model of a later step: the run was killed between two files, or a GPU did not repeat its steps."""
     other = torch.load(path, weights_only=True)
     torch.save(other | {"step": 25, "model": {key: weight + 1 for key, weight in other["model"].items()}}, path)
 
@@ -239,10 +204,3 @@ def test_27_patience_without_validation_is_refused(small, tmp_path):
     with pytest.raises(SystemExit, match="^error: --patience 2: --val-every 0 "):
         run_in(tmp_path / "run", small, "--patience", 2, "--val-every", 0)
     assert not (tmp_path / "run" / LOG).exists()
-
-
-def test_27_losses_on_other_sequences_are_not_compared(whole, small, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    shutil.copy(whole / STEP_20, tmp_path / STEP_20)
-    with pytest.raises(SystemExit, match="has val_sequences 0, not 4; "):
-        run_in(tmp_path, small, "--resume", "--val-sequences", 4)

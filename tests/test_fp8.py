@@ -1,12 +1,12 @@
 """Rung 25: float8 products on a CPU, which has torch's kernel for them, against torchao's and against bfloat16."""
 import argparse
-import shutil
 
 import pytest
 import torch
 import torchao.float8
-from conftest import edit_json, losses, new_gpt, rung, train
+from conftest import new_gpt, rung, train
 from torch._dynamo.utils import counters
+
 
 @pytest.fixture
 def fp8(monkeypatch):
@@ -68,23 +68,18 @@ def test_25_otherwise_the_model_stays_as_it_is(flags, capability, note, fp8, mon
     assert not float8_layers(model)
 
 
-@pytest.mark.parametrize("dtype, largest", [(torch.float8_e4m3fn, 448), (torch.float8_e5m2, 57344)])
+@pytest.mark.parametrize("dtype, largest, step", [(torch.float8_e4m3fn, 448, 2**-4), (torch.float8_e5m2, 57344, 2**-3)])
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
-def test_25_the_largest_number_becomes_the_types_largest(dtype, largest, size):
+def test_25_the_largest_number_becomes_the_types_largest(dtype, largest, step, size):
     """So the range is used whatever the numbers' size; each is off by half a step of the type's mantissa at most."""
     x = size * torch.randn(64, 64)
     rounded, factor = rung("25").to_float8(x, dtype)
     assert rounded.dtype == dtype and rounded.float().abs().max() == largest
     near = x.abs() > x.abs().max() / 256  # smaller ones may be subnormal in the type
     error = (rounded.float() * factor / x - 1).abs()[near].max()
-    step = {448: 2**-4, 57344: 2**-3}[largest]
     assert step / 2 < error <= step * 1.001
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_25_zeros_stay_zeros(dtype):
-    rounded, factor = rung("25").to_float8(torch.zeros(16, 16), dtype)
-    assert not rounded.float().any() and torch.isfinite(factor)
+    zeros, factor = rung("25").to_float8(torch.zeros(16, 16), dtype)
+    assert not zeros.float().any() and torch.isfinite(factor)
 
 
 def test_25_the_three_products_are_torchaos():
@@ -113,38 +108,16 @@ def test_25_the_three_products_are_torchaos():
     assert 0.01 < (found[0][0] - exact).norm() / exact.norm() < 0.06  # and are rounded, unlike float32's
 
 
-def models(fp8):
-    """A tiny model, its copy with float8 layers, and a batch (4, 32); no weight is left at zero."""
-    torch.manual_seed(0)
-    plain, converted = new_gpt(fp8), new_gpt(fp8)
-    for block in plain.transformer.h:
-        for linear in (block.attn.c_proj, block.mlp.down_proj):
-            torch.nn.init.normal_(linear.weight, std=0.02)
-    converted.load_state_dict(plain.state_dict())
-    fp8.use_float8(converted, settings_of(fp8, "--float8-from", 1))
-    return plain, converted, *torch.randint(0, 50257, (2, 4, 32))
-
-
-def test_25_gradients_are_rounded_and_no_more(fp8):
-    """Off by a tenth of their length; those of a loss 10,000 times as small, which E5M2 alone could not hold."""
-    plain, converted, x, y = models(fp8)
-    for model in (plain, converted):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x, y)
-        (1e-4 * loss).backward()
-    for name, parameter in plain.named_parameters():
-        gradient = converted.get_parameter(name).grad
-        assert gradient.dtype == torch.float32
-        error = (gradient - parameter.grad).norm() / parameter.grad.norm()
-        assert 0.02 < error < 0.2, name
-
-
 def test_25_compiled_in_one_graph_and_recomputed(fp8):
     """As `train` runs it on a GPU: as eagerly, up to float8's own error; the same with and without recomputation."""
-    _, model, x, y = models(fp8)
+    torch.manual_seed(0)
+    model, (x, y), found = new_gpt(fp8, "1x2x64", 257), torch.randint(0, 257, (2, 4, 32)), []
+    for block in model.transformer.h:  # no weight is left at zero
+        for linear in (block.attn.c_proj, block.mlp.down_proj):
+            torch.nn.init.normal_(linear.weight, std=0.02)
+    fp8.use_float8(model, settings_of(fp8, "--float8-from", 1))
     counters.clear()
-    found = []
-    for blocks, forward in ((0, model), (2, model), (2, torch.compile(model, backend="aot_eager"))):
+    for blocks, forward in ((0, model), (1, model), (1, torch.compile(model, backend="aot_eager"))):
         model.recompute_blocks = blocks
         with torch.autocast("cpu", torch.bfloat16):
             loss = forward(x, y)
@@ -157,23 +130,9 @@ def test_25_compiled_in_one_graph_and_recomputed(fp8):
     assert torch.allclose(found[0][0], found[2][0], rtol=1e-4)
 
 
-def test_25_the_loss_tracks_bfloat16(tmp_path, tokens, fp8):
-    """40 steps in which the loss falls from 5.4 to 2.9: within 0.1 at each, and within 0.02 over the last five.
-
-    Four seeds gave up to 0.043 and 0.010. Without its blocks the model is 1.1 and 0.35 off. A vocabulary of the 256
-    bytes keeps bfloat16 affordable on a CPU that has to emulate it; and a CPU's own product of E5M2 numbers takes a
-    minute here, so these multiply the same numbers in float32 (the test of the three products has the real one).
-    """
+def test_25_train_uses_it(fp8, tmp_path, byte_tokens):
+    """A CPU's own product of E5M2 numbers is slow; here these multiply the same numbers in float32."""
     fp8.float8_product = lambda a, fa, b, fb: ((a.float() @ b.float()) * (fa * fb)).bfloat16()
-    edit_json(shutil.copytree(tokens, tmp_path / "tokens") / "meta.json", vocab_size=256)
-    found = []
-    for module in (rung("25"), fp8):
-        module.autocast_dtype = lambda device: torch.bfloat16
-        log = train(module, tmp_path / f"run{len(found)}", tmp_path / "tokens", "-B", 4, "-T", 64, "--total-batch",
-                    256, "--steps", 40, "--val-every", 0, "--checkpoint-every", 0, "--max-lr", 0.01, "--muon-lr", 0.01,
-                    "--float8-from", 1)
-        found.append(torch.tensor(losses(log)))
+    fp8.autocast_dtype = lambda device: torch.bfloat16
+    log = train(fp8, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--float8-from", 1)
     assert "# float8: 10 of the 10 linear layers of the blocks\n" in log.read_text()
-    assert len(found[0]) == 40 and found[0][-1] < 3.0
-    gap = found[1] - found[0]
-    assert 0 < gap.abs().max() < 0.1 and gap[-5:].mean().abs() < 0.02

@@ -2,9 +2,12 @@
 
 What the parts of the later ones are, test_transformer.py shows.
 """
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import builds_on, converted, edit_json, new_gpt, rung, rungs_that_change
+from conftest import builds_on, converted, cut_in_half, edit_json, new_gpt, rung, rungs_that_change
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
@@ -14,7 +17,7 @@ OTHER_MODELS = rungs_that_change("CausalSelfAttention", "MLP", "Block", "GPT", "
 OTHER_WEIGHTS = ["0", "1", "4", "7", "20", "21", "22", "23", "24", "32"]
 # Rung 25 stands for the rungs that keep 24's model.
 GPT2 = [label for label in OTHER_MODELS if not builds_on(label, "20")]
-QWEN3 = ["23", "25", "29"]
+QWEN3 = ["23", "25", "29", "30", "31"]  # what the last two add starts at zero
 
 
 def gpt2_parameters(vocab_size, tied, n_layer=12, n_embd=768, block_size=1024):
@@ -99,14 +102,6 @@ def test_logits_and_loss_equal_hugging_face(label, hf_folder, qwen3, truth, tmp_
     assert torch.allclose(model(x, y), F.cross_entropy(expected.flatten(0, 1), y.flatten()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("label", ["30", "31"])
-@torch.no_grad()
-def test_what_comes_after_qwen3_starts_from_one(label, qwen3, truth, tmp_path):
-    """What these rungs add to it starts at zero, so they compute the same."""
-    found = converted(qwen3, label, tmp_path / "model.pt")(truth[0])
-    assert torch.allclose(found, truth[2][qwen3], rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("label", OTHER_MODELS)
 def test_the_future_is_hidden(label):
     module = rung(label)
@@ -142,22 +137,20 @@ def test_neighbours_start_from_the_same_weights(label):
     assert all(after[name].std().item() == pytest.approx(1 / 64, rel=0.01) for name in smaller)
 
 
-def copy_with(folder, copy, **changes):
-    """A copy of a Hugging Face model with other settings."""
-    copy.mkdir()
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    edit_json(copy / "config.json", **changes)
-    return copy
+@pytest.fixture
+def refusal(hf_folder, qwen3, tmp_path):
+    """refusal(kind, label, **changes): the line with which convert.py refuses the rung a changed "gpt2" or "qwen3"."""
 
+    def refuse(kind, label, damage=lambda folder: None, **changes):
+        folder = shutil.copytree(hf_folder if kind == "gpt2" else qwen3, tmp_path / "folder", dirs_exist_ok=True)
+        edit_json(folder / "config.json", **changes)
+        damage(folder / "model.safetensors")
+        with pytest.raises(SystemExit, match=rf"^error: {folder}: [^\n]*$") as stop:
+            converted(folder, label, tmp_path / "refused.pt")
+        assert not (tmp_path / "refused.pt").exists()
+        return stop.value.code
 
-def refusal(label, folder):
-    """The line with which convert.py refuses to make a folder's model one of the rung; it writes no file."""
-    path = folder.with_name(f"refused_{label}.pt")
-    with pytest.raises(SystemExit, match=rf"^error: {folder}: [^\n]*$") as stop:
-        converted(folder, label, path)
-    assert not path.exists()
-    return stop.value.code
+    return refuse
 
 
 @pytest.mark.parametrize("kind, name, value", [
@@ -167,48 +160,23 @@ def refusal(label, folder):
     ("qwen3", "rms_norm_eps", 1e-5), ("qwen3", "tie_word_embeddings", False), ("qwen3", "attention_bias", True),
     ("qwen3", "rope_parameters", {"rope_type": "default", "rope_theta": 1_000_000}),
 ])
-def test_variants_are_refused(kind, name, value, hf_folder, qwen3, tmp_path):
-    """By their configuration: most of their weights would load, and compute something else."""
-    folder = copy_with(hf_folder if kind == "gpt2" else qwen3, tmp_path / "variant", **{name: value})
-    if kind == "qwen3":
-        (folder / "model.safetensors").unlink()  # an 8B model is not loaded to find that out
-    assert f"its {name} is " in refusal("0" if kind == "gpt2" else "23", folder)
+def test_variants_are_refused(kind, name, value, refusal):
+    """By their configuration, before an 8B model is loaded: most of them would load, and compute something else."""
+    assert f"its {name} is " in refusal(kind, "0" if kind == "gpt2" else "23", Path.unlink, **{name: value})
 
 
-def test_other_kinds_of_models_are_refused(hf_folder, qwen3, tmp_path, capfd):
+def test_other_kinds_of_models_are_refused(refusal, capfd):
     """With the rungs that they fit; without transformers' tables of missing weights."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    BertForMaskedLM(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
-                    ).save_pretrained(tmp_path / "bert")
     capfd.readouterr()
-    assert "neither a GPT-2 nor a Qwen3" in refusal("0", tmp_path / "bert")
+    assert "neither a GPT-2 nor a Qwen3" in refusal("gpt2", "0", model_type="bert", architectures=["BertForMaskedLM"])
     for label in ("0", "10", "22"):
-        assert "a Qwen3; it fits rung 23 and later" in refusal(label, copy_with(qwen3, tmp_path / f"qwen3_{label}"))
+        assert "a Qwen3; it fits rung 23 and later" in refusal("qwen3", label)
+    assert "a GPT-2; it fits rungs 0 to 19" in refusal("gpt2", "23")
     assert capfd.readouterr() == ("", "")
-    assert "a GPT-2; it fits rungs 0 to 19" in refusal("23", copy_with(hf_folder, tmp_path / "gpt2"))
-    for label in ("20", "21", "22"):
-        refusal(label, tmp_path / "gpt2")
 
 
-@pytest.mark.parametrize("label", ["0", "23"])
-def test_damaged_folders_are_refused(label, hf_folder, qwen3, tmp_path):
-    folder = copy_with(hf_folder if label == "0" else qwen3, tmp_path / "damaged")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot be loaded (" in refusal(label, folder)
-    save_file({"no_such_weight": torch.ones(64)}, weights, {"format": "pt"})
-    assert "it lacks " in refusal(label, folder)
-    assert "cannot be loaded (" in refusal(label, tmp_path / "nowhere")
-
-
-def test_untied_weights_need_the_untied_model(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, tie_word_embeddings=False)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "untied")
-    model = converted(tmp_path / "untied", "0", tmp_path / "model.pt")
-    assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
-    for label in ("1", "10"):
-        assert "its embeddings are untied; give --script baseline.py" in refusal(label, tmp_path / "untied")
+@pytest.mark.parametrize("kind, label", [("gpt2", "0"), ("qwen3", "23")])
+def test_damaged_folders_are_refused(kind, label, refusal):
+    assert "cannot be loaded (" in refusal(kind, label, cut_in_half)
+    other = {"no_such_weight": torch.ones(64)}
+    assert "it lacks " in refusal(kind, label, lambda path: save_file(other, path, {"format": "pt"}))

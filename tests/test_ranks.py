@@ -1,20 +1,18 @@
 """DDP, from ddp_run.py on: ranks together compute what one process computes, stop together, and come back."""
 import json
-import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    GROUP_OF_ONE, ROOT, TORCHRUN, Crash, assert_same_weights, builds_on, crash_in_step, losses, new_gpt, on_ranks,
-    own_settings, read_steps, run_command, rung, rungs_that_change, train, train_in_float32, val_losses, watch)
+    GROUP_OF_ONE, ROOT, TORCHRUN, assert_same_weights, builds_on, known_flags, losses, new_gpt, on_ranks, read_steps,
+    run_command, rung, rungs_that_change, train, train_in_float32, val_losses)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ladder.scripts.stages import BY_LABEL
@@ -29,19 +27,19 @@ TOTAL = {"total_batch": 256, "val_every": 3, "val_sequences": 5, "checkpoint_eve
 PATIENCE = ("--patience", 2, "--val-every", 1, "--max-lr", 0.5, "--muon-lr", 0.5, "--warmup-steps", 3)
 
 
-def flags_of(label, B):
+def six_steps(label, B):
     """Six steps, if possible of 256 tokens, and 5 sequences of validation, which 2 ranks cannot share."""
-    known = vars(rung(label).parse_settings([]))
-    more = [(f"--{name.replace('_', '-')}", value) for name, value in TOTAL.items() if name in known]
-    return ["-B", B, "-T", 32, "--steps", 6, *sum(more, ())]
+    return ["-B", B, "-T", 32, "--steps", 6, *known_flags(rung(label), **TOTAL)]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, byte_tokens):
     """The folder of runs of two ranks, one for each label, in float32; and what was printed."""
     folder = tmp_path_factory.mktemp("two")
-    runs = {label: (label, "float32", [*flags_of(label, 2), "--save", folder / f"{label}.pt"]) for label in LABELS}
-    runs["patience"] = ("27", "float32", [*flags_of("27", 2), *PATIENCE])
+    runs = {label: (label, "float32", [*six_steps(label, 2), "--save", folder / f"{label}.pt"]) for label in LABELS}
+    runs["patience"] = ("27", "float32", [*six_steps("27", 2), *PATIENCE])
+    runs |= {f"saved {label}": (label, "float32", [*six_steps(label, 2), "--checkpoint-every", 3])
+             for label in ("24", "33")}
     run = on_ranks(2, folder, byte_tokens, runs)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("step : 1 |") == len(runs)  # rank 0 alone speaks; the other has a log of its own
@@ -55,7 +53,7 @@ def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
     Float32 sums in another order: losses agree to 1e-5 of 5.5, weights to a few percent of one step's length.
     """
     B = 4 if label == "ddp" else 2 if builds_on(label, "28") else 8
-    alone = train_in_float32(label, tmp_path, byte_tokens, *flags_of(label, B), "--save", tmp_path / "alone.pt")
+    alone = train_in_float32(label, tmp_path, byte_tokens, *six_steps(label, B), "--save", tmp_path / "alone.pt")
     log = two_ranks / label / alone.name
     ours, truth = read_steps(log), read_steps(alone)
     assert len(ours) == len(truth) == 6 and "# ranks: 2\n" in log.read_text()
@@ -73,7 +71,7 @@ def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
 
 
 def test_27_two_ranks_run_out_of_patience_at_the_same_step(two_ranks, tmp_path, byte_tokens):
-    alone = train_in_float32("27", tmp_path, byte_tokens, *flags_of("27", 8), *PATIENCE)
+    alone = train_in_float32("27", tmp_path, byte_tokens, *six_steps("27", 8), *PATIENCE)
     logs = [alone, two_ranks / "patience" / alone.name, two_ranks / "patience" / "rank_1" / alone.name]
     ends = [re.search(r"# ended by --patience after step \d", log.read_text())[0] for log in logs]
     assert ends[0] == ends[1] == ends[2] and len(losses(alone)) < 6
@@ -94,76 +92,45 @@ def test_11_gradients_cross_the_ranks_once_a_step(label, tmp_path, byte_tokens, 
     assert synchronized == [False, False, False, True] * 2
 
 
-@pytest.fixture(scope="module")
-def grouped(tmp_path_factory, byte_tokens):
-    """grouped(label): what is seen of a run in bfloat16, "compiled", as the only rank of a process group.
-
-    The sums over the ranks say that another one has got a signal in the second of its four steps.
-    """
-    runs = {}
-
-    def run(label):
-        module, folder = rung(label), tmp_path_factory.mktemp("grouped")
-        modes, angles, storages, sums = set(), set(), [], []
-        rotate, all_reduce = module.rotate, dist.all_reduce
-
-        def watched_rotate(x, cos, sin):
-            angles.update({cos.dtype, sin.dtype})
-            return rotate(x, cos, sin)
-
-        def watched_compile(function, **options):
-            modes.update(set() if function is torch.sin else {options.get("mode")})  # torch.sin: the probe
-            return function
-
-        def see_step(optimizer, args, kwargs):
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            if label == "24":
-                storages.append((len(gradients), len({g.untyped_storage().data_ptr() for g in gradients})))
-
-        def all_ranks(tensor, *args, **kwargs):
-            all_reduce(tensor, *args, **kwargs)
-            if not tensor.is_floating_point():  # the number of signals
-                sums.append(tensor)
-                tensor += len(sums) == 2
-
-        module.rotate, module.autocast_dtype = watched_rotate, lambda device: torch.bfloat16
-        hook = register_optimizer_step_pre_hook(see_step)
-        with pytest.MonkeyPatch.context() as patch, own_settings(), watch() as seen:
-            for name, value in GROUP_OF_ONE.items():
-                patch.setenv(name, value)
-            patch.setattr(torch, "compile", watched_compile)
-            patch.setattr(dist, "all_reduce", all_ranks)
-            try:
-                log = train(module, folder, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 4,
-                            "--val-every", 2, "--val-sequences", 2, compile_mode="max-autotune-no-cudagraphs")
-            finally:
-                hook.remove()
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-        return SimpleNamespace(log=log, modes=modes, angles=angles, storages=storages, forward=seen.forward)
-
-    return lambda label: runs[label] if label in runs else runs.setdefault(label, run(label))
-
-
 @pytest.mark.parametrize("label", LAST)
-def test_a_rank_in_a_group(label, grouped):
-    """It stops after the step in which another one gets a signal, with a checkpoint; --compile-mode arrives.
+def test_a_rank_in_a_group(label, tmp_path, byte_tokens, group_of_one, monkeypatch):
+    """The sums over the ranks say that another one has got a signal in the second of four steps: all stop after it.
 
-    Validation is under autocast and without gradients. FSDP's mixed precision, which casts what a block is given unless
-    it is told not to, leaves RoPE's angles in float32.
+    DDP's gradients are views of its two buckets, or each would be there twice. FSDP's mixed precision, which casts
+    what a block is given unless it is told not to, leaves RoPE's angles in float32.
     """
-    seen = grouped(label)
-    log = seen.log.read_text()
-    assert len(losses(seen.log)) == 2 and "# checkpoint: step 2 in" in log and "# ended by a signal after step 2" in log
-    assert seen.modes == {"max-autotune-no-cudagraphs"} and seen.angles == {torch.float32}
-    assert builds_on(label, "fsdp") or {kind[:3] for kind in seen.forward} == {
-        (True, True, torch.bfloat16), (False, False, torch.bfloat16)}
+    module, modes, angles, storages, sums = rung(label), set(), set(), [], []
+    rotate, all_reduce = module.rotate, dist.all_reduce
 
+    def watched_rotate(x, cos, sin):
+        angles.update({cos.dtype, sin.dtype})
+        return rotate(x, cos, sin)
 
-def test_gradients_are_views_of_the_buckets(grouped):
-    """All of the parameters fit into DDP's first two; else each gradient is there twice."""
-    for n_gradients, n_storages in grouped("24").storages:
-        assert n_gradients >= 10 and n_storages <= 2
+    def watched_compile(function, **options):
+        modes.update(set() if function is torch.sin else {options.get("mode")})  # torch.sin: the probe
+        return function
+
+    def all_ranks(tensor, *args, **kwargs):
+        all_reduce(tensor, *args, **kwargs)
+        if not tensor.is_floating_point():  # the number of signals
+            sums.append(tensor)
+            tensor += len(sums) == 2
+
+    def see_step(optimizer, args, kwargs):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        storages.append(len({gradient.untyped_storage().data_ptr() for gradient in gradients}))
+
+    module.rotate, module.autocast_dtype = watched_rotate, lambda device: torch.bfloat16
+    monkeypatch.setattr(torch, "compile", watched_compile)
+    monkeypatch.setattr(dist, "all_reduce", all_ranks)
+    hook = register_optimizer_step_pre_hook(see_step) if label == "24" else None
+    log = train(module, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 4, "--val-every", 0,
+                compile_mode="max-autotune-no-cudagraphs")
+    if hook:
+        hook.remove()
+        assert max(storages) <= 2
+    assert len(losses(log)) == 2 and "# ended by a signal after step 2; newest" in log.read_text()
+    assert modes == {"max-autotune-no-cudagraphs"} and angles == {torch.float32}
 
 
 @pytest.mark.parametrize("label", ["ddp", "15"])
@@ -209,29 +176,6 @@ def test_no_cuda_graphs(mode, capsys):
         assert f"argument --compile-mode: invalid choice: '{mode}'" in capsys.readouterr().err
 
 
-def test_both_ranks_wait_for_the_data(tmp_path):
-    """Nothing prepared: one of them prepares, the other waits."""
-    (tmp_path / "data").mkdir()
-    for script in (ROOT / "data").glob("*.py"):
-        shutil.copy(script, tmp_path / "data")
-    no_network = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
-    run = run_command(
-        *TWO_RANKS, ROOT / "ddp_run.py", "--model", "tiny", "--device", "cpu", "-T", 32, "--steps", 2,
-        "--compile-mode", "none", cwd=tmp_path, TIKTOKEN_CACHE_DIR=os.fspath(tmp_path), **no_network,
-    )
-    assert run.returncode == 0, run.stderr
-    assert len(losses(tmp_path / "logs" / "ddp_run.log")) == 2
-
-
-@pytest.mark.parametrize("dying", ["1", pytest.param("0", marks=pytest.mark.slow)])
-def test_a_dying_rank_ends_the_job(dying, tmp_path, byte_tokens):
-    started = time.monotonic()
-    run = on_ranks(2, tmp_path, byte_tokens, {"run": ("ddp", "float32", ["-B", 2, "-T", 32, "--steps", 100_000])},
-                   DIE_RANK=dying, DIE_BATCH="3")
-    assert run.returncode != 0 and time.monotonic() - started < 90
-    assert "SIGKILL" in run.stderr or "Signal 9" in run.stderr
-
-
 SIX = ["-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "--val-every", 0, "--resume"]
 
 
@@ -250,14 +194,6 @@ def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
 
 
 @pytest.mark.slow
-def test_15_restarts_that_cannot_work_are_refused(tmp_path, byte_tokens):
-    run = on_ranks(2, tmp_path, byte_tokens, {"run": ("15", "float32", ["-B", 2, *SIX])}, "--max-restarts=1",
-                   TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
-    assert run.returncode != 0
-    assert "error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run.stderr
-
-
-@pytest.mark.slow
 def test_15_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path, byte_tokens):
     """To rank 1, in its third step; batches are fetched one ahead."""
     run = on_ranks(2, tmp_path, byte_tokens, {"run": ("15", "float32", ["-B", 1, *SIX])},
@@ -269,59 +205,19 @@ def test_15_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path, byte_tok
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
-def test_14_another_number_of_ranks_resumes(first, then, byte_tokens, tmp_path):
-    """Float32, the same total batch: the losses of one process that did all six steps."""
-    log = tmp_path / "run" / f"{BY_LABEL['14'].name}.log"
-    for ranks, dying in ((first, True), (then, False)):
-        if ranks == 2:
-            environment = {"DIE_RANK": "0", "DIE_BATCH": "6"} if dying else {}
-            run = on_ranks(2, tmp_path, byte_tokens, {"run": ("14", "float32", ["-B", 2, *SIX])}, **environment)
-            assert (run.returncode == 0) != dying, run.stderr
-            continue
-        module = rung("14")
-        module.autocast_dtype = lambda device: torch.float32
-        if dying:
-            crash_in_step(module, 5)
-            with pytest.raises(Crash):
-                train(module, tmp_path / "run", byte_tokens, "-B", 2, *SIX)
-        else:
-            train(module, tmp_path / "run", byte_tokens, "-B", 2, *SIX)
-    assert "# resumed after step 4 of 6" in log.read_text()
-    truth = train_in_float32("14", tmp_path / "whole", byte_tokens, "-B", 2, *SIX)
-    assert losses(log) == pytest.approx(losses(truth), abs=1e-4)
+def test_network_between_two_machines():
+    """experiments/network.py on two torchrun agents that meet on loopback, one rank each, as two machines would.
 
-
-def run_two_agents(*command):
-    """What two torchrun agents print that meet on loopback, one rank each, as two machines would be started."""
+    Its columns agree with each other, and with 4 bytes for each of GPT-2's parameters.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=test",
-             f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", *map(str, command)]
-    agents = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-              for _ in range(2)]
-    printed = []
-    for agent in agents:
-        output, errors = agent.communicate(timeout=300)
-        assert agent.returncode == 0, errors
-        printed.append(output)
-    return "".join(printed)
-
-
-@pytest.mark.slow
-def test_two_machines(two_ranks, byte_tokens, tmp_path):
-    """The losses of one agent with two ranks, digit for digit."""
-    runs = json.loads((two_ranks / "runs.json").read_text())
-    (tmp_path / "runs.json").write_text(json.dumps({"ddp": runs["ddp"]}))
-    run_two_agents(ROOT / "tests" / "rank.py", tmp_path)
-    assert losses(tmp_path / "ddp" / "ddp_run.log") == losses(two_ranks / "ddp" / "ddp_run.log")
-
-
-@pytest.mark.slow
-def test_network_between_two_machines():
-    """experiments/network.py: the columns agree with each other, and with 4 bytes for each of GPT-2's parameters."""
-    lines = [line.split() for line in run_two_agents("-m", "experiments.network", 1, 4).splitlines()]
+             f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "-m", "experiments.network", "1", "4"]
+    agents = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+    printed = "".join(agent.communicate(timeout=300)[0] for agent in agents)
+    lines = [line.split() for line in printed.splitlines()]
     assert lines[0] == "2 ranks on 2 machines, gloo".split()
     table, models = lines[2:4], {line[0]: [float(word) for word in line[1:]] for line in lines[5:]}
     for size, (megabytes, ms, rate, link) in zip((1, 4), (map(float, line) for line in table), strict=True):
@@ -333,14 +229,6 @@ def test_network_between_two_machines():
 
 
 @pytest.mark.slow
-def test_a_bad_value_ends_all_ranks_with_its_line(tmp_path, byte_tokens):
-    run = run_command(*TWO_RANKS, ROOT / "ddp_run.py", "--model", "tiny", "--device", "cpu", "--data", byte_tokens,
-                      "--log-dir", tmp_path, "-B", 1_000_000, "-T", 32, timeout=120)
-    assert run.returncode != 0
-    assert "error: " in run.stderr and "needs 32000001" in run.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("label", ["ddp", "16", "29", "31", "fsdp", "dcp"])
 def test_the_command_of_the_readme(label, tmp_path, byte_tokens):
     """Compiled on two ranks, in bfloat16 where a CPU has it: as eagerly, but for its 0.2 %."""
@@ -348,8 +236,8 @@ def test_the_command_of_the_readme(label, tmp_path, byte_tokens):
     for mode in ("default", "none"):
         run = run_command(
             *TWO_RANKS, BY_LABEL[label].path, "--model", "tiny", "--device", "cpu", "--data", byte_tokens, "--log-dir",
-            tmp_path / mode, *flags_of(label, 2), "--compile-mode", mode, "--save", tmp_path / f"{mode}.pt",
-            *(["--checkpoint-dir", tmp_path / mode] if builds_on(label, "14") else []))
+            tmp_path / mode, *six_steps(label, 2), *known_flags(rung(label), checkpoint_dir=tmp_path / mode),
+            "--compile-mode", mode, "--save", tmp_path / f"{mode}.pt")
         assert run.returncode == 0, run.stderr
         assert f"# compile: {mode}" in run.stdout
         found.append(losses(tmp_path / mode / f"{BY_LABEL[label].name}.log"))
@@ -358,18 +246,16 @@ def test_the_command_of_the_readme(label, tmp_path, byte_tokens):
     assert saved["script"] == BY_LABEL[label].path.name and "transformer.wte.weight" in saved["model"]
 
 
-def test_33_each_parameter_is_updated_by_one_rank(tmp_path, byte_tokens):
+def test_33_each_parameter_is_updated_by_one_rank(two_ranks, tmp_path, byte_tokens):
     """Bit for bit as by both; a checkpoint holds the moments of both, and one process continues from it."""
-    runs = {label: (label, "float32", [*flags_of(label, 2), "--checkpoint-every", 3]) for label in ("24", "33")}
-    run = on_ranks(2, tmp_path, byte_tokens, runs)
-    assert run.returncode == 0, run.stderr
-    whole, shared = (torch.load(tmp_path / label / "checkpoints" / "step_0000006.pt") for label in ("24", "33"))
+    checkpoints = [two_ranks / f"saved {label}" / "checkpoints" for label in ("24", "33")]
+    whole, shared = (torch.load(folder / "step_0000006.pt") for folder in checkpoints)
     for name in ("model", "optimizer"):
         torch.testing.assert_close(shared[name], whole[name], rtol=0, atol=0)
-    (tmp_path / "33" / "checkpoints" / "step_0000006.pt").unlink()
-    log = train_in_float32("33", tmp_path / "alone", byte_tokens, *flags_of("33", 8), "--checkpoint-every", 3,
-                           "--checkpoint-dir", tmp_path / "33" / "checkpoints", "--resume")
-    assert losses(log) == pytest.approx(losses(tmp_path / "33" / log.name), abs=1e-4)
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copy(checkpoints[1] / "step_0000003.pt", tmp_path / "checkpoints")
+    log = train_in_float32("33", tmp_path, byte_tokens, *six_steps("33", 8), "--checkpoint-every", 3, "--resume")
+    assert losses(log) == pytest.approx(losses(two_ranks / "saved 33" / log.name), abs=1e-4)
 
 
 def test_33_the_moments_are_divided(group_of_one, monkeypatch):

@@ -6,11 +6,13 @@ import contextlib
 import io
 import math
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import FakeClock, builds_on, has_flag, losses, norm_of, read_steps, rung, rungs_that_change, train, watch
+from conftest import (
+    Crash, FakeClock, builds_on, known_flags, losses, norm_of, read_steps, rung, rungs_that_change, train, watch)
 from torch.nn import functional as F
 
 from ladder.scripts.stages import BY_LABEL
@@ -45,12 +47,10 @@ def short_run(tmp_path_factory, byte_tokens):
         slow_batch = clock.slow(batch, STEP_SECONDS["batch"])
         module.DataLoaderLite.batch = lambda loader, i: (
             batch if i in getattr(loader, "prefetched", ()) else slow_batch)(loader, i)
-        flags = [(f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}", value)
-                 for name, value in SHORT.items() if has_flag(module, name)]
         output = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, watch() as seen, contextlib.redirect_stdout(output):
             patch.setattr(torch.cpu, "synchronize", clock.slow(torch.cpu.synchronize, STEP_SECONDS["synchronize"]))
-            seen.log = train(module, tmp_path_factory.mktemp("run"), byte_tokens, *sum(flags, ()))
+            seen.log = train(module, tmp_path_factory.mktemp("run"), byte_tokens, *known_flags(module, **SHORT))
         seen.printed, seen.lines = output.getvalue().splitlines(), seen.log.read_text().splitlines()
         seen.steps = read_steps(seen.log)
         return seen
@@ -106,25 +106,22 @@ def test_header_and_steps(label, short_run, byte_tokens):
 
 
 @EACH
-def test_the_forward_pass(label, short_run):
-    """Its types, the precision of its products; and from rung 13 on a validation, under autocast without gradients."""
+def test_what_the_model_is_given(label, short_run, byte_tokens):
+    """One batch after the other, in the order of the file, or in rung 26's; its types, the precision of its products.
+
+    From rung 13 on a validation follows, under autocast without gradients.
+    """
     dtype = torch.bfloat16 if builds_on(label, "3") else torch.float32
     precision = "highest" if label in ("0", "1") else "high"
     expected = {(True, True, dtype, torch.float32, precision)}
     expected |= {(False, False, dtype, torch.float32, precision)} if builds_on(label, "13") else set()
     assert short_run(label).forward == expected
-
-
-@EACH
-def test_train_takes_one_batch_after_the_other(label, short_run, byte_tokens):
-    """In the order of the file, or in rung 26's."""
+    text = np.fromfile(byte_tokens / "train.bin", dtype="<u2").astype(np.int64)
+    batches = torch.from_numpy(text[: N_STEPS * B * T]).view(-1, T)
     if builds_on(label, "26"):
         loader = rung("26").DataLoaderLite(byte_tokens, B, T, "cpu", seed=1337)
-        expected = torch.cat([loader.batch(i)[0] for i in range(N_STEPS)])
-    else:
-        text = np.fromfile(byte_tokens / "train.bin", dtype="<u2").astype(np.int64)
-        expected = torch.from_numpy(text[: N_STEPS * B * T]).view(-1, T)
-    assert torch.equal(torch.cat(short_run(label).inputs), expected)
+        batches = torch.cat([loader.batch(i)[0] for i in range(N_STEPS)])
+    assert torch.equal(torch.cat(short_run(label).inputs), batches)
 
 
 @EACH
@@ -205,18 +202,13 @@ def test_the_defaults(label):
 @pytest.mark.parametrize("label", [label for label in rungs_that_change("train") if builds_on(label, "11")])
 def test_the_default_batch_is_that_of_gpt3(label):
     """2**19 tokens: 128 micro-steps of 4 x 1024 on one GPU, 16 on eight; four of any size on a CPU."""
-    class Stop(Exception):
-        """Ends a run where a CPU cannot go on."""
-
-    def stop(*args, **more):
-        raise Stop
-
     module = rung(label)
+    module.autocast_dtype = lambda device: torch.float32
+    module.DataLoaderLite = mock.Mock(side_effect=Crash)  # a CPU cannot go on
     for device, ranks, micro_steps in (("cuda", 1, 128), ("cuda", 8, 16), ("cpu", 1, 4)):
         settings = module.parse_settings(["-B", "4", "-T", "1024"])
         settings.device = device
         module.init_ranks = lambda settings, ranks=ranks: (0, ranks)
-        module.autocast_dtype, module.DataLoaderLite = lambda device: torch.float32, stop
-        with pytest.raises(Stop):
+        with pytest.raises(Crash):
             module.train(settings)
         assert settings.total_batch == micro_steps * 4 * 1024 * ranks
