@@ -1,15 +1,19 @@
 """Run rungs' `train` on fake CUDA tensors, without a GPU, and print for each what test_fake_cuda.py asserts, as JSON.
 
-    python tests/fake_cuda.py FOLDER bfloat16|float16 eager|compiled LABEL[:MODEL]...
+    python tests/fake_cuda.py FOLDER bfloat16|float16 none|aot_eager|sm_NN LABEL[:MODEL]...
 
 FakeTensorMode computes shapes, types and devices, and no numbers. So a tensor on the wrong device raises, and each copy
 between host and device, and each `.item()` there, is seen. A C++ library registers a device guard for CUDA that does
 nothing, so that a build of torch without CUDA slices, copies and runs the autograd engine on such tensors. What needs
-numbers is replaced: the gradient scaler's kernels, files, the counting of rung 30. "Compiled" is traced, not lowered.
+numbers is replaced: the gradient scaler's kernels, files, the counting of rung 30.
+
+With sm_75 (a T4) to sm_120 (an RTX 5090) Inductor lowers the graphs to Triton, and Triton, if it is installed, compiles
+each kernel to machine code for that GPU, which tells how much of its shared memory a block takes.
 """
 import ast
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -97,6 +101,10 @@ from ladder.scripts.stages import BY_LABEL  # noqa: E402
 PINNED = WeakIdKeyDictionary()
 B, T = 2, 128
 N_MICRO_STEPS = 2
+CARDS = {  # by compute capability: multiprocessors, threads on each, bytes of shared memory that a block may take
+    75: (40, 1024, 65536), 80: (108, 2048, 166912), 86: (82, 1536, 101376), 89: (128, 1536, 101376),
+    90: (132, 2048, 232448), 120: (170, 1536, 101376),
+}
 
 
 class Watch(TorchDispatchMode):
@@ -175,16 +183,19 @@ def move(self, function, recurse=True):
     return self
 
 
-def compiler(mode, watch, graphs):
+def compiler(backend, mode, watch, graphs, kernels):
     """A torch.compile that traces, and runs the graphs, forward and backward, on fake tensors."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import compile_fx
 
     real = torch.compile
 
-    def run_on_fakes(graph_module, inputs):
+    def run_on_fakes(graph_module, inputs, **options):
         graphs.append(graph_module)
+        if backend != "aot_eager":
+            kernels.extend(machine_code(graph_module, inputs, options, capability(backend)))
 
         def run(*args):
             with mode, watch:
@@ -192,11 +203,11 @@ def compiler(mode, watch, graphs):
 
         return make_boxed_func(run)
 
-    backend = aot_autograd(fw_compiler=run_on_fakes, bw_compiler=run_on_fakes,
-                           partition_fn=min_cut_rematerialization_partition)
+    chosen = functools.partial(compile_fx, inner_compile=run_on_fakes) if backend != "aot_eager" else aot_autograd(
+        fw_compiler=run_on_fakes, bw_compiler=run_on_fakes, partition_fn=min_cut_rematerialization_partition)
 
     def compile(model, **_):
-        compiled = real(model, backend=backend)
+        compiled = real(model, backend=chosen)
 
         def call(*args, **kwargs):
             with _disable_current_modes():
@@ -209,26 +220,132 @@ def compiler(mode, watch, graphs):
     return compile
 
 
+# ---- down to machine code --------------------------------------------------------------------------------------------
+
+
+def capability(backend):
+    return int(backend.removeprefix("sm_")) if backend.startswith("sm_") else 90
+
+
+def properties(cc):
+    multiprocessors, threads, shared = CARDS[cc]
+    return SimpleNamespace(
+        name="a fake", major=cc // 10, minor=cc % 10, multi_processor_count=multiprocessors, total_memory=10**11,
+        warp_size=32, regs_per_multiprocessor=65536, max_threads_per_multi_processor=threads,
+        max_threads_per_block=1024, shared_memory_per_block=49152, shared_memory_per_block_optin=shared,
+        L2_cache_size=40 * 2**20, gcnArchName="", is_integrated=0)
+
+
+class Lowered(BaseException):
+    """Ends a compilation when its code is generated, before it is run."""
+
+
+def machine_code(graph_module, inputs, options, cc):
+    """Yield (name, what went wrong, "" if nothing did) of each Triton kernel of a graph."""
+    import triton
+    from torch._inductor.compile_fx import compile_fx_inner
+    from triton.backends.compiler import GPUTarget
+
+    generated = []
+
+    def stop(graph):
+        generated.append(graph.codegen()[0].value)
+        raise Lowered
+
+    with mock.patch("torch._inductor.graph.GraphLowering._compile_to_module", stop), contextlib.suppress(Lowered):
+        compile_fx_inner(graph_module, inputs, **options)
+    for name, tuner in triton_kernels(generated[0]):
+        for config in tuner.configs:
+            meta = tuner._create_compile_meta(config)
+            source = triton.compiler.ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
+            try:
+                compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32),
+                                          options=tuner._create_compile_options(config, meta))
+            except Exception as error:  # any: of Triton, LLVM or ptxas
+                yield name, f"{type(error).__name__}: {error}"[:300]
+            else:
+                taken, there = compiled.metadata.shared, CARDS[cc][2]
+                yield name, f"asks for {taken} bytes of shared memory, of {there}" if taken > there else ""
+
+
+def triton_kernels(code):
+    """(name, CachingAutotuner) of the kernels in generated code."""
+    found = []
+
+    class Compiler:  # in place of AsyncCompile
+        def triton(self, name, source, **_):
+            path = Path(tempfile.mkdtemp(dir=folder)) / "kernel.py"
+            path.write_text(source)  # Triton reads a kernel's source from its file
+            spec = importlib.util.spec_from_file_location(path.parent.name, path)
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            found.append((name, getattr(module, name)))
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch("torch._inductor.async_compile.AsyncCompile", Compiler):
+        exec(code.partition("async_compile.wait(")[0], {})
+        yield from found
+
+
+def as_card(cc):
+    """What Inductor and Triton ask of a GPU of a compute capability: {name: answer}."""
+    from torch._inductor.runtime.hints import DeviceProperties
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    def flash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+
+    class Driver(CudaDriver):
+        def __init__(self):
+            pass
+
+        def get_current_target(self):
+            return GPUTarget("cuda", cc, 32)
+
+        def get_active_torch_device(self):
+            return torch.device("cuda", 0)
+
+    import triton
+    triton.runtime.driver.set_active(Driver())
+    torch._C._cuda_getCurrentRawStream = lambda *_: 0
+    DeviceProperties.create.cache_clear()
+    interface = "torch._dynamo.device_interface.CudaInterface."
+    return {
+        # A build for CPUs would compute explicit attention here, as CUDA does before sm_80.
+        **({"torch.nn.functional.scaled_dot_product_attention": flash} if cc >= 80 else {}),
+        "torch.cuda.get_device_properties": lambda *_: properties(cc),
+        f"{interface}get_device_properties": lambda *_: properties(cc),
+        f"{interface}Worker.get_device_properties": lambda *_: properties(cc),
+        f"{interface}get_compute_capability": lambda *_: cc,
+        f"{interface}is_available": lambda: True, f"{interface}is_triton_capable": lambda *_: True,
+        f"{interface}raise_if_triton_unavailable": nothing,
+        f"{interface}current_device": lambda: 0, f"{interface}device_count": lambda: 1,
+        "torch._inductor.runtime.triton_helpers.set_driver_to_gpu": nothing,
+        "torch._inductor.config.compile_threads": 1, "torch._inductor.config.fx_graph_cache": False,
+        "torch._inductor.config.joint_graph_constant_folding": False,  # it computes constants on the GPU
+    }
+
+
+# ---- a rung's train --------------------------------------------------------------------------------------------------
+
+
 def nothing(*_, **__):
     pass
 
 
-def fake_cuda(float16):
-    """What the scripts and torch ask of a GPU, a T4 or an H100: {name: answer}."""
-    capability = (7, 5) if float16 else (9, 0)
-    properties = SimpleNamespace(name="a fake", major=capability[0], minor=capability[1], multi_processor_count=132,
-                                 total_memory=10**11)
+def fake_cuda(float16, cc):
+    """What the scripts and torch ask of a GPU: {name: answer}."""
     return {
         "torch.cuda.is_available": lambda: True, "torch.cuda.synchronize": nothing,
         "torch.cuda.device_count": lambda: 1,
         "torch.cuda.current_device": lambda: 0, "torch.cuda.get_device_name": lambda *_: "a fake",
-        "torch.cuda.get_device_capability": lambda *_: capability,
+        "torch.cuda.get_device_capability": lambda *_: divmod(75 if float16 else cc, 10),
         "torch.cuda.is_bf16_supported": lambda *_, **__: not float16, "torch.cuda.is_initialized": lambda: True,
         "torch.cuda._lazy_init": nothing, "torch.cuda.mem_get_info": lambda *_: (10**10, 10**11),
         "torch.cuda.max_memory_allocated": lambda *_: 1, "torch.cuda.manual_seed_all": nothing,
         "torch.cuda.manual_seed": nothing, "torch.cuda._is_in_bad_fork": lambda: False,
         "torch.cuda.get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "torch.cuda.set_rng_state": nothing,
-        "torch.cuda.get_device_properties": lambda *_: properties,
+        "torch.cuda.get_device_properties": lambda *_: properties(75 if float16 else cc),
         "torch.cuda.is_current_stream_capturing": lambda: False, "torch.cuda._exchange_device": lambda *_: 0,
         "torch.cuda._maybe_exchange_device": lambda *_: 0, "torch.cuda.default_generators": (torch.Generator(),),
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
@@ -249,14 +366,15 @@ def make_data(folder):
     tokens_of(folder, ids, ids[:4_000], documents=500)
 
 
-def run(label, model, folder, float16, compiled):
+def run(label, model, folder, float16, backend):
     """Train two steps of a rung; returns what happened in the second."""
-    script, watch, graphs = rung(label), Watch(BY_LABEL[label].path), []
+    script, watch, graphs, kernels = rung(label), Watch(BY_LABEL[label].path), [], []
     script.DEVICES = ["cuda", "cpu"]
     words = known_flags(  # two steps of two micro-steps, with a validation after each
         script, B=B, T=T, steps=2, model=model, device="cuda", data=folder / "data", log_dir=folder / "logs",
-        compile_mode="default" if compiled else "none", total_batch=N_MICRO_STEPS * B * T, val_every=1, val_sequences=2,
-        checkpoint_every=1, float8_from=0, checkpoint_dir=folder / f"checkpoints_{label}_{model}", loss_chunk=T)
+        compile_mode="none" if backend == "none" else "default", total_batch=N_MICRO_STEPS * B * T, val_every=1,
+        val_sequences=2, checkpoint_every=1, float8_from=0, checkpoint_dir=folder / f"checkpoints_{label}_{model}",
+        loss_chunk=T)
     log_step = script.Log.step
 
     def count_step(self, *args, **more):
@@ -272,9 +390,11 @@ def run(label, model, folder, float16, compiled):
     torch._dynamo.utils.counters.clear()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        answers = fake_cuda(float16)
-        if compiled:
-            answers["torch.compile"] = compiler(mode, watch, graphs)
+        answers = fake_cuda(float16, capability(backend))
+        if backend != "none":
+            answers["torch.compile"] = compiler(backend, mode, watch, graphs, kernels)
+        if backend.startswith("sm_"):
+            answers |= as_card(capability(backend))
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, answer))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
@@ -289,13 +409,13 @@ def run(label, model, folder, float16, compiled):
         "waits": {what: n for (step, timed, what), n in watch.waits.items() if step == 2 and timed},
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
         "rng": [name for name in operations if "rng_state" in name],
+        "kernels": len(kernels), "failed": [(name, why) for name, why in kernels if why],
         "flex": sum("flex_attention" in name for name in operations),
     }
 
 
 if __name__ == "__main__":
-    folder, dtype, mode, *labels = sys.argv[1:]
+    folder, dtype, backend, *labels = sys.argv[1:]
     make_data(Path(folder) / "data")
     for label, _, model in (word.partition(":") for word in labels):
-        found = run(label, model or "1x2x64", Path(folder), dtype == "float16", mode == "compiled")
-        print(json.dumps(found), flush=True)
+        print(json.dumps(run(label, model or "1x2x64", Path(folder), dtype == "float16", backend)), flush=True)

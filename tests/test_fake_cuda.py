@@ -1,4 +1,5 @@
 """The rungs on fake CUDA tensors (fake_cuda.py): no tensor on the wrong device; the waits for the device, counted."""
+import importlib.util
 import json
 import shutil
 import sys
@@ -27,20 +28,39 @@ def waits_of(label, dtype):
     return WAITS[dtype][known[-1]]
 
 
-@pytest.mark.parametrize("dtype, mode, words", [
-    ("bfloat16", "eager", LABELS), ("float16", "eager", SCALED),
-    ("bfloat16", "compiled", ["10", *HEADS, "31"]),
-    pytest.param("bfloat16", "compiled", COMPILED, marks=pytest.mark.slow),
-    pytest.param("float16", "compiled", COMPILED, marks=pytest.mark.slow),
-])
-def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype, mode, words, tmp_path):
-    command = [sys.executable, ROOT / "tests" / "fake_cuda.py", tmp_path, dtype, mode, *words]
-    done = run_command(*command, cwd=tmp_path, timeout=600)
+def runs(folder, dtype, backend, words):
+    done = run_command(sys.executable, ROOT / "tests" / "fake_cuda.py", folder, dtype, backend, *words, cwd=folder,
+                       timeout=3000)  # the kernels of a rung take 20 s to compile
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(words)
-    for word, run in zip(words, found, strict=True):
-        assert run["steps"] == 2 and sum(run["waits"].values()) == waits_of(run["label"], dtype), run
-        assert not run["breaks"] and run["graphs"] == 2 * (mode == "compiled")  # forward and backward
-        assert run["flex"] == 2 * (mode == "compiled" and 16 <= HEADS.get(word, 0) <= 128)
+    assert len(found) == len(words) and {run["steps"] for run in found} == {2}
+    return found
+
+
+@pytest.mark.parametrize("dtype, backend, words", [
+    ("bfloat16", "none", LABELS), ("float16", "none", SCALED),
+    ("bfloat16", "aot_eager", ["10", *HEADS, "31"]),
+    pytest.param("bfloat16", "aot_eager", COMPILED, marks=pytest.mark.slow),
+    pytest.param("float16", "aot_eager", COMPILED, marks=pytest.mark.slow),
+])
+def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype, backend, words, tmp_path):
+    compiled = backend != "none"
+    for word, run in zip(words, runs(tmp_path, dtype, backend, words), strict=True):
+        assert sum(run["waits"].values()) == waits_of(run["label"], dtype), run
+        assert not run["breaks"] and run["graphs"] == 2 * compiled  # forward and backward
+        assert run["flex"] == 2 * (compiled and 16 <= HEADS.get(word, 0) <= 128)
         assert not run["rng"]  # --resume restores the default generator: the masks of dropout must come from it alone
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install triton")
+@pytest.mark.parametrize("card, words", [
+    ("sm_75", COMPILED), ("sm_90", COMPILED),  # a T4, an H100
+    ("sm_120", ["5", "24", "28", "31"]),  # an RTX 5090
+    # FlexAttention takes more shared memory the wider the heads are: 256 would not fit into any of these but sm_80.
+    *[(card, ["29:2x2x256", "29:2x2x512"]) for card in ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120")],
+])
+def test_every_kernel_compiles_for_a_gpu_and_fits_into_its_shared_memory(card, words, tmp_path):
+    found = runs(tmp_path, "float16" if card == "sm_75" else "bfloat16", card, words)
+    assert not [(run["label"], *kernel) for run in found for kernel in run["failed"]]
+    assert min(run["kernels"] for run in found) > 10

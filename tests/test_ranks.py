@@ -204,20 +204,30 @@ def test_15_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path, byte_tok
     assert len(digests) == 1 and (tmp_path / "run/checkpoints/step_0000003.pt").exists()
 
 
-@pytest.mark.slow
-def test_network_between_two_machines():
-    """experiments/network.py on two torchrun agents that meet on loopback, one rank each, as two machines would.
-
-    Its columns agree with each other, and with 4 bytes for each of GPT-2's parameters.
-    """
+def run_two_agents(*command):
+    """What two torchrun agents print that meet on loopback, one rank each, as two machines would be started."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=test",
-             f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "-m", "experiments.network", "1", "4"]
+             f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", *map(str, command)]
     agents = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
-    printed = "".join(agent.communicate(timeout=300)[0] for agent in agents)
-    lines = [line.split() for line in printed.splitlines()]
+    return "".join(agent.communicate(timeout=300)[0] for agent in agents)
+
+
+@pytest.mark.slow
+def test_two_machines(two_ranks, byte_tokens, tmp_path):
+    """The losses of one agent with two ranks, digit for digit."""
+    runs = json.loads((two_ranks / "runs.json").read_text())
+    (tmp_path / "runs.json").write_text(json.dumps({"ddp": runs["ddp"]}))
+    run_two_agents(ROOT / "tests" / "rank.py", tmp_path)
+    assert losses(tmp_path / "ddp" / "ddp_run.log") == losses(two_ranks / "ddp" / "ddp_run.log")
+
+
+@pytest.mark.slow
+def test_network_between_two_machines():
+    """experiments/network.py: the columns agree with each other, and with 4 bytes for each of GPT-2's parameters."""
+    lines = [line.split() for line in run_two_agents("-m", "experiments.network", 1, 4).splitlines()]
     assert lines[0] == "2 ranks on 2 machines, gloo".split()
     table, models = lines[2:4], {line[0]: [float(word) for word in line[1:]] for line in lines[5:]}
     for size, (megabytes, ms, rate, link) in zip((1, 4), (map(float, line) for line in table), strict=True):

@@ -3,6 +3,7 @@
 That whole models are transformers' own, test_model.py shows.
 """
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -272,24 +273,33 @@ def test_30_what_comes_out_is_no_qwen3(label, tmp_path, byte_tokens):
     assert not (tmp_path / "no").exists()
 
 
+SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+         "num_key_value_heads": 2, "vocab_size": 300}
+# Qwen/Qwen3-0.6B-Base's config.json
+QWEN3_06B = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
+
+
+@pytest.mark.parametrize("shape", [SMALL, pytest.param(QWEN3_06B, marks=pytest.mark.slow)], ids=["small", "0.6B"])
 @torch.no_grad()
-def test_32_computes_what_a_published_qwen3_does():
-    """With shared heads, wider than width / heads; a longer context and a larger base of RoPE come along."""
+def test_32_has_the_shape_of_a_published_qwen3(shape):
+    """convert.py there and back, with random weights; a longer context and a larger base of RoPE come along."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
-        num_key_value_heads=2, vocab_size=300, max_position_embeddings=2048, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000})
+    config = Qwen3Config(**shape, max_position_embeddings=2048, tie_word_embeddings=True,
+                         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000})
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(config).eval()
     name = convert.usual_script(config)
     assert name == BY_LABEL["32"].path.name
     ours = convert.from_transformers(theirs, name).eval()
-    assert (ours.config.n_kv_head, ours.config.head_size, ours.config.block_size) == (2, 32, 2048)
-    x = torch.randint(0, 300, (1, 40))
+    assert (ours.config.n_kv_head, ours.config.head_size, ours.config.block_size) == (
+        shape["num_key_value_heads"], shape["head_dim"], 2048)
+    x = torch.randint(0, shape["vocab_size"], (1, 40))
     logits = theirs(x).logits
     assert torch.allclose(ours(x), logits, atol=1e-4 * logits.abs().max())
+    back = convert.to_transformers({"config": asdict(ours.config), "model": ours.state_dict(), "end_of_text": 0})
+    assert torch.equal(back(x).logits, logits)
 
 
 @pytest.mark.parametrize("flags, heads", [([], (2, 1, 32)), (["--kv-heads", 2], (2, 2, 32)),
