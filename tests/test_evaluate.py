@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def result(evaluate, capsys, *flags):
     return int(tokens.replace(",", "")), name, n_bytes, T, *losses
 
 
-@pytest.mark.parametrize("tokenizer, T", [(BYTES, 1), (BYTES, 7), (BPE, None)])
+@pytest.mark.parametrize("tokenizer, T", [(BYTES, 7), (BPE, None)])
 def test_all_tokens_alike(tokenizer, T, evaluate, tmp_path, capsys):
     """A model without an opinion: ln V nats for each token but the first; the end of a text counts, but is no byte.
 
@@ -184,29 +185,19 @@ def test_what_is_refused(evaluate, folders, tmp_path, hf_folder):
         assert re.fullmatch("error: .+: .+; .+", stop.value.code)
 
 
-@pytest.fixture
-def program(evaluate, folders, monkeypatch):
-    """evaluate.py as a program, but in this process."""
+def test_as_a_program(evaluate, folders, monkeypatch, capsys):
+    """Also where the device does not suit."""
+    def program():
+        runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
+
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "model", "--data", "data", "--device", "cpu"])
-    yield lambda: runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
-    logging.disable(logging.NOTSET)
-
-
-def test_as_a_program(program, folders, capsys):
     program()
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"model on data/val.bin (made up): {len(folders) - 1:,} bytes tokens, ")
     assert second.startswith("loss: 5.5491 nats per token | perplexity: 257.00 | bits per byte: ")
-
-
-@pytest.mark.parametrize("message, line", [
-    ("CUDA error: no kernel image is available", "--device cuda: .*; .*ladder check"),
-    ("CUDA out of memory. Tried to allocate", "out of memory; .*--batch-size"),
-])
-def test_what_torch_says_of_the_device(message, line, program, monkeypatch):
-    def fail(*_, **__):
-        raise torch.AcceleratorError(message)
-
-    monkeypatch.setattr(F, "cross_entropy", fail)
-    with pytest.raises(SystemExit, match=f"^error: {line}"):
-        program()
+    for message, line in [("CUDA error: no kernel image is available", "--device cuda: .*; .*ladder check"),
+                          ("CUDA out of memory. Tried to allocate", "out of memory; .*--batch-size")]:
+        monkeypatch.setattr(F, "cross_entropy", Mock(side_effect=torch.AcceleratorError(message)))
+        with pytest.raises(SystemExit, match=f"^error: {line}"):
+            program()
+    logging.disable(logging.NOTSET)
