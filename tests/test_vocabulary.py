@@ -118,7 +118,16 @@ def test_an_added_token_counts_its_bytes():
     assert vocabulary.Tokenizer("x", tokenizer.to_str(), 0).byte_lengths()[tokenizer.token_to_id("é")] == 2
 
 
+BYTE_FALLBACK = {  # as Llama's; here "▁" is one byte, not three
+    "model": models.BPE(vocab={f"<0x{b:02X}>": b for b in range(256)} | {"▁": 256, vocabulary.SEPARATOR: 257},
+                        merges=[], byte_fallback=True),
+    "normalizer": normalizers.Replace(" ", "▁"),
+    "decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+}
+
+
 @pytest.mark.parametrize("changes, end, reason", [
+    (BYTE_FALLBACK, "<|endoftext|>", "give back"),
     ({"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}, "<|endoftext|>", "give back"),
     ({"normalizer": normalizers.Lowercase()}, "<|endoftext|>", "give back"),
     ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, "<|endoftext|>", "give back"),  # of each piece
@@ -126,7 +135,7 @@ def test_an_added_token_counts_its_bytes():
     ({"model": models.BPE()}, "<|endoftext|>", "fewer than 257 tokens"),
 ])
 def test_tokenizers_that_do_not_suit(changes, end, reason, prepare, tmp_path):
-    tokenizer = vocabulary.trained([], 257).tokenizer
+    tokenizer = tokenizers.Tokenizer(models.BPE()) if "model" in changes else vocabulary.trained([], 257).tokenizer
     for name, part in changes.items():
         setattr(tokenizer, name, part)
     hugging_face_folder(tmp_path / "theirs", tokenizer, end)
