@@ -235,7 +235,7 @@ def test_what_a_killed_run_left(old):
     os.makedirs("tokens.partial/new")
     write(**{"tokens.partial/new/train.bin": "half"})
     os.rename("tokens", "tokens.partial/old")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="nowhere: no such file"):
         old.main(["--text", "nowhere", "--out", "tokens"])
     assert text_in("tokens") == OLD and os.listdir() == ["tokens"]
 
