@@ -2,13 +2,13 @@
 import numpy as np
 import pytest
 import torch
-from conftest import Crash, assert_same_weights, crash_in_step, losses, rung, tokens_of, train, val_losses
+from conftest import losses, rung, tokens_of, train, val_losses
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
 VOCAB_SIZE, END = 1000, 999  # few, so that tests are quick
-SHORT = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 4, "--val-every", 0, "--checkpoint-every", 2)
+SHORT = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 4, "--val-every", 0, "--checkpoint-every", 0)
 
 
 def lively(module, dropout=0.0):
@@ -50,17 +50,21 @@ def test_28_where_and_how_much():
 
 
 def masks(folder, data, rank, ranks, *flags):
-    """What a rank of `ranks` drops after the embedding, batch by batch, as bytes; the ranks run one after another."""
+    """What a rank of `ranks` drops after the embedding, batch by batch, as bytes, also after a validation."""
     module, seen = rung("28"), []
     new_model = module.new_model
 
+    def look(part, inputs, output):
+        seen.extend([(output == 0).numpy().tobytes()] if part.training else [])
+
     def hooked_model(*args):
         model = new_model(*args)
-        model.dropout.register_forward_hook(lambda part, inputs, output: seen.append((output == 0).numpy().tobytes()))
+        model.dropout.register_forward_hook(look)
         return model
 
     module.new_model, module.init_ranks = hooked_model, lambda settings: (rank, ranks)
-    train(module, folder, data, *SHORT, "--total-batch", 64, "--steps", 2, *flags)
+    train(module, folder, data, *SHORT, "--total-batch", 64, "--steps", 2, "--val-every", 1,
+          "--val-sequences", 2, *flags)
     return seen
 
 
@@ -71,20 +75,6 @@ def test_28_masks_are_those_of_the_batch(tmp_path, byte_tokens):
     assert len(alone) == len(set(alone)) == 2 * 4
     assert [mask for both in zip(*two, strict=True) for mask in both] == alone
     assert masks(tmp_path / "seed", byte_tokens, 0, 1, "--seed", 7)[0] not in alone
-
-
-def test_28_a_resumed_run_drops_what_the_whole_run_drops(tmp_path, byte_tokens):
-    """Bit by bit, losses and weights; also if the whole run has validated between."""
-    flags = (*SHORT, "--val-every", 1, "--val-sequences", 1)
-    whole = train(rung("28"), tmp_path / "whole", byte_tokens, *flags)
-    module = rung("28")
-    crash_in_step(module, 4)
-    with pytest.raises(Crash):
-        train(module, tmp_path / "halves", byte_tokens, *SHORT)
-    log = train(rung("28"), tmp_path / "halves", byte_tokens, *SHORT, "--resume")
-    assert losses(log) == losses(whole) and len(losses(whole)) == 4
-    newest = "checkpoints/step_0000004.pt"
-    assert_same_weights(tmp_path / "halves" / newest, tmp_path / "whole" / newest)
 
 
 def test_28_recomputed_blocks_drop_the_same():
