@@ -7,9 +7,6 @@ from `optimizer.zero_grad()` to the first line of `GPT.forward`, the device sync
 11 reads its batch and copies it to the device; rung 12 has it already. What rung 12 spends on the next batch comes
 later in the step, after the backward pass is launched: behind the GPU's work, but on a CPU in its way.
 """
-import contextlib
-import importlib
-import io
 import statistics
 import sys
 import tempfile
@@ -18,6 +15,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+
+from ladder.scripts.stages import BY_LABEL, load_script
 
 
 def median_wait(module, flags):
@@ -38,8 +37,7 @@ def median_wait(module, flags):
         waits.append((time.perf_counter() - started[-1]) * 1000)
         return forward(self, *args)
 
-    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
-          mock.patch.object(torch.optim.AdamW, "zero_grad", timed_zero_grad),
+    with (tempfile.TemporaryDirectory() as folder, mock.patch.object(torch.optim.AdamW, "zero_grad", timed_zero_grad),
           mock.patch.object(module.GPT, "forward", timed_forward)):
         settings.log_dir = Path(folder)
         module.train(settings)
@@ -47,5 +45,6 @@ def median_wait(module, flags):
 
 
 if __name__ == "__main__":
-    for name in ("rung_11_gradient_accumulation", "rung_12_prefetch"):
-        print(f"{name}: {median_wait(importlib.import_module(f'beyond.{name}'), sys.argv[1:]):.3f} ms")
+    waits = {label: median_wait(load_script(BY_LABEL[label]), sys.argv[1:]) for label in ("11", "12")}
+    for label, ms in waits.items():
+        print(f"rung {label}: {ms:.3f} ms")

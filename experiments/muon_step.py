@@ -10,6 +10,8 @@ import torch
 
 from ladder.scripts.stages import BY_LABEL, load_script
 
+ROUNDS = 3
+
 
 def optimizers(model):
     """{name: [optimizer, ...]} that train all parameters of a model."""
@@ -24,32 +26,27 @@ def optimizers(model):
     }
 
 
-def main():
+def seconds_of(parts, model, device):
+    """Of one update with random gradients."""
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    torch.get_device_module(device).synchronize()
+    started = time.perf_counter()
+    for part in parts:
+        part.step()
+    torch.get_device_module(device).synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="small")
-    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module = load_script(BY_LABEL["18"])
     model = module.GPT(module.config_of(module.parse_settings(["--model", args.model]), 50257)).to(device)
     contestants = optimizers(model)
-    seconds = {name: [] for name in contestants}
-    for _ in range(args.rounds + 1):  # the first warms up
-        for name, parts in contestants.items():
-            for p in model.parameters():
-                p.grad = torch.randn_like(p)
-            torch.get_device_module(device).synchronize()
-            started = time.perf_counter()
-            for part in parts:
-                part.step()
-            torch.get_device_module(device).synchronize()
-            seconds[name].append(time.perf_counter() - started)
+    rounds = [[1000 * seconds_of(parts, model, device) for parts in contestants.values()] for _ in range(ROUNDS + 1)]
     print(f"{args.model}, {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    for name, found in seconds.items():
-        found = found[1:]
-        print(f"{name}: {1000 * statistics.median(found):,.1f} ms "
-              f"({1000 * min(found):,.1f} to {1000 * max(found):,.1f}, {len(found)} rounds)")
-
-
-if __name__ == "__main__":
-    main()
+    for name, ms in zip(contestants, zip(*rounds[1:], strict=True), strict=True):  # the first warms up
+        print(f"{name}: {statistics.median(ms):,.1f} ms ({min(ms):,.1f} to {max(ms):,.1f}, {ROUNDS} rounds)")

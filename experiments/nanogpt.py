@@ -7,7 +7,7 @@
 nanoGPT's README trains 4 layers of width 128 for 2,000 steps of 12 x 64 characters on a CPU. Here its train.py does
 so, with other learning rates too (decaying to a tenth of the highest, as in its config). The budget is 2,000 times its
 median step. The recipe of docs/own_text.md gets as many steps as fit into that, and its two learning rates are
-searched. The time to compile is not part of it; it is printed. Both are then trained with three seeds, and the loss is
+searched. The time to compile is not part of it. Both are then trained with three seeds, and the loss is
 the mean over the last tenth of Tiny Shakespeare, in nats per character, in windows of the T that each was trained with.
 
 The times are taken first, on all cores, alternating. All other runs, whose times do not matter, go two at a time on one
@@ -27,15 +27,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = "rung_29_documents_apart"
+from experiments.own_text import val_losses
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import read_log
+
 NANO_STEPS = 2000
 NANO_RATES = [1e-3, 2e-3, 4e-3, 8e-3]
 QUICK_START = (  # of nanoGPT's README, but for the learning rate
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
     f"--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters={NANO_STEPS} --lr_decay_iters={NANO_STEPS} "
     "--dropout=0.0 --always_save_checkpoint=True").split()
-OURS = "--model 4x4x128 -B 6 -T 256 --total-batch 1536 --dropout 0".split()  # docs/own_text.md
+OURS = "-B 6 -T 256 --total-batch 1536 --warmup-steps 10 --val-sequences 0 --dropout 0".split()  # docs/own_text.md
 OUR_RATES = [(0.01, 0.005), (0.005, 0.005), (0.02, 0.005), (0.01, 0.0025), (0.01, 0.01)]  # AdamW's, Muon's: a cross
 SEEDS = [1337, 1338, 1339]
 
@@ -75,43 +77,27 @@ def whole_loss(folder, checkpoint):
 
 
 def ours(data, out, steps, rates, seed):
-    """Run the recipe; {"loss", "ms", "first_step"}."""
-    if not (result := out / "result.json").exists():
-        adamw, muon = rates
-        flags = ["--data", data, *OURS, "--steps", steps, "--max-lr", adamw, "--muon-lr", muon, "--seed", seed,
-                 "--val-every", steps, "--val-sequences", 0, "--checkpoint-every", 0, "--checkpoint-dir", out / "c",
-                 "--log-dir", out]
-        subprocess.run([sys.executable, ROOT / f"beyond/{SCRIPT}.py", *map(str, flags)], check=True,
-                       stdout=subprocess.DEVNULL)
-        log = (out / f"{SCRIPT}.log").read_text()
-        found = {"loss": r"^val : step \d+ \| loss: (\S+)", "ms": r"^median : dt: (\S+)",
-                 "first_step": r"first step: (\S+)"}
-        result.write_text(json.dumps({key: float(re.findall(p, log, re.M)[-1]) for key, p in found.items()}))
-    return json.loads(result.read_text())
+    """The log of a run of the recipe."""
+    val_losses("29", ["--data", data, *OURS, "--steps", steps, "--val-every", steps, "--max-lr", rates[0],
+                      "--muon-lr", rates[1], "--seed", seed], out)
+    return read_log(out / f"{BY_LABEL['29'].name}.log")
 
 
-def best_of(losses):
-    """The key with the lowest loss."""
-    return min(losses, key=losses.get)
-
-
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("nanogpt", type=Path, help="a checkout of nanoGPT with its shakespeare_char prepared")
     parser.add_argument("--data", type=Path, default=Path("data/bytes"), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("logs/nanogpt"), help="default: %(default)s")
-    args = parser.parse_args(argv)
-    folder, data, out = args.nanogpt.resolve(), args.data.resolve(), args.out.resolve()
+    args = parser.parse_args()
+    folder, data, out = args.nanogpt.resolve(), args.data.resolve(), Path("logs/nanogpt").resolve()
 
     rounds = []
     for i in range(3):
         run = ours(data, out / f"time/ours_{i}", 200, (0.01, 0.01), 1337)
-        rounds.append((nano(folder, out / f"time/nano_{i}", 1e-3, 1337, 200)["ms"], run["ms"], run["first_step"]))
-    nano_ms, our_ms, first_step = (statistics.median(each) for each in zip(*rounds, strict=True))
+        rounds.append((nano(folder, out / f"time/nano_{i}", 1e-3, 1337, 200)["ms"], run.median_ms))
+    nano_ms, our_ms = (statistics.median(each) for each in zip(*rounds, strict=True))
     seconds = NANO_STEPS * nano_ms / 1000
     steps = int(seconds / our_ms * 1000)
-    print(f"ms/step in three rounds: nanoGPT {[each[0] for each in rounds]}, ours {[each[1] for each in rounds]}; "
-          f"compiling takes {first_step:.0f} s, apart")
+    print(f"ms/step in three rounds: nanoGPT {[each[0] for each in rounds]}, ours {[each[1] for each in rounds]}")
     print(f"{seconds:.0f} s: {NANO_STEPS} steps of 768 characters, {steps} of ours of 1536", flush=True)
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -122,13 +108,14 @@ def main(argv=None):
         name = "ours_{:g}_{:g}_{}"
         found = pool.starmap(
             ours, [(data, out / name.format(*rates, SEEDS[0]), steps, rates, SEEDS[0]) for rates in OUR_RATES])
-        our_search = {rates: run["loss"] for rates, run in zip(OUR_RATES, found, strict=True)}
+        our_search = {rates: run.val_losses[-1] for rates, run in zip(OUR_RATES, found, strict=True)}
         print("ours, by AdamW's and Muon's:",
               {"{:g} {:g}".format(*rates): round(loss, 3) for rates, loss in our_search.items()}, flush=True)
-        rate, rates = best_of(nano_search), best_of(our_search)
+        rate, rates = min(nano_search, key=nano_search.get), min(our_search, key=our_search.get)
         theirs = pool.starmap(nano, [(folder, out / f"nano_{rate:g}_{seed}", rate, seed) for seed in SEEDS])
         runs = pool.starmap(ours, [(data, out / name.format(*rates, seed), steps, rates, seed) for seed in SEEDS])
-    for name, losses in (("nanoGPT", [run["loss"] for run in theirs]), ("ours", [run["loss"] for run in runs])):
+    found = {"nanoGPT": [run["loss"] for run in theirs], "ours": [run.val_losses[-1] for run in runs]}
+    for name, losses in found.items():
         print(f"{name}: {statistics.median(losses):.3f} nats per character ({min(losses):.3f}-{max(losses):.3f})")
 
 

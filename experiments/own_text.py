@@ -20,8 +20,6 @@ from itertools import product
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from matplotlib import pyplot as plt
-
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
 
@@ -72,6 +70,8 @@ def compare(data, out, pool):
 
 def draw(found, path):
     """The losses of {text: {row: [losses of a seed, ...]}}: the median over the seeds, and their range."""
+    from matplotlib import pyplot as plt
+
     figure, panels = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False, layout="constrained")
     for panel, (text, rows) in zip(panels[0], found.items(), strict=True):
         for name, seeds in rows.items():

@@ -4,11 +4,9 @@ import torch
 from conftest import ROOT, new_gpt, rung
 
 from ladder.count.flops import SHAPES, flops_per_token
-from ladder.count.memory import PROCESS_BYTES, RUN_BY_DEFAULT, largest_fitting, recommend, step_bytes
-from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.count.memory import RUN_BY_DEFAULT, recommend, step_bytes
+from ladder.scripts.stages import BY_NAME
 from ladder.show.logs import read_folder
-
-RECOMPUTING = list(BY_LABEL)[list(BY_LABEL).index("16") :]
 
 
 def test_flops_in_closed_form():
@@ -17,23 +15,20 @@ def test_flops_in_closed_form():
     n_matrix = 50257 * 768 + 12 * (768 * 2304 + 768 * 768 + 2 * 768 * 3072)
     assert flops_per_token("gpt2", 1024) == 6 * n_matrix + 12 * 12 * 768 * 1024
     assert flops_per_token("gpt2", 1024, causal=True) == 6 * n_matrix + 6 * 12 * 768 * 1024
-    assert flops_per_token("unknown", 1024) is None
     assert flops_per_token("4x4x128", 64, vocab_size=257) == 6 * (257 * 128 + 4 * 12 * 128**2) + 12 * 4 * 128 * 64
-    assert largest_fitting("4x4x128", 64, ["10"], 4e9) > largest_fitting("gpt2", 64, ["10"], 4e9) > 0
 
 
 def test_memory_model_against_measured_peaks():
-    """Within 30 % for the rungs that recompute nothing, on every reference machine, as one process."""
+    """Within 30 % for rungs 0 to 10, on every reference machine."""
     checked = set()
     for folder in {log.parents[1] for log in (ROOT / "logs" / "reference").glob("*/round_*/*.log")}:
         for name, rounds in read_folder(folder)[0].items():
             label = BY_NAME[name].label if name in BY_NAME else None
-            if label not in (None, "ddp", *RECOMPUTING):
-                for run in rounds:
-                    expected = step_bytes(run.model, run.B, run.T, label) / 1e9
-                    assert run.peak_memory_gb == pytest.approx(expected, rel=0.3)
-                    checked.add(label)
-    assert {"0", "5", "10"} <= checked
+            for run in rounds if label in RUN_BY_DEFAULT else ():
+                expected = step_bytes(run.model, run.B, run.T, label) / 1e9
+                assert run.peak_memory_gb == pytest.approx(expected, rel=0.3)
+                checked.add(label)
+    assert checked == {*RUN_BY_DEFAULT}
 
 
 def test_memory_model_against_what_autograd_keeps():
@@ -64,17 +59,11 @@ def test_from_rung_17_on_the_logits_of_a_chunk_count():
         assert more == 4096 * 36 * 12 * 768 + logits, label
 
 
-@pytest.mark.parametrize("GB", [8, 16, 24, 40, 80, 141])
+@pytest.mark.parametrize("GB", [8, 24, 80, 141, 1000])
 def test_the_recommended_batch_fits_every_rung(GB):
+    """The largest power of two that does, up to 64; on a CPU one sequence, since more only make a longer step."""
     model, B, T = recommend(GB * 1e9, accelerator=True)
     assert (model, T) == ("gpt2", 1024)
-    worst = max(step_bytes(model, B, T, label) for label in RUN_BY_DEFAULT)
-    assert worst <= 0.8 * GB * 1e9
-    assert B == 64 or max(step_bytes(model, 2 * B, T, label) for label in RUN_BY_DEFAULT) > 0.8 * GB * 1e9
-    assert PROCESS_BYTES < step_bytes("tiny", 1, 32, "10") < step_bytes("tiny", 1, 32, "0")
-
-
-def test_on_a_cpu_one_sequence_is_recommended():
-    """A larger batch only makes a longer step there."""
-    assert recommend(200e9, accelerator=False) == ("gpt2", 1, 1024)
-    assert recommend(200e9, accelerator=True)[1] == recommend(2000e9, accelerator=True)[1] == 64
+    worst, too_much = (max(step_bytes(model, n, T, label) for label in RUN_BY_DEFAULT) for n in (B, 2 * B))
+    assert worst <= 0.8 * GB * 1e9 and (B == 64 if GB == 1000 else too_much > 0.8 * GB * 1e9)
+    assert recommend(GB * 1e9, accelerator=False) == ("gpt2", 1, 1024)

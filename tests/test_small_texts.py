@@ -2,13 +2,13 @@
 import numpy as np
 import pytest
 import torch
-from conftest import Crash, assert_same_weights, crash_in_step, losses, rung, tokens_of, train, val_losses
+from conftest import losses, rung, tokens_of, train, val_losses
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
 VOCAB_SIZE, END = 1000, 999  # few, so that tests are quick
-SHORT = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 4, "--val-every", 0, "--checkpoint-every", 2)
+SHORT = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 4, "--val-every", 0, "--checkpoint-every", 0)
 
 
 def lively(module, dropout=0.0):
@@ -50,17 +50,21 @@ def test_28_where_and_how_much():
 
 
 def masks(folder, data, rank, ranks, *flags):
-    """What a rank of `ranks` drops after the embedding, batch by batch, as bytes; the ranks run one after another."""
+    """What a rank of `ranks` drops after the embedding, batch by batch, as bytes, also after a validation."""
     module, seen = rung("28"), []
     new_model = module.new_model
 
+    def look(part, inputs, output):
+        seen.extend([(output == 0).numpy().tobytes()] if part.training else [])
+
     def hooked_model(*args):
         model = new_model(*args)
-        model.dropout.register_forward_hook(lambda part, inputs, output: seen.append((output == 0).numpy().tobytes()))
+        model.dropout.register_forward_hook(look)
         return model
 
     module.new_model, module.init_ranks = hooked_model, lambda settings: (rank, ranks)
-    train(module, folder, data, *SHORT, "--total-batch", 64, "--steps", 2, *flags)
+    train(module, folder, data, *SHORT, "--total-batch", 64, "--steps", 2, "--val-every", 1,
+          "--val-sequences", 2, *flags)
     return seen
 
 
@@ -73,53 +77,27 @@ def test_28_masks_are_those_of_the_batch(tmp_path, byte_tokens):
     assert masks(tmp_path / "seed", byte_tokens, 0, 1, "--seed", 7)[0] not in alone
 
 
-@pytest.mark.parametrize("mode", ["none", pytest.param("default", marks=pytest.mark.slow)])
-def test_28_a_resumed_run_drops_what_the_whole_run_drops(mode, tmp_path, byte_tokens):
-    """Bit by bit, losses and weights; also if the whole run has validated between."""
-    counters.clear()
-    flags = (*SHORT, "--val-every", 1, "--val-sequences", 1)
-    whole = train(rung("28"), tmp_path / "whole", byte_tokens, *flags, compile_mode=mode)
-    # the trial of compile_model and the model: model.eval() and model.train() between two steps recompile nothing
-    assert counters["stats"]["unique_graphs"] == (2 if mode == "default" else 0)
-    module = rung("28")
-    crash_in_step(module, 4)
-    with pytest.raises(Crash):
-        train(module, tmp_path / "halves", byte_tokens, *SHORT, compile_mode=mode)
-    log = train(rung("28"), tmp_path / "halves", byte_tokens, *SHORT, "--resume", compile_mode=mode)
-    assert "# resumed after step 2 of 4" in log.read_text()
-    assert losses(log) == losses(whole) and len(losses(whole)) == 4
-    newest = "checkpoints/step_0000004.pt"
-    assert_same_weights(tmp_path / "halves" / newest, tmp_path / "whole" / newest)
-
-
-@pytest.mark.parametrize("mode", ["none", pytest.param("default", marks=pytest.mark.slow)])
-def test_28_recomputed_blocks_drop_the_same(mode):
-    """The gradients are those without recomputation; compiled, up to the rounding of fused products."""
+def test_28_recomputed_blocks_drop_the_same():
     model, found = lively(rung("28"), dropout=0.2), []
-    x, y = torch.randint(VOCAB_SIZE, (2, 2, 32), generator=torch.Generator().manual_seed(1))
-    for blocks in (0, 2):
+    x, y = torch.randint(VOCAB_SIZE, (2, 2, 32))
+    for blocks, seed in ((0, 5), (2, 5), (0, 6)):
         model.recompute_blocks = blocks
-        torch.manual_seed(5)
-        found.append(gradients(torch.compile(model) if mode == "default" else model, model, x, y))
-        torch.compiler.reset()
-    (loss, kept), (same_loss, recomputed) = found
-    assert same_loss == loss
-    assert torch.allclose(recomputed, kept, rtol=0, atol=1e-6 * kept.abs().max() * (mode == "default"))
-    torch.manual_seed(6)
-    assert (gradients(model, model, x, y)[1] - kept).norm() > 0.1 * kept.norm()  # the masks matter
+        torch.manual_seed(seed)
+        found.append(gradients(model, model, x, y)[1])
+    kept, recomputed, other = found
+    assert torch.equal(recomputed, kept) and (other - kept).norm() > 0.1 * kept.norm()  # the masks matter
 
 
 def test_28_validation_drops_nothing(byte_tokens):
     module = rung("28")
     loader = module.DataLoaderLite(byte_tokens, 1, 32, "cpu", "val")
-    found = [module.evaluate(lively(module, p), loader, 4, 2, torch.float32, 0, 1) for p in (0.0, 0.5, 0.5)]
-    assert found[0] == found[1] == found[2]
+    found = {module.evaluate(lively(module, p), loader, 4, 2, torch.float32, 0, 1) for p in (0.0, 0.5)}
+    assert len(found) == 1
 
 
-@pytest.mark.parametrize("value", [1.0, 30.0])
-def test_28_not_a_share(value, tmp_path, byte_tokens):
-    with pytest.raises(SystemExit, match=f"^error: --dropout {value}: .*less than 1$"):
-        train(rung("28"), tmp_path, byte_tokens, *SHORT, "--dropout", value)
+def test_28_not_a_share(tmp_path, byte_tokens):
+    with pytest.raises(SystemExit, match="^error: --dropout 1.0: .*less than 1$"):
+        train(rung("28"), tmp_path, byte_tokens, *SHORT, "--dropout", 1)
 
 
 ROWS = [(40, 1, 70, 89), (199, 1)]  # lengths of documents; the first of the first row has lost its beginning
@@ -137,29 +115,6 @@ def documents():
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), places
 
 
-@pytest.fixture
-def apart(monkeypatch):
-    """apart(flex): a model that keeps documents apart, and its forward: eager with a mask, or compiled.
-
-    On a CPU only FlexAttention's reference has gradients, which "aot_eager" runs; torch keeps users from it.
-    """
-    def build(flex):
-        module = rung("29")
-        model, mask = lively(module), module.attention_mask
-        model.end_of_text = END
-        if not flex:
-            return model, model
-        module.attention_mask = lambda idx, end, _: mask(idx, end, flex=torch.compiler.is_compiling())
-        monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-        return model, torch.compile(model, backend="aot_eager", fullgraph=True)
-
-    return build
-
-
-FLEX = pytest.mark.parametrize(
-    "flex", [pytest.param(False, id="mask"), pytest.param(True, id="flex", marks=pytest.mark.slow)])
-
-
 def test_29_both_masks_are_the_same():
     """The function that FlexAttention's kernel computes, and the blocks that it does not skip, against the mask."""
     module, (x, _, _) = rung("29"), documents()
@@ -170,46 +125,31 @@ def test_29_both_masks_are_the_same():
     assert blocks[:, 0, 1, 0].tolist() == [1, 1] and blocks[:, 0, 0, 1].tolist() == [0, 0]
 
 
-@FLEX
-def test_29_as_documents_run_one_by_one(flex, apart):
-    """Logits, loss and gradients, against rung 28's attention on each document alone, from position 0."""
-    (model, forward), (x, y, places) = apart(flex), documents()
-    logits = forward(x).detach()
-    loss, found = gradients(forward, model, x, y)
-    model.recompute_blocks = 2  # which get the mask, too
-    recomputed = gradients(forward, model, x, y)
-    assert recomputed[0] == loss and torch.allclose(recomputed[1], found, rtol=0, atol=1e-7)
-    model.recompute_blocks, model.end_of_text = 0, None
-    expected_loss, expected = 0.0, torch.zeros_like(found)
+def test_29_as_documents_run_one_by_one():
+    """Against rung 28's attention on each document alone, from position 0. Recomputed blocks get the mask, too."""
+    model, (x, y, places) = lively(rung("29")), documents()
+    model.end_of_text = END
+    logits, (loss, kept) = model(x).detach(), gradients(model, model, x, y)
+    model.recompute_blocks = 2
+    same, recomputed = gradients(model, model, x, y)
+    assert same == loss and torch.allclose(recomputed, kept, rtol=0, atol=1e-7)
+    model.recompute_blocks, model.end_of_text, atol = 0, None, 1e-4 * logits.abs().max()
     for row, start, stop in places:
-        part = [ids[row : row + 1, start:stop] for ids in (x, y)]
-        assert torch.allclose(logits[row, start:stop], model(part[0])[0], rtol=0, atol=1e-4 * logits.abs().max())
-        part_loss, part_gradients = gradients(model, model, *part)
-        share = (stop - start) / x.numel()
-        expected_loss, expected = expected_loss + share * part_loss, expected + share * part_gradients
-    assert loss == pytest.approx(expected_loss.item(), abs=1e-5)
-    assert (found - expected).norm() <= 1e-4 * expected.norm()
-    _, across = gradients(model, model, x, y)
-    assert (across - expected).norm() > 0.1 * expected.norm()  # attention across documents is something else
-
-
-@FLEX
-def test_29_under_autocast(flex, apart):
-    """As close to float32 as bfloat16's 8 bits allow, and closer than attention across documents."""
-    (model, forward), (x, y, _) = apart(flex), documents()
-    _, truth = gradients(model, model, x, y)
-    with torch.autocast("cpu", torch.bfloat16):
-        _, found = gradients(forward, model, x, y)
-    assert (found - truth).norm() <= 0.03 * truth.norm()
+        assert torch.allclose(model(x[row : row + 1, start:stop])[0], logits[row, start:stop], rtol=0, atol=atol)
+    assert (model(x) - logits).norm() > 0.1 * logits.norm()  # attention across documents is something else
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["flex", "inductor"])
-def test_29_one_graph_for_all_batches(compiler, apart):
-    """Whatever documents they hold; fullgraph: without a break. Inductor takes the mask, as on a CPU."""
-    (model, forward), (x, y, _) = apart(flex=compiler == "flex"), documents()
-    if compiler == "inductor":
-        forward = torch.compile(model, fullgraph=True)
+def test_29_flex_attention_is_the_mask(monkeypatch):
+    """In one graph, whatever documents the batches hold.
+
+    On a CPU only FlexAttention's reference has gradients, which "aot_eager" runs; torch keeps users from it."""
+    module, (x, y, _) = rung("29"), documents()
+    model, mask = lively(module), module.attention_mask
+    model.end_of_text = END
+    module.attention_mask = lambda idx, end, _: mask(idx, end, flex=torch.compiler.is_compiling())
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True)
     counters.clear()
     for shift in range(3):
         batch = [ids.roll(7 * shift, dims=1) for ids in (x, y)]
@@ -218,14 +158,15 @@ def test_29_one_graph_for_all_batches(compiler, apart):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("device, compiling, flex", [
-    ("cuda", True, True), ("cuda", False, False), ("cpu", True, False), ("cpu", False, False)])
-def test_29_flex_where_it_is_compiled_for_cuda(device, compiling, flex, monkeypatch):
-    """Eagerly, as in evaluate(), FlexAttention would compute all scores."""
+@pytest.mark.parametrize("device, compiling, width, flex", [
+    ("cuda", True, 16, True), ("cuda", True, 128, True), ("cuda", True, 8, False), ("cuda", True, 256, False),
+    ("cuda", False, 16, False), ("cpu", True, 16, False)])
+def test_29_flex_where_it_is_compiled_for_cuda(device, compiling, width, flex, monkeypatch):
+    """Eagerly, as in evaluate(), FlexAttention would compute all scores; not every GPU has a kernel for wide heads."""
     module, asked = rung("29"), []
     module.attention_mask = lambda idx, end_of_text, flex: asked.append((end_of_text, flex)) or 1 / 0
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    model = lively(module)
+    model = module.GPT(module.GPTConfig(n_layer=1, n_head=2, n_embd=2 * width, vocab_size=VOCAB_SIZE))
     model.end_of_text = END
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ZeroDivisionError):
         model(torch.zeros(1, 8, dtype=torch.long, device=device))
@@ -233,8 +174,7 @@ def test_29_flex_where_it_is_compiled_for_cuda(device, compiling, flex, monkeypa
 
 
 @pytest.mark.parametrize("meta, expected", [
-    ({"documents": 200, "end_of_text": 256}, 256), ({"documents": 200, "end_of_text": 7}, 7),
-    ({"documents": 1, "end_of_text": 256}, None)])
+    ({"documents": 200, "end_of_text": 7}, 7), ({"documents": 1, "end_of_text": 256}, None)])
 def test_29_the_token_is_that_of_the_data(meta, expected, tmp_path):
     """A single document is trained on as in the rung before, bit by bit; several are not, from the first step on."""
     ids = np.random.default_rng(0).integers(10, 256, size=4000)
@@ -247,12 +187,3 @@ def test_29_the_token_is_that_of_the_data(meta, expected, tmp_path):
     assert built[0].end_of_text == expected
     assert (losses(log) == losses(log_before)) == (expected is None)
     assert (val_losses(log) == val_losses(log_before)) == (expected is None) and len(val_losses(log)) == 1
-
-
-@torch.no_grad()
-def test_29_the_saved_model_is_that_of_the_rung_before():
-    """The same parameters and, of one document, the same logits: so it is still a Qwen3."""
-    model, before, (x, _, _) = lively(rung("29")).eval(), lively(rung("28")).eval(), documents()
-    ours, truth = model.state_dict(), before.state_dict()
-    assert ours.keys() == truth.keys() and all(torch.equal(ours[name], truth[name]) for name in truth)
-    assert torch.equal(model(x), before(x))

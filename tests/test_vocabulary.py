@@ -1,14 +1,15 @@
 """data/vocabulary.py: the text comes back from every tokenizer, and one that could not give it back is refused."""
 import json
 import os
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import ROOT, data_with, load_module, run_command, rung
+from conftest import ROOT, data_with, load_module, rung
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data import vocabulary
 
@@ -37,12 +38,13 @@ def test_the_text_of_every_tokenizer(prepare, tmp_path):
     """There and back; the files say which tokens they hold, and their bytes are counted right."""
     trained = vocabulary.trained([TEXT], 300)
     hugging_face_folder(tmp_path / "mine", trained.tokenizer)
+    hugging_face_folder(tmp_path / "gpt2", trained.tokenizer)  # a name that would say everything about the tokens
     data_with(trained, TEXT, tmp_path / "ours")
     torch.save({"tokenizer": "theirs", "tokenizer_json": trained.json, "end_of_text": 0}, tmp_path / "model.pt")
     text = TEXT.replace("<|endoftext|>", "")  # there it separates documents
     for number, (words, name, size) in enumerate([
         ("--tokenizer bytes", "bytes", 257), ("--train-tokenizer 290", "bpe-290", 290),
-        ("--tokenizer mine", "mine", 300), ("--tokenizer mine/", "mine", 300),
+        ("--tokenizer mine/", "mine", 300), ("--tokenizer ./gpt2", "hf-gpt2", 300),
         ("--tokenizer ours", trained.name, 300), ("--tokenizer model.pt", "theirs", 300),
     ]):
         out = tmp_path / str(number)
@@ -55,13 +57,6 @@ def test_the_text_of_every_tokenizer(prepare, tmp_path):
         assert tokenizer.byte_lengths()[ids].sum() == len(text.encode()) and len(tokenizer.byte_lengths()) == size
         assert (ids == meta["end_of_text"]).sum() == 20 and tokenizer.vocab_size == size
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT and meta["end_of_text"] not in tokenizer.encode(TEXT)
-
-
-def test_an_end_of_text_is_neither_written_nor_read_as_text():
-    for tokenizer in (vocabulary.of_bytes("gpt2-bytes"), vocabulary.of_bytes()):
-        assert tokenizer.decode([*tokenizer.encode("the end"), tokenizer.end_of_text]) == "the end"
-        ids = tokenizer.encode("<|endoftext|>")
-        assert len(ids) == 13 and tokenizer.decode(ids) == "<|endoftext|>"
 
 
 @GPT2
@@ -79,37 +74,25 @@ def test_gpt2_in_the_hands_of_transformers():
     assert not vocabulary.is_gpt2(vocabulary.Tokenizer("padded", theirs.backend_tokenizer.to_str(), 50256))
 
 
-def test_single_byte_tokens_are_gpt2s_own():
-    """GPT-2's table of bytes: OpenAI's bytes_to_unicode, as transformers ships it."""
+@pytest.mark.parametrize("name", ["bytes", "gpt2-bytes"])
+def test_single_bytes(name, tmp_path):
+    """GPT-2's ids of them are OpenAI's; known again in transformers' hands, so that a model fits its data again."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokenizer = vocabulary.of_bytes("gpt2-bytes")
-    assert tokenizer.id_of_byte[list(bytes_to_unicode())].tolist() == list(range(256))  # keys in the order of the ids
-    assert tokenizer.decode([37, 50256, 3]) == "F$"
-
-
-@pytest.mark.parametrize("name", ["bytes", "gpt2-bytes"])
-def test_single_bytes_are_known_again(name, tmp_path):
-    """So that a converted model fits its data when it comes back."""
     tokenizer = vocabulary.of_bytes(name)
+    ids = tokenizer.encode(TEXT).tolist()
+    in_order = list(bytes_to_unicode()) if name == "gpt2-bytes" else range(256)
+    assert bytes(in_order[i] for i in ids).decode() == TEXT == tokenizer.decode([*ids, tokenizer.end_of_text])
     found = vocabulary.from_hugging_face(hugging_face_folder(tmp_path / "model", tokenizer.tokenizer))
     assert (found.name, found.json, found.end_of_text) == (name, tokenizer.json, tokenizer.end_of_text)
 
 
-def test_a_folder_named_as_our_tokenizers(tmp_path):
-    """In the files "gpt2" says everything about the tokens."""
-    folder = hugging_face_folder(tmp_path / "gpt2", vocabulary.trained(["some text"], 300).tokenizer)
-    assert vocabulary.from_hugging_face(folder).name == "hf-gpt2"
-
-
-def test_a_tokenizer_that_never_answers():
-    """No waiting for it, neither in GPT2() nor when the program ends."""
-    code = ("import time; from data import vocabulary\n"
-            "vocabulary.tiktoken.get_encoding = lambda name: time.sleep(60)\n"
-            "try: vocabulary.GPT2(seconds=0.2)\n"
-            "except vocabulary.NoTokenizer as error: print(error)")
-    run = run_command(sys.executable, "-c", code, timeout=30)
-    assert "tiktoken" in run.stdout and "TimeoutError" in run.stdout, run.stderr
+def test_a_tokenizer_that_never_answers(monkeypatch):
+    monkeypatch.setattr(vocabulary.tiktoken, "get_encoding", lambda name: time.sleep(5))
+    started = time.monotonic()
+    with pytest.raises(vocabulary.NoTokenizer, match="tiktoken.*TimeoutError"):
+        vocabulary.GPT2(seconds=0.2)
+    assert time.monotonic() - started < 4
 
 
 def test_a_trained_tokenizer_fits_its_text():
@@ -117,7 +100,6 @@ def test_a_trained_tokenizer_fits_its_text():
     first, second = (vocabulary.trained(["object " * 50, "xyz"], 400) for _ in range(2))
     assert first.json == second.json and first.name == f"bpe-{first.vocab_size}" and first.vocab_size < 400
     assert len(first.encode(" object")) == 1 and len(first.encode("xyz")) == 3
-    assert vocabulary.trained([], 400).vocab_size == 257
 
 
 def test_a_tokenizer_is_trained_on_a_share_of_every_file(prepare, tmp_path, monkeypatch):
@@ -138,57 +120,42 @@ def test_an_added_token_counts_its_bytes():
     assert vocabulary.Tokenizer("x", tokenizer.to_str(), 0).byte_lengths()[tokenizer.token_to_id("é")] == 2
 
 
-def broken_tokenizer(kind):
-    """(a tokenizer of the tokenizers library that token files cannot have, its end of text)."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    tokenizer, end = vocabulary.trained([], 257).tokenizer, "<|endoftext|>"
-    if kind == "metaspace":
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    elif kind == "lowercase":
-        tokenizer.normalizer = normalizers.Lowercase()
-    elif kind == "prefix":  # in front of each piece
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    elif kind == "byte fallback":  # as Llama's; here "▁" is one byte, not three
-        vocab = {f"<0x{b:02X}>": b for b in range(256)} | {"▁": 256, end: 257}
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-        tokenizer.normalizer = normalizers.Replace(" ", "▁")
-        tokenizer.decoder = decoders.Sequence([
-            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    elif kind == "no end":
-        end = None
-    return tokenizer, end
+BYTE_FALLBACK = {  # as Llama's; here "▁" is one byte, not three
+    "model": models.BPE(vocab={f"<0x{b:02X}>": b for b in range(256)} | {"▁": 256, vocabulary.SEPARATOR: 257},
+                        merges=[], byte_fallback=True),
+    "normalizer": normalizers.Replace(" ", "▁"),
+    "decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+}
 
 
-@pytest.mark.parametrize("kind, reason", [
-    *[(kind, "does not give back the text") for kind in ("metaspace", "lowercase", "prefix", "byte fallback")],
-    ("no end", "eos_token"), ("config only", "fewer than 257 tokens"),
-    ("file", "cannot be loaded"), ("ours", "tokenizer.json"),
+@pytest.mark.parametrize("changes, end, reason", [
+    (BYTE_FALLBACK, "<|endoftext|>", "give back"),
+    ({"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}, "<|endoftext|>", "give back"),
+    ({"normalizer": normalizers.Lowercase()}, "<|endoftext|>", "give back"),
+    ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, "<|endoftext|>", "give back"),  # of each piece
+    ({}, None, "eos_token"),
+    ({"model": models.BPE()}, "<|endoftext|>", "fewer than 257 tokens"),
 ])
-def test_tokenizers_that_do_not_suit(kind, reason, prepare, tmp_path):
-    if kind == "config only":
-        from transformers import GPT2Config
-        GPT2Config().save_pretrained(tmp_path / "theirs")
-    elif kind == "file":
-        (tmp_path / "theirs").mkdir()
-        (tmp_path / "theirs" / "tokenizer.json").write_text("{")
-    elif kind == "ours":  # a folder of token files, without the tokenizer that its meta.json names
-        data_with(vocabulary.trained([TEXT], 300), TEXT, tmp_path / "theirs")
-        (tmp_path / "theirs" / "tokenizer.json").unlink()
-    else:
-        hugging_face_folder(tmp_path / "theirs", *broken_tokenizer(kind))
+def test_tokenizers_that_do_not_suit(changes, end, reason, prepare, tmp_path):
+    tokenizer = tokenizers.Tokenizer(models.BPE()) if "model" in changes else vocabulary.trained([], 257).tokenizer
+    for name, part in changes.items():
+        setattr(tokenizer, name, part)
+    hugging_face_folder(tmp_path / "theirs", tokenizer, end)
     with pytest.raises(SystemExit, match=f"^error: --tokenizer theirs: .*{reason}.*; give "):
         prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
+    for file in ("tokenizer.json", "meta.json"):  # a damaged one; a folder of token files without its tokenizer
+        (tmp_path / "theirs" / file).write_text("{")
+        with pytest.raises(SystemExit, match="^error: --tokenizer theirs: cannot be (loaded|read).*; give "):
+            prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
     assert sorted(os.listdir()) == ["text", "theirs"]
 
 
 @pytest.mark.parametrize("largest, dtype", [(65_535, "<u2"), (65_536, "<u4")])
 def test_ids_beyond_16_bits_take_32(largest, dtype, prepare, tmp_path):
     """From Hugging Face's tokenizer to a script's batch; validation documents are drawn in that width, too."""
-    tokenizer, end = broken_tokenizer("none")
-    contents = json.loads(tokenizer.to_str())
+    contents = json.loads(vocabulary.trained([], 257).json)
     contents["model"]["vocab"]["xyz"] = largest
-    hugging_face_folder(tmp_path / "theirs", tokenizers.Tokenizer.from_str(json.dumps(contents)), end)
+    hugging_face_folder(tmp_path / "theirs", tokenizers.Tokenizer.from_str(json.dumps(contents)))
     texts = [f"document {i}: to be or not to be" for i in range(200)]
     Path("many.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepare.main(["--text", "many.jsonl", "--out", "out", "--tokenizer", "theirs"])
