@@ -5,6 +5,7 @@ import math
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pandas
@@ -294,7 +295,8 @@ def test_the_record_says_what_the_logs_do(tmp_path, call):  # noqa: F811
 
 def test_the_pictures_of_a_race_in_which_a_rung_never_gets_to_the_target(tmp_path):
     run_race(tmp_path / "logs", [ADAMW, MUON], 3, **VAL_LOSSES | {MUON.name: [(9, 9, 9, 9)] * 3})
-    paths = write_plots([build_report(tmp_path / "logs")], tmp_path / "png")
+    report = build_report(tmp_path / "logs")
+    paths = write_plots([report, replace(report, name="b")], tmp_path / "png", "b_race.png".__ne__)
     assert [path.name for path in paths] == ["logs_race.png", "races.png"]
 
 
