@@ -9,7 +9,6 @@ from conftest import ROOT
 from log_files import MEDIAN, call, write_log  # noqa: F401, a fixture
 
 from ladder.count.flops import flops_per_token, mfu
-from ladder.errors import UserError
 from ladder.show.logs import read_log
 from ladder.show.report import build_report
 
@@ -75,34 +74,20 @@ DAMAGED = {
     "binary.log": (bytes(range(256)), "not a text file"),
     "empty.log": (b"", "no step line"),
     "ranks.log": (b"# ranks: x\nstep : 1 | loss: 9 | dt: 1 ms\n", "'x'"),
-    "still.log": (b"step : 1 | loss: 9 | dt: 0 ms\n", "0.0 ms"),
     "two_runs.log": (b"".join(b"step : %d | loss: 9 | dt: 1 ms\n" % step for step in (1, 2, 1, 3, 2)), "two runs"),
     "machine.json": (b'{"rates": {}}', "is damaged"),
 }
 
 
-@pytest.mark.parametrize("output", [[], ["--json"]], ids=["table", "json"])
-def test_damaged_files_are_named_and_the_others_reported(output, tmp_path, call):  # noqa: F811
+def test_damaged_files_are_named_and_the_others_reported(tmp_path, call):  # noqa: F811
     write_log(tmp_path / "baseline.log", tail=MEDIAN)
     for name, (content, _) in DAMAGED.items():
         (tmp_path / name).write_bytes(content)
-    code, out, error = call("report", tmp_path, *output)
-    named = (error if output else out).split("! skipped: ")[1:]
+    code, out, _ = call("report", tmp_path)
+    named = out.split("! skipped: ")[1:]
     assert code == 0 and len(named) == len(DAMAGED)
     for name, (_, reason) in DAMAGED.items():
-        assert sum(name in line and reason in line.replace("\n", " ") for line in named) == 1, (name, named)
-
-
-def test_logs_that_are_none(tmp_path, call):  # noqa: F811
-    good = write_log(tmp_path / "good.log")
-    for name, content in (("binary.log", bytes(range(256))), ("gone.log", None)):
-        if content:
-            (tmp_path / name).write_bytes(content)
-        code, _, error = call("compare", good, tmp_path / name)
-        assert code == 1 and error.startswith("error: ") and error.count("\n") == 1 and name in error
-    write_log(tmp_path / "runs" / "one" / "baseline.log")  # several runs in a folder are not rounds
-    with pytest.raises(UserError, match="runs holds no logs"):
-        build_report(tmp_path / "runs")
+        assert sum(name in line and reason in line for line in named) == 1, (name, named)
 
 
 def mutated(data, rng):

@@ -2,7 +2,6 @@
 import io
 import json
 import shutil
-import statistics
 import sys
 import time
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ladder.errors import UserError
 from ladder.measure import step_profile
-from ladder.measure.step_profile import CLIP, DATA, STEP, STEPS_ON_A_CPU, by_kind, check_profile, kind_of
+from ladder.measure.step_profile import CLIP, DATA, STEP, by_kind, check_profile, kind_of
 from ladder.measure.step_profile import logit_widths, products_ms, profile_ladder
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.charts import profile_bars
@@ -144,19 +143,22 @@ def test_kinds_of_real_names(name, shapes, around, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", ["0", "5", "10"])
-def test_the_profile_of_a_rung(label, tokens, tmp_path):
-    done = run_command(sys.executable, "-m", "ladder.measure.step_profile", label, tmp_path / "out.json",
-                       "--model", "tiny", "-B", 2, "-T", 128, "--device", "cpu", "--data", tokens)
+def test_the_profiles_of_rungs(tokens, tmp_path):
+    profile = [sys.executable, "-m", "ladder", "profile", "--logs", tmp_path, "--model", "tiny", "--device", "cpu",
+               "-B", 2, "-T", 128]
+    done = run_command(*profile, "--rungs", "0,5,10", "--repeat", 1, "--data", tokens)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["name"] == BY_LABEL[label].name
-    log, parts, step = read_log(tmp_path / f"{found['name']}.log"), found["parts_ms"], found["step_ms"]
-    assert list(parts) == list(KINDS) and all(ms >= 0 for ms in parts.values())
-    assert sum(parts.values()) == pytest.approx(step)
-    assert step == pytest.approx(statistics.mean(log.ms[-STEPS_ON_A_CPU[2] :]), rel=0.05)  # by the script's own clock
-    assert min(parts[kind] for kind in ("matrix products", "head", "attention", "cross-entropy", "optimizer")) > 0
-    assert parts["waiting"] < 0.5 * step, parts
+    found = read_profile(tmp_path)
+    assert [rung["name"] for rung in found["rungs"]] == [BY_LABEL[label].name for label in ("0", "5", "10")]
+    for rung in found["rungs"]:
+        parts, step = rung["parts_ms"], rung["step_ms"]
+        assert sum(parts.values()) == pytest.approx(step) and rung["plain_ms"] / 2 < step < 2 * rung["plain_ms"]
+        assert min(parts[kind] for kind in ("matrix products", "head", "attention", "cross-entropy", "optimizer")) > 0
+        assert parts["waiting"] < 0.5 * step and rung["floor_ms"] > 0, parts
+    assert (tmp_path / "profile.png").exists() and "matmul" in done.stdout
+    done = run_command(*profile, "--data", "nowhere")
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "no token files" in done.stderr, done.stderr
+    assert read_profile(tmp_path) == found  # the failure has not touched it
 
 
 @pytest.mark.parametrize("name, precision, rate, share", [
@@ -171,32 +173,6 @@ def test_the_floor_is_the_products_at_the_rate_of_the_rungs_format(name, precisi
     log = read_log(write_log(tmp_path / f"{name}.log", header=header))
     flops = 6 * (50257 * 768 + 12 * 12 * 768**2) + share * 12 * 12 * 768 * 1024
     assert products_ms(log, {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}) == pytest.approx(2048e3 * flops / rate)
-
-
-@pytest.mark.slow
-def test_profile_as_a_user_calls_it(tokens, tmp_path):
-    profile = [sys.executable, "-m", "ladder", "profile", "--logs", tmp_path, "--model", "tiny", "--device", "cpu",
-               "-B", 1, "-T", 32]
-    done = run_command(*profile, "--rungs", "0", "--repeat", 2, "--data", tokens)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = read_profile(tmp_path)
-    assert [rung["name"] for rung in found["rungs"]] == ["baseline"]
-    assert all(rung["floor_ms"] > 0 for rung in found["rungs"])
-    assert (tmp_path / "profile.png").stat().st_size > 10_000 and "matmul" in done.stdout
-    done = run_command(*profile, "--data", "nowhere")
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "no token files" in done.stderr, done.stderr
-    assert read_profile(tmp_path) == found  # the failure has not touched it
-
-
-def test_a_damaged_profile_is_named(tmp_path):
-    good = read_profile(WHOLE)
-    rung = good["rungs"][0]
-    bad = [{"rungs": []}, {"rungs": [rung | {"name": "rung_99"}]}, {"rungs": [rung | {"step_ms": float("nan")}]},
-           {"rungs": [rung | {"parts_ms": {"sums": 1}}]}]
-    for text in [json.dumps(good | change) for change in bad] + ["{", "[]", '{"rungs": 3}']:
-        (tmp_path / "profile.json").write_text(text)
-        with pytest.raises(UserError, match=r"profile.json is damaged"):
-            read_profile(tmp_path)
 
 
 def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):

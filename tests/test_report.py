@@ -11,7 +11,6 @@ from rich.console import Console
 
 import ladder.__main__ as tool
 from ladder.count.flops import flops_per_token, mfu
-from ladder.count.published import read_published
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import PEER
 from ladder.show.plots import all_pictures, digest, shown_in_docs
@@ -52,12 +51,6 @@ def test_the_numbers_of_one_round_and_of_three(tmp_path):
     assert (row.last_loss, row.first_step_s, row.peak_memory_gb) == (4.1, 5.0, 2.5)
     row = rounds(tmp_path / "short", {"tail": MEDIAN}, {"ms": (100, 50)})
     assert (row.last_step, row.complete) == (2, False)
-
-
-def test_cold_and_warm_first_steps_are_told_apart(tmp_path):
-    tails = ["\n# graphs compiled: 3, from the cache: 0\n", "\n# graphs compiled: 0, from the cache: 3\n"]
-    row = rounds(tmp_path, {"ms": (900, 5, 5), "tail": tails[0]}, {"ms": (200, 5, 5), "tail": tails[1]})
-    assert (row.cold_first_step_s, row.warm_first_step_s) == (0.9, 0.2)
 
 
 def test_the_common_loss_is_one_that_all_rungs_reach(tmp_path):
@@ -221,12 +214,3 @@ def test_links_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("logs/reference/*.md")]:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             assert link.startswith("http") or (page.parent / link).exists(), (page, link)
-
-
-def test_what_others_published_says_who_and_what():
-    rows = read_published()
-    for _, row in rows.iterrows():
-        assert row["what"] and (row["ms"] or row["tokens/sec"]) and row["link"].startswith("https://")
-        assert re.search(r"\(20\d\d\)", row["who"])
-    stages = [stage.lecture_ms for stage in BY_LABEL.values() if stage.lecture_ms]
-    assert rows["ms"][0] == " → ".join(map(str, stages))  # the lecture's, as README.md has them
