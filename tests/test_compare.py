@@ -4,7 +4,8 @@ import sys
 
 import pytest
 from conftest import ROOT
-from log_files import MEDIAN, call, write_log  # noqa: F401, a fixture
+from log_files import MEDIAN, write_log
+from run_tool import call  # noqa: F401, a fixture
 
 from ladder.judge.compare import compare
 from ladder.scripts.stages import BY_LABEL

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 from conftest import ROOT
-from log_files import MEDIAN, call, write_log  # noqa: F401, a fixture
+from log_files import MEDIAN, write_log
+from run_tool import call  # noqa: F401, a fixture
 
 from ladder.count.flops import flops_per_token, mfu
 from ladder.show.logs import read_log

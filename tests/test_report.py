@@ -6,8 +6,9 @@ import re
 import PIL.Image
 import pytest
 from conftest import ROOT
-from log_files import MEDIAN, call, write_log  # noqa: F401, a fixture
+from log_files import MEDIAN, write_log
 from rich.console import Console
+from run_tool import call  # noqa: F401, a fixture
 
 import ladder.__main__ as tool
 from ladder.count.flops import flops_per_token, mfu
