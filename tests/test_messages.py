@@ -161,7 +161,7 @@ def test_a_pretrained_model_with_other_tokens_than_the_data(stopped, model_of, t
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(3000))))
     load_module(ROOT / "data" / "prepare.py").main(
         ["--text", str(tmp_path / "text.txt"), "--tokenizer", str(model), "--out", str(tmp_path / "again")])
-    train(rung("0"), tmp_path / "logs", tmp_path / "again", *STEP, "--pretrained", model)
+    train(rung("0"), tmp_path / "logs", tmp_path / "again", *STEP, "-T", 1024, "--pretrained", model)  # its longest
 
 
 def test_save_replaces_only_a_model_of_its_script(stopped, model_of, byte_tokens, tmp_path):
