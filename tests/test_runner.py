@@ -12,9 +12,9 @@ import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, load_module, make_tokens, rung, train
+from conftest import ROOT, load_module, rung, train
 from log_files import MEDIAN, write_log
-from run_tool import LADDER, call, fake_run, files_in, flags, is_one_error, ladder  # noqa: F401, fixtures
+from run_tool import LADDER, call, fake_run, files_in, flags, is_one_error  # noqa: F401, fixtures
 
 import ladder.__main__ as tool
 from ladder.count.memory import step_bytes
@@ -187,7 +187,7 @@ def test_ctrl_c_during_a_search_says_how_far_it_is(fake_run):  # noqa: F811
 
 @pytest.mark.parametrize("label, limit", [
     ("0", 33), ("7", 70), ("ddp", 70), ("14", 50), ("fsdp", 70), ("7", 1), ("7", 0)])
-def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, limit, monkeypatch):
+def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, limit, tokens, monkeypatch, call):  # noqa: F811
     """Few cold compiles when the memory model is about right, an answer in any case, and as many ranks as asked for."""
     commands = []
 
@@ -201,8 +201,10 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
     ranks = 3 if label in ("ddp", "fsdp") else 1
     free = ranks * step_bytes("gpt2", 64 if label != "0" else 32, 1024, label) / jobs.MEMORY_SHARE
     monkeypatch.setattr(max_batch, "run_module", lambda *_: free)
-    best, speed, why = max_batch.largest_batch(BY_LABEL[label], ["--device", "cpu"], 60, 3, lambda line: None)
-    assert best <= limit <= best + max(1, best // 8) and (speed or not best) and "out of memory" in why
+    words = ["--rungs", label, "--processes", 3, "--device", "cpu", "--data", tokens]
+    code, output, _ = call("run", "--max-batch", *words)
+    best = int(re.search(r"│ (\d+) │", output)[1])
+    assert best <= limit <= best + max(1, best // 8) and code == (not best) and "out of memory" in output
     assert len(commands) <= (5 if limit > 9 else 8)
     for command in commands:
         assert ("--nproc_per_node=3" in command) == (ranks == 3)
@@ -213,7 +215,7 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
             assert len(values) == 1
 
 
-def test_the_search_for_the_largest_batch_ends_at_its_deadline(monkeypatch):
+def test_the_search_for_the_largest_batch_ends_at_its_deadline(tokens, monkeypatch):
     """A clock that each attempt moves on by all that it may take; without the deadline every one would get 600 s."""
     clock = [1000.0]
 
@@ -224,19 +226,9 @@ def test_the_search_for_the_largest_batch_ends_at_its_deadline(monkeypatch):
     monkeypatch.setattr(max_batch, "run_job", run_job)
     monkeypatch.setattr(max_batch, "run_module", lambda *_: 40e9)
     monkeypatch.setattr(max_batch.time, "monotonic", lambda: clock[0])
-    max_batch.largest_batch(BY_LABEL["7"], ["--device", "cpu"], 600, 1, lambda line: None, deadline=1100.0)
+    words = ["--device", "cpu", "--data", str(tokens)]
+    max_batch.largest_batch(BY_LABEL["7"], words, 600, 1, lambda line: None, deadline=1100.0)
     assert clock[0] == 1100
-
-
-@pytest.mark.slow
-def test_max_batch_finds_the_largest(real_text, tmp_path):
-    """Here the text ends before the memory does: 3,600 tokens are three sequences of 1,024."""
-    words = ["--model", "tiny", "--device", "cpu", "-T", 1024, "--compile-mode", "none"]
-    data = make_tokens(tmp_path / "tokens", real_text[:4000])
-    run = ladder("run", "--rungs", "10", "--max-batch", "--data", data, *words)
-    assert run.returncode == 0, run.stdout + run.stderr
-    [row] = [line.split("│") for line in run.stdout.splitlines() if "fused AdamW" in line and "│" in line]
-    assert int(row[2]) == 3
 
 
 def test_the_peer_is_rung_10_with_another_model(tmp_path, tokens, monkeypatch):
