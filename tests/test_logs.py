@@ -21,7 +21,7 @@ WHOLE = ROOT / "logs" / "reference" / "intel_xeon_amx_2_cores_B1_T1024"
     ("# batch: B=4 T=1024 | steps: 3\n", MEDIAN, True),
     ("# batch: B=4 T=1024 | steps: 8\n", MEDIAN, False),  # a signal: rung 15 prints its median then, too
     ("# batch: B=4 T=1024 | steps: 3\n", "\n", False),
-    ("# batch: B=4 T=1024 | steps: 3\n", "\nstep : 4 | loss: 5 | dt: 1", False),  # killed while it wrote this line
+    ("# batch: B=4 T=1024 | steps: 3\n", "\nstep : 4 | loss: 5 | dt: 1 ms", False),  # killed while it wrote this line
 ])
 def test_a_whole_run(header, tail, complete, tmp_path):
     run = read_log(write_log(tmp_path / "a.log", header=header, tail=tail))

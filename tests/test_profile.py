@@ -146,7 +146,7 @@ def test_kinds_of_real_names(name, shapes, around, kind):
 def test_the_profiles_of_rungs(tokens, tmp_path):
     profile = [sys.executable, "-m", "ladder", "profile", "--logs", tmp_path, "--model", "tiny", "--device", "cpu",
                "-B", 2, "-T", 128]
-    done = run_command(*profile, "--rungs", "0,5,10", "--repeat", 1, "--data", tokens)
+    done = run_command(*profile, "--rungs", "0,5,10", "--repeat", 1, "--data", tokens, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_profile(tmp_path)
     assert [rung["name"] for rung in found["rungs"]] == [BY_LABEL[label].name for label in ("0", "5", "10")]
