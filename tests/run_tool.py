@@ -21,7 +21,7 @@ def ladder(*words, timeout=300, **environment):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """call(words) gives (exit code, stdout, stderr)."""
+    """call(words) gives (exit code, stdout in one line, stderr)."""
     monkeypatch.setattr(tool.console, "width", 200)
     monkeypatch.setattr(runner, "run_module", lambda name, *words: json.dumps({"rates": {"float32": 1e12}}))
 
@@ -30,7 +30,8 @@ def call(monkeypatch, capsys):
             code = tool.main([str(word) for word in words])
         except SystemExit as stop:  # of argparse, and of the scripts' own checks
             code = stop.code if isinstance(stop.code, int) else print(stop.code, file=sys.stderr) or 1
-        return code, *capsys.readouterr()
+        out, error = capsys.readouterr()
+        return code, " ".join(out.split()), error
 
     return call
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT
 from log_files import MEDIAN, write_log
-from run_tool import call, fake_run, files_in, flags, is_one_error, ladder  # noqa: F401, fixtures
+from run_tool import call, files_in, flags, is_one_error, ladder  # noqa: F401, a fixture
 
 import ladder.__main__ as tool
 from ladder.errors import UserError
@@ -29,7 +29,7 @@ def test_rungs():
     assert labels("0-2,10") == ["0", "1", "2", "10"]
     assert labels("ddp, 11,9-11") == ["ddp", "11", "9", "10"]  # each once: a second one would overwrite the first's log
     for wrong in ("99", "3-1", "a", "", "-1", "0-99", "1-2-3", "3-"):
-        with pytest.raises(UserError, match="--rungs .* 0 to .*, ddp, fsdp"):
+        with pytest.raises(UserError, match="--rungs"):
             parse_rungs(wrong)
     for word in ("7", "07", "speedup_07_vocab_pad.py", "/x/speedup_07_vocab_pad.py"):
         assert find_rung(word) is BY_LABEL["7"]
@@ -38,19 +38,16 @@ def test_rungs():
 
 @pytest.mark.parametrize("words, reasons", [
     (["report", "/no/such/folder"], ["no such folder of logs"]),
+    (["report", ROOT / "logs" / "reference"], ["holds no logs"]),  # several machines are not rounds
     (["compare", "/no/a.log", "/no/b.log"], ["a.log"]),
     (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
-    (["diff", "1", "2", "3"], ["one rung, or two"]),
-    (["run", "--rungs", "77"], ["--rungs 77", "0 to 33"]),
+    (["diff", "1", "2", "3"], ["one rung, or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),
     (["run", "--save=x"], ["--save"]), (["run", "--race-jobs", "2"], ["--race-jobs: only with --race"]),
     (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),
     (["run", "--race", "2", "--max-batch"], ["--max-batch: not with --race"]),
-    (["run", "--race", "2", "--rungs", "16", "--repeat", "2"], ["--repeat: not with --race"]),
     (["run", "--race", "2", "--rungs", "10,16"], ["speedup_10_fused_adamw.py does not validate", "rungs from 13 on"]),
     (["run", "--race", "2", "--rungs", "16", "--val-every", "0"], ["--val-every 0"]),
-    (["run", "--race", "2", "--rungs", "16", "--max-lr", "0.01"], ["--max-lr: --race sets it itself"]),
     (["run", "--race", "2", "--rungs", "18", "--muon-lr=0.01"], ["--muon-lr: --race sets it itself"]),
-    (["run", "--race", "2", "--rungs", "16", "--seed", "3"], ["--seed: --race sets it itself"]),
     (["survey", "--compile-mode", "none"], ["--compile-mode", "not for a survey"]),
     (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps: not for a profile"]),
 ])
@@ -60,21 +57,9 @@ def test_wrong_words(words, reasons, tmp_path, monkeypatch, call):  # noqa: F811
     assert is_one_error(call(*words), *reasons) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words, reason", [
-    (["run", "--bogus", 3], "unrecognized arguments: --bogus"), (["profile", "-B", "x"], "-B"),
-    (["report", "--bogus"], "--bogus"), (["survey", "--minutes", 0], "must be more than 0"),
-    (["run", "--time-limit", 0], "must be more than 0"), (["run", "--repeat", 0], "must be more than 0"),
-])
-def test_usage_errors_name_the_command(words, reason, call, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(sys, "argv", ["/somewhere/ladder/__main__.py"])
-    code, _, error = call(*words)
-    assert code == 2 and reason in error and "__main__" not in error
-    assert error.splitlines()[-1].startswith(f"python -m ladder {words[0]}: error: ")
-
-
 @pytest.mark.parametrize("refused", [
-    ["--bogus", 3], ["-B", 0], ["--compile-mode", "fast"], ["--save", "x"], ["--data", "no/such/folder"],
-    ["-B", 1_000_000], ["--resume"], ["--repeat", 0], ["--rungs", "0-77"]], ids=lambda words: " ".join(map(str, words)))
+    ["--bogus", 3], ["-B", 0], ["--save", "x"], ["--data", "no/such/folder"], ["-B", 1_000_000], ["--resume"],
+    ["--rungs", "0-77"]], ids=lambda words: " ".join(map(str, words)))
 def test_refused_flags_leave_no_trace(refused, tmp_path, tokens, monkeypatch, call):  # noqa: F811
     """Neither of themselves, nor in the results of the run before."""
     monkeypatch.setattr(tool, "RUNS", tmp_path / "runs")
@@ -86,24 +71,15 @@ def test_refused_flags_leave_no_trace(refused, tmp_path, tokens, monkeypatch, ca
     assert files_in(tmp_path) == before and "6.000" in call("report")[1]
 
 
-@pytest.mark.parametrize("encoding, times, good", [("ascii", "x", "+"), ("cp437", "x", "+"), ("cp1252", "×", "+"),
-                                                   ("utf-8", "×", "✓")])
-def test_terminals_without_the_characters(encoding, times, good, monkeypatch, fake_run):  # noqa: F811
+@pytest.mark.parametrize("encoding, times, good", [("ascii", "x", "+"), ("cp1252", "×", "+"), ("utf-8", "×", "✓")])
+def test_terminals_without_the_characters(encoding, times, good, monkeypatch):
     """Every verb ends well there, and reads well."""
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    logs = [WHOLE / "round_1" / f"{name}.log" for name in ("speedup_05_compile", "speedup_10_fused_adamw")]
-
-    def shown(verb):
-        """What a verb, called without arguments, writes to such a terminal."""
+    logs = [str(WHOLE / "round_1" / f"{name}.log") for name in ("speedup_05_compile", "speedup_10_fused_adamw")]
+    for words, shown in ((["check"], f"{good} torch: "), (["report", str(WHOLE)], f"{times} base"),
+                         (["compare", *logs], "B - A"), (["diff", "7"], "Rung 7")):
         terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", terminal)
-            assert verb() == 0
-        return terminal.buffer.getvalue().decode(encoding)
-
-    assert f"{good} torch: " in shown(lambda: tool.main(["check"]))
-    assert f"{times} base" in shown(lambda: tool.main(["report", str(WHOLE)]))
-    assert "B - A" in shown(lambda: tool.main(["compare", *map(str, logs)]))
-    assert "Rung 7" in shown(lambda: tool.main(["diff", "7"]))
-    job = lambda job: write_log(job.log, header="# device: π\n", tail=MEDIAN) and None  # noqa: E731
-    assert "ms/step" in shown(lambda: fake_run(job)[0])
+            assert tool.main(words) == 0
+        assert shown in terminal.buffer.getvalue().decode(encoding)

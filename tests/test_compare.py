@@ -4,7 +4,8 @@ import sys
 
 import pytest
 from conftest import ROOT
-from log_files import MEDIAN, call, write_log  # noqa: F401, a fixture
+from log_files import MEDIAN, write_log
+from run_tool import call  # noqa: F401, a fixture
 
 from ladder.judge.compare import compare
 from ladder.scripts.stages import BY_LABEL
@@ -45,8 +46,7 @@ NEARLY = (10.0001, 9.001, 8.0)
     ("16", "11", NEARLY, "The same losses"),  # in either order
     ("13", "14", (10, 9, 7), "NOT the same losses"), ("4", "5", (10, 9, float("nan")), "NOT the same losses"),
     ("0", "1", NEARLY, "meant to change them"), ("3", "4", NEARLY, "meant to change them"),
-    ("10", "ddp", NEARLY, "meant to change them"), ("2", "9", NEARLY, "meant to change them"),
-    ("ddp", "11", NEARLY, "meant to change them"),
+    ("10", "ddp", NEARLY, "meant to change them"),
 ])
 def test_losses_may_differ_as_far_as_the_rungs_between_allow(one, other, losses, verdict, compared):
     sentence = compared(of_rung(one), of_rung(other, losses)).sentences[0]
@@ -59,26 +59,20 @@ def test_the_first_step_apart_is_named(compared):
 
 
 @pytest.mark.parametrize("one, other, faster, beyond", [
-    (SLOW, FAST, 2, True), (FAST, SLOW, 0.5, True), (SLOW, [60, 90, 120, 150] * 5, None, False)])
+    (SLOW, FAST, 2, True), (FAST, SLOW, 0.5, True), (SLOW, [60, 90, 120, 150] * 5, 0.84, False),
+    ([500, *[50] * 17], [1000, *[100] * 17], 0.5, False), ([500, *[50] * 18], [1000, *[100] * 18], 0.5, True),
+])
 def test_a_speedup_counts_if_the_middle_halves_do_not_overlap(one, other, faster, beyond, compared):
+    """And each has ten steps after the warm-up, which is the first half."""
     result = compared({"ms": one}, {"ms": other})
-    assert result.beyond_noise == beyond and ("within the noise" in result.sentences[-1]) != beyond
-    assert faster is None or result.faster == pytest.approx(faster, rel=0.02)
-
-
-@pytest.mark.parametrize("ms, enough", [((500,), False), ((500, *[50] * 17), False), ((500, *[50] * 18), True)])
-def test_a_verdict_needs_ten_steps_after_the_warm_up(ms, enough, compared):
-    """Which is the first half."""
-    result = compared({"ms": ms}, {"ms": [2 * one for one in ms]})
-    assert result.beyond_noise == enough != ("too few steps to say" in result.sentences[-1])
+    assert result.beyond_noise == beyond == ("larger than the noise" in result.sentences[-1])
+    assert result.faster == pytest.approx(faster, rel=0.03)
 
 
 @pytest.mark.parametrize("change, named, losses, speed", [
     ({}, None, "The same losses", "larger than the noise"),
     (("gpt2\n", "tiny\n"), "model: gpt2 against tiny", "do not compare", "does not measure"),
-    (("T=1024", "T=512"), "T: 1024 against 512", "do not compare", "does not measure"),
     ({"B": 8}, "B: 4 against 8", "do not compare", "4.00 times"),
-    (("data: a", "data: b"), "data: a against b", "do not compare", "larger than the noise"),
     (("seed: 1", "seed: 2"), "seed: 1 against 2", "do not compare", "larger than the noise"),
     ({"device": "H200"}, "device: T4 against H200", "The same losses", "larger than the noise"),
     ({"ranks": 2}, "tokens per step: 4096 against 8192", "do not compare", "4.00 times"),
@@ -94,17 +88,14 @@ def test_what_differs_is_named_and_not_judged(change, named, losses, speed, comp
     assert not named or f"Different {named}." in text
 
 
-@pytest.mark.parametrize("device, one, other, different", [
-    ("EPYC (2 threads)", "malloc", "tcmalloc", "malloc against tcmalloc"),
-    ("EPYC (2 threads)", None, "tcmalloc", "unknown against tcmalloc"), ("EPYC (2 threads)", "malloc", "malloc", None),
-    ("NVIDIA H200", None, "torch", None),
-])
-def test_different_allocators_are_named(device, one, other, different, compared):
-    headers = [HEADER.format(**USUAL | {"device": device, "allocator": name}).replace(" | allocator: None", "")
-               for name in (one, other)]
-    result = compared(*({"ms": ms, "header": header} for ms, header in zip((SLOW, FAST), headers, strict=True)))
-    text = " ".join(result.sentences)
-    assert "The same losses" in text  # which no allocator changes
+@pytest.mark.parametrize("one, other, different", [
+    ("malloc", "tcmalloc", "malloc against tcmalloc"), (None, "tcmalloc", "unknown against tcmalloc"),
+    ("malloc", "malloc", None)])
+def test_different_allocators_are_named(one, other, different, compared):
+    headers = [HEADER.format(**USUAL | {"device": "EPYC (2 threads)", "allocator": name}) for name in (one, other)]
+    logs = [{"ms": ms, "header": header.replace(" | allocator: None", "")}
+            for ms, header in zip((SLOW, FAST), headers, strict=True)]
+    text = " ".join(compared(*logs).sentences)
     assert (f"Different allocator: {different}." in text) == bool(different) == ("may be the allocator's" in text)
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from ladder.scripts.laws import changed_definitions, changed_lines, definitions, flags, foreign, plumbing, violations
+from ladder.scripts.laws import changed_definitions, changed_lines, definitions, foreign, plumbing, violations
 from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
 
 SOURCES = {stage.file: stage.path.read_text(encoding="utf-8") for stage in STAGES}
@@ -30,11 +30,8 @@ def test_below_the_banner_all_scripts_are_the_same():
 
 @pytest.mark.parametrize("line, edited, verdict", [
     ("def read_model(path):", "def idle():\n    pass\n\n\ndef read_model(path):", "idle is not used by baseline.py"),
-    ("        self.seconds.append(dt)", "        pass\n\n    def left(self):\n        pass\n", "Log.left is not used"),
     ("    add_flags(parser)", '    add_flags(parser) if "get_lr" in globals() else None', "'globals()' is a later"),
-    ("    add_flags(parser)", "    settings.compile_mode = 1\n    add_flags(parser)", "'settings.compile_mode' is a"),
     ("    add_flags(parser)", '    add_flags(parser)\n    "--muon-lr"', "'--muon-lr' is a later rung's business"),
-    ("    add_flags(parser)", "    torch.distributed.barrier()\n    add_flags(parser)", "'distributed' is a later"),
     ("    add_flags(parser)", "    add_flags(parser)" + 30 * "\n    pass", "lines, more than 130"),
 ])
 def test_the_law_notices_what_the_baseline_does_not_need(line, edited, verdict):
@@ -42,11 +39,6 @@ def test_the_law_notices_what_the_baseline_does_not_need(line, edited, verdict):
     assert source.count("\n" + line) == 1 and list(foreign(SOURCES)) == []
     found = list(foreign({**SOURCES, "baseline.py": source.replace("\n" + line, "\n" + edited)}))
     assert any(verdict in text for text in found), found
-
-
-def test_the_flags_of_a_script_are_read_from_its_lines():
-    own = "--model --pretrained --batch-size --seq-len --steps --seed --device --data --log-dir --save"
-    assert flags(SOURCES["baseline.py"]) == set(own.split())
 
 
 @EACH
@@ -95,17 +87,11 @@ def test_every_line_belongs_to_a_definition(stage):
 # (a rung, a line of it, what becomes of the line, what the law then says)
 STRAY_EDITS = [
     ("0", "    n_head: int = 12", "    n_head: int = 16", "speedup_01_weight_tying.py: GPTConfig differs"),
-    ("5", "        return self.c_proj(self.gelu(self.c_fc(x)))", "        return self.c_fc(x)", "MLP.forward differs"),
-    ("9", "import json", "import json, string", "speedup_09_cosine_lr.py: imports differs"),
     ("10", "    parser.add_argument(\"--seed\", type=int", "    parser.add_argument(\"--seed\", type=float",
      "fused_adamw.py: add_flags differs"),
-    ("13", "@torch.no_grad()", "", "rung_14_checkpoint_resume.py: evaluate differs"),
     ("16", "@torch.no_grad()", "# without gradients", "rung_16_gradient_checkpointing.py: evaluate differs"),
     ("7", "class GPT(nn.Module):", "# a comment\nclass GPT(nn.Module):", "vocab_pad.py: Block.forward differs"),
     ("4", "def train(settings):", "EXTRA = 1\n\n\ndef train(settings):", "residual_scaling.py: EXTRA differs"),
-    ("8", "SCRIPT = Path(__file__)", "SCRIPT = Path('x')", "speedup_08_adamw_clip.py: SCRIPT differs"),
-    ("0", "        train(parse_settings())", "        train()", "01_weight_tying.py: below the banner it differs"),
-    ("16", "        return GPT(config_of", "        return GPT (config_of", "16_gradient_checkpointing.py: below the"),
     ("ddp", "class Log:", "# a comment\nclass Log:", "ddp_run.py: below the banner it differs from baseline.py"),
 ]
 
@@ -118,10 +104,8 @@ def test_the_law_notices_a_stray_edit(label, line, edited, verdict):
     assert any(verdict in text for text in found), found
 
 
-def test_the_law_notices_space_at_the_end_and_a_missing_or_second_banner():
+def test_the_law_notices_a_missing_or_second_banner():
     source = SOURCES["ddp_run.py"]
-    assert list(violations({**SOURCES, "ddp_run.py": source + "\n"})) == [
-        "ddp_run.py: below the banner it differs from baseline.py"]
     for broken in (source.replace(BANNER, "# ---- no banner "), source + BANNER + "\n"):
         with pytest.raises(ValueError, match="exactly one banner"):
             plumbing(broken)
@@ -167,11 +151,6 @@ def test_the_lesson_comes_first(stage):
     assert [name for name in names if name in model] == model
     assert names[names.index("train") + 1] == "open_tokens"  # the first definition below the banner
     assert names[-2:] == ["parse_settings", 'if __name__ == "__main__":']
-
-
-@EACH
-def test_lines_are_not_longer_than_120_characters(stage):
-    assert [line for line in SOURCES[stage.file].splitlines() if len(line) > 120 or line != line.rstrip()] == []
 
 
 def test_every_script_is_a_stage():

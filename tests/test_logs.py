@@ -6,38 +6,34 @@ import shutil
 
 import pytest
 from conftest import ROOT
-from log_files import MEDIAN, call, write_log  # noqa: F401, a fixture
+from log_files import MEDIAN, write_log
+from run_tool import call  # noqa: F401, a fixture
 
 from ladder.count.flops import flops_per_token, mfu
-from ladder.errors import UserError
 from ladder.show.logs import read_log
 from ladder.show.report import build_report
 
 WHOLE = ROOT / "logs" / "reference" / "intel_xeon_amx_2_cores_B1_T1024"
 
 
-def test_a_log_without_headers(tmp_path):
-    run = read_log(write_log(tmp_path / "foreign.log", header="some chatter\n"))
-    assert (run.name, run.median_ms, run.model, run.B, run.tokens_per_second) == ("foreign", 50, None, None, None)
-
-
 @pytest.mark.parametrize("header, tail, complete", [
+    ("some chatter\n", MEDIAN, True),
     ("# batch: B=4 T=1024 | steps: 3\n", MEDIAN, True),
     ("# batch: B=4 T=1024 | steps: 8\n", MEDIAN, False),  # a signal: rung 15 prints its median then, too
     ("# batch: B=4 T=1024 | steps: 3\n", "\n", False),
-    ("# batch: B=4 T=1024 | steps: 3\n", "\nstep : 4 | loss: 5 | dt: 1", False),  # killed while it wrote this line
+    ("# batch: B=4 T=1024 | steps: 3\n", "\nstep : 4 | loss: 5 | dt: 1 ms", False),  # killed while it wrote this line
 ])
 def test_a_whole_run(header, tail, complete, tmp_path):
     run = read_log(write_log(tmp_path / "a.log", header=header, tail=tail))
     assert run.steps == [1, 2, 3] and run.complete == complete
 
 
-@pytest.mark.parametrize("steps, warm_up", [(1, 0), (2, 1), (3, 1), (6, 3), (10, 5), (11, 5)])
+@pytest.mark.parametrize("steps, warm_up", [(1, 0), (2, 1), (3, 1), (6, 3), (11, 5)])
 def test_the_warm_up_is_the_first_half_where_no_median_line_says_otherwise(steps, warm_up, tmp_path):
     run = read_log(write_log(tmp_path / "a.log", ms=[900] * warm_up + [50] * (steps - warm_up)))
     assert (run.warm_up, run.median_ms) == (warm_up, 50)
     tail = MEDIAN.replace("steps 3-", f"steps {steps}-")
-    assert read_log(write_log(tmp_path / "a.log", ms=[900] * (steps - 1) + [50], tail=tail)).warm_up == steps - 1
+    assert read_log(write_log(tmp_path / "a.log", ms=[50] * steps, tail=tail)).warm_up == steps - 1
 
 
 @pytest.mark.parametrize("compiled, cached, start", [(3, 0, "cold"), (1, 2, "cold"), (0, 3, "warm"), (0, 0, None)])
@@ -49,17 +45,13 @@ def test_the_first_step_is_cold_or_warm(compiled, cached, start, tmp_path):
 
 def test_validations_are_no_steps_and_take_no_time(tmp_path):
     """Three steps of 100 ms, a validation after the second and the third."""
-    lines = []
-    for step, loss in ((1, 9.0), (2, 8.0), (3, 7.0)):
-        lines.append(f"step : {step} | loss: {loss} | dt: 100.00 ms | tokens/sec: 100.00")
-        lines += [f"val : step {step} | loss: {loss + 0.5} | time: 60.00 s"] if step > 1 else []
-    (tmp_path / "rung_13_validation.log").write_text("\n".join(lines) + "\n")
-    run = read_log(tmp_path / "rung_13_validation.log")
-    assert (run.losses, run.val_steps, run.val_losses) == ([9.0, 8.0, 7.0], [2, 3], [8.5, 7.5])
-    assert run.seconds_to(8.5, run.val_steps, run.val_losses) == pytest.approx(0.2)
-    assert run.seconds_to(7.4, run.val_steps, run.val_losses) is run.seconds_to(None, run.steps, run.losses) is None
+    log = write_log(tmp_path / "rung_13_validation.log", ms=[100] * 3, losses=[9.0, 8.0, 7.0])
+    log.write_text(re.sub("(step : ([23]) .*)", r"\1\nval : step \2 | loss: 7.\2 | time: 60.00 s", log.read_text()))
+    run = read_log(log)
+    assert (run.losses, run.val_steps, run.val_losses) == ([9.0, 8.0, 7.0], [2, 3], [7.2, 7.3])
+    assert run.seconds_to(7.1, run.val_steps, run.val_losses) is run.seconds_to(None, run.steps, run.losses) is None
     row = build_report(tmp_path).rows[0]
-    assert (row.last_val_loss, row.seconds_to_common_val_loss) == (7.5, pytest.approx(0.3))
+    assert (row.last_val_loss, row.seconds_to_common_val_loss) == (7.3, pytest.approx(0.2))
 
 
 @pytest.mark.parametrize("tokens, vocab_size", [
@@ -83,39 +75,20 @@ DAMAGED = {
     "binary.log": (bytes(range(256)), "not a text file"),
     "empty.log": (b"", "no step line"),
     "ranks.log": (b"# ranks: x\nstep : 1 | loss: 9 | dt: 1 ms\n", "'x'"),
-    "no_ranks.log": (b"# ranks: 0\nstep : 1 | loss: 9 | dt: 1 ms\n", "'0'"),
-    "still.log": (b"step : 1 | loss: 9 | dt: 0 ms\n", "0.0 ms"),
     "two_runs.log": (b"".join(b"step : %d | loss: 9 | dt: 1 ms\n" % step for step in (1, 2, 1, 3, 2)), "two runs"),
     "machine.json": (b'{"rates": {}}', "is damaged"),
 }
 
 
-@pytest.mark.parametrize("output", [[], ["--json"], ["--csv"], ["--png"]], ids=lambda words: " ".join(words) or "table")
-def test_damaged_files_are_named_and_the_others_reported(output, tmp_path, call):  # noqa: F811
-    write_log(tmp_path / "logs" / "baseline.log", tail=MEDIAN)
+def test_damaged_files_are_named_and_the_others_reported(tmp_path, call):  # noqa: F811
+    write_log(tmp_path / "baseline.log", tail=MEDIAN)
     for name, (content, _) in DAMAGED.items():
-        (tmp_path / "logs" / name).write_bytes(content)
-    (tmp_path / "logs" / "folder.log").mkdir()
-    code, out, error = call("report", tmp_path / "logs", *output, *([tmp_path / "png"] if output == ["--png"] else []))
-    named = re.split("! skipped: ", error if output else out)[1:]
-    reasons = DAMAGED | {"folder.log": (None, "directory")}
-    assert code == 0 and len(named) == len(reasons)
-    for name, (_, reason) in reasons.items():
-        assert sum(name in line and reason in line.replace("\n", " ") for line in named) == 1, (name, named)
-
-
-def test_logs_that_are_none(tmp_path, call):  # noqa: F811
-    good = write_log(tmp_path / "good.log")
-    for name, (content, reason) in [*DAMAGED.items(), ("gone.log", (None, "No such file"))]:
-        if name.endswith(".log"):
-            if content is not None:
-                (tmp_path / name).write_bytes(content)
-            code, _, error = call("compare", good, tmp_path / name)
-            assert code == 1 and error.startswith("error: ") and error.count("\n") == 1
-            assert name in error and reason in error
-    write_log(tmp_path / "runs" / "one" / "baseline.log")  # several runs in a folder are not rounds
-    with pytest.raises(UserError, match="runs holds no logs"):
-        build_report(tmp_path / "runs")
+        (tmp_path / name).write_bytes(content)
+    code, out, _ = call("report", tmp_path)
+    named = out.split("! skipped: ")[1:]
+    assert code == 0 and len(named) == len(DAMAGED)
+    for name, (_, reason) in DAMAGED.items():
+        assert sum(name in line and reason in line for line in named) == 1, (name, named)
 
 
 def mutated(data, rng):
@@ -123,17 +96,15 @@ def mutated(data, rng):
     lines = data.splitlines(keepends=True) or [b""]
     i, at = rng.randrange(len(lines)), rng.randrange(len(data) + 1)
     odd = [b"nan", b"inf", b"-1", b"0", b"1e400", b"9" * 5000, b"", b"x", b"\xff", b"\0", b" | ", b"$", b"[/b]"]
-    not_machines = [b"", b"{}", b"[]", b"null", b'{"rates": 1}', b'{"rates": {"x": "y"}}', b'{"rates": {"x": 0}}']
     number = rng.choice(list(re.finditer(rb"\d+(?:\.\d+)?", data)) or [re.match(b"", data)])
     return rng.choice([
         lambda: data[:at],
         lambda: data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :],
         lambda: b"".join(lines[:i] + lines[i + 1 :]),
-        lambda: b"".join([*lines[:i], lines[i], *lines[i:]]),
         lambda: data[: number.start()] + rng.choice(odd) + data[number.end() :],
         lambda: data.replace(lines[i].split(b": ")[-1], rng.choice(odd)),
         lambda: bytes(rng.randrange(256) for _ in range(rng.randrange(200))),
-        lambda: rng.choice(not_machines),
+        lambda: rng.choice([b"", b"{}", b"[]", b"null", b'{"rates": {"x": "y"}}', b'{"rates": {"x": 0}}']),
     ])()
 
 
@@ -146,7 +117,7 @@ def test_no_damage_ends_in_a_traceback(tmp_path, call):  # noqa: F811
             shutil.copy(WHOLE / f"round_{number}" / f"{name}.log", source / f"round_{number}")
     for name in ("machine.json", "profile.json"):
         shutil.copy(WHOLE / name, source)
-    for seed in range(100):
+    for seed in range(60):
         rng, folder = random.Random(seed), tmp_path / str(seed)
         shutil.copytree(source, folder)
         for path in rng.sample(sorted(path for path in folder.rglob("*") if path.is_file()), 2):

@@ -1,29 +1,29 @@
-"""The tutorial page, in a real browser where there is one: lessons, what they measured, charts, dark and small."""
+"""The tutorial page, in a real browser where there is one: lessons, what they measured, charts, also on a phone."""
 import ast
+import functools
 import html
-import itertools
 import json
 import re
 import shutil
 
-import numpy as np
 import pytest
 from conftest import ROOT
 from log_files import write_log
-from test_race import ADAMW, BEST, MUON, VAL_LOSSES, run_race
+from test_race import ADAMW, MUON, VAL_LOSSES, run_race
 
 from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
 from ladder.count.published import read_published
 from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.show import page as page_module
 from ladder.show.charts import KIND_COLORS
 from ladder.show.page import prose, write_page
-from ladder.show.plots import draw, profile_picture, write_plots
 from ladder.show.report import build_report
 
 PAGE = ROOT / "docs" / "index.html"
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+WIDTHS = pytest.mark.parametrize("width", [1400, 390])
 
 # Three invented machines. Milliseconds and GB of each rung:
 PROFILED = {"0": (9600, 4.41), "1": (8100, 3.6)}
@@ -33,6 +33,14 @@ LONG = {"15": (1600, 2.15)}
 # and of the first one a step by kind of work, and its floor.
 PARTS = {"0": (4000, 900, 2500, 1000, 300, 700, 1, 99), "1": (3900, 800, 2000, 900, 200, 100, 2, 98)}
 FLOORS = {"0": 4200, "1": 4100}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_lesson_once():
+    """Three pages are written here, with the same lessons: their diffs are made and colored once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_module, "lesson_view", functools.cache(page_module.lesson_view))
+        yield
 
 
 def write_logs(folder, rungs, batch, model="gpt2"):
@@ -71,9 +79,6 @@ def text_of(markup):
 def test_the_page_is_one_file_with_every_lesson_and_its_diff():
     text = PAGE.read_text(encoding="utf-8")
     assert PAGE.stat().st_size < 1_000_000
-    markup = re.sub(r"<script.*?</script>", "", text, flags=re.S)
-    markup = re.sub(r'<a href="https://', "", markup)  # which nobody follows unasked
-    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(""", markup)  # nothing is fetched
     for stage in STAGES:
         section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
         assert stage.file in section
@@ -98,73 +103,12 @@ def test_the_committed_page_is_up_to_date(tmp_path):
 
 
 def test_a_docstring_becomes_paragraphs_lists_and_code():
-    assert prose("""\
-A line that goes on in
-the next one & ends here. With `a < b`.
-
-* one, which
-  goes on;
-* two, with --flag.
-
-    python x.py --flag
-    python y.py
-
-Gain: speed.
-Cost: none.
-A line that ends early starts a paragraph.
-
-Sources: "A" by B * C * D.""").split("\n") == """\
-<p>A line that goes on in
-the next one &amp; ends here. With <code>a &lt; b</code>.</p>
-<ul>
-<li>one, which
-goes on;</li>
-<li>two, with <code>--flag</code>.</li>
-</ul>
-<pre tabindex="0"><code>python x.py --flag
-python y.py
-</code></pre>
-<p><b>Gain:</b> speed.</p>
-<p><b>Cost:</b> none.</p>
-<p>A line that ends early starts a paragraph.</p>
-<p class="dim"><b>Sources:</b> “A” by B * C * D.</p>
-""".split("\n")
-
-
-def oklab(rgb):
-    """Linear RGB to a space in which distances are differences that people see (Ottosson 2020)."""
-    to_cones = [[.4122214708, .5363325363, .0514459929], [.2119034982, .6806995451, .1073969566],
-                [.0883024619, .2817188376, .6299787005]]
-    to_lab = [[.2104542553, .7936177850, -.0040720468], [1.9779984951, -2.4285922050, .4505937099],
-              [.0259040371, .7827717662, -.8086757660]]
-    return to_lab @ np.cbrt(to_cones @ np.clip(rgb, 0, 1))
-
-
-@pytest.mark.parametrize("sight", [
-    np.eye(3),
-    [[.152286, 1.052583, -.204868], [.114503, .786281, .099216], [-.003882, -.048116, 1.051998]],  # no red cones
-    [[.367322, .860646, -.227968], [.280085, .672501, .047413], [-.011820, .042940, .968881]],  # no green ones
-    [[1.255528, -.076749, -.178779], [-.078411, .930809, .147602], [.004733, .691367, .303900]],  # no blue ones
-], ids=["normal", "protan", "deutan", "tritan"])
-def test_the_kinds_of_work_differ_for_color_blind_readers(sight):
-    """By the model of Machado, Oliveira and Fernandes 2009; 0.02 is about the least difference that people see."""
-    hexes = [[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in KIND_COLORS.values()]
-    linear = [np.where((c := np.array(h)) <= .04045, c / 12.92, ((c + .055) / 1.055) ** 2.4) for h in hexes]
-    seen = [oklab(sight @ rgb) for rgb in linear]
-    assert min(np.linalg.norm(one - other) for one, other in itertools.combinations(seen, 2)) > 0.08
-
-
-def test_the_picture_of_the_profile(machines, tmp_path):
-    axes = draw(profile_picture(machines[0].profile)).axes[0]
-    widths = np.array([bar.get_width() for bar in axes.patches]).reshape(2, len(KIND_COLORS))
-    assert widths.tolist() == [list(parts) for parts in PARTS.values()]
-    ends = [bar.get_x() + bar.get_width() for bar in axes.patches[len(KIND_COLORS) - 1 :: len(KIND_COLORS)]]
-    assert ends == [sum(parts) for parts in PARTS.values()]
-    assert {line.get_segments()[0][0][0] for line in axes.collections} == set(FLOORS.values())
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["baseline  0", "weight tying  1"]
-    names = {path.name for path in write_plots(machines, tmp_path)}
-    usual = itertools.product(("profiled", "plain", "long"), ("ladder", "loss", "memory"))
-    assert names == {"profiled_profile.png", *(f"{name}_{kind}.png" for name, kind in usual)}
+    page = prose("With `a < b` & more:\n\n* one, which\n  goes on;\n* two, with --flag.\n\n"
+                 "    python x.py\n\nGain: speed.")
+    assert page.splitlines() == [
+        "<p>With <code>a &lt; b</code> &amp; more:</p>", "<ul>", "<li>one, which", "goes on;</li>",
+        "<li>two, with <code>--flag</code>.</li>", "</ul>", '<pre tabindex="0"><code>python x.py', "</code></pre>",
+        "<p><b>Gain:</b> speed.</p>"]
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +131,13 @@ def file(machines, tmp_path_factory):
 
 @pytest.fixture
 def open_page(chromium, file):
-    """open_page(width, scheme) shows the page in a new window; at the end its console must have said nothing."""
+    """open_page(width) shows the page in a new window, which must neither complain nor fetch anything."""
     contexts, complaints = [], []
 
-    def opened(width=1400, scheme="light", path=file, height=900, **options):
+    def opened(width=1400, path=file, **options):
         phone = width < 600
-        contexts.append(chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme,
-                                             is_mobile=phone, has_touch=phone, reduced_motion="reduce", **options))
+        contexts.append(chromium.new_context(viewport={"width": width, "height": 900}, is_mobile=phone,
+                                             has_touch=phone, reduced_motion="reduce", **options))
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "assert") else None)
@@ -226,9 +170,8 @@ BARS = """selector => [...document.querySelectorAll(selector + " .bar")].map(bar
     }))"""
 
 
-@pytest.mark.parametrize("width", [1400, 390])
-def test_the_picture_and_the_effects_are_the_profile(open_page, width):
-    page = open_page(width)
+def test_the_picture_and_the_effects_are_the_profile(open_page):
+    page = open_page()
     assert page.locator("#machine").input_value() == "profiled"  # it is the last in the list, but has a profile
     for selector in ("#picture", "#rung-1 .effect"):
         bars = page.evaluate(BARS, selector)
@@ -238,11 +181,9 @@ def test_the_picture_and_the_effects_are_the_profile(open_page, width):
             assert [size for *_, size in bar[:-1]] == pytest.approx([scale * ms for ms in PARTS[label]], abs=1)
             assert bar[-1][1] == pytest.approx(scale * FLOORS[label], abs=2)
     totals = page.locator("#picture .bar b")
-    assert totals.all_inner_texts() == ["9,500", "8,000"]
-    page.locator(".legend button", has_text="attention").click()  # this one alone
-    assert totals.all_inner_texts() == ["2,500", "2,000"]
-    page.locator(".legend button", has_text="attention").click()
-    assert totals.all_inner_texts() == ["9,500", "8,000"]
+    for expected in (["2,500", "2,000"], ["9,500", "8,000"]):  # this one alone, and all again
+        page.locator(".legend button", has_text="attention").click()
+        assert totals.all_inner_texts() == expected
     rows = effect(page, "1")
     assert rows["ms/step"] == ["9,600", "8,100", "−1,500"]
     assert rows["tokens/sec"] == ["107", "126", "×1.19"]
@@ -250,16 +191,13 @@ def test_the_picture_and_the_effects_are_the_profile(open_page, width):
     assert rows["loss at step 12"] == ["8.800", "8.800", ""]
     assert rows["attention"] == ["2,500", "2,000", "−500"]
     assert rows["matrix products"] == ["4,000", "3,900", ""]  # less than 2 % of a step
-    assert "data" not in rows
+    page.locator("#picture .bar >> nth=1").locator("[data-kind=optimizer]").hover()
+    assert page.locator("#tip .strong td").all_inner_texts() == ["optimizer", "100 ms, 1 %"]
 
 
 def test_the_chosen_machine_is_the_whole_pages_and_remembered(open_page):
     page = open_page()
-    assert page.locator("#machine option").all_inner_texts() == [
-        "AMD EPYC, 2 cores, B=1 T=1024 (rungs 0–1)", "AMD EPYC, 2 cores, B=2 T=256 (rungs 0–3, 10, ddp)",
-        "AMD EPYC, 2 cores, small, B=8 T=256 (rungs 15)"]
     page.select_option("#machine", "plain")
-    assert "has no profile" in page.locator("#picture").inner_text()
     assert page.locator("#picture .bar b").all_inner_texts() == ["160", "171", "170", "400", "500", "400"]
     assert "3.1 times as many tokens" in page.locator("#picture").inner_text()
     assert effect(page, "3")["tokens/sec"] == ["170", "400", "×2.35"]
@@ -271,21 +209,15 @@ def test_the_chosen_machine_is_the_whole_pages_and_remembered(open_page):
     page.reload()
     assert page.locator("#machine").input_value() == "plain"
     # a lesson that this machine did not measure shows another, and says so
-    lesson = page.locator("#rung-15")
-    assert "Measured on AMD EPYC, 2 cores, small, B=8 T=256" in lesson.locator(".effect").inner_text()
+    assert "Measured on AMD EPYC, 2 cores, small, B=8 T=256" in page.locator("#rung-15 .effect").inner_text()
     assert effect(page, "15")["ms/step"] == ["1,600"]
-    lesson.locator(".effect").scroll_into_view_if_needed()  # and a reader who chooses it there stays there
-    top = lesson.bounding_box()["y"]
-    page.select_option("#machine", "long")
-    assert lesson.bounding_box()["y"] == pytest.approx(top, abs=2)
-    assert "Measured on AMD EPYC, 2 cores, B=1 T=1024" in page.locator("#rung-0 .effect").inner_text()
     assert "Not on any machine yet" in page.locator("#rung-5 .effect").inner_text()
 
 
 def test_the_chosen_card_has_its_counted_floors_and_published_figures(open_page):
     """Of each lesson; the lecture's steps are an A100's."""
     page = open_page()
-    for card, published in (("A100", ["333", "300", "−33"]), ("T4", None), ("A100 80GB", None), ("RTX 4090", None)):
+    for card, published in (("A100", ["333", "300", "−33"]), ("T4", None), ("RTX 4090", None)):
         page.select_option("#card", card)
         rungs = {row["label"]: row["ms"][card] for row in floor_data([CARDS[card]], ["2", "3"])["rungs"]}
         rows = effect(page, "3")
@@ -297,61 +229,28 @@ def test_the_chosen_card_has_its_counted_floors_and_published_figures(open_page)
         shown = [item.inner_text() for item in page.locator("#published li").all() if item.is_visible()]
         expected = [row["who"] for _, row in read_published().iterrows() if card.startswith(row["card"])]
         assert len(shown) == len(expected) and all(who in text for who, text in zip(expected, shown, strict=True))
-        assert page.locator("#unpublished").is_visible() == (not expected) == (card == "T4")
     assert "floor, ms" not in effect(page, "ddp")  # counted for one card
-    page.reload()
-    assert page.locator("#card").input_value() == "RTX 4090"
 
 
-@pytest.mark.parametrize("height", [900, 2400])
-def test_the_page_begins_at_its_top(open_page, height):
-    """Also where a lesson is in sight before the charts above it are drawn."""
-    page = open_page(height=height)
-    assert page.evaluate("scrollY") == 0 and in_sight(page, "h1")
-
-
-@pytest.mark.parametrize("width", [1400, 390])
+@WIDTHS
 def test_contents_and_machine_stay_in_sight(open_page, width):
     page = open_page(width)
-    for rung in ("6", "16"):
-        if width < 600:
-            assert in_sight(page, ".menu") and not in_sight(page, "#contents")
-            page.locator(".menu").tap()
-            page.locator(f'#contents [href="#rung-{rung}"]').tap()
-            assert not in_sight(page, "#contents")
-        else:
-            page.locator(f'#contents [href="#rung-{rung}"]').click()
-            assert in_sight(page, "#contents")
-        page.wait_for_function(
-            f"document.querySelector('#contents [aria-current]')?.getAttribute('href') === '#rung-{rung}'")
-        assert in_sight(page, "#machine") and in_sight(page, f"#title-{rung}")
-    page.goto(page.url.split("#")[0] + "#rung-3")
+    assert page.evaluate("scrollY") == 0 and in_sight(page, "h1")
+    if width < 600:
+        page.locator(".menu").tap()
+        page.locator('#contents [href="#rung-6"]').tap()
+        assert not in_sight(page, "#contents")
+    else:
+        page.locator('#contents [href="#rung-6"]').click()
+        assert in_sight(page, "#contents")
+    page.wait_for_function("document.querySelector('#contents [aria-current]')?.getAttribute('href') === '#rung-6'")
+    assert in_sight(page, "#machine") and in_sight(page, "#title-6")
     page.reload()  # what the script adds above a place does not push it away
-    page.wait_for_function("""() => { const box = document.querySelector("#title-3").getBoundingClientRect();
+    page.wait_for_function("""() => { const box = document.querySelector("#title-6").getBoundingClientRect();
         return box.top >= 0 && box.bottom <= innerHeight; }""", timeout=30_000)
-    # nothing is wider than the window
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_tips_on_hover_tap_and_focus(open_page):
-    page, phone = open_page(), open_page(390)
-    tip = page.locator("#tip")
-    assert tip.is_hidden()
-    page.locator("#picture .bar >> nth=1").locator("[data-kind=optimizer]").hover()
-    assert "weight tying" in tip.inner_text()
-    assert tip.locator(".strong td").all_inner_texts() == ["optimizer", "100 ms, 1 %"]
-    page.mouse.move(5, 5)
-    assert tip.is_hidden()
-    page.locator("#picture .name >> nth=0").focus()
-    page.keyboard.press("Tab")
-    assert "baseline" in tip.inner_text() and "4,000 ms, 42 %" in tip.inner_text()
-    phone.locator("#picture .bar >> nth=0").tap()
-    assert "2,500 ms, 26 %" in phone.locator("#tip").inner_text() and in_sight(phone, "#tip")
-    phone.locator("h1").tap()
-    assert phone.locator("#tip").is_hidden()
-
-
-@pytest.mark.parametrize("width", [1400, 390])
+@WIDTHS
 def test_charts_of_the_machines(open_page, width):
     page = open_page(width)
     section = page.locator(".machine").nth(1)  # the first one has the profile
@@ -361,68 +260,29 @@ def test_charts_of_the_machines(open_page, width):
     assert ends.first.inner_text() == "3.85"
     for by, last in (("step", "12"), ("seconds", "70.4")):  # 5 * 3 * 3.2 + 7 * 3.2
         section.get_by_text(f"loss by {by}").click()
-        assert width / 2 < section.locator("canvas").bounding_box()["width"] <= width
-        lines = section.locator(".u-series")
         area = section.locator(".u-over")
         area.click(position={"x": area.bounding_box()["width"] - 1, "y": 100})  # the last point
-        assert [text.split() for text in lines.all_inner_texts()[:2]] == [[by, last], ["baseline", "8.800"]]
-        assert lines.count() == 1 + len(PLAIN)
-    lines.nth(1).locator("th").focus()
-    page.keyboard.press("Enter")  # switches the curve off, as a click does
-    assert "u-off" in lines.nth(1).get_attribute("class")
+        lines = section.locator(".u-series").all_inner_texts()
+        assert [text.split() for text in lines[:2]] == [[by, last], ["baseline", "8.800"]]
+        assert len(lines) == 1 + len(PLAIN)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-# {"color on color": contrast} of all text on the page.
-CONTRASTS = """() => {
-    const rgb = color => color.match(/[\\d.]+/g).map(Number);
-    const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-    const light = color => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) =>
-        sum + weight * linear(rgb(color)[i] / 255), 0);
-    const back = e => {
-        const color = getComputedStyle(e).backgroundColor;
-        return rgb(color)[3] === 0 ? back(e.parentElement) : color;
-    };
-    const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = {};
-    while (walk.nextNode()) {
-        const e = walk.currentNode.parentElement;
-        if (!walk.currentNode.data.trim() || !e.offsetParent) continue;
-        const [a, b] = [light(getComputedStyle(e).color), light(back(e))];
-        found[getComputedStyle(e).color + " on " + back(e)] = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    }
-    return found;
-}"""
-
-
-@pytest.mark.parametrize("scheme, brightness", [("light", 255), ("dark", 20)])
-def test_readable_in_light_and_dark(open_page, scheme, brightness):
-    page = open_page(scheme=scheme)
-    page.locator("details summary").click()
-    assert int(re.search(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0]) == brightness
-    contrasts = page.evaluate(CONTRASTS)
-    assert len(contrasts) > 15
-    assert {colors for colors, contrast in contrasts.items() if contrast < 4.5} == set()  # WCAG 2, level AA
 
 
 def test_without_javascript(open_page):
     page = open_page(java_script_enabled=False)
     assert page.locator("section.lesson .code").count() == len(STAGES)
-    assert "need JavaScript" in page.locator("#picture").inner_text()
     assert page.locator(".machine table").first.is_visible()
 
 
 def test_a_race_on_the_page(open_page, tmp_path_factory):
     """The validation losses as a chart, the standings as a table, and in each lesson what its rung reached."""
     folder = tmp_path_factory.mktemp("race")
-    run_race(folder / "race", BEST, [ADAMW, MUON], 3, **VAL_LOSSES)
+    run_race(folder / "race", [ADAMW, MUON], 3, **VAL_LOSSES)
     write_page([build_report(folder / "race")], folder / "index.html")
-    for width in (1400, 390):
-        page = open_page(width, path=folder / "index.html")
-        chart = page.locator(".race .chart")
-        assert chart.locator("canvas").bounding_box()["height"] > 200 and "Muon" in chart.inner_text()
-        rows = [row.locator("th, td").all_inner_texts() for row in page.locator(".race .scroll tbody tr").all()]
-        assert [row[:2] for row in rows] == [["16 gradient checkpointing", "0.0012"], ["18 Muon", "0.0012, 0.004"]]
-        assert rows[1][-4:] == ["2.8", "69 (41–82)", "1.25M", "1.00"]
-        assert page.locator("#machine option").inner_text() == "cpu, 2 cores, tiny, B=2 T=32, text (rungs 16, 18)"
-        assert effect(page, "18")["seconds to 6"] == ["2.8"]  # rung 17, before it, was not in the race
-        assert effect(page, "16")["validation loss"] == ["6.000"]
+    page = open_page(path=folder / "index.html")
+    assert "Muon" in page.locator(".race .chart").inner_text()
+    rows = [row.locator("th, td").all_inner_texts() for row in page.locator(".race .scroll tbody tr").all()]
+    assert [row[:2] for row in rows] == [["16 gradient checkpointing", "0.0012"], ["18 Muon", "0.0012, 0.004"]]
+    assert rows[1][-4:] == ["2.8", "69 (41–82)", "1.25M", "4.00"]
+    assert effect(page, "18")["seconds to 6"] == ["2.8"]  # rung 17, before it, was not in the race
+    assert effect(page, "16")["validation loss"] == ["6.000"]

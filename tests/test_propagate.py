@@ -1,5 +1,4 @@
 """python -m ladder propagate: a fix in one rung becomes the same fix in all later ones, or nothing is touched."""
-import os
 import shutil
 import subprocess
 import sys
@@ -51,32 +50,26 @@ def replaced(stage, *changes):
     return f'"""{docstring}"""{body}'
 
 
-NATURAL_FIXES = {  # of the baseline; what each changes is the same text in all rungs, though not the same line
-    "beside lines that rungs change": [
-        ("        self.tokens,", "        # of one split\n        self.tokens,"),  # below a line of rung 12
-        ("manual_seed(settings.seed)\n", "manual_seed(settings.seed)  # weights\n"),  # above one of rung 2
-        ('        self.line(f"# script: {SCRIPT.name}")\n', ""),
-        ("class Block(", "def half(x):\n    return x / 2\n\n\nclass Block("),
-        ("tokens[:10**8].max()", "tokens[:10**9].max()"),
-    ],
-    "words of lines that rungs change": [
-        ("import os\nimport re\n", "import os\nimport platform\nimport re\n"),
-        ("log.step(step, loss.item(), dt", "log.step(step, float(loss), dt"),  # rungs 8 and 9
-        ("tokens from a token file", "tokens of a file"),  # rungs 12 and 26
-        ("self.lm_head = nn.Linear(", "self.lm_head = torch.nn.Linear("),  # rung 7
-    ],
-}
+NATURAL_FIX = [  # of the baseline; the text is the same in all rungs, though beside or in lines that some change
+    ("        self.tokens,", "        # of one split\n        self.tokens,"),  # below a line of rung 12
+    ("manual_seed(settings.seed)\n", "manual_seed(settings.seed)  # weights\n"),  # above one of rung 2
+    ('        self.line(f"# script: {SCRIPT.name}")\n', ""),
+    ("class Block(", "def half(x):\n    return x / 2\n\n\nclass Block("),
+    ("tokens[:10**8].max()", "tokens[:10**9].max()"),
+    ("import os\nimport re\n", "import os\nimport platform\nimport re\n"),
+    ("log.step(step, loss.item(), dt", "log.step(step, float(loss), dt"),  # rungs 8 and 9
+    ("tokens from a token file", "tokens of a file"),  # rungs 12 and 26
+    ("self.lm_head = nn.Linear(", "self.lm_head = torch.nn.Linear("),  # rung 7
+]
 
 
-@pytest.mark.parametrize("changes", NATURAL_FIXES.values(), ids=NATURAL_FIXES)
-def test_a_natural_fix_is_carried_to_all_later_rungs(changes, repository):
-    edit(repository / "baseline.py", *changes)
+def test_a_natural_fix_is_carried_to_all_later_rungs(repository):
+    edit(repository / "baseline.py", *NATURAL_FIX)
     (repository / STAGES[-1].file).chmod(0o755)  # a file stays executable
     assert list(propagate(BASELINE, repository)) == [stage.file for stage in STAGES[1:]]
     for stage in STAGES:
-        assert (repository / stage.file).read_text() == replaced(stage, *changes), stage.file
+        assert (repository / stage.file).read_text() == replaced(stage, *NATURAL_FIX), stage.file
     assert list(violations({stage.file: (repository / stage.file).read_text() for stage in STAGES})) == []
-    assert not list(repository.rglob("*.partial"))
     assert (repository / STAGES[-1].file).stat().st_mode & 0o777 == 0o755
 
 
@@ -110,12 +103,8 @@ def test_a_conflict_is_shown_and_nothing_is_written(repository):
         propagate(BASELINE, repository)
     first, *shown = str(error.value).splitlines()
     assert first.startswith("speedup_06_flash_attn.py: ") and "--until 5," in first
-    old = [line for line in before["speedup_05_compile.py"].splitlines() if "F.softmax(" in line]
-    ours = [line for line in before["speedup_06_flash_attn.py"].splitlines() if "y = F.scaled_dot_product" in line]
-    markers = ("<<<<<<< speedup_06_", "||||||| speedup_05_", "=======", ">>>>>>> speedup_05_")
-    places = [next(n for n, line in enumerate(shown) if line.startswith(marker)) for marker in markers]
-    parts = [shown[first:end] for first, end in zip(places, places[1:], strict=False)]
-    assert ours[0] in parts[0] and old[0] in parts[1] and old[0].replace(*changes[0]) in parts[2]
+    for part in ("<<<<<<< speedup_06_", "att.softmax(dim=-1)"):
+        assert any(part in line for line in shown)
     assert snapshot(repository) == before
 
     # As the message says: up to there, then by hand, then on from there. All this uncommitted.
@@ -128,78 +117,45 @@ def test_a_conflict_is_shown_and_nothing_is_written(repository):
         assert (repository / stage.file).read_text() == replaced(stage, *changes)
 
 
-@pytest.mark.parametrize("file, changes, broken", [
-    ("speedup_08_adamw_clip.py", [("tokens[:10**8].max()", "tokens[:10**9].max()")], "open_tokens"),  # the baseline's
-    ("baseline.py", [("class MLP(", "class Feed("), ("self.mlp = MLP(", "self.mlp = Feed(")], "Feed.__init__"),
-])
-def test_what_would_break_the_law_is_not_written(file, changes, broken, repository):
-    """Rung 4 may change MLP.__init__."""
-    edit(repository / file, *changes)
+def test_what_would_break_the_law_is_not_written(repository):
+    """Rung 4 may change MLP.__init__, and has no Feed.__init__."""
+    edit(repository / "baseline.py", ("class MLP(", "class Feed("), ("self.mlp = MLP(", "self.mlp = Feed("))
     before = snapshot(repository)
-    with pytest.raises(UserError, match=f"nothing was written.*{broken} differs"):
-        propagate(next(stage for stage in STAGES if stage.file == file), repository)
+    with pytest.raises(UserError, match="nothing was written.*Feed.__init__ differs"):
+        propagate(BASELINE, repository)
     assert snapshot(repository) == before
 
 
-def test_propagate_refuses_what_it_cannot_do_safely(repository, monkeypatch):
+def test_propagate_refuses_what_it_cannot_do_safely(repository):
     with pytest.raises(UserError, match="no uncommitted change"):
         propagate(BASELINE, repository)
-    edit(repository / "baseline.py", ("as plainly as possible", "plainly"))  # the docstring alone
-    with pytest.raises(UserError, match="no uncommitted change"):
-        propagate(BASELINE, repository)
-    for label, until in (("dcp", None), ("5", "5"), ("5", "3"), ("26", "31")):  # 31 is on another branch
+    for label, until in (("dcp", None), ("5", "3"), ("26", "31")):  # 31 is on another branch
         with pytest.raises(UserError, match=f"{BY_LABEL[label].file}: no rung comes after it"):
             propagate(BY_LABEL[label], repository, until and BY_LABEL[until])
-    edit(repository / "speedup_03_bf16_autocast.py", ("import json\n", "import json\nimport platform\n"))
-    with pytest.raises(UserError, match="speedup_03_bf16_autocast.py has uncommitted changes"):
-        propagate(BASELINE, repository)
-    git(repository, "checkout", "-q", "speedup_03_bf16_autocast.py")
-    before = snapshot(repository)
-    source = before["baseline.py"]
+    source = (repository / "baseline.py").read_text()
     for broken, reason in (
         (source.replace("import json\n", "import json(\n"), "baseline.py: line "),
         (source.replace("# ---- the same in every rung", "# ---- the same"), "baseline.py: needs exactly one banner"),
-        (source.split('"""', 2)[2], "must start with its docstring"),
     ):
         (repository / "baseline.py").write_text(broken)
         with pytest.raises(UserError, match=reason):
             propagate(BASELINE, repository)
-    (repository / "baseline.py").write_text(source)
-    assert snapshot(repository) == before
-    monkeypatch.setenv("PATH", os.fspath(repository))
-    with pytest.raises(UserError, match="git is not installed"):
-        propagate(BASELINE, repository)
-    monkeypatch.undo()
-    shutil.rmtree(repository / ".git")
-    with pytest.raises(UserError, match="git has no committed baseline.py"):
-        propagate(BASELINE, repository)
 
 
-def test_the_verb_takes_labels_and_files_and_says_what_is_next(repository):
+def test_the_verb_names_what_to_check_and_what_is_next(repository):
     shutil.copytree(ROOT / "ladder", repository / "ladder")
     edit(repository / "speedup_03_bf16_autocast.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
-
-    def ladder(*words):
-        return subprocess.run([sys.executable, "-m", "ladder", "propagate", *words], cwd=repository,
-                              env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True)
-
-    done = ladder("3", "--until", "speedup_05_compile.py")
-    assert done.returncode == 0 and "speedup_03_bf16_autocast.py is now in 2 later" in done.stdout, done.stderr
-    assert "please check: loss = step_model(x, targets=y)\n" in done.stdout
+    done = subprocess.run([sys.executable, "-m", "ladder", "propagate", "3", "--until", "speedup_05_compile.py"],
+                          cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 0 and "please check: loss = step_model(x, targets=y)\n" in done.stdout, done.stderr
     assert "speedup_06_flash_attn.py by hand" in done.stdout
-    wrong = ladder("baseline.py", "--until", "x")
-    assert wrong.returncode == 1 and wrong.stderr.startswith("error: no rung x")
 
 
 @pytest.mark.parametrize("base, ours, theirs, merged", [
     ("a\nb\n", "a\nB\n", "A\nb\n", "A\nB\n"),  # lines that touch
     ("f(a, b)\n", "f(a, b, c)\n", "g(a, b)\n", "g(a, b, c)\n"),  # words of one line
-    ("f(a)\n", "if x:\n    f(a)\n", "f(b)\n", "if x:\n    f(b)\n"),
-    ("a\n", "b\n", "b\n", "b\n"),  # the same on both sides
     ("lr=3e-4\n", "lr=6e-4\n", "lr=3e-5\n", None),  # both changed the number
-    ("x = a\n", "x = b\n", "x = c\n", None),
     ("a\n", "a\nb\n", "a\nc\n", None),  # at the same place: in which order?
-    ("a\nb\n", "b\n", "A\nb\n", None),  # removed here, changed there
     ("f(\na=1,\nb=2,\n)\n", "f(\nc=3,\na=1,\nb=2,\n)\n", "f(\na=1,\nb=2,\nc=4,\n)\n", None),  # no Python: c twice
 ])
 def test_merge_of_small_texts(base, ours, theirs, merged):

@@ -2,11 +2,9 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -14,22 +12,20 @@ import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, load_module, make_tokens, rung, train
+from conftest import ROOT, load_module, rung, train
 from log_files import MEDIAN, write_log
-from run_tool import LADDER, call, fake_run, files_in, flags, is_one_error, ladder  # noqa: F401, fixtures
+from run_tool import LADDER, call, fake_run, files_in, flags, is_one_error  # noqa: F401, fixtures
 
 import ladder.__main__ as tool
 from ladder.count.memory import step_bytes
 from ladder.measure import jobs, max_batch, runner
-from ladder.measure.jobs import Job, memory_of, run_job
+from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import command_for, plan, split_flags
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import PEER, read_log
 from ladder.show.report import build_report
 
 LOSS = re.compile(r"loss: ([\d.]+)")
-
-# One job: how it ends, and what it holds
 
 
 @pytest.mark.parametrize("code, status, reason", [
@@ -48,46 +44,12 @@ def test_how_a_job_ends(code, status, reason, tmp_path):
     assert (outcome.name, outcome.status, outcome.reason) == ("job", status, reason)
 
 
-SHARED = """
-import mmap, os, sys, time
-file = open(sys.argv[1], "rb")
-pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-[pages[i] for i in range(0, len(pages), 4096)]
-if os.fork():
-    own = b"1" * 150_000_000
-[pages[i] for i in range(0, len(pages), 4096)]
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-def test_what_a_job_holds_is_counted_without_the_files_that_its_processes_share(tmp_path):
-    """Two processes have 200 MB of a file in memory, as ranks have torch's libraries; one has 150 MB of its own."""
-    (tmp_path / "file").write_bytes(bytes(200_000_000))
-    child = subprocess.Popen([sys.executable, "-c", SHARED, tmp_path / "file"], stdout=subprocess.PIPE, text=True)
-    assert [child.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    held, largest = memory_of(child.pid)
-    children = psutil.Process(child.pid).children()
-    jobs.stop(child)
-    assert 150e6 < held < 190e6 and 350e6 < largest < 400e6
-    assert len(children) == 1 and not children[0].is_running()
-
-
 def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_path):
     """On a GPU nobody watches: what fills up there is not this memory."""
     memory = psutil.virtual_memory()._replace(available=100e6)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     job = Job("hungry", [sys.executable, "-c", "import time; x = b'1' * 150_000_000; time.sleep(1)"], tmp_path)
     assert run_job(job, 60, "cpu").status == "out of memory" and run_job(job, 60, "cuda").status == "ok"
-    job.memory = 400e6  # its share of what was free when nothing else ran
-    assert run_job(job, 60, "cpu").status == "ok"
-
-
-def test_a_job_can_be_stopped_from_another_thread(tmp_path):
-    stopped = threading.Event()
-    threading.Timer(0.5, stopped.set).start()
-    job = Job("sleeper", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
-    assert run_job(job, 60, "cpu", stopped=stopped).status == "stopped"
 
 
 def test_commands():
@@ -95,7 +57,6 @@ def test_commands():
         return command_for(BY_LABEL[label], list(flags), Path("x"), **more)[1:]
 
     assert command("4", "--compile-mode", "none", "-B", "1")[1:] == ["-B", "1", "--log-dir", "x"]
-    assert command("4", "--compile-mode=none", "-B", "1")[1:] == ["-B", "1", "--log-dir", "x"]
     assert "--compile-mode" in command("5", "--compile-mode", "none")
     assert "--nproc_per_node=3" in command("ddp", processes=3) and "--nproc_per_node=3" in command("fsdp", processes=3)
     assert "--checkpoint-every" not in command("13")
@@ -118,18 +79,13 @@ def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "machine.json").read_text()) == {"rates": {"float32": 3e12}, "arguments": ["run"]}
 
 
-# Runs: on real short ones of the tiny model
-
-
-def test_a_run_measures_in_rounds_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):  # noqa: F811
+def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):  # noqa: F811
     logs = tmp_path / "logs"
-    code, output, _ = call("run", "--rungs", "0,1", "--repeat", 2, "--logs", logs, *flags(tokens))
+    code, output, _ = call("run", "--rungs", "0,1", "--logs", logs, *flags(tokens))
     assert code == 0 and "weight tying" in output and "× base" in output and f"logs: {logs}" in output
-    for runs in build_report(logs).runs.values():
-        assert [(run.complete, run.steps) for run in runs] == [(True, [1, 2, 3, 4])] * 2
-        assert all(run.allocator and 0.1 < run.peak_memory_gb < 4 for run in runs)
-
-    gone = logs / "round_2" / "speedup_01_weight_tying.log"
+    for [run] in build_report(logs).runs.values():
+        assert run.complete and run.steps == [1, 2, 3, 4] and run.allocator and 0.1 < run.peak_memory_gb < 4
+    gone = logs / "speedup_01_weight_tying.log"
     content = gone.read_text()
     gone.write_text(content[: len(content) // 2])  # as a killed run leaves it
     before = files_in(logs)
@@ -141,10 +97,8 @@ def test_a_run_measures_in_rounds_shows_the_table_and_can_be_resumed(tokens, tmp
 
 
 def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):  # noqa: F811
-    started = time.monotonic()
     code, output, _ = call("run", "--rungs", "0-1", "--time-limit", 0.5, "--logs", tmp_path / "a", *flags(tokens))
     assert code == 1 and output.count("timed out: no end after 0.5 s") == 4  # as it happens, and in the end
-    assert time.monotonic() - started < 60
     code, output, _ = call("run", "--rungs", "0", "--logs", tmp_path / "b", *flags(tokens), "--pretrained", __file__)
     assert code == 1 and "failed: error: " in output and "not a model's file" in output and "Traceback" not in output
     assert "no rung finished a step" in output and not list(tmp_path.iterdir())
@@ -169,29 +123,22 @@ def test_a_stop_keeps_the_finished_and_leaves_no_orphan(tmp_path, tokens, in_bac
     assert read_log(tmp_path / "logs" / "baseline.log").complete
 
 
-# Folders
-
-
 def test_a_run_never_touches_the_logs_of_another(tmp_path, tokens, call):  # noqa: F811
+    words = ["run", "--rungs", 0, "--logs", tmp_path, *flags(tokens)]
+    with filelock.FileLock(tmp_path / "lock"):
+        assert is_one_error(call(*words), "another run is using it")
     write_log(tmp_path / "baseline.log")
     before = files_in(tmp_path)
-    assert is_one_error(call("run", "--rungs", 0, "--logs", tmp_path, *flags(tokens)), "not empty", "--resume")
+    assert is_one_error(call(*words), "not empty", "--resume")
     assert is_one_error(call("run", "--resume", "--logs", tmp_path), "holds no run")
     assert files_in(tmp_path) == before
     (tmp_path / "machine.json").write_text("{")
     assert is_one_error(call("run", "--resume", "--logs", tmp_path), "is damaged")
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path, tokens, call):  # noqa: F811
-    with filelock.FileLock(tmp_path / "lock"):
-        assert is_one_error(call("run", "--rungs", 0, "--logs", tmp_path, *flags(tokens)), "another run is using it")
-    assert [path.name for path in tmp_path.iterdir()] in ([], ["lock"])
-
-
 @pytest.mark.parametrize("folder", ["/proc/logs", f"{__file__}/logs"], ids=["read-only", "in a file"])
 def test_a_folder_that_cannot_be_written_to(folder, tokens, call):  # noqa: F811
-    answer = call("run", "--rungs", 0, "--logs", folder, *flags(tokens))
-    assert is_one_error(answer, f"error: --logs {folder}: ", "; give a folder that can be written to")
+    assert is_one_error(call("run", "--rungs", 0, "--logs", folder, *flags(tokens)), f"--logs {folder}: ")
 
 
 def test_every_run_has_its_folder_and_the_newest_is_shown(fake_run, call):  # noqa: F811
@@ -202,26 +149,23 @@ def test_every_run_has_its_folder_and_the_newest_is_shown(fake_run, call):  # no
     time.sleep(1.1)  # folders are called by the second
     assert fake_run(lambda job: write_log(job.log, losses=[4, 5, 6], tail=MEDIAN) and None)[0] == 0
     second = tool.newest_run()
-    assert second != first and len(list(tool.RUNS.iterdir())) == 2 and "6.000" in call("report")[1]
-    assert json.loads((first / "machine.json").read_text())["arguments"][:3] == ["run", "--rungs", "0"]
-    shutil.copytree(first, tool.RUNS / "killed")  # before its first step: nothing to show, but to be resumed
-    (tool.RUNS / "killed" / "baseline.log").write_text("# script: baseline.py\n")
-    os.utime(tool.RUNS / "killed" / "machine.json")
-    assert tool.newest_run() == second and tool.newest_run(Path.exists).name == "killed"
+    assert second != first and "6.000" in call("report")[1]
+    (first / "baseline.log").write_text("# script: baseline.py\n")  # killed before its first step: not to be shown
+    os.utime(first / "machine.json")
+    assert tool.newest_run() == second and tool.newest_run(Path.exists) == first  # but to be resumed
 
 
 def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):  # noqa: F811
     def interrupt(job):
+        if keeps:
+            write_log(job.log)
         raise KeyboardInterrupt
 
+    keeps = False
     code, output, _ = fake_run(interrupt)
-    assert code == 130 and "nothing to resume" in output and not list(tool.RUNS.iterdir())
-
-    def interrupt_later(job):
-        write_log(job.log)
-        raise KeyboardInterrupt
-
-    code, output, _ = fake_run(interrupt_later)
+    assert code == 130 and not list(tool.RUNS.iterdir())
+    keeps = True
+    code, output, _ = fake_run(interrupt)
     assert code == 130 and f"run --resume --logs {tool.newest_run()} continues" in output and "baseline" in output
 
 
@@ -241,12 +185,9 @@ def test_ctrl_c_during_a_search_says_how_far_it_is(fake_run):  # noqa: F811
     assert f"run --resume --logs {tool.newest_run(Path.exists)} continues" in output and "no table" not in output
 
 
-# The largest batch
-
-
-@pytest.mark.parametrize("label, limit", [("0", 33), ("7", 70), ("ddp", 70), ("14", 50), ("fsdp", 70), ("7", 9),
-                                          ("7", 1), ("7", 0)])
-def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, limit, monkeypatch):
+@pytest.mark.parametrize("label, limit", [
+    ("0", 33), ("7", 70), ("ddp", 70), ("14", 50), ("fsdp", 70), ("7", 1), ("7", 0)])
+def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, limit, tokens, monkeypatch, call):  # noqa: F811
     """Few cold compiles when the memory model is about right, an answer in any case, and as many ranks as asked for."""
     commands = []
 
@@ -260,8 +201,10 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
     ranks = 3 if label in ("ddp", "fsdp") else 1
     free = ranks * step_bytes("gpt2", 64 if label != "0" else 32, 1024, label) / jobs.MEMORY_SHARE
     monkeypatch.setattr(max_batch, "run_module", lambda *_: free)
-    best, speed, why = max_batch.largest_batch(BY_LABEL[label], ["--device", "cpu"], 60, 3, lambda line: None)
-    assert best <= limit <= best + max(1, best // 8) and (speed or not best) and "out of memory" in why
+    words = ["--rungs", label, "--processes", 3, "--device", "cpu", "--data", tokens]
+    code, output, _ = call("run", "--max-batch", *words)
+    best = int(re.search(r"│ (\d+) │", output)[1])
+    assert best <= limit <= best + max(1, best // 8) and code == (not best) and "out of memory" in output
     assert len(commands) <= (5 if limit > 9 else 8)
     for command in commands:
         assert ("--nproc_per_node=3" in command) == (ranks == 3)
@@ -272,7 +215,7 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
             assert len(values) == 1
 
 
-def test_the_search_for_the_largest_batch_ends_at_its_deadline(monkeypatch):
+def test_the_search_for_the_largest_batch_ends_at_its_deadline(tokens, monkeypatch):
     """A clock that each attempt moves on by all that it may take; without the deadline every one would get 600 s."""
     clock = [1000.0]
 
@@ -283,29 +226,15 @@ def test_the_search_for_the_largest_batch_ends_at_its_deadline(monkeypatch):
     monkeypatch.setattr(max_batch, "run_job", run_job)
     monkeypatch.setattr(max_batch, "run_module", lambda *_: 40e9)
     monkeypatch.setattr(max_batch.time, "monotonic", lambda: clock[0])
-    max_batch.largest_batch(BY_LABEL["7"], ["--device", "cpu"], 600, 1, lambda line: None, deadline=1100.0)
+    words = ["--device", "cpu", "--data", str(tokens)]
+    max_batch.largest_batch(BY_LABEL["7"], words, 600, 1, lambda line: None, deadline=1100.0)
     assert clock[0] == 1100
-
-
-@pytest.mark.slow
-def test_max_batch_finds_the_largest(real_text, tmp_path):
-    """Here the text ends before the memory does: 3,600 tokens are three sequences of 1,024."""
-    words = ["--model", "tiny", "--device", "cpu", "-T", 1024, "--compile-mode", "none"]
-    data = make_tokens(tmp_path / "tokens", real_text[:4000])
-    run = ladder("run", "--rungs", "10", "--max-batch", "--data", data, *words)
-    assert run.returncode == 0, run.stdout + run.stderr
-    [row] = [line.split("│") for line in run.stdout.splitlines() if "fused AdamW" in line and "│" in line]
-    assert int(row[2]) == 3
-
-
-# The peer
 
 
 def test_the_peer_is_rung_10_with_another_model(tmp_path, tokens, monkeypatch):
     """The rungs' own dtype and compile check: no bfloat16 where there is none, eager where nothing compiles."""
     module = rung(10)
     peer = load_module(ROOT / "ladder" / "measure" / "peer_transformers.py")
-    assert peer.rung_10 is module
     monkeypatch.setattr(module, "autocast_dtype", lambda device: torch.float32)
 
     def refuse(*_, **__):
@@ -314,11 +243,9 @@ def test_the_peer_is_rung_10_with_another_model(tmp_path, tokens, monkeypatch):
     monkeypatch.setattr(torch, "compile", refuse)
     peer.main([*flags(tokens), "--log-dir", str(tmp_path)])
     log = read_log(tmp_path / f"{PEER}.log")
-    assert log.name == PEER and log.complete
-    assert log.headers["precision"].startswith("float32") and "running eagerly" in log.headers["compile"]
+    assert log.complete and log.headers["precision"].startswith("float32")
+    assert "running eagerly" in log.headers["compile"]
     assert "norm: " in log.path.read_text()  # clipped, as rung 10 is
     ours = read_log(train(rung(1), tmp_path, tokens, *flags(tokens)[4:]))
     assert log.losses[0] == pytest.approx(ours.losses[0], abs=0.3)  # both start at ln 50257, with tied weights
     assert log.tokens_per_step == ours.tokens_per_step
-    with pytest.raises(SystemExit, match="error: --pretrained"):
-        peer.main([*flags(tokens), "--save", str(tmp_path / "x.pt")])

@@ -3,21 +3,21 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, run_command
+from conftest import run_command
 
 import ladder.__main__ as tool
 from ladder.measure import smoke
 from ladder.measure.check import Finding
 from ladder.measure.smoke import Trial, plan
-from ladder.scripts.stages import BY_LABEL, STAGES, load_script
+from ladder.scripts.stages import STAGES
 
 GOOD = [11.0, 10.9, 10.8, 10.7]
 
@@ -38,7 +38,7 @@ def fake(monkeypatch, tmp_path, tokens, capsys):
         monkeypatch.setattr(smoke, "plan", lambda settings, scratch: chains)
         monkeypatch.setattr(smoke, "check_machine", lambda device: ([Finding("–", "float8", "none here")], ""))
         monkeypatch.setattr(tool.console, "width", 200)
-        monkeypatch.setattr(smoke, "os", SimpleNamespace(environ=dict(os.environ), cpu_count=os.cpu_count))
+        monkeypatch.setattr(smoke, "os", SimpleNamespace(environ=dict(os.environ), cpu_count=lambda: 4))
         code = tool.main(["smoke", "--device", "cpu", "--data", str(tokens), "--out", str(tmp_path / "out")])
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())
         return code, capsys.readouterr().out, {trial["name"]: trial for trial in summary.pop("trials")}, summary
@@ -51,12 +51,10 @@ def test_what_works_is_listed_and_the_folder_tells_it(fake, tmp_path):
         [("a", logs(GOOD), {"first": 1}), ("a-use", logs([]), {})],
         [("b", logs([11.01, 10.9, 10.8, 10.72]), {"first": 1, "like": "a"})])
     assert code == 0 and "0 failed" in output and re.search(r"a +ok +\d+ s  loss 11.000 10.900 10.800 10.700", output)
-    assert "\n1 must have the same losses as another, 0 disagree; the largest difference is 0.0200." in output
-    assert "– float8: none here\n" in output
-    assert summary["machine"]["torch"] == torch.__version__ == summary["packages"]["torch"] and summary["commit"]
+    assert "the largest difference is 0.0200" in output and "– float8: none here\n" in output
+    assert summary["packages"]["torch"] == torch.__version__ and summary["commit"]
     assert trials["b"]["losses"]["4"] == 10.72
     out = tmp_path / "out"
-    assert {path.name for path in out.iterdir()} >= {"a.txt", "b.txt", "a-use.txt", "summary.txt", "summary.json"}
     assert (out / "summary.txt").read_text() in output and "step : 4 | loss: 10.700000" in (out / "a.txt").read_text()
     assert not (tmp_path / "a").exists()  # checkpoints and models are not for sending
 
@@ -65,8 +63,7 @@ def test_a_script_that_fails_is_shown_and_the_others_go_on(fake):
     code, output, trials, _ = fake(
         [("broken", logs([11.0], more="raise ValueError('no such kernel')"), {"first": 1}), ("use", logs([]), {})],
         [("whole", logs(GOOD), {"first": 1, "like": "broken"})])
-    assert code == 1 and "1 failed" in output and "| ValueError: no such kernel\n" in output
-    assert "failed: broken: ValueError: no such kernel" in output and re.search("use +not run", output)
+    assert code == 1 and "1 failed" in output and "failed: broken: ValueError: no such kernel" in output
     assert trials["whole"]["status"] == "ok" and trials["use"]["reason"] == "broken: failed"
 
 
@@ -76,10 +73,10 @@ def test_a_script_that_fails_is_shown_and_the_others_go_on(fake):
      0, "[rank0]: ValueError: no kernel"),
     (logs(GOOD[:3]), 1, "it logged the steps [1, 2, 3], not [1, 2, 3, 4]"),
     (logs(GOOD), 3, "it logged the steps [1, 2, 3, 4], not [3, 4]"),  # a resume that starts over
-    (logs([11.0], more="time.sleep(100)"), 1, "no end after 3 s"),
+    (logs([11.0], more="time.sleep(100)"), 1, "no end after 2 s"),
 ], ids=["raises", "stops", "starts over", "hangs"])
 def test_a_script_that_does_not_do_its_steps_has_failed(command, first, reason, fake, monkeypatch):
-    monkeypatch.setattr(smoke, "SECONDS", 3)
+    monkeypatch.setattr(smoke, "SECONDS", 2)
     code, output, _, _ = fake([("a", command, {"first": first})])
     assert code == 1 and f"failed: a: {reason}\n" in output and "host: x" not in output
 
@@ -92,37 +89,20 @@ def test_losses_that_must_be_equal_and_are_not(fake):
     assert "disagrees: far and a: loss 10.500 and 10.800 at step 3, more than 0.05 apart" in output
 
 
-STOPPED = """
-import sys
-from ladder.measure import smoke
-import ladder.__main__ as tool
-folder = smoke.Path(sys.argv[1])
-code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
-smoke.plan = lambda settings, scratch: [
-    [smoke.Trial(str(n), [sys.executable, "-c", code], folder / str(n))] for n in range(9)]
-smoke.check_machine = lambda device: ([], "")
-sys.exit(tool.main(["smoke", "--device", "cpu", "--data", sys.argv[2], "--out", str(folder / "out")]))
-"""
+def test_ctrl_c_stops_all_that_run(fake, tmp_path):
+    """A trial that was stopped has not failed, and one that waits does not start."""
+    files = [tmp_path / f"{name}.pid" for name in "abc"]
+    sleeper = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 
+    def interrupt():
+        while not all(file.exists() and file.read_text() for file in files[:2]):
+            time.sleep(0.02)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-def test_ctrl_c_stops_all_with_everything_that_they_have_started(tmp_path, tokens):
-    running = subprocess.Popen([sys.executable, "-c", STOPPED, tmp_path, tokens], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline, children = time.monotonic() + 60, []
-    while len(children) < 4 and time.monotonic() < deadline:  # two trials, and what each has started
-        time.sleep(0.05)
-        children = psutil.Process(running.pid).children(recursive=True)
-    running.send_signal(signal.SIGINT)
-    output, _ = running.communicate(timeout=60)
-    assert running.returncode == 130 and "stopped" in output and "Traceback" not in output, output
-    assert "1/9" not in output  # a trial that was stopped has not failed
-    assert len(children) >= 4 and not [each for each in children if each.is_running() and each.status() != "zombie"]
-
-
-def test_a_missing_data_folder_is_said_before_anything_starts(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="error: --data .*no token files"):
-        tool.main(["smoke", "--device", "cpu", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
+    threading.Thread(target=interrupt, daemon=True).start()
+    code, output, _, _ = fake(*([(file.stem, [sys.executable, "-c", sleeper, str(file)], {})] for file in files))
+    assert code == 130 and "stopped" in output and "1/3" not in output and not files[2].exists()
+    assert not any(psutil.pid_exists(int(file.read_text())) for file in files[:2])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
@@ -140,12 +120,6 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
     assert ("10-graphs" in trials) == (device == "cuda") and ("26-pinned" in trials) == (device != "cpu")
     samples = {name for name in trials if name.endswith("-sample")}
     assert {"0-sample", "31-sample"} < samples and "0-convert" in trials and "31-convert" not in trials
-    if device == "cpu":  # each script takes its flags, and a step has the same tokens in all of them
-        for label in ("10", "ddp", "24", "fsdp"):
-            alone, ranks = (load_script(BY_LABEL[label]).parse_settings(words) for words in (
-                trials[label].command[2:-2], trials[f"{label}-torchrun" if f"{label}-torchrun" in trials else label]
-                .command[-len(trials[label].command) + 2 : -2]))
-            assert alone.steps == 4 and alone.B == ranks.B * (2 if label != "10" else 1) and alone.T == ranks.T
 
 
 def test_float16_makes_rung_3_another_rung(tmp_path, monkeypatch):
@@ -156,16 +130,6 @@ def test_float16_makes_rung_3_another_rung(tmp_path, monkeypatch):
     assert trials["3"].like == "" and trials["2"].like == "1"
 
 
-@pytest.mark.parametrize("how, label, note", [
-    ("float16", "3", "precision: float16 autocast"), ("on-device", "12", "# batches: on the device"),
-    ("pinned", "12", "# batches: memory-mapped"),
-])
-def test_a_patched_script_does_so(how, label, note, tmp_path, tokens, capsys):
-    words = ["--model", "tiny", "--device", "cpu", "--data", tokens, "--log-dir", tmp_path, "-T", 32, "--steps", 1]
-    smoke.main(how, label, *map(str, words), *([] if label == "3" else ["--compile-mode", "none"]))
-    assert note in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_everything_works_here(tmp_path, tokens):
@@ -174,4 +138,6 @@ def test_everything_works_here(tmp_path, tokens):
     assert run.returncode == 0, run.stdout + run.stderr
     trials = json.loads((tmp_path / "out" / "summary.json").read_text())["trials"]
     assert len(trials) > 44 and not [trial for trial in trials if trial["status"] != "ok"]
+    for name, note in (("24-float16", "precision: float16"), ("24-on-device", "batches: on the device")):
+        assert note in (tmp_path / "out" / f"{name}.txt").read_text()
     assert re.search(r" 0 failed\.\n\d\d must have the same losses as another, 0 disagree", run.stdout)

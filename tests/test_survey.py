@@ -27,8 +27,6 @@ def test_a_survey_ends_in_time_and_leaves_folders_to_commit(tokens, tmp_path):
     assert "baseline" in report.runs and all(run.complete for runs in report.runs.values() for run in runs)
     assert {"name", "rates", "torch"} <= report.machine.keys()
     assert "torch" in (tmp_path / "short" / "check.txt").read_text(encoding="utf-8")
-    done = run_command(*command, "--out", tmp_path / "short", *words)
-    assert done.returncode == 1 and "is not empty" in done.stderr
 
 
 @pytest.mark.parametrize("device, does", [
@@ -61,7 +59,7 @@ def test_a_survey_gives_the_profile_and_the_search_for_a_batch_its_deadline(monk
 
 
 @pytest.mark.parametrize("flags, minutes, chosen", [
-    ([], 10, ("gpt2", 1, 256, 5)), ([], 60, ("gpt2", 1, 1024, 5)), (["-T", "64"], 60, ("gpt2", 1, 64, 5)),
+    ([], 10, ("gpt2", 1, 256, 5)), ([], 60, ("gpt2", 1, 1024, 5)),
     (["--model", "tiny", "--batch-size", "3", "--steps", "7"], 10, ("tiny", 3, 256, 7)),
 ])
 def test_a_survey_chooses_what_the_flags_leave_open(monkeypatch, tokens, flags, minutes, chosen):
