@@ -10,7 +10,7 @@ from ladder.show.profile import KINDS, is_reliable
 from ladder.show.report import label_of, title_of
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
-# black (a test checks it).
+# black.
 KIND_COLORS = dict(zip(KINDS, ("#2463c0", "#6fbdf0", "#c95a2e", "#e5bb3f", "#9676b8", "#35ab72", "#5f5a66", "#b6bfba"),
                         strict=True))
 
