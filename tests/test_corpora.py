@@ -326,3 +326,9 @@ def test_prepare_speed(capsys, tmp_path):
     prepare_speed.write_jsonl(path, prepare_speed.documents(100_000))
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     assert 100_000 <= sum(map(len, texts)) < 120_000
+
+
+def test_drawn_documents_with_hardly_any_text_are_not_for_validation(prepare, tmp_path):
+    """Of 500 documents, where the drawn ones have 3 % of the tokens: at least a twentieth is asked for."""
+    write_jsonl(tmp_path / "corpus.jsonl", [f"{n:03} " * (1 if prepare.is_drawn(n) else 3) for n in range(500)])
+    assert prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")["val"] == "last tenth"

@@ -1,4 +1,5 @@
 """Both fsdp scripts: ranks that share one model compute what one process computes, each with its share of bytes."""
+import functools
 import json
 import math
 import re
@@ -278,3 +279,30 @@ def test_the_parameters_of_the_memory_model_are_the_scripts(name):
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     assert embedding + block * n_layer == matrices
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(matrices, rel=1e-3)
+
+
+def test_a_further_block_takes_its_state_its_copies_and_its_input():
+    """Of gpt2-xl, on paper: under DDP 12 bytes a parameter and 2 of a copy in 16 bits; under FSDP its share of 12."""
+    block = 4 * 1600**2 + 3 * 1600 * 4288
+    for sharded, expected in ((False, 14 * block + 4 * 1024 * 1600), (True, 1.5 * block + 2 * 1024 * 1600)):
+        one, two = (card_bytes("gpt2-xl", 1, 1024, 8, sharded, n_layer) for n_layer in (1, 2))
+        assert two - one == expected
+
+
+@KINDS
+def test_a_checkpoint_before_the_first_update_resumes(label, suffix, tmp_path, byte_tokens, monkeypatch):
+    """Float16 skips steps until its scale is low enough, and the optimizer has no moments yet."""
+    module = rung(label)
+    module.autocast_dtype = lambda device: torch.float16
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**60))
+    flags = ("-B", 1, "-T", 8, "--total-batch", 8, "--steps", 2, "--checkpoint-every", 1, "--val-every", 0)
+    expected = losses(train(module, tmp_path, byte_tokens, *flags))
+    (tmp_path / "checkpoints" / f"step_0000002{suffix}").rename(tmp_path / "removed")
+    log = train(module, tmp_path, byte_tokens, *flags, "--resume")
+    assert "# resumed after step 1 of 2" in log.read_text() and losses(log) == expected
+
+
+def test_ddp_sends_float32_gradients_once_to_reduce_and_once_to_gather():
+    """Half of them each time, where two ranks share them."""
+    n_bytes = sum(4 * p.numel() for p in new_gpt(rung("24")).parameters())
+    assert sent_bytes("tiny", 2, False) == pytest.approx(n_bytes, rel=1e-3)

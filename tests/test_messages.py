@@ -315,3 +315,8 @@ def test_a_log_folder_of_any_name_and_data_of_any_name(byte_tokens, tmp_path):
                          env={"PYTHONIOENCODING": "ascii"})
     assert (run.returncode, run.stderr) == (0, "") and "# data: na?ve.txt (bytes tokens)" in run.stdout
     assert "# data: naïve.txt (bytes tokens)" in (folder / "baseline.log").read_text(encoding="utf-8")
+
+
+def test_a_pretrained_model_takes_all_of_its_longest_sequence(model_of, byte_tokens, tmp_path):
+    log = train(rung("10"), tmp_path, byte_tokens, *STEP, "-T", 1024, "--pretrained", model_of("10"))
+    assert len(losses(log)) == 1
