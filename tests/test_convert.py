@@ -383,3 +383,10 @@ def test_a_published_qwen3_becomes_a_rungs_start_and_comes_back(convert, sample,
     with torch.no_grad():
         expected, back = theirs(x).logits, AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval()(x).logits
     assert back.shape == (1, 32, 257) and torch.allclose(back, expected[..., :257], atol=1e-5)
+
+
+def test_without_top_k_any_token_may_come(saved, sample, numbers):
+    """At a temperature where all are alike: generate()'s own default is the 50 likeliest."""
+    likeliest = own_model("10", saved["10"])(torch.tensor([GPT2_BYTES.encode(PROMPT).tolist()]))[0, -1].topk(1000)
+    text = sample(saved["10"], "--prompt", PROMPT, "--temperature", 999, "--max-new-tokens", 1)
+    assert int(text.removeprefix(PROMPT)) not in likeliest.indices

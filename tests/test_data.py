@@ -375,3 +375,8 @@ def test_the_second_of_two_that_found_no_data_uses_the_firsts(flags, prepare):
     else:
         assert run.returncode == 0 and "text (gpt2-bytes tokens)" in printed
         assert os.stat("tokens/train.bin").st_ino == before
+
+
+@pytest.mark.parametrize("size", [257, 65536])
+def test_the_smallest_and_the_largest_vocabulary_are_taken(size, prepare):
+    assert "no such file" in refusal(prepare, "--text", "nowhere", "--out", "out", "--train-tokenizer", size)

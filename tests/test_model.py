@@ -212,3 +212,8 @@ def test_untied_weights_need_the_untied_model(tmp_path):
     assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
     for label in ("1", "10"):
         assert "its embeddings are untied; give --script baseline.py" in refusal(label, tmp_path / "untied")
+
+
+def test_a_configuration_may_spell_out_the_usual_width(hf_folder, tmp_path):
+    folder = copy_with(hf_folder, tmp_path / "gpt2", n_inner=4 * 64)
+    assert converted(folder, "10", tmp_path / "model.pt").config.n_embd == 64
