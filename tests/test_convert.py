@@ -263,3 +263,11 @@ def test_the_device_is_the_accelerator_if_there_is_one(there, expected, sample, 
     for name in ("cuda", "mps"):
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda name=name: name in there)
     assert sample.module.parse_args(["model.pt"]).device == expected
+
+
+def test_without_top_k_any_token_may_come(saved, sample, numbers):
+    """At a temperature where all are alike: generate()'s own default is the 50 likeliest."""
+    model = saved_model(rung("10"), saved["10"])
+    likeliest = model(torch.tensor([GPT2_BYTES.encode(PROMPT).tolist()]))[0, -1].topk(1000)
+    text = sample(saved["10"], "--prompt", PROMPT, "--temperature", 999, "--max-new-tokens", 1)
+    assert int(text.split()[-1]) not in likeliest.indices

@@ -246,3 +246,8 @@ def test_the_second_of_two_that_found_no_data_uses_the_firsts(old):
     old.locked = lambda out: contextlib.nullcontext(True)  # it had to wait
     old.main(["--out", "tokens"])
     assert text_in("tokens") == OLD and os.stat("tokens/train.bin").st_ino == before
+
+
+@pytest.mark.parametrize("size", [257, 65536])
+def test_the_smallest_and_the_largest_vocabulary_are_taken(size, prepare):
+    assert "no such file" in refusal(prepare, "--text", "nowhere", "--out", "out", "--train-tokenizer", size)

@@ -306,3 +306,7 @@ def test_compiled_rung_has_the_same_products_in_fewer_kernels(counted):
     assert compiled.total() < 0.8 * eager.total()
     traffic = [sum(n * kernel.bytes for kernel, n in step.items()) for step in (eager, compiled)]
     assert traffic[1] < 0.7 * traffic[0]
+
+
+def test_a_laptops_gpu_is_another_card():
+    assert [card_of(f"NVIDIA GeForce RTX {number} Laptop GPU") for number in (3080, 4090, 5090)] == [None] * 3

@@ -1,4 +1,5 @@
 """Both fsdp scripts: ranks that share one model compute what one process computes, each with its share of bytes."""
+import functools
 import json
 import math
 import re
@@ -265,3 +266,17 @@ def test_the_parameters_of_the_memory_model_are_the_scripts(name):
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     assert embedding + block * n_layer == matrices
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(matrices, rel=1e-3)
+
+
+def test_a_further_block_takes_its_state_its_copies_and_its_input():
+    """Of gpt2-xl, on paper: under DDP 12 bytes a parameter and 2 of a copy in 16 bits; under FSDP its share of 12."""
+    block = 4 * 1600**2 + 3 * 1600 * 4288
+    for sharded, expected in ((False, 14 * block + 4 * 1024 * 1600), (True, 1.5 * block + 2 * 1024 * 1600)):
+        one, two = (card_bytes("gpt2-xl", 1, 1024, 8, sharded, n_layer) for n_layer in (1, 2))
+        assert two - one == expected
+
+
+def test_ddp_sends_float32_gradients_once_to_reduce_and_once_to_gather():
+    """Half of them each time, where two ranks share them."""
+    n_bytes = sum(4 * p.numel() for p in new_gpt(rung("24")).parameters())
+    assert sent_bytes("tiny", 2, False) == pytest.approx(n_bytes, rel=1e-3)

@@ -126,3 +126,8 @@ def test_no_damage_ends_in_a_traceback(tmp_path, call):  # noqa: F811
         assert code == 0 or error.startswith("error: ") and error.count("\n") == 1, seed
         if seed % 2 and code == 0:
             json.loads(output, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_a_line_that_a_kill_cut_short_says_nothing(tmp_path):
+    """Its loss would be 7, not 7.25."""
+    assert read_log(write_log(tmp_path / "a.log", tail="\nval : step 3 | loss: 7")).val_losses == []

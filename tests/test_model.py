@@ -180,3 +180,9 @@ def test_damaged_folders_are_refused(kind, label, refusal):
     assert "cannot be loaded (" in refusal(kind, label, cut_in_half)
     other = {"no_such_weight": torch.ones(64)}
     assert "it lacks " in refusal(kind, label, lambda path: save_file(other, path, {"format": "pt"}))
+
+
+def test_a_configuration_may_spell_out_the_usual_width(hf_folder, tmp_path):
+    folder = shutil.copytree(hf_folder, tmp_path / "folder")
+    edit_json(folder / "config.json", n_inner=4 * 64)
+    assert converted(folder, "10", tmp_path / "model.pt").config.n_embd == 64

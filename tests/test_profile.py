@@ -189,3 +189,7 @@ def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
     (tmp_path / "new" / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 1e12}, "device": "cuda"}))
     with pytest.raises(UserError, match="from a different device"):
         check_profile(stages, flags, tmp_path / "new")
+
+
+def test_a_step_much_faster_under_the_profiler_is_unreliable_too():
+    assert [is_reliable({"step_ms": ms, "plain_ms": 100.0}) for ms in (85, 95, 105, 115)] == [False, True, True, False]

@@ -324,3 +324,15 @@ def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):  # noqa: F811
     kept = {path: path.stat().st_mtime_ns for path in logs.rglob("*.log")}
     assert call("run", "--resume", "--logs", logs)[0] == 0 and all(path.exists() for path in gone)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_only_the_timings_run_one_at_a_time(tmp_path):
+    seen = set()
+
+    def run(jobs, at_once=1):
+        for job in jobs:
+            write_log(job, 6)
+            seen.add(("timing" in job.log_dir.parts, at_once))
+
+    race([ADAMW], ["--model", "tiny", "--steps", "40"], tmp_path, 2, run, at_once=2)
+    assert seen == {(False, 2), (True, 1)}
