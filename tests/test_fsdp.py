@@ -1,5 +1,4 @@
 """Both fsdp scripts: ranks that share one model compute what one process computes, each with its share of bytes."""
-import functools
 import json
 import math
 import re
