@@ -14,6 +14,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from experiments.own_text import val_losses
+from ladder.scripts.stages import BY_LABEL
 
 TOKENS, T = 3 * 2**17, 256
 BATCHES = [768, 3072, 12288]
@@ -26,7 +27,7 @@ def last_loss(data, total_batch, rate):
     flags = ["-B", total_batch // T, "-T", T, "--total-batch", total_batch, "--steps", steps,
              "--warmup-steps", steps // 50, "--max-lr", rate, "--muon-lr", rate / 2, "--dropout", 0,
              "--val-every", steps, "--val-sequences", 0, "--data", data]
-    return val_losses("29", flags, Path("logs/batch_size") / data.name / f"{total_batch}_{rate:g}")[-1]
+    return val_losses(BY_LABEL["29"], flags, Path("logs/batch_size") / data.name / f"{total_batch}_{rate:g}")[-1]
 
 
 if __name__ == "__main__":

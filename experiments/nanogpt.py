@@ -78,7 +78,7 @@ def whole_loss(folder, checkpoint):
 
 def ours(data, out, steps, rates, seed):
     """The log of a run of the recipe."""
-    val_losses("29", ["--data", data, *OURS, "--steps", steps, "--val-every", steps, "--max-lr", rates[0],
+    val_losses(BY_LABEL["29"], ["--data", data, *OURS, "--steps", steps, "--val-every", steps, "--max-lr", rates[0],
                       "--muon-lr", rates[1], "--seed", seed], out)
     return read_log(out / f"{BY_LABEL['29'].name}.log")
 

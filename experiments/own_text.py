@@ -37,9 +37,8 @@ ROWS = {  # what it is: (rung, its flags)
 SEEDS = [1337, 1338, 1339]
 
 
-def val_losses(label, flags, folder):
+def val_losses(stage, flags, folder):
     """The validation losses of a run in `folder`, which is trained unless it is there."""
-    stage = BY_LABEL[label]
     path = folder / f"{stage.name}.log"
     if not path.exists() or not read_log(path).complete:
         words = [stage.path, *FLAGS, *flags, "--log-dir", folder, "--checkpoint-dir", folder / "checkpoints"]
@@ -51,12 +50,13 @@ def compare(data, out, pool):
     """Search the rates, run all rows with all seeds, print the table; {row: [losses of a seed's validations, ...]}."""
     base = ["--data", data]
     rates = {pair: ["--max-lr", pair[0], "--muon-lr", pair[1]] for pair in RATES}
-    found = pool.starmap(val_losses, [("24", [*base, *rates[pair]], out / "{:g}_{:g}".format(*pair)) for pair in RATES])
+    found = pool.starmap(val_losses, [(BY_LABEL["24"], [*base, *rates[pair]], out / "{:g}_{:g}".format(*pair))
+                                      for pair in RATES])
     lowest = {pair: min(losses) for pair, losses in zip(RATES, found, strict=True)}
     print(f"\n{data}, lowest loss by AdamW's and Muon's rate: "
           + ", ".join("{:g} {:g}: {:.3f}".format(*pair, loss) for pair, loss in lowest.items()))
     best = rates[min(lowest, key=lowest.get)]
-    jobs = [(label, [*base, *best, *flags, "--seed", seed], out / f"{name.replace(' ', '_')}_{seed}")
+    jobs = [(BY_LABEL[label], [*base, *best, *flags, "--seed", seed], out / f"{name.replace(' ', '_')}_{seed}")
             for seed in SEEDS for name, (label, flags) in ROWS.items()]
     runs = dict(zip([(seed, name) for seed in SEEDS for name in ROWS], pool.starmap(val_losses, jobs), strict=True))
     print(f"| {' '.join(map(str, best))} | last | lowest | lowest, less rung 24's |\n| --- | --: | --: | --: |")

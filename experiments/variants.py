@@ -33,21 +33,21 @@ def patches(kind):
     return sorted((PATCHES / kind).glob("*.patch"))
 
 
-def write_variant(patch, folder):
-    """Rung 24's script with a patch, in `folder` under the patch's name; returns it as a stage of a race."""
+def write_variant(patch, folder, base=BASE):
+    """A rung's script with a patch, in `folder` under the patch's name; returns it as a stage of a race."""
     path = folder / f"{patch.stem}.py"
     with tempfile.TemporaryDirectory() as copies:
-        copy = Path(shutil.copy(BASE.path, copies))
+        copy = Path(shutil.copy(base.path, copies))
         done = subprocess.run(
             ["git", "apply", "-C1", patch], cwd=copies, capture_output=True, text=True, check=False,
             env=os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(copies).parent)},  # no repository around it counts
         )
         if done.returncode:
-            raise UserError(f"{patch}: does not fit {BASE.file}: {done.stderr.strip()}; make the change there and "
+            raise UserError(f"{patch}: does not fit {base.file}: {done.stderr.strip()}; make the change there and "
                             "write the patch anew, with git diff")
         shutil.move(copy, path)
     title = patch.read_text(encoding="utf-8").splitlines()[0]
-    return replace(BASE, label=patch.stem, file=str(path.resolve()), title=title, same_losses=None)
+    return replace(base, label=patch.stem, file=str(path.resolve()), title=title, same_losses=None)
 
 
 def main():

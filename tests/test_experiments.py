@@ -14,15 +14,17 @@ import torch
 from conftest import load_module, new_gpt, rung, train
 
 from experiments import causal_attention, compress, data_wait, python_corpus, sampling_speed, variants
+from ladder.scripts.stages import BY_LABEL
 
 FOLDER = Path(variants.__file__).parent
 NO_FLAGS = {"count_kernels", "cpu_bfloat16", "floors"}
 
 
-@pytest.mark.parametrize("patch", variants.patches("past_qwen3") + variants.patches("variants"), ids=lambda p: p.stem)
-def test_patches_of_rung_24_train(patch, tmp_path):
-    """Each starts with a loss near rung 24's, all that it adds gets a gradient, and no token sees a later one."""
-    module = load_module(variants.write_variant(patch, tmp_path).path)
+@pytest.mark.parametrize("patch", sorted(variants.PATCHES.glob("*/*.patch")), ids=lambda patch: patch.stem)
+def test_patches_train(patch, tmp_path):
+    """Each starts with a loss near its rung's, all that it adds gets a gradient, and no token sees a later one."""
+    base = BY_LABEL["29" if patch.parent.name == "own_text" else "24"]
+    module = load_module(variants.write_variant(patch, tmp_path, base).path)
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(block_size=16, vocab_size=257, n_layer=4, n_head=2, n_embd=32))
     model.recompute_blocks = 0
