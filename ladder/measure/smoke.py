@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import distributions
 from itertools import takewhile
 from pathlib import Path
@@ -76,27 +77,26 @@ def resuming(trial):
                  like=trial.name)
 
 
+def script(trial, file, *words):
+    """The trial of a script that does not train, beside the training `trial`."""
+    return Trial(f"{trial.name}-{Path(file).stem}", [sys.executable, str(ROOT / file), *map(str, words)], trial.log_dir)
+
+
 def using(trial, device, exports):
     """The trials that use the model that another one has saved."""
-    model, converted = trial.log_dir / "model.pt", trial.log_dir / "converted"
-    uses = [script("sample.py", trial.name, trial.log_dir, model, "--device", device, "--max-new-tokens", 8)]
-    return uses + ([script("convert.py", trial.name, trial.log_dir, model, converted)] if exports else [])
-
-
-def script(file, name, folder, *words):
-    """The trial `name`-`file` of a script that does not train."""
-    return Trial(f"{name}-{Path(file).stem}", [sys.executable, str(ROOT / file), *map(str, words)], folder)
+    model = trial.log_dir / "model.pt"
+    uses = [script(trial, "sample.py", model, "--device", device, "--max-new-tokens", 8)]
+    return uses + ([script(trial, "convert.py", model, trial.log_dir / "converted")] if exports else [])
 
 
 def own_text(settings, scratch):
     """docs/own_text.md in small: a text is prepared in bytes, a model of it is trained, and used."""
-    name, folder = "own-text", scratch / "own-text"
-    train = training(settings, scratch, "29", name, data=folder / "data", model="2x2x64", compile_mode="none")
-    prepare = script("data/prepare.py", name, folder, "--text", ROOT / "CONTRIBUTING.md", "--tokenizer", "bytes",
-                     "--out", folder / "data")
-    evaluate = script("evaluate.py", name, folder, train.log_dir / "model.pt", "--data", folder / "data", "--device",
-                      settings.device)
-    return [prepare, train, *using(train, settings.device, exports=True), evaluate]
+    device, data = settings.device, scratch / "own-text"
+    train = training(settings, scratch, "29", "own-text", data=data, model="2x2x64", compile_mode="none")
+    text = ROOT / "CONTRIBUTING.md"
+    return [script(train, "data/prepare.py", "--text", text, "--tokenizer", "bytes", "--out", data),
+            train, *using(train, device, exports=True),
+            script(train, "evaluate.py", train.log_dir / "model.pt", "--data", data, "--device", device)]
 
 
 def plan(settings, scratch):
@@ -104,10 +104,7 @@ def plan(settings, scratch):
 
     Each rung runs from the command line, then as scripts run elsewhere or when asked.
     """
-    def train(label, *how, **changes):
-        return training(settings, scratch, label, *how, **changes)
-
-    device, chains = settings.device, []
+    train, device, chains = partial(training, settings, scratch), settings.device, []
     forms = {(stage.exports_to, stage.tied): stage for stage in STAGES}.values()  # of models: the last of each
     skips = rung_10.autocast_dtype(device) is torch.float16  # its scaler skips the first steps, so losses differ
     for stage in STAGES:
@@ -137,12 +134,8 @@ def run_trial(trial, out, device, stopped):
         newest = max(trial.log_dir.glob("step_*"), key=lambda path: path.name)
         shutil.rmtree(newest) if newest.is_dir() else newest.unlink()  # else nothing is left to do
     started = time.monotonic()
-    with open(out / f"{trial.name}.txt", "w", encoding="utf-8") as file:
-        def keep(line):
-            trial.lines.append(line)
-            print(line, end="", file=file, flush=True)
-
-        outcome = run_job(trial, SECONDS, device, keep, stopped)
+    outcome = run_job(trial, SECONDS, device, trial.lines.append, stopped)
+    (out / f"{trial.name}.txt").write_text("".join(trial.lines), encoding="utf-8")
     trial.status, trial.reason, trial.seconds = outcome.status, outcome.reason, time.monotonic() - started
     trial.losses = {int(found[1]): float(found[2]) for found in map(STEP_LINE.match, trial.lines) if found}
     steps = list(range(trial.first, STEPS + 1)) if trial.first else []
@@ -153,74 +146,47 @@ def run_trial(trial, out, device, stopped):
 def run_chain(chain, out, device, stopped):
     """Run a list of trials one after another, the later ones only if the first is ok; delete what they wrote."""
     for trial in chain:
-        if stopped.is_set():
+        if stopped.is_set() or chain[0].status not in ("ok", "not run"):
             break
-        if chain[0].status in ("ok", "not run"):
-            run_trial(trial, out, device, stopped)
-        else:
-            trial.reason = f"{chain[0].name}: {chain[0].status}"
+        run_trial(trial, out, device, stopped)
     for trial in chain:
         shutil.rmtree(trial.log_dir, ignore_errors=True)
     return chain
 
 
-def run_all(chains, workers, out, device, tell):
-    """Run all lists of trials, several at a time, and `tell` of each trial that has ended; Ctrl-C stops them."""
-    stopped = threading.Event()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for future in as_completed([pool.submit(run_chain, chain, out, device, stopped) for chain in chains]):
-                for trial in future.result():
-                    tell(trial)
-        except BaseException:
-            stopped.set()
-            raise
-
-
-def is_broken(trial):
-    return trial.status not in ("ok", "not run")
-
-
 def describe_trial(trial):
-    """How a trial ended, in one line; if it is broken, also the end of its output."""
-    words = trial.reason
-    if trial.status == "ok" and trial.losses:
-        words = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values())
-    line = f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {words}".rstrip()
+    """How a trial ended, in one line; if it failed, also the end of its output."""
+    losses = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values()) if trial.losses else ""
+    line = f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {trial.reason or losses}".rstrip()
     output = list(takewhile(lambda line: "failed (exitcode:" not in line, trial.lines))  # torchrun's own report
-    return "\n".join([line, *(f"        | {line.rstrip()}" for line in output[-8:] if is_broken(trial))])
+    return "\n".join([line, *(f"        | {line.rstrip()}" for line in output[-8:] if trial.status != "ok")])
 
 
-def compare(trials):
-    """(how far each trial is from the one that it must match, a sentence about each that is too far off)."""
-    by_name, gaps, apart = {trial.name: trial for trial in trials if trial.status == "ok"}, [], []
+def summarize(trials, seconds, say):
+    """Say what failed and what disagrees; returns the exit code."""
+    problems = [f"failed: {trial.name}: {trial.reason}" for trial in trials if trial.status not in ("ok", "not run")]
+    n_failed, gaps = len(problems), []
+    by_name = {trial.name: trial for trial in trials if trial.status == "ok"}
     for trial in by_name.values():
         if other := by_name.get(trial.like):
             gap, step = max((abs(loss - other.losses[step]), step) for step, loss in trial.losses.items())
             gaps.append(gap)
             if gap > trial.within:
-                apart.append(f"disagrees: {trial.name} and {other.name}: loss {trial.losses[step]:.3f} and "
-                             f"{other.losses[step]:.3f} at step {step}, more than {trial.within} apart")
-    return gaps, apart
+                problems.append(f"disagrees: {trial.name} and {other.name}: loss {trial.losses[step]:.3f} and "
+                                f"{other.losses[step]:.3f} at step {step}, more than {trial.within} apart")
+    say(f"\n{len(trials)} trials in {seconds:.0f} s, {n_failed} failed.\n{len(gaps)} must have the same losses as "
+        f"another, {len(problems) - n_failed} disagree; the largest difference is {max(gaps, default=0):.4f}.")
+    for problem in problems:
+        say(problem)
+    return 1 if problems else 0
 
 
-def summarize(trials, seconds, say):
-    """Say what failed and what disagrees; returns the exit code."""
-    broken = [f"failed: {trial.name}: {trial.reason}" for trial in trials if is_broken(trial)]
-    gaps, apart = compare(trials)
-    say(f"\n{len(trials)} trials in {seconds:.0f} s, {len(broken)} failed.\n{len(gaps)} must have the same losses as "
-        f"another, {len(apart)} disagree; the largest difference is {max(gaps, default=0):.4f}.")
-    for line in (*broken, *apart):
-        say(line)
-    return 1 if broken or apart else 0
-
-
-def write_summary(path, trials, machine):
+def write_summary(path, trials, device):
     """Write the machine, all versions and all trials as JSON, for whoever gets the folder."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     packages = {package.metadata["Name"]: package.version for package in distributions()}
     shown = ("name", "command", "status", "reason", "seconds", "losses")
-    found = {"machine": machine, "commit": git.stdout.strip(), "packages": packages,
+    found = {"machine": describe(device), "commit": git.stdout.strip(), "packages": packages,
              "trials": [{key: getattr(trial, key) for key in shown} for trial in trials]}
     write_whole(path, json.dumps(found, indent=1) + "\n")
 
@@ -229,38 +195,43 @@ def smoke(flags, out, console):
     """Try everything on this machine, into the new folder `out`; returns the exit code."""
     baseline, cores = load_script(BY_LABEL["0"]), os.cpu_count()
     settings = baseline.parse_settings(flags)
+    device = settings.device
     if "--model" not in flags:
-        settings.model = "tiny" if settings.device == "cpu" else "mini"
+        settings.model = "tiny" if device == "cpu" else "mini"
     baseline.open_tokens(settings.data, "train", 4096)  # prepared now, once
     workers = max(2, min(8, cores // 2))
-    if settings.device == "cpu":
+    if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
     else:
-        workers = int(max(1, min(workers, free_memory(settings.device) // 2e9)))
+        workers = int(max(1, min(workers, free_memory(device) // 2e9)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // workers)))
-    started, done = time.monotonic(), []
+    started, done, stopped = time.monotonic(), [], threading.Event()
+
+    def say(text):
+        with open(out / "summary.txt", "a", encoding="utf-8") as file:
+            print(text, file=file)
+        console.print(text, markup=False, soft_wrap=True)
+
     with locked(out, resume=False, flag="--out"), TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        def say(text):
-            with open(out / "summary.txt", "a", encoding="utf-8") as file:
-                file.write(text + "\n")
-            console.print(text, markup=False, soft_wrap=True)
-
-        def tell(trial):
-            done.append(trial)
-            say(f"{len(done):3}/{n_trials} {describe_trial(trial)}")
-
-        for finding in check_machine(settings.device)[0]:
+        for finding in check_machine(device)[0]:
             say(f"{finding.mark} {finding.what}: {finding.detail}")
         chains = plan(settings, Path(scratch))
         n_trials = sum(map(len, chains))
         say(f"\n{n_trials} trials, {workers} at a time")
         try:
-            run_all(chains, workers, out, settings.device, tell)
+            with ThreadPoolExecutor(workers) as pool:
+                try:
+                    for future in as_completed([pool.submit(run_chain, each, out, device, stopped) for each in chains]):
+                        for trial in future.result():
+                            done.append(trial)
+                            say(f"{len(done):3}/{n_trials} {describe_trial(trial)}")
+                finally:
+                    stopped.set()  # what runs and what waits, after Ctrl-C
             code = summarize(done, time.monotonic() - started, say)
         except KeyboardInterrupt:
             say("stopped")
             code = 130
-        write_summary(out / "summary.json", done, describe(settings.device))
+        write_summary(out / "summary.json", done, device)
     console.print(f"all output is in {out}", markup=False)
     return code
 
