@@ -245,14 +245,17 @@ def test_a_finished_run_repeats_nothing(label, suffix, two_ranks, tmp_path, byte
 
 def test_cards_on_paper(capsys):
     """The largest model is the largest: the next one does not fit. Sharding helps, from two cards on."""
-    names, found = list(SHAPES), list(plan_cards(8, [4, 16, 24]))
-    for cards in found:
-        fits = [card_bytes(name, 1, 1024, cards.ranks, cards.sharded) <= 0.9e9 * cards.memory for name in names]
-        assert cards.model == names[fits.count(True) - 1] and fits == sorted(fits, reverse=True)
-    sixteen = {(cards.ranks, cards.sharded): cards.model for cards in found if cards.memory == 16}
+    names, sixteen = list(SHAPES), {}
+    for cards in plan_cards(8, [4, 16, 24]).itertuples(index=False):
+        ranks, _, memory, _ = cards[0].split()
+        ranks, memory, sharded, model = int(ranks), float(memory), cards[1] == "FSDP", cards[2]
+        fits = [card_bytes(name, 1, 1024, ranks, sharded) <= 0.9e9 * memory for name in names]
+        assert model == names[fits.count(True) - 1] and fits == sorted(fits, reverse=True)
+        if memory == 16:
+            sixteen[ranks, sharded] = model
     assert sixteen[8, False] == sixteen[1, False] == "gpt2-large" and sixteen[2, True] == "gpt2-xl"
-    assert [cards.ranks for cards in plan_cards(6, [16])] == [1, 2, 2, 4, 4, 6, 6]
-    assert all(cards.model is None for cards in plan_cards(2, [0.5]))
+    assert [cards.split()[0] for cards in plan_cards(6, [16])["GPUs"]] == ["1", "2", "2", "4", "4", "6", "6"]
+    assert set(plan_cards(2, [0.5]).iloc[:, 2]) == {"none"}
     assert main(["check", "--gpus", "8", "--memory", "24"]) == 0
     assert len(re.findall(r"[248] x 24 GB .* (?:DDP|FSDP) .* gpt2-", capsys.readouterr().out)) == 6
 

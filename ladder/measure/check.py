@@ -1,35 +1,31 @@
 """What this machine has, what each rung will gain from it, and what to do about what is missing: one line each."""
+import itertools
 import json
-import math
 import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
+import pandas
 import psutil
 import torch
-from rich.table import Table
 from torch.nn.attention import SDPBackend
 from torch.utils import collect_env
 
-from ladder.measure.allocator import keeping_freed_memory
+from ladder.measure.allocator import keeping_freed_memory, name_of
 from ladder.measure.rates import device_name, nvidia_gpus, rung_10
 from ladder.count.memory import card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters
 from ladder.scripts.stages import ROOT
+from ladder.show.terminal import print_texts
 
 GOOD, NEUTRAL, BAD = "✓", "–", "✗"
 OLDEST_DRIVERS = {"13": 580, "12": 525}  # NVIDIA's, by CUDA version
 
 
-@dataclass
-class Finding:
-    """`mark` is ✓ (present), – (absent, but the ladder runs without it) or ✗ (needs fixing)."""
-
-    mark: str
-    what: str
-    detail: str
+# `mark` is ✓ (present), – (absent, but the ladder runs without it) or ✗ (needs fixing).
+Finding = namedtuple("Finding", "mark what detail")
 
 
 def finding(good, what, gains, lacks, bad=NEUTRAL):
@@ -102,7 +98,7 @@ def compile_problem(device):
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception as error:  # no compiler, no Triton, no headers, an unsupported Python: any exception
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def attention_kernel(device):
@@ -131,12 +127,10 @@ def check_kernels(device):
 def check_ranks(device):
     count = torch.cuda.device_count() if device == "cuda" else 0
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    gpus, what = f"{count} GPU{'s' * (count != 1)}", "GPUs for ddp_run.py"
-    if count > 1 and not nccl:
-        yield Finding(BAD, what, f"{gpus}, over gloo, which is slow: this torch lacks NCCL, as on Windows; WSL has it")
-        return
-    yield finding(count > 1, what, gpus, f"{gpus}: ddp_run.py can run 2 processes on the CPU, over gloo")
-    yield finding(nccl, "NCCL", "works", "not in this torch; DDP on CPUs uses gloo")
+    yield finding(count > 1, "GPUs for ddp_run.py", str(count),
+                  f"{count}: it can run 2 processes on the CPU, over gloo")
+    yield finding(nccl, "NCCL", "works", "not in this torch, nor on Windows (WSL has it): DDP uses gloo, slow on GPUs",
+                  BAD if count > 1 else NEUTRAL)
 
 
 def check_data(folder):
@@ -146,7 +140,7 @@ def check_data(folder):
         source, tokenizer = meta["source"], meta["tokenizer"]
     except FileNotFoundError:
         return Finding(NEUTRAL, "data", "not yet: the first run prepares it (python data/prepare.py)")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return Finding(BAD, "data", f"{folder}/meta.json is damaged ({error}); run python data/prepare.py")
     fallback = source == "python_topics" or tokenizer == "gpt2-bytes"
     advice = "; prepared without a network: with one, python data/prepare.py makes Tiny Shakespeare in gpt2 tokens"
@@ -158,14 +152,10 @@ def check_allocator(device):
     """What happens to memory that a script frees on a CPU; torch's wheels for Windows have mimalloc built in."""
     if device != "cpu" or sys.platform != "linux":
         return
-    variables = keeping_freed_memory()
-    kept = "python -m ladder keeps freed memory in the process; a script by itself: docs/measuring.md"
-    if "MIMALLOC_PURGE_DELAY" in variables:
-        yield Finding(GOOD, "allocator", f"mimalloc: {kept}")
-    elif variables:
-        yield Finding(NEUTRAL, "allocator", f"glibc's: {kept}; mimalloc needs less memory: pip install cmeel-mimalloc")
-    else:
-        yield Finding(NEUTRAL, "allocator", "as LD_PRELOAD or MALLOC_… in this environment says")
+    name = name_of(os.environ | keeping_freed_memory())
+    yield finding(name == "mimalloc", "allocator",
+                  "mimalloc: python -m ladder keeps freed memory in the process; a script by itself: docs/measuring.md",
+                  f"{name}; mimalloc needs less memory: pip install cmeel-mimalloc")
 
 
 def check_files():
@@ -196,46 +186,29 @@ def print_check(console):
     console.print(f"\nFor this machine:\n    {command}", markup=False)
 
 
-@dataclass
-class Cards:
-    """What `ranks` cards of `memory` GB hold on paper: under DDP (rung 24) or, `sharded`, under FSDP (fsdp_run.py)."""
-
-    memory: float
-    ranks: int
-    sharded: bool
-    model: str | None  # the largest --model that fits at B=1, T=1024
-    needed: float  # GB per card with it
-    sent: float  # GB each card sends in a step of one micro-step
-    most: float  # parameters of the deepest model of gpt2-xl's width that fits
-
-
 def plan_cards(gpus, memories):
-    """A Cards for 1, 2, 4 … `gpus` cards, DDP and FSDP, of each of `memories` GB, 90 % of it used."""
+    """What 1, 2, 4 … `gpus` GPUs of each of `memories` GB hold on paper, 90 % of it used: a DataFrame of texts."""
     counts = [2**n for n in range(gpus.bit_length()) if 2**n < gpus] + [gpus]
-    ways = [(memory, n, sharded) for memory in memories for n in counts for sharded in (False, True)[:n]]
-    for memory, ranks, sharded in ways:  # a single card has nothing to shard
-        model, n_blocks = largest_model(0.9e9 * memory, ranks, sharded)
-        embedding, block, _ = split_parameters("gpt2-xl")
-        needed = card_bytes(model, 1, 1024, ranks, sharded) / 1e9 if model else math.nan
-        sent = sent_bytes(model, ranks, sharded) / 1e9 if model else math.nan
-        most = embedding + block * n_blocks if n_blocks else math.nan
-        yield Cards(memory, ranks, sharded, model, needed, sent, most)
+    ways = [(n, sharded) for n in counts for sharded in (False, True)[:n]]  # a single card has nothing to shard
+    embedding, block, _ = split_parameters("gpt2-xl")
+    rows = []
+    for memory, (n, sharded) in itertools.product(memories, ways):
+        model, n_blocks = largest_model(0.9e9 * memory, n, sharded)
+        rows.append({
+            "GPUs": f"{n} x {memory:g} GB",
+            "": "FSDP" if sharded else "DDP" if n > 1 else "one",
+            "largest\n--model": model or "none",
+            "GB\na GPU": f"{card_bytes(model, 1, 1024, n, sharded) / 1e9:.1f}" if model else "–",
+            "GB sent\na step": f"{sent_bytes(model, n, sharded) / 1e9:.1f}" if model else "–",
+            "at most, 1e9\nparameters": f"{(embedding + block * n_blocks) / 1e9:.1f}" if n_blocks else "–",
+        })
+    return pandas.DataFrame(rows)
 
 
 def print_cards(gpus, memories, console):
     """What 1 to `gpus` GPUs hold on paper, independent of this machine."""
-    table = Table(title="The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
-    for heading in ("GPUs", "", "largest\n--model"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("GB\na GPU", "GB sent\na step", "at most, 1e9\nparameters"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for memory in memories:
-        for cards in plan_cards(gpus, [memory]):
-            way = "FSDP" if cards.sharded else "DDP" if cards.ranks > 1 else "one"
-            table.add_row(f"{cards.ranks} x {memory:g} GB", way, cards.model or "none", f"{cards.needed:.1f}",
-                          f"{cards.sent:.1f}", f"{cards.most / 1e9:.1f}")
-        table.add_section()
-    console.print(table)
+    print_texts(plan_cards(gpus, memories), console,
+                "The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
     console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
                   "most of it again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.",
                   markup=False)
