@@ -22,7 +22,7 @@ from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import check_flags, locked, own_flags, split_flags, write_machine
 from ladder.count.flops import flops_per_token
 from ladder.scripts.stages import BY_LABEL, BY_NAME, load_script
-from ladder.show.logs import STEP_LINE, has_steps, read_folder, read_log
+from ladder.show.logs import has_steps, read_folder, read_log
 from ladder.show.machine import read_machine
 from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile
 
@@ -90,56 +90,39 @@ def by_kind(events, logit_widths, device):
     return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps)
 
 
-def logit_widths(model):
-    """The possible last dimensions of the logits; Inductor pads a GPU's products to multiples of 4 or 8."""
-    widths = {model.config.vocab_size, len(model.lm_head.weight)}
-    return {-(-width // multiple) * multiple for width in widths for multiple in (1, 4, 8)}
-
-
-def in_range(name, function):
-    """`function`, with the profiler's range `name` around each call."""
-    from torch.profiler import record_function
-
-    def call(*args, **kwargs):
-        with record_function(name):
-            return function(*args, **kwargs)
-    return call
+def logit_widths(vocab_size):
+    """The possible last dimensions of the logits: a rung pads them to 128, Inductor a GPU's products to 4 or 8."""
+    return {math.ceil(vocab_size / multiple) * multiple for multiple in (1, 4, 8, 128)}
 
 
 def profile_rung(label, flags, folder):
     """Train the rung `label` with `flags`, its log in `folder`; the measured times as a dict."""
     import torch
-    from torch.profiler import ProfilerActivity, profile, schedule
+    from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-    script, models = load_script(BY_LABEL[label]), []
+    script = load_script(BY_LABEL[label])
     settings = script.parse_settings([*flags, "--log-dir", str(folder)])
     if settings.device == "cpu":
         torch._inductor.config.cpp.enable_kernel_profile = True  # else a CPU's generated kernels have no names
     warm_up, plain, timed = STEPS_ON_A_CPU if settings.device == "cpu" else STEPS_ON_A_GPU
     settings.steps = warm_up + plain + 1 + timed
+    log_step = script.Log.step
 
-    class Log(script.Log):
-        """The script's own log; between two calls of `step` there is exactly one step of training."""
+    def step(*values, **more):  # between two calls there is exactly one step of training
+        log_step(*values, **more)
+        profiler.step()
 
-        def __init__(self, settings, model, *rest, **more):
-            super().__init__(settings, model, *rest, **more)
-            models.append(model)
-
-        def step(self, *values, **more):
-            super().step(*values, **more)
-            profiler.step()
-
-    script.Log = Log
-    script.DataLoaderLite.batch = in_range(DATA, script.DataLoaderLite.batch)
-    torch.nn.utils.clip_grad_norm_ = in_range(CLIP, torch.nn.utils.clip_grad_norm_)
+    script.Log.step = step
+    script.DataLoaderLite.batch = record_function(DATA)(script.DataLoaderLite.batch)
+    torch.nn.utils.clip_grad_norm_ = record_function(CLIP)(torch.nn.utils.clip_grad_norm_)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if settings.device == "cuda" else [])
     phases = schedule(wait=warm_up + plain, warmup=1, active=timed, repeat=1)
     # Records of shapes slow steps down under glibc's malloc, whose heap they scatter; under mimalloc they do not.
     with profile(activities=activities, record_shapes=True, schedule=phases) as profiler:
         script.train(settings)
 
-    parts, step_ms = by_kind(profiler.events(), logit_widths(models[0]), settings.device)
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
+    parts, step_ms = by_kind(profiler.events(), logit_widths(run.vocab_size), settings.device)
     plain_ms = statistics.median(run.ms[warm_up : warm_up + plain])
     return {"name": run.name, "step_ms": step_ms, "plain_ms": plain_ms, "parts_ms": parts}
 
@@ -164,33 +147,25 @@ def check_profile(stages, flags, folder):
     if settings.device == "mps":
         raise UserError("--device mps: torch.profiler does not see Apple GPUs; give --device cpu")
     runs = sum(read_folder(folder)[0].values(), []) if has_steps(folder) else []
-    there = [(run.model, run.B, run.T) for run in runs]
+    there = [f"{run.model}, B={run.B} T={run.T}" for run in runs]
     if profile := read_profile(folder):
-        there.append((profile["model"], profile["B"], profile["T"]))
-    wanted = settings.model, settings.B, settings.T
+        there.append("{model}, B={B} T={T}".format(**profile))
+    wanted = f"{settings.model}, B={settings.B} T={settings.T}"
     for other in there:
         if other != wanted:
-            has, wants = ("{}, B={} T={}".format(*each) for each in (other, wanted))
-            raise UserError(f"--logs {folder}: holds results of {has}, not of {wants}; give the same flags, or a "
-                            "different folder")
+            raise UserError(f"--logs {folder}: holds results of {other}, not of {wanted}; give another folder")
     if read_machine(folder).get("device", settings.device) != settings.device:
-        raise UserError(f"--logs {folder}: its machine.json is from a different device; give a different folder")
+        raise UserError(f"--logs {folder}: its machine.json is from a different device; give another folder")
     return settings
 
 
-def profile_once(stage, flags, machine, seconds, status):
-    """(one profile of a rung, None if it failed; the job's Outcome). `status` shows how far it is."""
-    title = status.status
-
-    def show(line):
-        if match := STEP_LINE.match(line):
-            status.update(f"{title}: step {match[1]}, {match[3]} ms")
-
+def profile_once(stage, flags, machine, seconds):
+    """(one profile of a rung, None if it failed; the job's Outcome)."""
     with TemporaryDirectory() as scratch:
         folder, result = Path(scratch), Path(scratch) / "result.json"
         command = [sys.executable, "-m", "ladder.measure.step_profile", stage.label, str(result)]
         job = Job(stage.name, [*command, *own_flags(stage, flags, folder)], folder)
-        outcome = run_job(job, seconds, machine["device"], show)
+        outcome = run_job(job, seconds, machine["device"])
         if outcome.status != "ok":
             return None, outcome
         rung = json.loads(result.read_text())
@@ -198,20 +173,13 @@ def profile_once(stage, flags, machine, seconds, status):
     return rung, outcome
 
 
-def middle(rounds):
-    """The round with the median step, among a rung's reliable rounds if there are any."""
-    rounds = sorted([one for one in rounds if is_reliable(one)] or rounds, key=lambda one: one["step_ms"])
-    return rounds[len(rounds) // 2]
-
-
-def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
+def profile_ladder(stages, flags, settings, folder, console, repeat, deadline=math.inf):
     """Profile the stages, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
-    Each rung's median round of `repeat` is kept; an unreliable one is tried once more. Other rungs stay in
-    folder/profile.json. Floors use the rates of folder/machine.json, which are measured first if it does not exist.
-    It ends at the `deadline` (of time.monotonic), with the rungs that are finished by then.
+    Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any; other rungs
+    stay in folder/profile.json. Floors use the rates of folder/machine.json, which are measured first if it does not
+    exist. It ends at the `deadline` (of time.monotonic), with the rungs that are finished by then.
     """
-    settings = check_profile(stages, flags, folder)
     if not (folder / "machine.json").exists():
         write_machine(folder, settings.device)
     machine = {"device": settings.device, "name": None} | read_machine(folder)
@@ -221,23 +189,23 @@ def profile_ladder(stages, flags, folder, console, repeat=1, deadline=math.inf):
     found = {stage.name: [] for stage in stages}
     failed, jobs = [], list(stages) * repeat
     for number, stage in enumerate(jobs, 1):
-        for remark in (": once more", f": {UNRELIABLE}"):  # on a first and a second try that are unreliable
-            if (left := deadline - time.monotonic()) < 1:
-                return failed
-            with console.status(f"{number} of {len(jobs)} {stage.name}") as status:
-                rung, outcome = profile_once(stage, flags, machine, left, status)
-            if rung is None:
-                failed.append(outcome)
-                console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
-                break
-            found[stage.name].append(rung)
-            kept[stage.name] = middle(found[stage.name])
-            profile["rungs"] = [kept[name] for name in BY_NAME if name in kept]
-            write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
-            console.print(f"{stage.name}: {rung['step_ms']:,.1f} ms/step under the profiler, "
-                          f"{rung['plain_ms']:,.1f} without{'' if is_reliable(rung) else remark}", markup=False)
-            if is_reliable(rung):
-                break
+        if (left := deadline - time.monotonic()) < 1:
+            break
+        with console.status(f"{number} of {len(jobs)} {stage.name}"):
+            rung, outcome = profile_once(stage, flags, machine, left)
+        if rung is None:
+            failed.append(outcome)
+            console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
+            continue
+        rounds = found[stage.name]
+        rounds.append(rung)
+        rounds.sort(key=lambda one: one["step_ms"])
+        reliable = list(filter(is_reliable, rounds)) or rounds
+        kept[stage.name] = reliable[len(reliable) // 2]
+        profile["rungs"] = [kept[name] for name in BY_NAME if name in kept]
+        write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
+        console.print(f"{stage.name}: {rung['step_ms']:,.1f} ms/step under the profiler, {rung['plain_ms']:,.1f} "
+                      f"without{'' if is_reliable(rung) else ': ' + UNRELIABLE}", markup=False)
     return failed
 
 
@@ -245,9 +213,9 @@ def profile_and_show(stages, flags, folder, console, repeat):
     """Profile into `folder`, then show all that it holds; returns the exit code."""
     from ladder.show.plots import profile_picture, save
 
-    check_profile(stages, flags, folder)  # before creating the folder
+    settings = check_profile(stages, flags, folder)  # before creating the folder
     with locked(folder, resume=True):
-        failed = profile_ladder(stages, flags, folder, console, repeat)
+        failed = profile_ladder(stages, flags, settings, folder, console, repeat)
     if found := read_profile(folder):
         print_profile(found, console)
         save(profile_picture(found), folder / "profile.png")

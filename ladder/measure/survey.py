@@ -86,7 +86,7 @@ class Survey:
 
     def profile(self):
         rounds = ROUNDS if self.left() > 60 * SHORT / 2 else 1
-        profile_ladder(LADDER, self.unsized, self.main, self.console, rounds, self.deadline)
+        profile_ladder(LADDER, self.unsized, self.settings, self.main, self.console, rounds, self.deadline)
 
     def largest_batches(self):
         found = []
