@@ -13,11 +13,9 @@ race.csv has all that the logs say about it, so that they can go.
 """
 import math
 from functools import partial
-from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.measure.runner import Job, command_for, defaults, own_flags, split_flags
-from ladder.scripts.stages import load_script
+from ladder.measure.runner import Job, command_for, defaults, settings_of, split_flags
 from ladder.judge.race_table import FILE, best_of, last_val_loss, read_logs, searched_by, write_csv
 from ladder.judge.standings import neighbors, show_rates
 
@@ -32,7 +30,7 @@ def default_rates(stage):
     return {f"--{name.replace('_', '-')}": settings[name] for name in ("max_lr", "muon_lr") if name in settings}
 
 
-def check_race(stages, settings, flags):
+def check_race(stages, flags):
     """Refuse rungs that do not validate, and flags that the race sets itself."""
     for flag in ("--max-lr", "--muon-lr", "--seed"):
         if split_flags(flags, flag)[0]:
@@ -40,7 +38,7 @@ def check_race(stages, settings, flags):
     for stage in stages:
         if "val_every" not in defaults(stage):
             raise UserError(f"--race: {stage.file} does not validate; take rungs from 13 on, for example --rungs 16-24")
-    if not settings.val_every:
+    if not settings_of(stages[0], flags).val_every:
         raise UserError("--val-every 0: --race compares validation losses; give the steps from one to the next")
 
 
@@ -57,7 +55,7 @@ def search(stage, start, try_rates):
 
 def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1):
     """Run a race: the search, the rounds, the timing. `run` runs a list of jobs, and returns when they have ended."""
-    settings = load_script(stages[0]).parse_settings(own_flags(stages[0], flags, Path()))
+    steps = settings_of(stages[0], flags).steps
     chosen, carried = {}, {}  # {rung: its rates}; {flag: the last rate that a search found}
 
     def job(stage, folder, rates, *more):
@@ -66,7 +64,7 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1):
 
     def try_rates(stage, new):
         """{rates: final validation loss}, with the first seed and no other validation."""
-        more = ["--val-every", str(settings.steps), "--seed", str(SEED)]
+        more = ["--val-every", str(steps), "--seed", str(SEED)]
         folders = {rates: log_dir / "sweep" / show_rates(rates, "_") for rates in new}
         run([job(stage, folder, rates, *more) for rates, folder in folders.items()], at_once)
         return {rates: last_val_loss(folder / f"{stage.name}.log") for rates, folder in folders.items()}
@@ -80,7 +78,7 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1):
         carried |= zip(start, chosen[stage.name], strict=True)
     run([job(stage, log_dir / f"round_{n + 1}", chosen[stage.name], "--seed", str(SEED + n))
          for n in range(seeds) for stage in stages], at_once)
-    more = ["--steps", str(min(settings.steps, TIMED_STEPS)), "--val-every", "0", "--seed", str(SEED)]
+    more = ["--steps", str(min(steps, TIMED_STEPS)), "--val-every", "0", "--seed", str(SEED)]
     run([job(stage, log_dir / "timing" / f"round_{n + 1}", chosen[stage.name], *more)
          for n in range(TIMINGS) for stage in stages])
     write_csv(read_logs(log_dir), log_dir / FILE)

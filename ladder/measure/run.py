@@ -4,7 +4,7 @@ import shutil
 from ladder.errors import UserError
 from ladder.measure.max_batch import print_largest
 from ladder.measure.race import check_race, describe_race, n_jobs, race, search_progress
-from ladder.measure.runner import Runner, check_flags, locked, parse_flags, plan
+from ladder.measure.runner import Runner, check_flags, locked, plan
 from ladder.scripts.choose import parse_rungs
 from ladder.show.logs import has_steps
 from ladder.show.outputs import print_report
@@ -22,17 +22,12 @@ def check_together(args):
         raise UserError("--race-jobs: only with --race; leave it out")
 
 
-def has_begun(logs):
-    """Whether a folder holds something to show or to resume."""
-    return has_steps(logs) or any(logs.glob("sweep/*/*.log"))
-
-
 def run(args, logs, console):
     """Do what the parsed `args` of `run` say, into the folder `logs`; returns the exit code."""
     stages = parse_rungs(args.rungs)
     check_together(args)
     if args.race:  # before check_flags, which prepares the data where there is none
-        check_race(stages, parse_flags(stages, args.flags), args.flags)
+        check_race(stages, args.flags)
     settings = check_flags(stages, args.flags)
     if args.max_batch:
         return print_largest(stages, args.flags, args.time_limit, args.processes, console)
@@ -43,12 +38,13 @@ def run(args, logs, console):
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            kept = args.resume or has_begun(logs)
+            kept = args.resume or any(logs.rglob("*.log"))
             if not kept:  # nothing to show or resume: it must not be found as the newest run
                 shutil.rmtree(logs, ignore_errors=True)  # (Windows keeps the lock)
     if interrupted:
-        print_stop(args, stages, logs, kept, console)
-    print_outcomes(runner, logs, console)
+        again = f"python -m ladder run --resume --logs {logs} continues" if kept else "there is nothing to resume"
+        console.print(f"stopped; {again}", markup=False, soft_wrap=True)
+    show_end(args, stages, runner, console)
     return 130 if interrupted else 1 if runner.failed() else 0
 
 
@@ -70,21 +66,14 @@ def measure(args, stages, runner):
         runner.measure_machine()
 
 
-def print_stop(args, stages, logs, kept, console):
-    """After Ctrl-C: how to resume, and how far the search of a race is."""
-    if args.race and kept and not has_steps(logs):
-        console.print(search_progress(stages, logs), markup=False)
-    again = f"python -m ladder run --resume --logs {logs} continues" if kept else (
-        "there is nothing to resume yet: give the same command again")
-    console.print(f"stopped; {again}", markup=False, soft_wrap=True)
-
-
-def print_outcomes(runner, logs, console):
-    """The table, and what failed."""
-    if has_steps(logs):
-        print_report(build_report(logs), console)
-        console.print(f"logs: {logs}", markup=False)
-    elif not has_begun(logs):
+def show_end(args, stages, runner, console):
+    """The table, or how far the search of a race is, and what failed."""
+    if has_steps(runner.log_dir):
+        print_report(build_report(runner.log_dir), console)
+        console.print(f"logs: {runner.log_dir}", markup=False)
+    elif args.race:
+        console.print(search_progress(stages, runner.log_dir), markup=False)
+    else:
         console.print("no rung finished a step, so there is no table")
     if failed := runner.failed():
         console.print(f"{len(failed)} of {runner.n_jobs} runs did not finish:", style="red")

@@ -6,7 +6,6 @@ results are kept.
 """
 import argparse
 import contextlib
-import functools
 import json
 import math
 import subprocess
@@ -15,11 +14,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 
 import filelock
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from ladder.count.memory import free_memory
 from ladder.errors import UserError
@@ -39,7 +39,7 @@ def split_flags(flags, *names):
     return [value for value in vars(values).values() if value is not None], rest
 
 
-@functools.cache
+@cache
 def defaults(stage):
     """{name: default} of the flags of a rung."""
     return vars(load_script(stage).parse_settings([]))
@@ -64,16 +64,17 @@ def command_for(stage, flags, log_dir, processes=2):
     return [*start, str(script), *own_flags(stage or BY_LABEL["10"], flags, log_dir), "--log-dir", str(log_dir)]
 
 
-def parse_flags(stages, flags):
-    """The settings of the first stage; each script checks its own flags, and no data is needed."""
-    if any(split_flags(flags, "--log-dir", "--save")[0]):
-        raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
-    return [load_script(stage).parse_settings(own_flags(stage, flags, Path())) for stage in stages][0]
+def settings_of(stage, flags):
+    """What a rung's script makes of the flags; it exits with an error if they are wrong."""
+    return load_script(stage).parse_settings(own_flags(stage, flags, Path()))
 
 
 def check_flags(stages, flags):
     """The settings of the first stage, whose script also checks the data, before anything else is written."""
-    settings, script = parse_flags(stages, flags), load_script(stages[0])
+    if any(split_flags(flags, "--log-dir", "--save")[0]):
+        raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
+    settings = [settings_of(stage, flags) for stage in stages][0]
+    script = load_script(stages[0])
     _, meta = script.open_tokens(settings.data, "train", settings.B * settings.T + 1)
     script.config_of(settings, meta["vocab_size"])
     return settings
@@ -81,11 +82,9 @@ def check_flags(stages, flags):
 
 def plan(stages, flags, log_dir, repeat=1, peers=False, processes=2):
     """The jobs, round by round, so that drift in machine speed affects all rungs alike."""
-    return [
-        Job(stage.name if stage else PEER, command_for(stage, flags, folder, processes), folder)
-        for folder in ([log_dir / f"round_{number + 1}" for number in range(repeat)] if repeat > 1 else [log_dir])
-        for stage in [*stages, *([None] if peers else [])]
-    ]
+    folders = [log_dir / f"round_{number + 1}" for number in range(repeat)] if repeat > 1 else [log_dir]
+    return [Job(stage.name if stage else PEER, command_for(stage, flags, folder, processes), folder)
+            for folder in folders for stage in [*stages, *([None] if peers else [])]]
 
 
 def is_finished(job):
@@ -153,8 +152,7 @@ class Runner:
     stopped: threading.Event = field(default_factory=threading.Event)  # by Ctrl-C
 
     def __enter__(self):
-        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
-                                 TimeRemainingColumn(), console=self.console)
+        self.progress = Progress(console=self.console)
         self.bar = self.progress.add_task("")
         self.progress.start()
         return self
@@ -195,10 +193,10 @@ class Runner:
         if self.resume and is_finished(job):
             self.outcomes.append(Outcome(job.name, "skipped", "finished before"))
             return
-        self.show(job, "starting")
+        self.show(job)
         try:
-            outcome = run_job(job, min(self.seconds, self.left()), self.settings.device,
-                              lambda line: self.show_step(job, line), self.stopped)
+            seconds = min(self.seconds, self.left())
+            outcome = run_job(job, seconds, self.settings.device, partial(self.show, job), self.stopped)
         except BaseException:
             self.stopped.set()  # before this thread takes the next job
             raise
@@ -207,17 +205,15 @@ class Runner:
         elif not self.stopped.is_set():
             self.finish(job, outcome)
 
-    def show(self, job, what, part=0.0):
-        """Show how many jobs have ended, and that `part` of this one is done."""
-        done = len(self.outcomes)
+    def show(self, job, line=""):
+        """Show how many jobs have ended, and the last step of this one, if the `line` of its output is one."""
+        done, match = len(self.outcomes), STEP_LINE.match(line)
+        if line and not match:
+            return
         self.n_jobs = max(self.n_jobs, done + 1)
-        self.progress.update(self.bar, total=self.n_jobs, completed=done + part,
-                             description=f"{done + 1} of {self.n_jobs} {job.name} {what}")
-
-    def show_step(self, job, line):
-        if match := STEP_LINE.match(line):
-            steps = int((split_flags(job.command, "--steps")[0] or [self.settings.steps])[0])
-            self.show(job, f"step {match[1]}/{steps} loss {match[2]} {match[3]} ms", int(match[1]) / steps)
+        step = f"step {match[1]} loss {match[2]} {match[3]} ms" if match else "starting"
+        self.progress.update(self.bar, total=self.n_jobs, completed=done,
+                             description=f"{done + 1} of {self.n_jobs} {job.name} {step}")
 
     def finish(self, job, outcome):
         """Keep the outcome, and print one line about it."""
