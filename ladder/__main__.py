@@ -29,14 +29,14 @@ def newest_run(wanted=None):
     from ladder.show.logs import has_steps
 
     runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in runs:
-        if (wanted or has_steps)(path.parent):
-            return path.parent
-    raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
+    folder = next(filter(wanted or has_steps, (path.parent for path in runs)), None)
+    if folder is None:
+        raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
+    return folder
 
 
 def reference_folders():
-    folders = sorted(path for path in REFERENCE.iterdir() if path.is_dir()) if REFERENCE.is_dir() else []
+    folders = sorted(path for path in REFERENCE.glob("*") if path.is_dir())
     if not folders:
         raise UserError(f"{REFERENCE} holds no folder of logs")
     return folders
@@ -57,9 +57,8 @@ def smoke(args):
     """does everything work here? every script, for four steps"""
     from ladder.measure.smoke import smoke
 
-    flags = {"--device": args.device, "--model": args.model, "--data": args.data}
-    words = [word for flag, value in flags.items() if value for word in (flag, value)]
-    return smoke(words, args.out or new_folder("logs/smoke"), console)
+    flags = [f"--{name}={value}" for name in ("device", "model", "data") if (value := getattr(args, name))]
+    return smoke(flags, args.out or new_folder("logs/smoke"), console)
 
 
 def run(args):
@@ -80,9 +79,7 @@ def as_started(args):
     arguments = read_machine(folder).get("arguments")
     if arguments is None:
         raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
-    started = parse_args(arguments)
-    started.logs, started.resume = folder, True
-    return started
+    return parse_args([*arguments, "--resume", "--logs", str(folder)])
 
 
 def profile(args):
@@ -179,6 +176,7 @@ def above_zero(kind):
 
 
 COUNT, AMOUNT = above_zero(int), above_zero(float)
+FOLDER = {"type": Path, "metavar": "FOLDER"}
 
 
 def flag(*names, **more):
@@ -195,7 +193,7 @@ VERBS = {
         flag("--device", help="(default: the accelerator if there is one)"),
         flag("--model", help="(default: mini, on a CPU tiny)"),
         flag("--data", help="(default: data/tokens, prepared if it is not there)"),
-        flag("--out", type=Path, metavar="FOLDER", help="a new folder (default: logs/smoke/DATE_TIME)"),
+        flag("--out", **FOLDER, help="a new folder (default: logs/smoke/DATE_TIME)"),
     ],
     run: [
         flag("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)"),
@@ -207,26 +205,24 @@ VERBS = {
         flag("--race-jobs", type=COUNT, default=1, metavar="N", help="run N scripts of a race at a time, each on "
              "its share of the cores; the timing at its end always runs one (default: %(default)s)"),
         flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung"),
-        flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS",
-             help="for each rung (default: %(default)s)"),
+        flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)"),
         flag("--processes", type=COUNT, default=2, help="of ddp, fsdp and dcp (default: %(default)s)"),
-        flag("--logs", type=Path, metavar="FOLDER", help="a new folder (default: logs/ladder/DATE_TIME)"),
+        flag("--logs", **FOLDER, help="a new folder (default: logs/ladder/DATE_TIME)"),
     ],
     profile: [
         flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)"),
         flag("--repeat", type=COUNT, default=3, metavar="N",
              help="N rounds, preferably odd: the median round counts (default: %(default)s)"),
-        flag("--logs", type=Path, metavar="FOLDER",
-             help="of a run, to be shown with it (default: logs/profile/DATE_TIME)"),
+        flag("--logs", **FOLDER, help="of a run, to be shown with it (default: logs/profile/DATE_TIME)"),
     ],
     survey: [
         flag("--minutes", type=AMOUNT, default=10, help="(default: %(default)s)"),
-        flag("--out", type=Path, metavar="FOLDER", help="a new folder (default: logs/survey/DATE_TIME)"),
+        flag("--out", **FOLDER, help="a new folder (default: logs/survey/DATE_TIME)"),
     ],
     report: [
         flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine"),
-        flag("--logs", action="append", default=[], type=Path, metavar="FOLDER", help="the same"),
-        flag("--png", type=Path, metavar="FOLDER", help="write the plots there"),
+        flag("--logs", action="append", default=[], **FOLDER, help="the same"),
+        flag("--png", **FOLDER, help="write the plots there"),
         flag("--html", type=Path, metavar="FILE", help="write the tutorial page"),
         flag("--readme", action="store_true", help="rewrite the tables and pictures of README.md and docs/"),
         flag("--json", action="store_true", help="print JSON instead of the table"),

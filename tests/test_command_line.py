@@ -49,7 +49,7 @@ def test_rungs():
     (["run", "--race", "2", "--rungs", "16", "--val-every", "0"], ["--val-every 0"]),
     (["run", "--race", "2", "--rungs", "18", "--muon-lr=0.01"], ["--muon-lr: --race sets it itself"]),
     (["survey", "--compile-mode", "none"], ["--compile-mode", "not for a survey"]),
-    (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps: not for a profile"]),
+    (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps", "not for a profile"]),
 ])
 def test_wrong_words(words, reasons, tmp_path, monkeypatch, call):  # noqa: F811
     """Before anything is written: here a script would prepare data/tokens."""

@@ -181,7 +181,7 @@ def test_ctrl_c_during_a_search_says_how_far_it_is(fake_run):  # noqa: F811
 
     code, output, _ = fake_run(interrupt_the_second, "--rungs", "16-18", "--race", 2, "--warmup-steps", 1)
     assert code == 130 and "race: at least 23 runs" in output and len(done) == 2, output
-    assert "has finished 1 of at least 8 runs (rung 16: 1, rung 18: 0)" in output
+    assert "has finished 1 of at least 8 runs" in output
     assert f"run --resume --logs {tool.newest_run(Path.exists)} continues" in output and "no table" not in output
 
 

@@ -31,18 +31,19 @@ def test_a_survey_ends_in_time_and_leaves_folders_to_commit(tokens, tmp_path):
 
 
 @pytest.mark.parametrize("device, does", [
-    ("cpu", ["ladder 0-1", "profile", "ladder 1-3", "beyond"]),
-    ("mps", ["ladder 0-1", "ladder 1-3", "largest_batches", "beyond"]),  # torch.profiler, CUDA graphs: not there
-    ("cuda", ["ladder 0-1", "profile", "ladder 1-3", "largest_batches", "beyond", "cuda_graphs"]),
+    ("cpu", ["12 runs", "profile", "24 runs", "beyond"]),
+    ("mps", ["12 runs", "24 runs", "largest_batches", "beyond"]),  # torch.profiler, CUDA graphs: not there
+    ("cuda", ["12 runs", "profile", "24 runs", "largest_batches", "beyond", "cuda_graphs"]),
 ])
 def test_a_survey_does_what_the_device_can(device, does, monkeypatch, tmp_path):
     done = []
-    monkeypatch.setattr(survey, "check_flags", lambda *_: SimpleNamespace(device=device, B=1, T=32))
+    monkeypatch.setattr(survey, "check_flags", lambda *_: SimpleNamespace(device=device, B=1, T=32, steps=4))
     monkeypatch.setattr(survey, "with_defaults", lambda flags, minutes: flags)
     monkeypatch.setattr(survey, "name_machine", lambda out, *_: (out / "machine").mkdir() or "name")
-    for name in ("profile", "largest_batches", "beyond", "cuda_graphs"):
+    for name in ("profile", "largest_batches"):
         monkeypatch.setattr(survey.Survey, name, lambda self, name=name: done.append(name))
-    monkeypatch.setattr(survey.Survey, "ladder", lambda self, first, end: done.append(f"ladder {first}-{end}"))
+    monkeypatch.setattr(survey.Survey, "run_apart", lambda self, stages, what, *_: done.append(what))
+    monkeypatch.setattr(survey.Survey, "run", lambda self, jobs, folder: done.append(f"{len(jobs)} runs"))
     survey.survey(1, tmp_path / "out", [], Console(file=io.StringIO()))
     assert done == does
 
@@ -52,8 +53,7 @@ def test_a_survey_gives_the_profile_and_the_search_for_a_batch_its_deadline(monk
     monkeypatch.setattr(survey, "largest_batch", lambda *arguments: got.append(arguments[-1]) or (1, 1.0, ""))
     monkeypatch.setattr(survey, "profile_ladder", lambda *arguments: got.append(arguments[-1]))
     deadline = time.monotonic() + 60
-    this = survey.Survey([], tmp_path, "name", SimpleNamespace(B=1, T=32), deadline, Console(file=io.StringIO()))
-    this.main.mkdir()
+    this = survey.Survey([], tmp_path, SimpleNamespace(B=1, T=32), deadline, Console(file=io.StringIO()))
     this.profile()
     this.largest_batches()
     assert got == [deadline] * 5

@@ -1,5 +1,6 @@
 """One job: a script in a child process, followed to its end, and what only its process tells, added to its log."""
 import contextlib
+import math
 import os
 import re
 import subprocess
@@ -66,9 +67,7 @@ def stop(child):
 def memory_of(pid):
     """(bytes that a process and everything it started hold, bytes of the one that has most in memory).
 
-    The first leaves out what the kernel counts as shared, where it does: pages of files, such as torch's libraries and
-    the tokens, which it can drop. So /dev/shm does not count, and what a process had before it forked counts once
-    more for each child.
+    The first leaves out what the kernel counts as shared: pages of files, such as torch's libraries, which it can drop.
     """
     held, largest = 0, 0
     for process in process_tree(pid):
@@ -80,26 +79,27 @@ def memory_of(pid):
 
 
 def watch(child, seconds, limit, stopped):
-    """Follow a child, and stop it after `seconds`, above `limit` bytes (if any), or when the event `stopped` is set.
+    """Follow a child, and stop it after `seconds`, above `limit` bytes, or when the event `stopped` is set.
 
     Returns the status and reason of its Outcome, None if it ended by itself, and the most bytes that one of its
     processes was seen to hold: freed memory is kept, so this does not fall.
     """
-    deadline, verdict, peak = time.monotonic() + seconds, None, 0
-    while child.poll() is None and verdict is None:
+    deadline, peak = time.monotonic() + seconds, 0
+    while child.poll() is None:
         held, largest = memory_of(child.pid)
         peak = max(peak, largest)
         if stopped and stopped.is_set():
             verdict = "stopped", ""
         elif time.monotonic() > deadline:
             verdict = "timed out", f"no end after {seconds:g} s"
-        elif limit and held > limit:
+        elif held > limit:
             verdict = "out of memory", f"took more than {limit / 1e9:.1f} GB"
         else:
             time.sleep(0.5)
-    if verdict:
+            continue
         stop(child)
-    return verdict, peak
+        return verdict, peak
+    return None, peak
 
 
 def cached_graphs():
@@ -123,8 +123,10 @@ def record(job, device, env, peak, cache):
 
 def run_job(job, seconds, device, on_line=lambda line: None, stopped=None):
     """Run one job to its end; `on_line` gets its output. KeyboardInterrupt, and setting `stopped`, stop the child."""
-    limit = (job.memory or MEMORY_SHARE * free_memory("cpu")) if device == "cpu" else None  # a GPU refuses on its own
-    env = os.environ | (allocator.keeping_freed_memory() if device == "cpu" else {}) | job.env
+    limit, env = math.inf, os.environ | job.env  # a GPU refuses on its own
+    if device == "cpu":
+        limit = job.memory or MEMORY_SHARE * free_memory("cpu")
+        env = os.environ | allocator.keeping_freed_memory() | job.env
     graphs, errors, last = cached_graphs(), [], ""
     child = subprocess.Popen(job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                              env=env, start_new_session=os.name == "posix")
@@ -145,6 +147,7 @@ def run_job(job, seconds, device, on_line=lambda line: None, stopped=None):
     if child.returncode == 0:
         record(job, device, env, peak, "cold" if cached_graphs() > graphs else "warm")
         return Outcome(job.name, "ok", "; ".join(errors))
-    if child.returncode == -SIGKILL or "out of memory" in (errors[-1] if errors else last):
-        return Outcome(job.name, "out of memory", errors[-1] if errors else last)
+    final = errors[-1] if errors else last
+    if child.returncode == -SIGKILL or "out of memory" in final:
+        return Outcome(job.name, "out of memory", final)
     return Outcome(job.name, "failed", "; ".join(errors) or last or f"exit code {child.returncode}")

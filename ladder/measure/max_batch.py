@@ -2,6 +2,7 @@
 import math
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.markup import escape
@@ -26,32 +27,26 @@ def largest_batch(stage, flags, seconds, processes, say, deadline=math.inf):
     available = MEMORY_SHARE * int(run_module("ladder.count.memory", settings.device)) / shares
     B = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 
-    def attempt(folder):
+    best, speed, failed, why = 0, None, None, ""
+    while (failed is None or failed - best > max(1, best // 8)) and time.monotonic() < deadline:
         more = ["-B", str(B), "--steps", "3"]
         if hasattr(settings, "total_batch"):  # one micro-step: more of them take more time, not more memory
             more += ["--total-batch", str(B * settings.T * ranks)]
-        job = Job(stage.name, command_for(stage, [*flags, *more], folder, processes), folder)
-        outcome = run_job(job, min(seconds, deadline - time.monotonic()), settings.device)
-        say(f"{stage.name}: B={B} {outcome.status}")
-        return outcome, read_log(job.log).tokens_per_second if outcome.status == "ok" else None
-
-    best, speed, failed, why = 0, None, None, ""
-    with tempfile.TemporaryDirectory() as folder:
-        while (failed is None or failed - best > max(1, best // 8)) and time.monotonic() < deadline:
-            outcome, found = attempt(Path(folder))
-            if found is None:
-                failed, why = B, f"{outcome.status}: {outcome.reason}"
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(stage.name, command_for(stage, [*flags, *more], Path(folder), processes), Path(folder))
+            outcome = run_job(job, min(seconds, deadline - time.monotonic()), settings.device)
+            say(f"{stage.name}: B={B} {outcome.status}")
+            if outcome.status == "ok":
+                best, speed = B, read_log(job.log).tokens_per_second
             else:
-                best, speed = B, found
-            B = (best + failed) // 2 if failed else B + max(1, B // 4)
+                failed, why = B, f"{outcome.status}: {outcome.reason}"
+        B = (best + failed) // 2 if failed else B + max(1, B // 4)
     return best, speed, why
 
 
 def print_largest(stages, flags, seconds, processes, console):
     """Find the largest batch of each rung and print the table; returns the exit code."""
-    def say(line):
-        console.print(line, style="dim", markup=False)
-
+    say = partial(console.print, style="dim", markup=False)
     found = {stage: largest_batch(stage, flags, seconds, processes, say) for stage in stages}
     table = Table("rung", "largest B", "tokens/s", "what stopped the next one", title="The largest batch")
     for stage, (best, speed, why) in found.items():

@@ -98,18 +98,14 @@ def n_jobs(stages, seeds):
 
 def describe_race(stages, seeds):
     """The plan of a race, for the user, before it starts."""
-    fewest, begins = fewest_searches(stages), {}
-    for stage in fewest:
-        for flag, rate in default_rates(stage).items():
-            begins.setdefault(flag, f"{flag} {rate:g} (rung {stage.label})")
+    fewest = fewest_searches(stages)
     return (f"race: at least {n_jobs(stages, seeds)} runs: {sum(fewest.values())} or more to find the learning rates "
-            f"of {len(fewest)} rungs, then {seeds} seeds and {TIMINGS} timings of {len(stages)} rungs.\n"
-            f"The search begins with {' and '.join(begins.values())}; each rung continues from the one before.")
+            f"of {len(fewest)} rungs, each beginning at those of the one before, then {seeds} seeds and {TIMINGS} "
+            f"timings of {len(stages)} rungs")
 
 
 def search_progress(stages, log_dir):
     """How much of a race's search is done, in one line."""
     sweep, fewest = read_logs(log_dir).sweep, fewest_searches(stages)
-    done = {stage.label: sum(map(math.isfinite, sweep.get(stage.name, {}).values())) for stage in fewest}
-    return (f"the search for learning rates has finished {sum(done.values())} of at least {sum(fewest.values())} "
-            f"runs ({', '.join(f'rung {label}: {count}' for label, count in done.items())})")
+    done = sum(map(math.isfinite, (loss for stage in fewest for loss in sweep.get(stage.name, {}).values())))
+    return f"the search for learning rates has finished {done} of at least {sum(fewest.values())} runs"

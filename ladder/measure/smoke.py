@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import distributions
-from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,7 +26,7 @@ from ladder.files import write_whole
 from ladder.measure.check import check_machine
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.rates import describe, rung_10
-from ladder.measure.runner import defaults, locked
+from ladder.measure.runner import defaults, locked, split_flags
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import STEP_LINE
 
@@ -155,11 +154,9 @@ def run_chain(chain, out, device, stopped):
 
 
 def describe_trial(trial):
-    """How a trial ended, in one line; if it failed, also the end of its output."""
+    """How a trial ended, in one line."""
     losses = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values()) if trial.losses else ""
-    line = f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {trial.reason or losses}".rstrip()
-    output = list(takewhile(lambda line: "failed (exitcode:" not in line, trial.lines))  # torchrun's own report
-    return "\n".join([line, *(f"        | {line.rstrip()}" for line in output[-8:] if trial.status != "ok")])
+    return f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {trial.reason or losses}".rstrip()
 
 
 def summarize(trials, seconds, say):
@@ -196,7 +193,7 @@ def smoke(flags, out, console):
     baseline, cores = load_script(BY_LABEL["0"]), os.cpu_count()
     settings = baseline.parse_settings(flags)
     device = settings.device
-    if "--model" not in flags:
+    if not split_flags(flags, "--model")[0]:
         settings.model = "tiny" if device == "cpu" else "mini"
     baseline.open_tokens(settings.data, "train", 4096)  # prepared now, once
     workers = max(2, min(8, cores // 2))

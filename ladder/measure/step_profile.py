@@ -140,9 +140,8 @@ def check_profile(stages, flags, folder):
     """The settings of a profile in `folder`; raises UserError if it cannot be made or belongs elsewhere."""
     if any(stage.torchrun or stage.file.startswith("beyond/") for stage in stages):
         raise UserError("--rungs: only rungs 0 to 10 can be profiled; leave out the others")
-    for flag in ("--steps", "--compile-mode", "--pretrained"):
-        if split_flags(flags, flag)[0]:
-            raise UserError(f"{flag}: not for a profile; leave it out")
+    if split_flags(flags, "--steps", "--compile-mode", "--pretrained")[0]:
+        raise UserError("--steps, --compile-mode, --pretrained: not for a profile; leave them out")
     settings = check_flags(stages, flags)
     if settings.device == "mps":
         raise UserError("--device mps: torch.profiler does not see Apple GPUs; give --device cpu")

@@ -7,7 +7,6 @@ import re
 import shutil
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ladder.count.memory import RUN_BY_DEFAULT, largest_fitting, recommend
@@ -44,27 +43,16 @@ def with_defaults(flags, minutes):
 
 @dataclass
 class Survey:
-    """What the parts of a survey have in common; each part is a method."""
+    """What the parts of a survey have in common."""
 
-    flags: list
-    out: Path
-    name: str  # of the device, for folders
+    flags: list  # but for --steps, which some parts set themselves
+    main: Path  # the folder of the ladder
     settings: object  # of its first rung
     deadline: float  # of time.monotonic()
     console: object
 
     def left(self):
         return self.deadline - time.monotonic()
-
-    @property
-    def main(self):
-        """The folder of the ladder."""
-        return self.out / f"{self.name}_B{self.settings.B}_T{self.settings.T}"
-
-    @property
-    def unsized(self):
-        """The flags without the number of steps, which some parts set themselves."""
-        return split_flags(self.flags, "--steps")[1]
 
     def run(self, jobs, folder):
         with Runner(self.settings, folder, JOB_SECONDS, self.console, True, self.deadline, len(jobs)) as runner:
@@ -73,48 +61,40 @@ class Survey:
 
     def run_apart(self, stages, what, steps, *more):
         """Run rungs that are not comparable with the ladder, in a separate folder."""
-        folder = self.out / f"{self.name}_{what}"
+        folder = self.main.parent / f"{self.main.name.rpartition('_B')[0]}_{what}"
         folder.mkdir()
         shutil.copy(self.main / "machine.json", folder)
-        self.run(plan(stages, [*self.unsized, "--steps", str(steps), *more], folder), folder)
-
-    def ladder(self, first, end):
-        """The rounds from `first` up to `end` of the ladder and the peer."""
-        jobs = plan(LADDER, self.flags, self.main, ROUNDS, peers=True)
-        n = len(jobs) // ROUNDS
-        self.run(jobs[first * n : end * n], self.main)
+        self.run(plan(stages, [*self.flags, "--steps", str(steps), *more], folder), folder)
 
     def profile(self):
         rounds = ROUNDS if self.left() > 60 * SHORT / 2 else 1
-        profile_ladder(LADDER, self.unsized, self.settings, self.main, self.console, rounds, self.deadline)
+        profile_ladder(LADDER, self.flags, self.settings, self.main, self.console, rounds, self.deadline)
 
     def largest_batches(self):
         found = []
         for stage in parse_rungs("0,5,6,10"):
-            B, speed, why = largest_batch(stage, self.unsized, JOB_SECONDS, 1, self.console.print, self.deadline)
+            B, speed, why = largest_batch(stage, self.flags, JOB_SECONDS, 1, self.console.print, self.deadline)
             if self.left() < 1:
                 break  # the end of the survey cut this search short
             found.append({"rung": stage.name, "B": B, "tokens_per_second": speed, "stopped_by": why})
         (self.main / "largest_batch.json").write_text(json.dumps(found, indent=1) + "\n")
 
-    def beyond(self):
-        self.run_apart(BEYOND, "beyond", 8, "--total-batch", str(4 * self.settings.B * self.settings.T))
-
-    def cuda_graphs(self):
-        self.run_apart([BY_LABEL["10"]], "cuda_graphs", GPU_STEPS, "--compile-mode", "reduce-overhead")
-
     def parts(self):
-        """Yields (title, method) for what this device can do, the most important first."""
+        """Yields (title, function, its arguments) for what this device can do, the most important first."""
         device = self.settings.device
-        yield "the ladder and transformers' GPT-2, first round", partial(self.ladder, 0, 1)
+        jobs = plan(LADDER, [*self.flags, "--steps", str(self.settings.steps)], self.main, ROUNDS, peers=True)
+        n = len(jobs) // ROUNDS
+        yield "the ladder and transformers' GPT-2, first round", self.run, jobs[:n], self.main
         if device != "mps":  # where torch.profiler sees nothing
             yield "where the time of a step goes", self.profile
-        yield "the ladder, two more rounds", partial(self.ladder, 1, ROUNDS)
+        yield "the ladder, two more rounds", self.run, jobs[n:], self.main
         if device != "cpu":  # where a larger batch only makes a longer step
             yield "the largest batch", self.largest_batches
-        yield "the rungs beyond", self.beyond
+        tokens = str(4 * self.settings.B * self.settings.T)
+        yield "the rungs beyond", self.run_apart, BEYOND, "beyond", 8, "--total-batch", tokens
         if device == "cuda":
-            yield "CUDA graphs", self.cuda_graphs
+            graphs = ("--compile-mode", "reduce-overhead")
+            yield "CUDA graphs", self.run_apart, [BY_LABEL["10"]], "cuda_graphs", GPU_STEPS, *graphs
 
 
 def name_machine(out, settings, console):
@@ -135,14 +115,15 @@ def survey(minutes, out, flags, console):
     flags = with_defaults(flags, minutes)
     settings = check_flags([*LADDER, *BEYOND], flags)
     with locked(out, resume=False, flag="--out"):
-        this = Survey(flags, out, name_machine(out, settings, console), settings, deadline, console)
-        (out / "machine").rename(this.main)
+        main = out / f"{name_machine(out, settings, console)}_B{settings.B}_T{settings.T}"
+        (out / "machine").rename(main)
+        this = Survey(split_flags(flags, "--steps")[1], main, settings, deadline, console)
         try:
-            for title, work in this.parts():
+            for title, work, *words in this.parts():
                 if this.left() < 1:
                     break
                 console.print(f"{title}: {this.left() / 60:.1f} minutes left", style="bold", markup=False)
-                work()
+                work(*words)
         except KeyboardInterrupt:
             console.print("stopped; finished results are kept")
     for folder in [path for path in out.iterdir() if path.is_dir() and not has_steps(path)]:
