@@ -9,7 +9,7 @@ from conftest import ROOT, run_command
 from nbclient import NotebookClient
 
 from ladder.__main__ import parse_args
-from ladder.measure.runner import parse_rungs
+from ladder.scripts.choose import parse_rungs
 from ladder.scripts.stages import load_script
 
 

@@ -21,6 +21,7 @@ from ladder.scripts.stages import ROOT
 from ladder.show.terminal import print_texts
 
 GOOD, NEUTRAL, BAD = "✓", "–", "✗"
+COLORS = {GOOD: "green", NEUTRAL: "yellow", BAD: "red"}
 OLDEST_DRIVERS = {"13": 580, "12": 525}  # NVIDIA's, by CUDA version
 
 
@@ -31,10 +32,6 @@ Finding = namedtuple("Finding", "mark what detail")
 def finding(good, what, gains, lacks, bad=NEUTRAL):
     """A Finding: ✓ with the text `gains` if `good`, else `bad` with `lacks`."""
     return Finding(GOOD, what, gains) if good else Finding(bad, what, lacks)
-
-
-def pick_device():
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def runs_on(built_for, capability):
@@ -101,23 +98,17 @@ def compile_problem(device):
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def attention_kernel(device):
-    """torch's name of the kernel that scaled_dot_product_attention chooses for rung 6's tensors."""
-    q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))  # (B, nh, T, hs)
-    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
-
-
 def check_kernels(device):
     if device == "mps":
-        yield Finding(NEUTRAL, "torch.compile", "not used on Apple GPUs, where large models do not compile: rungs 5 "
-                                                "and up run eagerly")
+        yield Finding(NEUTRAL, "torch.compile", "not used on Apple GPUs: rungs 5 and up run eagerly")
         yield Finding(GOOD, "attention", "Apple's own kernel: rung 6 saves memory")
     else:
         problem = compile_problem(device)
         need = "a C++ compiler (Linux: apt install g++)" if device == "cpu" else "Triton and a C compiler"
         yield finding(problem is None, "torch.compile", "works, for rung 5 and up",
                       f"does not work, rungs 5 and up run eagerly: {problem}; install {need}", BAD)
-        kernel = attention_kernel(device)
+        q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))  # (B, nh, T, hs)
+        kernel = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
         yield finding(kernel != "MATH", "attention", f"torch chooses {kernel} here: rung 6 gains",
                       "torch chooses MATH here: rung 6 computes all scores and gains nothing")
     yield finding(device in torch.utils._foreach_utils._get_fused_kernels_supported_devices(), "fused AdamW",
@@ -170,7 +161,7 @@ def check_files():
 
 def check_machine(device=None):
     """All findings, and the command recommended for this machine."""
-    device = device or pick_device()
+    device = device or rung_10.parse_settings([]).device
     findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
                 *check_allocator(device), *check_files()]
     model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
@@ -179,10 +170,8 @@ def check_machine(device=None):
 
 def print_check(console):
     findings, command = check_machine()
-    colors = {GOOD: "green", NEUTRAL: "yellow", BAD: "red"}
-    for one in findings:
-        console.print(f"[{colors[one.mark]}]{one.mark}[/] [bold]{one.what}[/]: ", end="")
-        console.print(one.detail, markup=False)
+    for mark, what, detail in findings:
+        console.print(f"{mark} {what}: {detail}", style=COLORS[mark], markup=False)
     console.print(f"\nFor this machine:\n    {command}", markup=False)
 
 

@@ -39,7 +39,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """How a job ended: "ok", "skipped", "failed", "out of memory", "timed out" or "stopped"; `reason` says why."""
+    """How a job ended: "ok", "failed", "out of memory", "timed out" or "stopped"; `reason` says why."""
 
     name: str
     status: str

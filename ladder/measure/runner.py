@@ -25,7 +25,6 @@ from ladder.count.memory import free_memory
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.jobs import MEMORY_SHARE, Job, Outcome, run_job
-from ladder.scripts.choose import parse_rungs  # noqa: F401, for whoever runs rungs
 from ladder.scripts.stages import BY_LABEL, ROOT, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
 
@@ -164,7 +163,7 @@ class Runner:
         return self.deadline - time.monotonic()
 
     def failed(self):
-        return [outcome for outcome in self.outcomes if outcome.status not in ("ok", "skipped")]
+        return [outcome for outcome in self.outcomes if outcome.status != "ok"]
 
     def measure_machine(self, **more):
         """Called before and after the jobs, since rates drift; `more` is added to machine.json."""
@@ -191,7 +190,7 @@ class Runner:
         if self.stopped.is_set() or self.left() < 1:
             return
         if self.resume and is_finished(job):
-            self.outcomes.append(Outcome(job.name, "skipped", "finished before"))
+            self.outcomes.append(Outcome(job.name, "ok"))
             return
         self.show(job)
         try:

@@ -12,8 +12,9 @@ from pathlib import Path
 from ladder.count.memory import RUN_BY_DEFAULT, largest_fitting, recommend
 from ladder.errors import UserError
 from ladder.measure.max_batch import largest_batch
-from ladder.measure.runner import Runner, check_flags, locked, parse_rungs, plan, run_module, split_flags, write_machine
+from ladder.measure.runner import Runner, check_flags, locked, plan, run_module, split_flags, write_machine
 from ladder.measure.step_profile import profile_ladder
+from ladder.scripts.choose import parse_rungs
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import has_steps
 
