@@ -42,7 +42,7 @@ def reference_folders():
     return folders
 
 
-# Each verb is a function: its docstring's first line is the help, its flags are in VERBS below.
+# Each verb is a function; its flags are below.
 
 def check(args):
     """what this machine has, and what each rung will gain from it"""
@@ -177,85 +177,74 @@ def above_zero(kind):
 
 COUNT, AMOUNT = above_zero(int), above_zero(float)
 FOLDER = {"type": Path, "metavar": "FOLDER"}
+PARSER = argparse.ArgumentParser(prog="python -m ladder", description=__doc__)
+VERBS = PARSER.add_subparsers(dest="verb", required=True, metavar="VERB")
 
 
-def flag(*names, **more):
-    return names, more
+def verb(function):
+    """Add a verb, whose help is the first line of the function's docstring; returns what adds its flags."""
+    title, _, more = function.__doc__.partition("\n")
+    parser = VERBS.add_parser(function.__name__, help=title, description=more or title)
+    parser.set_defaults(do=function)
+    return parser.add_argument
 
 
-VERBS = {
-    check: [
-        flag("--gpus", type=COUNT, metavar="N", help="instead: the largest model on 1 to N GPUs, on paper"),
-        flag("--memory", type=AMOUNT, metavar="GB", action="append",
-             help="of each, in 1e9 bytes; can be repeated (default: 16, 24, 40, 80)"),
-    ],
-    smoke: [
-        flag("--device", help="(default: the accelerator if there is one)"),
-        flag("--model", help="(default: mini, on a CPU tiny)"),
-        flag("--data", help="(default: data/tokens, prepared if it is not there)"),
-        flag("--out", **FOLDER, help="a new folder (default: logs/smoke/DATE_TIME)"),
-    ],
-    run: [
-        flag("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)"),
-        flag("--repeat", type=COUNT, default=1, metavar="N", help="N interleaved rounds, to see the noise"),
-        flag("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on"),
-        flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started"),
-        flag("--race", type=COUNT, metavar="SEEDS", help="instead: find each rung's learning rates, then compare "
-             "over this many seeds the tokens and seconds to a validation loss (from rung 13)"),
-        flag("--race-jobs", type=COUNT, default=1, metavar="N", help="run N scripts of a race at a time, each on "
-             "its share of the cores; the timing at its end always runs one (default: %(default)s)"),
-        flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung"),
-        flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)"),
-        flag("--processes", type=COUNT, default=2, help="of ddp, fsdp and dcp (default: %(default)s)"),
-        flag("--logs", **FOLDER, help="a new folder (default: logs/ladder/DATE_TIME)"),
-    ],
-    profile: [
-        flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)"),
-        flag("--repeat", type=COUNT, default=3, metavar="N",
-             help="N rounds, preferably odd: the median round counts (default: %(default)s)"),
-        flag("--logs", **FOLDER, help="of a run, to be shown with it (default: logs/profile/DATE_TIME)"),
-    ],
-    survey: [
-        flag("--minutes", type=AMOUNT, default=10, help="(default: %(default)s)"),
-        flag("--out", **FOLDER, help="a new folder (default: logs/survey/DATE_TIME)"),
-    ],
-    report: [
-        flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine"),
-        flag("--logs", action="append", default=[], **FOLDER, help="the same"),
-        flag("--png", **FOLDER, help="write the plots there"),
-        flag("--html", type=Path, metavar="FILE", help="write the tutorial page"),
-        flag("--readme", action="store_true", help="rewrite the tables and pictures of README.md and docs/"),
-        flag("--json", action="store_true", help="print JSON instead of the table"),
-        flag("--csv", action="store_true", help="print CSV instead of the table"),
-    ],
-    compare: [flag("logs", nargs=2, type=Path, metavar="LOG")],
-    diff: [flag("rungs", nargs="+", metavar="N")],
-    floor: [
-        flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
-             "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)"),
-        flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)"),
-    ],
-    propagate: [
-        flag("rung", help="its file, or N"),
-        flag("--until", metavar="RUNG", help="the last rung to carry it to (default: the ladder's last)"),
-    ],
-}
-PASS_FLAGS_ON = (run, profile, survey)  # to the scripts
+flag = verb(check)
+flag("--gpus", type=COUNT, metavar="N", help="instead: the largest model on 1 to N GPUs, on paper")
+flag("--memory", type=AMOUNT, metavar="GB", action="append",
+     help="of each, in 1e9 bytes; can be repeated (default: 16, 24, 40, 80)")
+flag = verb(smoke)
+flag("--device", help="(default: the accelerator if there is one)")
+flag("--model", help="(default: mini, on a CPU tiny)")
+flag("--data", help="(default: data/tokens, prepared if it is not there)")
+flag("--out", **FOLDER, help="a new folder (default: logs/smoke/DATE_TIME)")
+flag = verb(run)
+flag("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
+flag("--repeat", type=COUNT, default=1, metavar="N", help="N interleaved rounds, to see the noise")
+flag("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
+flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
+flag("--race", type=COUNT, metavar="SEEDS", help="instead: find each rung's learning rates, then compare "
+     "over this many seeds the tokens and seconds to a validation loss (from rung 13)")
+flag("--race-jobs", type=COUNT, default=1, metavar="N", help="run N scripts of a race at a time, each on "
+     "its share of the cores; the timing at its end always runs one (default: %(default)s)")
+flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
+flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
+flag("--processes", type=COUNT, default=2, help="of ddp, fsdp and dcp (default: %(default)s)")
+flag("--logs", **FOLDER, help="a new folder (default: logs/ladder/DATE_TIME)")
+flag = verb(profile)
+flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+flag("--repeat", type=COUNT, default=3, metavar="N",
+     help="N rounds, preferably odd: the median round counts (default: %(default)s)")
+flag("--logs", **FOLDER, help="of a run, to be shown with it (default: logs/profile/DATE_TIME)")
+flag = verb(survey)
+flag("--minutes", type=AMOUNT, default=10, help="(default: %(default)s)")
+flag("--out", **FOLDER, help="a new folder (default: logs/survey/DATE_TIME)")
+flag = verb(report)
+flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine")
+flag("--logs", action="append", default=[], **FOLDER, help="the same")
+flag("--png", **FOLDER, help="write the plots there")
+flag("--html", type=Path, metavar="FILE", help="write the tutorial page")
+flag("--readme", action="store_true", help="rewrite the tables and pictures of README.md and docs/")
+flag("--json", action="store_true", help="print JSON instead of the table")
+flag("--csv", action="store_true", help="print CSV instead of the table")
+flag = verb(compare)
+flag("logs", nargs=2, type=Path, metavar="LOG")
+flag = verb(diff)
+flag("rungs", nargs="+", metavar="N")
+flag = verb(floor)
+flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
+     "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
+flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
+flag = verb(propagate)
+flag("rung", help="its file, or N")
+flag("--until", metavar="RUNG", help="the last rung to carry it to (default: the ladder's last)")
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb, flags in VERBS.items():
-        title, _, more = verb.__doc__.partition("\n")
-        one = verbs.add_parser(verb.__name__, help=title, description=more or title)
-        one.set_defaults(do=verb)
-        for names, settings in flags:
-            one.add_argument(*names, **settings)
     argv = sys.argv[1:] if argv is None else list(argv)
-    args, rest = parser.parse_known_args(argv)
-    if rest and args.do not in PASS_FLAGS_ON:
-        verbs.choices[args.verb].error(f"unknown: {' '.join(rest)}")
+    args, rest = PARSER.parse_known_args(argv)
+    if rest and args.do not in (run, profile, survey):  # which pass them on to the scripts
+        VERBS.choices[args.verb].error(f"unknown: {' '.join(rest)}")
     args.flags, args.argv = rest, argv
     return args
 

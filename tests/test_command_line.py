@@ -18,7 +18,7 @@ WHOLE = ROOT / "logs" / "reference" / "intel_xeon_amx_2_cores_B1_T1024"
 
 def test_help_comes_without_torch():
     run = ladder("--help", PYTHONPROFILEIMPORTTIME="1")
-    assert run.returncode == 0 and {verb.__name__ for verb in tool.VERBS} <= set(run.stdout.split())
+    assert run.returncode == 0 and tool.VERBS.choices.keys() <= set(run.stdout.split())
     assert "argparse" in run.stderr and "torch" not in run.stderr and "pandas" not in run.stderr
 
 

@@ -60,11 +60,8 @@ def kind_of(name, shapes, around, logit_widths):
 
 def names_around(event):
     """The names of the ranges and operators that an event is part of."""
-    names = []
-    while event.cpu_parent is not None:
-        event = event.cpu_parent
-        names.append(event.name)
-    return names
+    parent = event.cpu_parent
+    return [parent.name, *names_around(parent)] if parent else []
 
 
 def by_kind(events, logit_widths, device):

@@ -12,7 +12,7 @@ from pathlib import Path
 from ladder.count.memory import RUN_BY_DEFAULT, largest_fitting, recommend
 from ladder.errors import UserError
 from ladder.measure.max_batch import largest_batch
-from ladder.measure.runner import Runner, check_flags, locked, plan, run_module, split_flags, write_machine
+from ladder.measure.runner import Runner, check_flags, locked, plan, run_module, settings_of, split_flags, write_machine
 from ladder.measure.step_profile import profile_ladder
 from ladder.scripts.choose import parse_rungs
 from ladder.scripts.stages import BY_LABEL
@@ -23,23 +23,21 @@ ROUNDS = 3
 JOB_SECONDS = 600
 SHORT = 60  # minutes; in a shorter survey a CPU gets T=256, since at T=1024 its steps take seconds
 GPU_STEPS = 60  # half of them warm up, and a GPU needs 3 s for that
-NAMES = {"model": ("--model",), "B": ("-B", "--batch-size"), "T": ("-T", "--seq-len"), "steps": ("--steps",)}
 
 
 def with_defaults(flags, minutes):
-    """`flags`, with model, B, T and steps chosen for the available memory and time unless given."""
+    """`flags`, after others that choose model, B, T and steps for the available memory and time unless given."""
     if split_flags(flags, "--compile-mode", "--pretrained")[0]:
         raise UserError("--compile-mode, --pretrained: not for a survey; leave them out")
-    settings = check_flags([BY_LABEL["10"]], flags)
-    on_cpu, free = settings.device == "cpu", int(run_module("ladder.count.memory", settings.device))
-    given = {name: getattr(settings, name) for name, names in NAMES.items() if split_flags(flags, *names)[0]}
+    rung_10 = BY_LABEL["10"]
+    device = check_flags([rung_10], flags).device
+    on_cpu, free = device == "cpu", int(run_module("ladder.count.memory", device))
     model, _, T = recommend(free, accelerator=not on_cpu)
-    chosen = {"model": model, "T": min(T, 256) if on_cpu and minutes < SHORT else T,
-              "steps": 5 if on_cpu else GPU_STEPS} | given
-    if "B" not in given:
-        B = 1 if on_cpu else largest_fitting(chosen["model"], chosen["T"], RUN_BY_DEFAULT, 0.8 * free)
-        chosen["B"] = 2 ** (max(1, min(64, B)).bit_length() - 1)
-    return [*flags, *(str(word) for name in chosen.keys() - given for word in (NAMES[name][0], chosen[name]))]
+    T = min(T, 256) if on_cpu and minutes < SHORT else T
+    flags = ["--model", model, "-T", str(T), "--steps", str(5 if on_cpu else GPU_STEPS), *flags]
+    settings = settings_of(rung_10, flags)
+    B = 1 if on_cpu else largest_fitting(settings.model, settings.T, RUN_BY_DEFAULT, 0.8 * free)
+    return ["-B", str(2 ** (max(1, min(64, B)).bit_length() - 1)), *flags]
 
 
 @dataclass
