@@ -127,8 +127,7 @@ def profile_rung(label, flags, folder):
 def products_ms(run, rates):
     """Milliseconds that the matrix products of a step take at the measured rate (FLOP/s) of the rung's format."""
     precision = run.headers["precision"]
-    name = next((name for name in ("bfloat16", "float16") if precision.startswith(name)), "float32")
-    name = "tf32" if name == "float32" and "in TF32" in precision else name
+    name = "tf32" if "in TF32" in precision else re.match(r"\w+", precision)[0]
     per_token = flops_per_token(run.model, run.T, BY_NAME[run.name].causal, run.vocab_size) or math.nan
     return 1000 * per_token * run.tokens_per_step / rates[name]
 
