@@ -1,23 +1,20 @@
 """Rungs 14 and 15: a run that was stopped, crashed or killed continues bit by bit, and nothing is lost or mixed up."""
-import json
 import os
 import re
 import resource
 import shutil
 import signal
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import filelock
-import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT, Crash, as_program, assert_same_weights, builds_on, crash_in_step, cut_in_half, edit_json, files_in,
-    flip_a_byte, losses, run_command, rung, rungs_that_change, tokens_of, train)
+    Crash, as_program, assert_same_weights, builds_on, crash_in_step, cut_in_half, edit_json, files_in,
+    flip_a_byte, losses, rung, rungs_that_change, train)
 from torch.nn import functional as F
 
 from ladder.scripts.stages import BY_LABEL
@@ -226,20 +223,6 @@ def test_14_a_checkpoint_is_plain_and_holds_the_scaler(label, tmp_path, byte_tok
     assert (scalers[1]["scale"], scalers[1]["_growth_tracker"]) == (2.0**10, 8)
     log = train(rung(label), tmp_path / "next", byte_tokens, *flags, "--pretrained", path)
     assert losses(log)[0] < losses(tmp_path / log.name)[0]
-
-
-@pytest.mark.slow
-def test_15_twenty_kills_at_random_moments(tmp_path, byte_tokens):
-    """SIGKILL, also while a checkpoint is written: every run ends with the losses and weights of the whole one."""
-    text = tokens_of(tmp_path / "tokens", np.fromfile(byte_tokens / "train.bin", dtype="<u2")[:400])  # 24 steps
-    flags = ["--model", "tiny", "--device", "cpu", "--data", text, *ONE, "--compile-mode", "none", "--steps", 40,
-             "--checkpoint-every", 1, "--val-every", 10, "--val-sequences", 1]
-    run = run_command(sys.executable, ROOT / "tests/killed_runs.py", 20, tmp_path, *flags, timeout=900)
-    assert run.returncode == 0, run.stderr
-    counts = json.loads(run.stdout.splitlines()[-1])
-    assert counts["kills"] >= 20 and counts["during_save"] >= 2, counts
-    for number in range(1, counts["rounds"] + 1):
-        assert_same_run(tmp_path / f"killed_{number}", tmp_path / "whole", second_half="21-40")
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_in_half, lambda path: path.write_bytes(b"")])
