@@ -23,22 +23,6 @@ def test_fifty_steps_on_real_text_lower_the_loss(label, tmp_path, byte_tokens):
     assert np.mean(found[-5:]) < found[0] - 0.5
 
 
-@pytest.mark.parametrize("label, tied", [("0", False), ("1", True)])
-def test_01_weights_are_tied(label, tied):
-    model = new_gpt(rung(label))
-    embedding, head = model.transformer.wte.weight, model.lm_head.weight
-    assert (embedding.data_ptr() == head.data_ptr()) is (embedding is head) is tied
-
-
-def test_01_tied_weight_gets_both_gradients():
-    model = new_gpt(rung("1"))
-    x = torch.tensor([[1, 2, 3]])
-    model(x, x + 10).backward()
-    output_only = torch.autograd.grad(model(x).sum(), model.transformer.wte.weight)[0]
-    assert model.transformer.wte.weight.grad is model.lm_head.weight.grad
-    assert output_only[4].abs().sum() > 0  # a token that is not in the input: its row serves the output
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_03_tracks_rung_2_in_other_types(dtype, tmp_path, tokens):
     """float16 with a GradScaler is what a T4 or V100 runs; test_train.py has bfloat16. A CPU may emulate it."""
@@ -108,21 +92,6 @@ def test_04_residual_projections_start_smaller():
             assert parameter.std().item() == pytest.approx(expected, rel=0.02), name
 
 
-@pytest.mark.slow
-def test_05_compiles_the_whole_model_and_tracks_rung_4(tmp_path, tokens):
-    before = losses(train(rung("4"), tmp_path / "before", tokens, *FEW))
-    counters.clear()
-    log = train(rung("5"), tmp_path, tokens, *FEW, compile_mode="default")
-    # The compiler may keep float32 where eager code rounds to bfloat16.
-    assert losses(log) == pytest.approx(before, abs=BFLOAT16_LOSS_TOLERANCE)
-    assert_one_graph(log)
-
-
-def assert_one_graph(log):
-    assert counters["stats"]["unique_graphs"] == 2  # the probe and the model, in one piece
-    assert not counters["graph_break"] and "# compile: default" in log.read_text()
-
-
 @pytest.mark.parametrize("label", ["5", "6", "10", "ddp", "16", "17", "24"])
 def test_05_the_model_is_one_graph(label, tmp_path, byte_tokens, monkeypatch):
     """With a backend that writes no C++: seconds instead of half a minute. And what is saved has plain names."""
@@ -130,7 +99,9 @@ def test_05_the_model_is_one_graph(label, tmp_path, byte_tokens, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: compile_(model, backend="eager"))
     counters.clear()
     flags = known_flags(module, B=1, T=8, steps=2, total_batch=8, val_every=0, save=tmp_path / "model.pt")
-    assert_one_graph(train(module, tmp_path, byte_tokens, *flags, compile_mode="default"))
+    log = train(module, tmp_path, byte_tokens, *flags, compile_mode="default")
+    assert counters["stats"]["unique_graphs"] == 2  # the probe and the model, in one piece
+    assert not counters["graph_break"] and "# compile: default" in log.read_text()
     assert saved_model(module, tmp_path / "model.pt")(torch.tensor([[1, 2, 3]])).shape == (1, 3, 257)
 
 
@@ -148,40 +119,12 @@ def test_05_leaves_apple_gpus_and_those_who_do_not_want_it_alone(monkeypatch):
     assert module.compile_model(model, "default", "mps")[0] is module.compile_model(model, "none", "cpu")[0] is model
 
 
-def attention_pair(T=64):
-    """The attention of rung 5 (explicit) and rung 6 (flash) with the same weights, and an input."""
-    explicit, flash = rung("5"), rung("6")
-    config = explicit.GPTConfig(n_head=4, n_embd=64, block_size=T)
-    torch.manual_seed(0)
-    one, other = explicit.CausalSelfAttention(config), flash.CausalSelfAttention(config)
-    other.load_state_dict(one.state_dict())
-    return one, other, torch.randn(2, T, 64)
-
-
-def test_06_output_and_gradients_equal_the_explicit_attention():
-    """float32 against float32: only the order of the sums differs, a few units of 2^-23."""
-    one, other, x = attention_pair()
-    results = []
-    for attention in (one, other):
-        inputs = x.clone().requires_grad_()
-        output = attention(inputs)
-        output.square().sum().backward()
-        results.append([output, inputs.grad, *(p.grad for p in attention.parameters())])
-    for expected, actual in zip(*results, strict=True):
-        assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
-
-
-def test_06_keeps_no_score_matrix():
-    T = 96
-    *pair, x = attention_pair(T)
-    keeps = []
-    for attention in pair:
-        shapes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=shapes: kept.append(t.shape) or t, lambda t: t):
-            attention(x.clone().requires_grad_())
-        keeps.append(any(shape[-2:] == (T, T) for shape in shapes))
-    assert keeps == [True, False]
-    assert [bool(dict(attention.named_buffers())) for attention in pair] == [True, False]  # the mask is gone too
+@pytest.mark.parametrize("label, keeps", [("5", True), ("6", False), ("24", False)])
+def test_06_keeps_no_score_matrix(label, keeps):
+    model, shapes = new_gpt(rung(label), vocab_size=257), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: shapes.append(kept.shape) or kept, lambda kept: kept):
+        model(torch.zeros(1, 96, dtype=torch.long))
+    assert any(shape[-2:] == (96, 96) for shape in shapes) is keeps
 
 
 @pytest.mark.parametrize("label", ["7", "16", "17"])
@@ -212,9 +155,7 @@ def test_07_no_padding_where_there_is_nothing_to_pad():
     (50, 6e-4, 10, {1: 6e-5, 5: 3e-4, 10: 6e-4, 30: 3.3e-4, 50: 6e-5,  # a tenth of the way up, the top, half-way down
                     20: 6e-5 + 0.5 * (1 + math.sqrt(0.5)) * 5.4e-4}),  # cos(45 degrees)
     (4, 1.0, 0, {1: 0.1 + 0.45 * (1 + math.sqrt(0.5)), 2: 0.55, 3: 0.1 + 0.45 * (1 - math.sqrt(0.5)), 4: 0.1}),
-    (3, 0.3, 3, {1: 0.1, 2: 0.2, 3: 0.3}),  # all of it is warm-up
     (2, 1.0, 4, {1: 0.25, 2: 0.5}),  # the run ends inside the warm-up
-    (2, 0.0, 1, {1: 0.0, 2: 0.0}),
 ])
 def test_09_schedule_in_closed_form(max_steps, max_lr, warmup_steps, expected):
     found = {step: rung("9").get_lr(step, max_steps, max_lr, warmup_steps) for step in expected}
