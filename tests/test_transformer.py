@@ -2,13 +2,12 @@
 
 That whole models are transformers' own, test_model.py shows.
 """
-import math
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, data_with, load_module, losses, new_gpt, rung, tokens_of, train
+from conftest import data_with, losses, new_gpt, rung, tokens_of, train
 from torch.nn import functional as F
 
 import convert
@@ -25,55 +24,16 @@ def tiny(label):
     return new_gpt(rung(label))
 
 
-@pytest.fixture
-def attended(monkeypatch):
-    """The queries and keys that the attention kernel gets: [(q, k)], (B, nh, T, hs) each."""
-    attention, seen = F.scaled_dot_product_attention, []
-
-    def see(q, k, v, **more):
-        seen.append((q.detach(), k.detach()))
-        return attention(q, k, v, **more)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
-    return seen
-
-
-@pytest.mark.parametrize("label", ["20", "24"])
-@torch.no_grad()
-def test_20_scores_depend_on_distance_alone(label, attended):
-    """One token at all positions: the scores are the same along every diagonal, and differ between them."""
-    model = tiny(label)
-    for block in model.transformer.h:
-        torch.nn.init.normal_(block.attn.c_attn.weight, std=1.0)
-    model(IDS[:1, :1].expand(1, 64))
-    q, k = (vectors[0, 0] for vectors in attended[0])
-    scores = q @ k.T
-    of_distance = [scores.diagonal(-distance) for distance in range(64)]
-    for same in of_distance:
-        assert torch.allclose(same, same[0].expand_as(same), rtol=1e-4, atol=1e-4 * scores.abs().max())
-    assert torch.stack([same[0] for same in of_distance]).std() > 0.1
-    assert torch.allclose(q.norm(dim=-1), q[0].norm().expand(64))  # a rotation changes no length
-
-
-def test_20_angles_are_in_float32():
-    with torch.autocast("cpu", torch.bfloat16):
-        cos, sin = rung("20").rotary_angles(1024, 64)
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (1024, 64)
-    assert cos[1000, 0].item() == pytest.approx(math.cos(1000), abs=1e-5)
-    assert sin[1000, 48].item() == pytest.approx(math.sin(10.0), abs=1e-5)  # 10,000 ** -0.5 radians per token
-
-
-@pytest.mark.parametrize("label", ["20", "25"])
-def test_20_the_angles_are_in_no_checkpoint_and_on_every_device(label):
+def test_20_the_angles_are_in_no_checkpoint_and_on_every_device():
     """Computed once: Inductor would compute them anew for every element of queries and keys."""
     with torch.device("meta"):
-        model = tiny(label)
+        model = tiny("20")
     assert not {"cos", "sin"} & model.state_dict().keys()
     assert {name: buffer.shape for name, buffer in model.named_buffers()} == {"cos": (1024, 32), "sin": (1024, 32)}
     assert model.cos.device.type == "meta"
 
 
-@pytest.mark.parametrize("label, table", [("19", True), ("20", False), ("24", False)])
+@pytest.mark.parametrize("label, table", [("19", True), ("24", False)])
 def test_20_only_the_angles_grow_with_t(label, table, tmp_path):
     """The vocabulary is the data's, the shape any."""
     data = data_with(vocabulary.of_bytes(), "To be, or not to be? " * 999, tmp_path / "data")
@@ -95,57 +55,16 @@ def test_21_norms_divide_by_the_root_mean_square():
         assert torch.allclose(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("label", ["21", "22", "25"])
-def test_22_queries_and_keys_have_length_one(label, attended):
-    """Their root mean square, whatever the weights; without the norm it grows."""
-    model = tiny(label)
-    for block in model.transformer.h:
-        torch.nn.init.normal_(block.attn.c_attn.weight, std=10.0)
-    model(IDS)
-    lengths = torch.stack([vectors.square().mean(-1).sqrt() for pair in attended for vectors in pair])
-    assert lengths.shape == (4, 2, 2, 12)  # queries and keys of two blocks: (B, nh, T)
-    assert lengths.mean() > 10 if label == "21" else torch.allclose(lengths, torch.ones(()), rtol=1e-4)
-
-
-def test_22_starts_from_the_weights_of_21():
-    before, after = (tiny(label).state_dict() for label in ("21", "22"))
-    assert after.keys() - before.keys() == {f"transformer.h.{i}.attn.{part}_norm.weight" for i in "01" for part in "qk"}
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 @pytest.mark.filterwarnings("error")
 def test_22_norms_are_in_float32_under_autocast():
     """torch warns about a norm whose input and gain have different types."""
-    model, types, y = tiny("22"), [], IDS.roll(1)
+    model, types = tiny("22"), []
     for part in model.modules():
         if isinstance(part, torch.nn.RMSNorm):
             part.register_forward_hook(lambda norm, args, output: types.append((args[0].dtype, output.dtype)))
-    expected = model(IDS, y)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(IDS, y)
+        model(IDS)
     assert set(types) == {(torch.float32, torch.float32)}
-    assert torch.allclose(loss, expected, rtol=0, atol=0.02)
-
-
-@pytest.mark.parametrize("size, hidden", [
-    ("tiny", 192), ("small", 1024), ("gpt2", 2048), ("gpt2-medium", 2752), ("gpt2-large", 3456), ("gpt2-xl", 4288),
-])
-def test_23_as_many_parameters_as_before(size, hidden):
-    """Equal where 8/3 * C is a multiple of 64; at most one such step more."""
-    with torch.device("meta"):
-        before, after = (new_gpt(rung(label), size).transformer.h[0].mlp for label in ("22", "23"))
-    n_embd = after.up_proj.weight.shape[1]
-    counts = [sum(p.numel() for p in mlp.parameters()) for mlp in (before, after)]
-    assert after.up_proj.weight.shape[0] == hidden and hidden % 64 == 0
-    assert 0 <= counts[1] - counts[0] < 3 * 64 * n_embd and (counts[0] == counts[1]) is (size in ("small", "gpt2"))
-
-
-def test_24_every_block_starts_as_the_identity():
-    model, inputs, outputs = tiny("24"), [], []
-    for block in model.transformer.h:
-        block.register_forward_hook(lambda part, args, output: inputs.append(args[0]) or outputs.append(output))
-    model(IDS)
-    assert len(inputs) == 2 and all(map(torch.equal, inputs, outputs))
 
 
 def test_24_only_the_projections_differ_from_23_and_they_learn():
@@ -213,26 +132,16 @@ def test_30_a_pretrained_model_keeps_its_prior(tmp_path, byte_tokens):
     assert torch.equal(first["log_frequency"], then["log_frequency"]) and first["log_frequency"].std() > 1
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_30_loss_and_gradients_are_those_of_torch(bias):
+def test_30_loss_and_gradients_are_those_of_torch():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 32, generator=generator, requires_grad=True)
     weight = torch.randn(1024, 32, generator=generator, requires_grad=True)
-    prior, targets = bias * torch.randn(1024, generator=generator), torch.randint(0, 1000, (50,), generator=generator)
+    prior, targets = torch.randn(1024, generator=generator), torch.randint(0, 1000, (50,), generator=generator)
     ours = rung("30").ChunkedCrossEntropy.apply(x, weight, prior, targets, 1000, 7)
     truth = F.cross_entropy((x @ weight.T + prior)[:, :1000], targets)
     assert torch.allclose(ours, truth, atol=1e-5)
     for got, expected in zip(*(torch.autograd.grad(loss, (x, weight)) for loss in (ours, truth)), strict=True):
         assert torch.allclose(got, expected, atol=1e-6)
-
-
-@torch.no_grad()
-def test_30_sampling_knows_the_prior():
-    """The logits that the loss is computed from are those that a sample is drawn from."""
-    model = tiny("30").eval()
-    torch.nn.init.normal_(model.log_frequency)
-    logits, x, y = model(IDS), IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
-    assert torch.allclose(F.cross_entropy(logits[:, :-1].flatten(0, 1), y.flatten()), model(x, y), atol=1e-4)
 
 
 @torch.no_grad()
@@ -265,37 +174,29 @@ def test_31_the_tables_are_adamws():
     assert sum(map(len, (matrices, others, embeddings))) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("label", ["30", "31"])
-def test_30_what_comes_out_is_no_qwen3(label, tmp_path, byte_tokens):
-    train(rung(label), tmp_path, byte_tokens, *SHORT, "--save", tmp_path / "model.pt")
-    with pytest.raises(SystemExit, match=f"^error: {tmp_path}/model.pt: "):
-        load_module(ROOT / "convert.py").main([str(tmp_path / "model.pt"), str(tmp_path / "no")])
-    assert not (tmp_path / "no").exists()
-
-
-SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
-         "num_key_value_heads": 2, "vocab_size": 300}
 # Qwen/Qwen3-0.6B-Base's config.json
 QWEN3_06B = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
 
 
-@pytest.mark.parametrize("shape", [SMALL, pytest.param(QWEN3_06B, marks=pytest.mark.slow)], ids=["small", "0.6B"])
+@pytest.mark.slow
 @torch.no_grad()
-def test_32_has_the_shape_of_a_published_qwen3(shape):
-    """convert.py there and back, with random weights; a longer context and a larger base of RoPE come along."""
+def test_32_has_the_shape_of_qwen3_06b():
+    """convert.py there and back, with random weights; a longer context and a larger base of RoPE come along.
+
+    A smaller one is in test_convert.py.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**shape, max_position_embeddings=2048, tie_word_embeddings=True,
+    config = Qwen3Config(**QWEN3_06B, max_position_embeddings=2048, tie_word_embeddings=True,
                          rope_parameters={"rope_type": "default", "rope_theta": 1_000_000})
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(config).eval()
     name = convert.usual_script(config)
     assert name == BY_LABEL["32"].path.name
     ours = convert.from_transformers(theirs, name).eval()
-    assert (ours.config.n_kv_head, ours.config.head_size, ours.config.block_size) == (
-        shape["num_key_value_heads"], shape["head_dim"], 2048)
-    x = torch.randint(0, shape["vocab_size"], (1, 40))
+    assert (ours.config.n_kv_head, ours.config.head_size, ours.config.block_size) == (8, 128, 2048)
+    x = torch.randint(0, 151_936, (1, 40))
     logits = theirs(x).logits
     assert torch.allclose(ours(x), logits, atol=1e-4 * logits.abs().max())
     back = convert.to_transformers({"config": asdict(ours.config), "model": ours.state_dict(), "end_of_text": 0})
