@@ -102,16 +102,6 @@ def test_damaged_data(label, name, damage, stopped, byte_tokens, tmp_path):
     assert f"make them: python data/prepare.py --out {folder}" in line
 
 
-def test_missing_default_data_is_prepared_first(tmp_path, monkeypatch):
-    """By the data/prepare.py of the checkout, whatever the working directory is."""
-    module, called = rung("11"), []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module.subprocess, "run", called.append)
-    with pytest.raises(SystemExit, match="no token files"):
-        module.open_tokens(module.parse_settings([]).data, "train", 1)
-    assert called == [[sys.executable, ROOT / "data" / "prepare.py"]]
-
-
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory, byte_tokens):
     """model_of(label): the file that --save of a short run of the rung has written."""
