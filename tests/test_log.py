@@ -1,4 +1,4 @@
-"""The log: the arithmetic of its lines, the steps that the median counts, and what other and killed runs leave.
+"""The log: the steps that the median counts, and what other and killed runs leave.
 
 Header, steps and the clock of each rung are in test_train.py.
 """
