@@ -9,7 +9,6 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -25,8 +24,6 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, its import must not see what a test has patched
 from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # where a plugin has imported it before
 
@@ -181,21 +178,6 @@ def watch():
             handle.remove()
 
 
-class Operations(TorchDispatchMode):
-    """`count` of the operations meanwhile, and `numel`, the size of the largest tensor that one of them returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.count, self.numel = Counter(), 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.count[function.overloadpacket] += 1
-        sizes = [part.numel() for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
-        self.numel = max([self.numel, *sizes])
-        return result
-
-
 def norm_of(gradients):
     return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
 
@@ -304,8 +286,9 @@ def tokens_of(folder, ids, val_ids=None, tokenizer=None, **meta):
     folder.mkdir()
     meta = {"source": "made up", "sha256": "", "tokenizer": "gpt2", "vocab_size": 50257, "end_of_text": 50256,
             "documents": 1} | meta
-    if tokenizer:
+    if tokenizer and tokenizer.json:
         (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
+    if tokenizer:
         meta |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "end_of_text": tokenizer.end_of_text}
     for split, own in {"train": ids, "val": ids if val_ids is None else val_ids}.items():
         np.array(own, dtype="<u2").tofile(folder / f"{split}.bin")
@@ -322,16 +305,6 @@ def data_with(tokenizer, text, folder):
     return tokens_of(folder, ids[:n_train], ids[n_train:], tokenizer, sha256=sha256)
 
 
-def make_tokens(folder, text):
-    """Token files of `text` in `folder`, by the project's own data/prepare.py, without touching the network."""
-    prepare = load_module(ROOT / "data" / "prepare.py")
-    prepare.load_tokenizer = lambda name: vocabulary.of_bytes("gpt2-bytes")
-    source = folder.with_name(folder.name + ".txt")
-    source.write_bytes(text.encode("utf-8"))
-    prepare.prepare(source, folder)
-    return folder
-
-
 def edit_json(path, **changes):
     """Change entries of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -345,8 +318,9 @@ def real_text():
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory, real_text):
-    """A folder of token files of real text (single-byte tokens, so that no network is needed)."""
-    return make_tokens(tmp_path_factory.mktemp("data") / "tokens", real_text)
+    """A folder of token files of real text, with GPT-2's vocabulary; single bytes, so that no network is needed."""
+    tokenizer = vocabulary.of_bytes("gpt2-bytes")
+    return data_with(tokenizer, real_text, tmp_path_factory.mktemp("data") / "tokens")
 
 
 @pytest.fixture(scope="session")

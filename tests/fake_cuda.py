@@ -359,13 +359,6 @@ def fake_cuda(float16, cc):
     }
 
 
-def make_data(folder):
-    """Random ids of GPT-2's vocabulary in short documents."""
-    ids = np.random.default_rng(0).integers(0, 50257, 20_000)
-    ids[::37] = 50256
-    tokens_of(folder, ids, ids[:4_000], documents=500)
-
-
 def run(label, model, folder, float16, backend):
     """Train two steps of a rung; returns what happened in the second."""
     script, watch, graphs, kernels = rung(label), Watch(BY_LABEL[label].path), [], []
@@ -416,6 +409,8 @@ def run(label, model, folder, float16, backend):
 
 if __name__ == "__main__":
     folder, dtype, backend, *labels = sys.argv[1:]
-    make_data(Path(folder) / "data")
+    ids = np.random.default_rng(0).integers(0, 50257, 20_000)
+    ids[::37] = 50256  # short documents
+    tokens_of(Path(folder) / "data", ids, ids[:4_000], documents=500)
     for label, _, model in (word.partition(":") for word in labels):
         print(json.dumps(run(label, model or "1x2x64", Path(folder), dtype == "float16", backend)), flush=True)

@@ -5,8 +5,7 @@
 To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: a digest of the
 parameters that this rank has in the end and, of FSDP, what it held and moved in the last step, in bytes. In float16 the
 first gradient of rank 1 overflows. With DIE_RANK and DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th
-batch, with the signal DIE_WITH (SIGKILL), once: the file FOLDER/died tells. With NAN_RANK a weight of that rank is not
-a number after each step.
+batch, once: the file FOLDER/died tells. With NAN_RANK a weight of that rank is not a number after each step.
 """
 import contextlib
 import hashlib
@@ -45,7 +44,7 @@ def run(name, label, dtype, flags):
         now = str(rank), str(len(fetched))
         if now == (os.environ.get("DIE_RANK"), os.environ.get("DIE_BATCH")) and not (folder / "died").exists():
             (folder / "died").touch()
-            os.kill(os.getpid(), getattr(signal, os.environ.get("DIE_WITH", "SIGKILL")))
+            os.kill(os.getpid(), signal.SIGKILL)
         return batch(self, i)
 
     def overflow(scaler, optimizer):

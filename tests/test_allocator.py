@@ -3,7 +3,6 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -52,11 +51,3 @@ def test_without_mimalloc_glibc_is_told_to_keep_unless_the_user_has_set_somethin
         assert keeping_freed_memory() == KEPT
     monkeypatch.setenv("LD_PRELOAD", "")
     assert keeping_freed_memory() == {}
-
-
-def test_a_script_by_itself():
-    """The line of docs/measuring.md."""
-    done = subprocess.run("env $(python -m ladder.measure.allocator) python -c 'import os; print(*os.environ.items())'",
-                          shell=True, cwd=ROOT, text=True, capture_output=True, check=True,
-                          env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
-    assert "libmimalloc.so" in done.stdout and "('MIMALLOC_PURGE_DELAY', '-1')" in done.stdout

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import (
     assert_same_weights, cut_in_half, files_in, flip_a_byte, losses, rung, saved_model, tokens_of, train,
-    train_in_float32, val_losses)
+    val_losses)
 from torch.nn import functional as F
 
 LOG = "rung_27_best_checkpoint.log"
@@ -78,10 +78,6 @@ def test_27_the_best_is_the_one_with_the_lowest_validation_loss(whole, small):
     assert not list(whole.glob("checkpoints/*.partial"))
 
 
-def test_27_keeping_the_best_changes_no_step(whole, small, tmp_path):
-    assert losses(train_in_float32("26", tmp_path, small, *FLAGS)) == losses(whole / LOG)
-
-
 def test_27_without_checkpoints_save_still_writes_the_best(whole, small, tmp_path):
     folder = run_in(tmp_path / "run", small, "--checkpoint-every", 0)
     assert not files_in(folder / "checkpoints")
@@ -123,18 +119,6 @@ def test_27_a_new_lowest_loss_starts_the_count_again(small, tmp_path):
     folder = run_in(tmp_path / "run", small, "--patience", 2, module=module)
     assert list(val_losses(folder / LOG).values()) == [5, 6, 4, 4, 4.5]
     assert "# best: step 9, validation loss 4.000000\n" in (folder / LOG).read_text()
-
-
-def test_27_the_decay_can_follow_where_patience_ended_the_run(small, tmp_path):
-    """As docs/modern.md says: --steps such that the decay begins there; until then the steps are the same."""
-    folder = run_in(tmp_path / "run", small, "--steps", 1000, "--patience", 2)
-    before = losses(folder / LOG)
-    assert len(before) == 18
-    run_in(folder, small, "--steps", 30, "--patience", 0, "--resume")  # 18 = 30 * (1 - 0.4)
-    rates = [float(rate) for rate in re.findall(r"\| lr: (\S+)", (folder / LOG).read_text())]
-    assert losses(folder / LOG)[:18] == before and len(rates) == 30
-    decaying = [1e-2 * (31 - step) / 12 for step in range(19, 31)]
-    assert rates[17] == 1e-2 and rates[18:] == pytest.approx(decaying, rel=1e-4)
 
 
 def make_stale(path):

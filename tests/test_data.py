@@ -89,13 +89,15 @@ def test_a_bad_download_falls_back_loudly(content, reason, prepare, capsys, monk
 def test_offline_the_scripts_still_run(tmp_path):
     """No data, no network, no tokenizer: one command still trains, and the log names what it trained on."""
     no_network = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
+    rung_11, = (ROOT / "beyond").glob("rung_11_*.py")
     run = run_command(
-        sys.executable, ROOT / "baseline.py", "--model", "tiny", "--device", "cpu", "-T", "32", "--steps", "2",
-        cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **no_network, no_proxy="", NO_PROXY="",
+        sys.executable, rung_11, "--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32", "--total-batch", "32",
+        "--steps", "2", "--compile-mode", "none", cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
+        **no_network, no_proxy="", NO_PROXY="",
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("NOT comparable") == 2
-    assert "# data: python_topics (gpt2-bytes tokens)" in (tmp_path / "logs" / "baseline.log").read_text()
+    assert "# data: python_topics (gpt2-bytes tokens)" in (tmp_path / "logs" / f"{rung_11.stem}.log").read_text()
     assert os.listdir(tmp_path / "data") == ["tokens"]
 
 

@@ -1,19 +1,15 @@
 """experiments/: every idea still fits its rung, trains and looks at no later token; every question can be asked."""
-import ast
-import json
 import logging
 import math
 import runpy
 import sys
-import sysconfig
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_module, new_gpt, rung, train
+from conftest import load_module
 
-from experiments import causal_attention, compress, data_wait, python_corpus, sampling_speed, variants
+from experiments import causal_attention, variants
 from ladder.scripts.stages import BY_LABEL
 
 FOLDER = Path(variants.__file__).parent
@@ -58,50 +54,8 @@ def test_every_program_starts(name, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-@pytest.mark.slow
-def test_a_models_size_and_speed(tokens, tmp_path, capsys, monkeypatch):
-    path = tmp_path / "model.pt"
-    train(rung("10"), tmp_path, tokens, "-B", 1, "-T", 32, "--steps", 8, "--max-lr", 0.01, "--save", path)
-    monkeypatch.setattr(compress, "NEW_TOKENS", 3)
-    compress.main([str(path), "--data", str(tokens), "-T", "64", "--val-sequences", "4", "--device", "cpu"])
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
-    assert [row[0].strip() for row in rows] == list(compress.VARIANTS)
-    n_parameters = sum(weight.numel() for weight in new_gpt(rung("10")).parameters())
-    assert [float(row[1]) for row in rows[:2]] == pytest.approx([4e-6 * n_parameters, 2e-6 * n_parameters], abs=0.2)
-    sampling_speed.main([str(path), "--new-tokens", "20", "--device", "cpu"])
-    assert capsys.readouterr().out.rstrip().endswith("the same text")
-
-
-def test_data_wait_is_the_loaders(tokens, monkeypatch):
-    """A loader that takes 20 ms for a batch: rung 11 waits for it, rung 12 has it already."""
-    waits = []
-    for label in ("11", "12"):
-        module = rung(label)
-        batch = module.DataLoaderLite.batch
-
-        def slow_batch(loader, i, batch=batch):
-            if i not in getattr(loader, "prefetched", ()):
-                time.sleep(0.02)
-            return batch(loader, i)
-
-        monkeypatch.setattr(module.DataLoaderLite, "batch", slow_batch)
-        flags = ["--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32", "--data", str(tokens), "--steps", "5"]
-        waits.append(data_wait.median_wait(module, flags))
-    assert waits[0] >= 20 > 10 > waits[1] > 0  # ms
-
-
 def test_causal_attention_in_blocks_is_causal_attention():
     q, k, v = torch.randn(3, 1, 2, 700, causal_attention.HS)
     expected = causal_attention.flash(q, k, v)
     for name in ("flash kernel in blocks", "written out in blocks"):
         assert torch.allclose(causal_attention.CONTESTANTS[name](q, k, v), expected, atol=1e-5), name
-
-
-def test_the_python_corpus():
-    """Sources that parse, without installed packages and tests."""
-    texts = [*python_corpus.sources(Path(sysconfig.get_path("stdlib")))]
-    assert len(texts) > 400 and sum(map(len, texts)) > 8e6
-    assert Path(json.__file__).read_text(encoding="utf-8") in texts
-    assert Path(pytest.__file__).read_text(encoding="utf-8") not in texts
-    for text in texts[::40]:
-        ast.parse(text)

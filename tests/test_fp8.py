@@ -46,12 +46,10 @@ def test_25_the_parameters_are_the_same_ones(fp8):
     """So DDP, both optimizers and checkpoints find what they found before."""
     model = new_gpt(fp8)
     before = dict(model.named_parameters())
-    groups = [[id(p) for p in group["params"]] for group in model.configure_optimizers(0.1).param_groups]
     fp8.use_float8(model, settings_of(fp8, "--float8-from", 1))
     assert len(float8_layers(model)) == 2 * 5
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
-    assert [[id(p) for p in group["params"]] for group in model.configure_optimizers(0.1).param_groups] == groups
     assert model.state_dict().keys() == new_gpt(rung("24")).state_dict().keys()
 
 
@@ -68,20 +66,6 @@ def test_25_otherwise_the_model_stays_as_it_is(flags, capability, note, fp8, mon
     assert not float8_layers(model)
 
 
-@pytest.mark.parametrize("dtype, largest, step", [(torch.float8_e4m3fn, 448, 2**-4), (torch.float8_e5m2, 57344, 2**-3)])
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
-def test_25_the_largest_number_becomes_the_types_largest(dtype, largest, step, size):
-    """So the range is used whatever the numbers' size; each is off by half a step of the type's mantissa at most."""
-    x = size * torch.randn(64, 64)
-    rounded, factor = rung("25").to_float8(x, dtype)
-    assert rounded.dtype == dtype and rounded.float().abs().max() == largest
-    near = x.abs() > x.abs().max() / 256  # smaller ones may be subnormal in the type
-    error = (rounded.float() * factor / x - 1).abs()[near].max()
-    assert step / 2 < error <= step * 1.001
-    zeros, factor = rung("25").to_float8(torch.zeros(16, 16), dtype)
-    assert not zeros.float().any() and torch.isfinite(factor)
-
-
 def test_25_the_three_products_are_torchaos():
     """torchao's emulation rounds as it does on a GPU and multiplies in bfloat16; so output and gradients agree."""
     module = rung("25")
@@ -93,7 +77,7 @@ def test_25_the_three_products_are_torchaos():
     theirs = torchao.float8.convert_to_float8_training(
         theirs, config=torchao.float8.Float8LinearConfig(emulate=True))
     found = []
-    x, y_grad = torch.randn(2, 16, 64), torch.randn(2, 16, 96)
+    x, y_grad = 1e4 * torch.randn(2, 16, 64), 1e-7 * torch.randn(2, 16, 96)  # beyond the types' own range
     for model in (ours, theirs):
         leaf = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):

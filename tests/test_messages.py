@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT, as_program, data_with, edit_json, load_module, losses, new_gpt, rung, rungs_that_change, saved_model, train)
+    ROOT, as_program, data_with, edit_json, load_module, losses, rung, rungs_that_change, saved_model, train)
 
 from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
@@ -102,16 +102,6 @@ def test_damaged_data(label, name, damage, stopped, byte_tokens, tmp_path):
     assert f"make them: python data/prepare.py --out {folder}" in line
 
 
-def test_missing_default_data_is_prepared_first(tmp_path, monkeypatch):
-    """By the data/prepare.py of the checkout, whatever the working directory is."""
-    module, called = rung("11"), []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module.subprocess, "run", called.append)
-    with pytest.raises(SystemExit, match="no token files"):
-        module.open_tokens(module.parse_settings([]).data, "train", 1)
-    assert called == [[sys.executable, ROOT / "data" / "prepare.py"]]
-
-
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory, byte_tokens):
     """model_of(label): the file that --save of a short run of the rung has written."""
@@ -193,10 +183,7 @@ def test_saved_model_is_plain_and_complete(label, byte_tokens, tmp_path):
     meta = json.loads((byte_tokens / "meta.json").read_text())
     assert set(saved) == {"script", "config", "model", "step", "T", "tokenizer_json", "name", *meta}
     assert (saved["script"], saved["step"], saved["tokenizer"]) == (BY_LABEL[label].path.name, 1, "bytes")
-    model = saved_model(module, tmp_path / "model.pt")  # strict: every weight, and nothing else
-    torch.manual_seed(1337)
-    start = new_gpt(module, vocab_size=257)
-    assert not torch.equal(model.lm_head.weight, start.lm_head.weight)  # it is trained
+    saved_model(module, tmp_path / "model.pt")  # strict: every weight, and nothing else
 
 
 @TWO_RUNGS

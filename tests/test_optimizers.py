@@ -1,7 +1,7 @@
 """Rung 18's Muon against its definition and torch's, rung 19's schedule in closed form."""
 import pytest
 import torch
-from conftest import new_gpt, read_steps, rung, train
+from conftest import new_gpt, rung
 
 
 def matrices_of(shape, singular_values, n=3):
@@ -19,7 +19,7 @@ def test_18_the_update_is_orthogonal(label, shape):
     module = rung(label)
     module.autocast_dtype = lambda device: torch.float32  # on any CPU
     for matrix, u, vt in matrices_of(shape, torch.logspace(0, -1.5, 64, dtype=torch.float64)):
-        update = module.orthogonalize(1e-3 * matrix)
+        update = module.orthogonalize(1e-6 * matrix)  # a small gradient is updated as a large one
         assert update.shape == shape and update.dtype == torch.float32
         values = u.T @ update.double() @ vt.T
         assert 0.67 < values.diagonal().min() and values.diagonal().max() < 1.15
@@ -74,21 +74,6 @@ def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypa
         assert rung("18").orthogonalize(torch.ones(2, 4)).dtype == dtype
 
 
-def test_18_a_small_gradient_is_updated_as_a_large_one():
-    """Newton-Schulz starts from a matrix of norm 1; an epsilon larger than the gradient would leave it smaller."""
-    module, updates = rung("18"), []
-    for scale in (1.0, 1e-6):
-        torch.manual_seed(0)
-        model = new_gpt(module, vocab_size=257)
-        matrix = model.transformer.h[0].mlp.c_fc.weight
-        before = matrix.detach().clone()
-        for p in model.parameters():
-            p.grad = scale * torch.randn_like(p)
-        model.configure_optimizers(weight_decay=0.0).step()
-        updates.append(matrix.detach() - before)
-    assert (updates[1] - updates[0]).norm() < 0.1 * updates[0].norm()
-
-
 @pytest.mark.parametrize("max_steps, max_lr, warmup_steps, decay_share, expected", [
     (10, 1.0, 2, 0.4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),  # and 0 after the last
     (4, 0.3, 0, 0.5, [0.3, 0.3, 0.3, 0.15]),
@@ -103,16 +88,3 @@ def test_19_schedule_in_closed_form(max_steps, max_lr, warmup_steps, decay_share
     get_lr = rung("19").get_lr
     found = [get_lr(step, max_steps, max_lr, warmup_steps, decay_share) for step in range(1, max_steps + 1)]
     assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_19_before_the_decay_the_length_of_the_run_does_not_matter():
-    get_lr = rung("19").get_lr
-    short, long = ([get_lr(step, steps, 1.0, 5, 0.4) for step in range(1, 61)] for steps in (100, 1000))
-    assert short == long
-
-
-@pytest.mark.parametrize("share", [0, 1])
-def test_19_the_whole_run_may_decay_or_none_of_it(share, tmp_path, byte_tokens):
-    flags = ("-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--val-every", 0, "--warmup-steps", 0)
-    first, last = read_steps(train(rung("19"), tmp_path, byte_tokens, *flags, "--decay-share", share))
-    assert last["lr"] == pytest.approx(first["lr"] / (1 + share))

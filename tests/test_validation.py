@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    losses, new_gpt, norm_of, read_steps, rung, rungs_that_change, saved_model, tokens_of, train, train_in_float32,
+    new_gpt, norm_of, read_steps, rung, rungs_that_change, saved_model, tokens_of, train, train_in_float32,
     val_losses, watch)
 from torch.nn import functional as F
 
@@ -71,13 +71,6 @@ def test_13_validates_on_the_same_sequences_whatever_b_and_the_number_of_ranks(l
         assert shapes == sizes and model.training
     shares = [module.evaluate(model, loader, 5, 2, torch.float32, rank, 3) for rank in range(3)]
     assert sum(shares) == pytest.approx(expected, abs=1e-5)
-
-
-def test_13_watching_changes_nothing(tmp_path, byte_tokens):
-    flags = ("-B", 1, "-T", 32, "--steps", 3, "--val-sequences", 2)
-    never, always = (train(rung("13"), tmp_path / n, byte_tokens, *flags, "--val-every", n) for n in ("0", "1"))
-    assert losses(never) == losses(always)
-    assert val_losses(never) == {} and list(val_losses(always)) == [1, 2, 3]
 
 
 def test_13_too_little_text_to_validate(tmp_path):
