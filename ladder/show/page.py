@@ -23,7 +23,7 @@ from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
 from ladder.count.published import read_published
 from ladder.scripts.laws import first_line
-from ladder.scripts.lessons import LABEL, Line, in_diff_order, part_paragraphs, read_lesson, split_docstring
+from ladder.scripts.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.charts import KIND_COLORS, curves, gain, memory_bars, profile_bars, speed_bars
 from ladder.show.report import allocators, cores_of, label_of, warnings
@@ -55,8 +55,9 @@ def color_line(line):
 
 
 def line_view(line):
-    """(number, depth of indentation, HTML) of a Line."""
-    return line.number, len(line.text) - len(line.text.lstrip()), color_line(line)
+    """A Line for the template: (class, number, depth of indentation, HTML)."""
+    css = {"-": "del", "+": "ins", " ": ""}[line.sign]
+    return css, line.number, len(line.text) - len(line.text.lstrip()), color_line(line)
 
 
 def definition_at(tree, number):
@@ -72,13 +73,10 @@ def definition_at(tree, number):
 
 
 def hunk_view(hunk, before, after):
-    """A hunk for the template: the definitions that it changes, and its rows (class, *line_view)."""
+    """A hunk for the template: the definitions that it changes, and its rows."""
     trees = {"-": ast.parse(before), "+": ast.parse(after)}
-    lines = list(in_diff_order(hunk))
-    places = [definition_at(trees[sign], line.number) for sign, line in lines if sign in trees]
-    css = {"-": "del", "+": "ins", " ": ""}
-    return {"places": ", ".join(dict.fromkeys(filter(None, places))),
-            "rows": [(css[sign], *line_view(line)) for sign, line in lines]}
+    places = [definition_at(trees[line.sign], line.number) for line in hunk if line.sign in trees]
+    return {"places": ", ".join(dict.fromkeys(filter(None, places))), "rows": map(line_view, hunk)}
 
 
 def prose(body):
@@ -100,7 +98,7 @@ def lesson_view(stage):
     code = []
     if start is None:  # there is nothing to compare with: show all of it, down to what all rungs share
         _, lines, first = split_docstring(after.split("\n" + BANNER)[0])
-        code = [("", *line_view(Line(number, text))) for number, text in enumerate(lines, first)]
+        code = [line_view(Line(" ", number, text)) for number, text in enumerate(lines, first)]
     head, _, tail = lesson.title.partition(": ")
     return {
         "stage": stage, "before": start, "head": head, "tail": tail, "prose": prose(lesson.body), "lesson": lesson,
