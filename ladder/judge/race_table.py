@@ -8,8 +8,8 @@ import pandas
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.stages import BY_LABEL, BY_NAME, Stage
-from ladder.show.logs import ORDER, Run, read_headers, read_lines, read_log
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import ORDER, Run, read_headers, read_lines, read_log, stage_of
 
 FILE = "race.csv"
 FACTS = ["model", "device", "machine", "torch", "precision", "allocator", "compile", "ranks", "total batch", "batch",
@@ -82,11 +82,6 @@ def searched_by(stage, names):
     while stage.name not in names and stage.same_losses is not None:
         stage = BY_LABEL[stage.before]
     return stage
-
-
-def stage_of(name):
-    """The stage of a log's name; one of its own for a script outside of the ladder."""
-    return BY_NAME.get(name) or Stage(name, f"{name}.py", "", None, frozenset())
 
 
 def best_rates(name, sweep):

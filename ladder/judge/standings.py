@@ -10,7 +10,8 @@ import warnings
 import numpy
 import pandas
 
-from ladder.judge.race_table import best_rates, searched_by, stage_of
+from ladder.judge.race_table import best_rates, searched_by
+from ladder.show.logs import stage_of
 from ladder.show.terminal import print_texts
 
 FEWEST_STEPS = 50  # of a race: below, most of a run is warm-up

@@ -26,7 +26,8 @@ from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.charts import KIND_COLORS, curves, gain, memory_bars, profile_bars, speed_bars
-from ladder.show.report import allocators, cores_of, label_of, warnings
+from ladder.show.logs import stage_of
+from ladder.show.report import allocators, cores_of, warnings
 from ladder.show.tables import describe, shown_texts
 from ladder.judge.standings import IN_A_LINK, KEY, race_texts, standings
 
@@ -125,7 +126,7 @@ def thinned(curve):
 def rungs_of(report):
     """The labels of the rungs that were measured, "0–10, ddp"."""
     spans = []
-    for label in filter(None, map(label_of, report.runs)):
+    for label in filter(None, (stage_of(name).label for name in report.runs)):
         if spans and label.isdigit() and spans[-1][1].isdigit() and int(label) == int(spans[-1][1]) + 1:
             spans[-1][1] = label
         else:
@@ -160,7 +161,7 @@ def rows_data(report):
                              "seconds_to": racer.seconds[0]} for racer in racers}
     for row in report.rows:
         yield {
-            "label": label_of(row.name), "tokens": report.runs[row.name][0].tokens_per_step, "ms": row.ms,
+            "label": stage_of(row.name).label, "tokens": report.runs[row.name][0].tokens_per_step, "ms": row.ms,
             "low": row.ms_low, "high": row.ms_high, "speed": row.tokens_per_second,
             "mfu": row.mfu and 100 * row.mfu, "memory": row.peak_memory_gb, "loss": row.last_loss,
             "step": row.last_step,

@@ -22,7 +22,6 @@ from ladder.judge.standings import finished, standings
 from ladder.scripts.stages import BY_NAME
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.logs import PEER
-from ladder.show.report import label_of, title_of
 from ladder.show.tables import conditions, data_of, where
 
 RACES = "races.png"  # the picture of all races
@@ -162,7 +161,7 @@ def race_panel(report, names):
         middle, low, high = (min(seconds, whole) for seconds in racer.seconds)
         reached = math.isfinite(racer.seconds[0])
         bars.append({
-            "title": racer.title, "label": label_of(racer.name), "parts": [middle], "low": low, "high": high,
+            "title": racer.title, "label": racer.label, "parts": [middle], "low": low, "high": high,
             "open": racer.seconds[2] == math.inf, "pale": not reached, "color": colors[racer.name],
             "end": f"{racer.seconds[0]:,.1f} s, {racer.percent[0]:.0f} %" if reached else "not reached"})
     return {"bars": bars, "xlabel": f"seconds to a validation loss of {target:.2f}"}
@@ -176,7 +175,7 @@ def about_seconds(report):
 def races_picture(reports):
     """The bars of several races side by side, those of the same rung in one row."""
     names = [name for name in BY_NAME if any(name in report.runs for report in reports)]
-    rows = [f"{title_of(name)}  {label_of(name)}" for name in names]
+    rows = [f"{BY_NAME[name].title}  {BY_NAME[name].label}" for name in names]
     settings = " · ".join(dict.fromkeys(where(report, batch=False) for report in reports))
     panels = [race_panel(report, names) | {"rows": rows, "heading": data_of(report)} for report in reports]
     return {"title": SECONDS, "height": 1.3 + 0.28 * len(rows), "panels": panels,

@@ -13,13 +13,12 @@ import pandas
 from ladder.count.flops import mfu
 from ladder.errors import UserError
 from ladder.judge.race_table import read_race
-from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.scripts.stages import BY_LABEL
 from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
-from ladder.show.logs import PEER, PEER_FILE, read_folder
+from ladder.show.logs import read_folder, stage_of
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
 
-PEER_TITLE = "transformers' GPT-2, everything on"
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
 IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished, or in wrong units"
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.
@@ -123,31 +122,19 @@ def within_noise(one, other):
     return low <= other_high and other_low <= high
 
 
-def title_of(name, ranks=1):
-    title = BY_NAME[name].title if name in BY_NAME else PEER_TITLE if name == PEER else name
-    return f"{title}, {ranks} ranks" if ranks > 1 else title
-
-
-def file_of(name):
-    return BY_NAME[name].file if name in BY_NAME else PEER_FILE if name == PEER else name
-
-
-def label_of(name):
-    return BY_NAME[name].label if name in BY_NAME else ""
-
-
 def table_of(runs, timing, *common):
     """The table of a Report. In a race the times are those of `timing`: its rounds may have shared the machine."""
     timed = {name: timing.get(name, rounds) for name, rounds in runs.items()}
     table = merge_rounds(timed, TIMES, *common).join(merge_rounds(runs, RESULTS, *common))
     table.loc[table.index.isin(timing), ["seconds_to_common_loss", "seconds_to_common_val_loss"]] = math.nan
     table["name"] = table.index
-    table["title"] = [title_of(name, ranks) for name, ranks in table["ranks"].items()]
+    stages = [stage_of(name) for name in table.index]
+    table["title"] = [stage.title + (f", {ranks} ranks" if ranks > 1 else "")
+                      for stage, ranks in zip(stages, table["ranks"], strict=True)]
     speed = table["tokens_per_second"] = table["tokens"] / table["ms"] * 1000
     table["mfu"] *= speed
     table["mfu_causal"] *= speed
-    before = [BY_LABEL[BY_NAME[name].before].name if name in BY_NAME and BY_NAME[name].before else None
-              for name in table.index]
+    before = [BY_LABEL[stage.before].name if stage.before else None for stage in stages]
     table["times_baseline"] = speed / speed.get(BY_LABEL["0"].name, math.nan)
     table["times_before"] = speed / speed.reindex(before).to_numpy()
     rows = {row.name: row for row in table.itertuples()}
@@ -195,22 +182,8 @@ def cores_of(report):
     return max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
 
 
-def wrong_unit(run):
-    """A warning if the tokens/sec in a log do not follow from its B, T and dt, else None."""
-    if not run.own_tokens or not run.tokens_per_step:
-        return None
-    off = run.tokens_per_step / pandas.Series(run.own_tokens).median()
-    if 0.8 < off < 1.25:
-        return None
-    word = "it counts tokens per millisecond" if 800 < off < 1250 else f"it is off by a factor of {off:.3g}"
-    return (f"its log has {run.tokens_per_second / off:,.1f} tokens/sec where B * T * ranks / dt is "
-            f"{run.tokens_per_second:,.1f}: {word}")
-
-
 def warnings_of(row, run):
     """What a reader needs to know of one rung: impossible values, a short warm-up, an unfinished run."""
-    if wrong := wrong_unit(run):
-        yield wrong
     if row.mfu and row.mfu > 1:
         yield f"MFU {row.mfu:.0%} is {IMPOSSIBLE}"
     fastest = fastest_ms(run)

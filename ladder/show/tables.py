@@ -10,8 +10,9 @@ from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.judge.standings import KEY, WIDE, race_texts
-from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT
-from ladder.show.report import allocators, cores_of, file_of, label_of, warnings
+from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.show.logs import stage_of
+from ladder.show.report import allocators, cores_of, warnings
 from ladder.show.terminal import print_texts
 
 NOTHING = "–"  # where a log does not say
@@ -53,6 +54,7 @@ def conditions(report):
 def texts_of(report):
     """The report as short strings: a DataFrame with fixed column names, one row per rung."""
     table, rows = report.table, report.rows
+    stages = [stage_of(row.name) for row in rows]
 
     def column(name, pattern):
         return [NOTHING if pandas.isna(value) else pattern.format(value) for value in table[name]]
@@ -67,8 +69,8 @@ def texts_of(report):
     marks = [" (noise)" if overlap is True else "" for overlap in table["before_within_noise"]]
     floors = {row["label"]: f"{row['ms']['A100']['floor']:,.0f}" for row in floor_data([CARDS["A100"]])["rungs"]}
     return pandas.DataFrame({
-        "label": [label_of(row.name) for row in rows],
-        "file": ["[`{0}`]({0})".format(file_of(row.name)) for row in rows],
+        "label": [stage.label for stage in stages],
+        "file": [f"[`{stage.file}`]({stage.file})" for stage in stages],
         "title": table["title"],
         "ms": [f"{row.ms:,.1f}" if row.ms < 1000 else f"{row.ms:,.0f}" for row in rows],
         "spread": [f"{row.ms_low:,.0f}–{row.ms_high:,.0f}" for row in rows],
@@ -85,8 +87,8 @@ def texts_of(report):
         "first_step": [first_step(row) for row in rows],
         "val_loss": column("last_val_loss", "{:.3f}"),
         "val_seconds": column("seconds_to_common_val_loss", "{:,.0f}"),
-        "a100": [f"{floors[label_of(row.name)]} / {BY_NAME[row.name].lecture_ms or NOTHING}"
-                 if label_of(row.name) in floors else NOTHING for row in rows],
+        "a100": [f"{floors[stage.label]} / {stage.lecture_ms or NOTHING}" if stage.label in floors else NOTHING
+                 for stage in stages],
     })
 
 
