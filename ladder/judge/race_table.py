@@ -42,13 +42,14 @@ class Race:
         return {name: dict(sorted(losses.items())) for name, losses in sweep.items()}
 
     @property
-    def timed(self):
-        """The part that tells the time of a step: the timing, or the rounds where a rung lacks a timing."""
-        return "timing" if {*self.part("timing").rung} >= {*self.part("round").rung} else "round"
+    def timing(self):
+        """{rung: [Run, ...]} that measured the time of a step; {} where a rung lacks a timing, and rounds tell it."""
+        return self.runs("timing") if {*self.part("timing").rung} >= {*self.part("round").rung} else {}
 
     def step_ms(self):
         """A Series: the time of each rung's step, the median of its runs."""
-        return self.part(self.timed).groupby(["rung", "round"]).ms.first().groupby("rung").median()
+        part = self.part("timing" if self.timing else "round")
+        return part.groupby(["rung", "round"]).ms.first().groupby("rung").median()
 
     def runs(self, part):
         """{rung: [Run, ...]} for the report, as if each step after the first had taken the median."""

@@ -173,7 +173,7 @@ def caption(race, target, racers):
     """What a reader of these standings needs to know beside KEY."""
     low, high = (f(len(losses) for losses in race.sweep.values()) for f in (min, max))
     n_seeds, n_timings = (race.part(part)["round"].nunique() for part in ("round", "timing"))
-    timed = f"measured {n_timings} times, alone on the machine" if race.timed == "timing" else "that of the same runs"
+    timed = f"measured {n_timings} times, alone on the machine" if race.timing else "that of the same runs"
     doubtful = "; ".join(doubts(race, racers))
     return (
         f"Target: {target:.2f}, the median of the validation losses that rung {racers[0].label} ends with, rounded up. "

@@ -61,7 +61,7 @@ def profile_bars(profile):
 
 def curves(report):
     """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
-    if report.sweep:
+    if report.race:
         for name, steps, seconds, losses in race_curves(report):
             yield {"title": stage_of(name).title, "steps": steps, "seconds": seconds, "loss": losses}
         return

@@ -185,10 +185,10 @@ def races_picture(reports):
 
 def search_panel(report, which, xlabel, colors):
     """The losses that the search ended with along one of the two learning rates, the other at its best."""
-    tried = sorted({rates[which] for losses in report.sweep.values() for rates in losses if len(rates) > which})
+    tried = sorted({rates[which] for losses in report.race.sweep.values() for rates in losses if len(rates) > which})
     panel = {"curves": [], "x": "rate", "xlabel": xlabel, "ticks": tried}
     for racer in standings(report)[1]:
-        losses, best = report.sweep.get(racer.name, {}), racer.rates
+        losses, best = report.race.sweep.get(racer.name, {}), racer.rates
         at_best = {rates[which]: loss for rates, loss in losses.items() if len(best) > which
                    and (*rates[:which], *rates[which + 1 :]) == (*best[:which], *best[which + 1 :])}
         panel["curves"].append({"title": racer.title, "rate": list(at_best), "loss": list(at_best.values()),
@@ -215,7 +215,7 @@ def race_picture(report):
 
 def pictures_of(report):
     """{kind: picture} of a report, without those that its logs say nothing of."""
-    if report.sweep:
+    if report.race:
         return {"race": race_picture(report)}
     pictures = {
         "ladder": bar_picture("Tokens per second", conditions(report), speed_bars(report),
@@ -236,7 +236,7 @@ def all_pictures(reports):
             if name in pictures:
                 raise UserError(f"two log folders are called {report.name}: plot them into separate folders")
             pictures[name] = picture
-    races = sorted((report for report in reports if report.sweep), key=lambda report: -len(report.table))
+    races = sorted((report for report in reports if report.race), key=lambda report: -len(report.table))
     return pictures | ({RACES: races_picture(races)} if len(races) > 1 else {})
 
 

@@ -14,25 +14,17 @@ from ladder.count.flops import mfu
 from ladder.errors import UserError
 from ladder.judge.race_table import read_race
 from ladder.scripts.stages import BY_LABEL
-from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
 from ladder.show.logs import read_folder, stage_of
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
 
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
-IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished, or in wrong units"
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.
 TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "first_step_s": "median",
          "cold_first_step_s": "median", "warm_first_step_s": "median"}  # warm: the graphs came from the cache
 RESULTS = {"tokens": "first", "ranks": "first", "mfu": "first", "mfu_causal": "first", "peak_memory_gb": "median",
            "last_loss": lambda losses: losses.median(skipna=False), "last_step": "min", "complete": "all",
            "last_val_loss": "median", "seconds_to_common_loss": "median", "seconds_to_common_val_loss": "median"}
-# Those of a rung; MFU as a share of 1, by PaLM's FLOPs and with half of attention's. The order is that of --csv.
-COLUMNS = ["name", "title", "ms", "ms_low", "ms_high", "rounds", "tokens_per_second", "times_baseline", "times_before",
-           "before_within_noise", "mfu", "mfu_causal", "peak_memory_gb", "last_loss", "last_step",
-           "seconds_to_common_loss", "first_step_s", "cold_first_step_s", "warm_first_step_s", "complete",
-           "last_val_loss", "seconds_to_common_val_loss"]
-
 
 @dataclass
 class Report:
@@ -43,11 +35,10 @@ class Report:
     machine: dict  # rates and versions measured in the same run; {} when unknown
     common_loss: float | None  # None if every loss of a run is infinite or not a number
     common_val_loss: float | None  # None without a validation
-    table: pandas.DataFrame  # COLUMNS, one row per rung
+    table: pandas.DataFrame  # one row per rung: name, title, TIMES, RESULTS; speeds in tokens per second and as
+    # times those of others; MFU as a share of 1, by PaLM's FLOPs and with half of attention's
     runs: dict  # {name: [Run, ...]}
     profile: dict | None  # where each rung's step time goes, as profile.json has it
-    sweep: dict  # of a race, {rung: {its learning rates: validation loss}}; else {}
-    timing: dict  # of a race, {rung: [Run, ...]} that measured the time of a step; {} without
     race: object  # all of its runs, a race_table.Race; None if this is none
     skipped: list  # why files of the folder were not used
 
@@ -72,15 +63,6 @@ def common_lowest(losses_of_runs):
     """A loss that all runs reach: the highest of their lowest. Unlike a smoothed loss, it needs no parameter."""
     finite = [list(filter(math.isfinite, losses)) for losses in losses_of_runs]
     return max((min(losses) for losses in finite if losses), default=None)
-
-
-def read_or_skip(read, folder, skipped, default):
-    """What `read` finds in a folder; if the file is damaged, `default`, and the reason goes to `skipped`."""
-    try:
-        return read(folder)
-    except UserError as error:
-        skipped.append(str(error))
-        return default
 
 
 def log_row(run, alone, rates, common_loss, common_val_loss):
@@ -127,21 +109,20 @@ def table_of(runs, timing, *common):
     timed = {name: timing.get(name, rounds) for name, rounds in runs.items()}
     table = merge_rounds(timed, TIMES, *common).join(merge_rounds(runs, RESULTS, *common))
     table.loc[table.index.isin(timing), ["seconds_to_common_loss", "seconds_to_common_val_loss"]] = math.nan
-    table["name"] = table.index
     stages = [stage_of(name) for name in table.index]
-    table["title"] = [stage.title + (f", {ranks} ranks" if ranks > 1 else "")
-                      for stage, ranks in zip(stages, table["ranks"], strict=True)]
+    table.insert(0, "title", [stage.title + (f", {ranks} ranks" if ranks > 1 else "")
+                              for stage, ranks in zip(stages, table["ranks"], strict=True)])
     speed = table["tokens_per_second"] = table["tokens"] / table["ms"] * 1000
     table["mfu"] *= speed
     table["mfu_causal"] *= speed
     before = [BY_LABEL[stage.before].name if stage.before else None for stage in stages]
     table["times_baseline"] = speed / speed.get(BY_LABEL["0"].name, math.nan)
     table["times_before"] = speed / speed.reindex(before).to_numpy()
-    rows = {row.name: row for row in table.itertuples()}
+    rows = dict(zip(table.index, table.itertuples(), strict=True))
     table["before_within_noise"] = pandas.Series(
         [within_noise(row, rows[start]) if start in rows else None
          for row, start in zip(rows.values(), before, strict=True)], index=table.index, dtype=object)
-    return table[COLUMNS].reset_index(drop=True)
+    return table.reset_index()
 
 
 def build_report(folder):
@@ -149,8 +130,13 @@ def build_report(folder):
     race = read_race(folder)
     runs, skipped = (race.runs("round"), race.skipped) if race else read_folder(folder)
     check_comparable(runs, folder)
-    machine = read_or_skip(read_machine, folder, skipped, {})
-    profile = read_or_skip(read_profile, folder, skipped, None)
+    found = {}
+    for read in (read_machine, read_profile):
+        try:
+            found[read] = read(folder)
+        except UserError as error:
+            skipped.append(str(error))
+    machine, profile = found.get(read_machine, {}), found.get(read_profile)
     first = next(iter(runs.values()))[0]
     if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
         skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
@@ -158,12 +144,9 @@ def build_report(folder):
         profile = None
     every_run = [run for rounds in runs.values() for run in rounds]
     common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
-    timing = race.runs("timing") if race and race.timed == "timing" else {}
-    return Report(
-        Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, *common,
-        table_of(runs, timing, machine.get("rates"), *common), runs, profile,
-        race.sweep if race else {}, timing, race, skipped,
-    )
+    table = table_of(runs, race.timing if race else {}, machine.get("rates"), *common)
+    setting = first.setting() | {"device": first.device}
+    return Report(Path(folder).resolve().name, setting, machine, *common, table, runs, profile, race, skipped)
 
 
 def allocators(report):
@@ -177,7 +160,7 @@ def allocators(report):
 
 def cores_of(report):
     """How many threads the runs on a CPU had; 0 on other devices."""
-    timed = report.timing or report.runs  # a race's rounds may have had half of the cores each
+    timed = report.race and report.race.timing or report.runs  # a race's rounds may have had half of the cores each
     headers = [run.headers.get("device", "") for rounds in timed.values() for run in rounds]
     return max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
 
@@ -185,11 +168,8 @@ def cores_of(report):
 def warnings_of(row, run):
     """What a reader needs to know of one rung: impossible values, a short warm-up, an unfinished run."""
     if row.mfu and row.mfu > 1:
-        yield f"MFU {row.mfu:.0%} is {IMPOSSIBLE}"
-    fastest = fastest_ms(run)
-    if fastest and row.ms < fastest[0]:
-        yield (f"{row.ms:,.1f} ms, and the matrix products alone take {fastest[0]:,.1f} ms at {CLOCKED_HIGHER:g} times "
-               f"the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
+        yield (f"MFU {row.mfu:.0%} is an impossible measurement: the clock was probably read before the GPU had "
+               "finished")
     if not run.on_cpu and "device" in run.headers and sum(run.ms[: run.warm_up]) < WARM_UP_MS:
         yield (f"the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to warm up a GPU: "
                "give more --steps")

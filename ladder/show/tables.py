@@ -171,22 +171,12 @@ def published_table():
     return markdown(rows.replace("", NOTHING), dict(zip(columns, columns, strict=True)), len(columns))
 
 
-def between_marks(text, name, tables, file):
-    """`text` with the tables between its two marks; raises UserError when they are not there."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise UserError(f"{file} must hold {begin} and then {end}, once each, around the table")
-    head, rest = text.split(begin)
-    tail = rest.split(end)[1]
-    return "\n".join([head + begin, "\n\n".join(tables), end + tail])
-
-
 def write_tables(reports, root=ROOT):
     """Put all tables between their marks in README.md and docs/; raises UserError where the marks are missing.
 
     The README shows the machine with the most rungs; among several, the one where they gain the most.
     """
-    races = sorted((report for report in reports if report.sweep), key=lambda report: -len(report.table))
+    races = sorted((report for report in reports if report.race), key=lambda report: -len(report.table))
     ladder = sorted((report for report in reports if BY_LABEL["0"].name in report.runs),
                     key=lambda report: (-len(report.table), -report.table["times_baseline"].max()))
     for file, name, tables in [
@@ -197,8 +187,11 @@ def write_tables(reports, root=ROOT):
     ]:
         if file.startswith("docs/"):
             tables = [re.sub(r"\]\((?!https:)", "](../", table) for table in tables]
-        text = between_marks((root / file).read_text(encoding="utf-8"), name, tables, file)
-        write_whole(root / file, text)
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        parts = re.split(f"(?s)(?<={begin}\n).*(?={end})", (root / file).read_text(encoding="utf-8"))
+        if len(parts) != 2:
+            raise UserError(f"{file} must hold {begin} and then {end} around the table, on lines of their own")
+        write_whole(root / file, "\n\n".join(tables).join([parts[0], "\n" + parts[1]]))
 
 
 def as_json(reports):
