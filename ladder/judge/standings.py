@@ -30,11 +30,6 @@ def neighbors(rates):
     return [(*rates[:i], rate * factor, *rates[i + 1 :]) for i, rate in enumerate(rates) for factor in (0.5, 2)]
 
 
-def finished(runs):
-    """{rung: its finished runs} of {rung: runs}."""
-    return {name: [run for run in rounds if run.complete] for name, rounds in runs.items()}
-
-
 def steps_to(points, loss):
     """Steps until the validation loss reaches `loss`, interpolated between two validations; inf if it never does."""
     before = None

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ladder.errors import UserError
-from ladder.judge.standings import finished, standings
+from ladder.judge.standings import standings
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.logs import ORDER, PEER, stage_of
 from ladder.show.tables import conditions, data_of, where
@@ -133,7 +133,7 @@ def loss_picture(report):
 
 def race_panel(report, names):
     """Seconds to the target of each rung, their spread, and their share of the first rung's; colored as in `names`."""
-    (target, racers), colors, runs = standings(report), colors_of(names), finished(report.runs)
+    (target, racers), colors, runs = standings(report), colors_of(names), report.runs
     bars = []
     for racer in racers:
         whole = runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
@@ -152,7 +152,7 @@ def races_picture(reports):
     names = sorted(raced, key=[*ORDER, *raced].index)
     rows = [f"{stage_of(name).title}  {stage_of(name).label}" for name in names]
     settings = " · ".join(dict.fromkeys(where(report, batch=False) for report in reports))
-    n_seeds = max(map(len, finished(reports[0].runs).values()))
+    n_seeds = max(map(len, reports[0].runs.values()))
     panels = [race_panel(report, names) | {"rows": rows, "heading": data_of(report)} for report in reports]
     return {"title": "Seconds to the same loss, rung by rung", "height": 1.3 + 0.28 * len(rows), "panels": panels,
             "caption": f"{settings}. The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where "

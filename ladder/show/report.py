@@ -165,23 +165,19 @@ def cores_of(report):
     return max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
 
 
-def warnings_of(row, run):
-    """What a reader needs to know of one rung: impossible values, a short warm-up, an unfinished run."""
-    if row.mfu and row.mfu > 1:
-        yield (f"MFU {row.mfu:.0%} is an impossible measurement: the clock was probably read before the GPU had "
-               "finished")
-    if not run.on_cpu and "device" in run.headers and sum(run.ms[: run.warm_up]) < WARM_UP_MS:
-        yield (f"the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to warm up a GPU: "
-               "give more --steps")
-    if not row.complete:
-        yield f"the run did not finish ({row.last_step} steps)"
-
-
 def warnings(report):
-    """What a reader of the table needs to know: damaged files, impossible values, allocators, unfinished runs."""
+    """What a reader of the table needs to know: damaged files, impossible values, short warm-ups, unfinished runs."""
     yield from (f"skipped: {reason}" for reason in report.skipped)
     for row in report.rows:
-        yield from (f"{row.title}: {warning}" for warning in warnings_of(row, report.runs[row.name][0]))
+        run = report.runs[row.name][0]
+        if row.mfu and row.mfu > 1:
+            yield (f"{row.title}: MFU {row.mfu:.0%} is an impossible measurement: the clock was probably read before "
+                   "the GPU had finished")
+        if not run.on_cpu and "device" in run.headers and sum(run.ms[: run.warm_up]) < WARM_UP_MS:
+            yield (f"{row.title}: the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to "
+                   "warm up a GPU: give more --steps")
+        if not row.complete:
+            yield f"{row.title}: the run did not finish ({row.last_step} steps)"
     if len(under := allocators(report)) > 1:
         parts = "; ".join(f"{name}: {', '.join(titles)}" for name, titles in under.items())
         yield (f"the runs had different memory allocators ({parts}): on a CPU they can "
