@@ -216,7 +216,7 @@ def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(t
     for path in tmp_path.glob(f"timing/*/{MUON.name}.log"):
         cut(path, 20)
     report = build_report(tmp_path)
-    assert report.timing == {} and [racer.ms for racer in standings(report)[1]] == [100, 110]
+    assert report.race.timing == {} and [racer.ms for racer in standings(report)[1]] == [100, 110]
     assert "ms/step that of the same runs" in race_texts(report)[1]
 
 
@@ -268,10 +268,10 @@ def test_the_record_says_what_the_logs_do(tmp_path, call):  # noqa: F811
     by_logs, by_csv = build_report(tmp_path), build_report(record.parent)
     for shown in (standings, race_texts, lambda report: [*race_curves(report)], lambda report: report.rows):
         assert repr(shown(by_csv)) == repr(shown(by_logs))
-    assert by_csv.sweep == by_logs.sweep and by_csv.setting == by_logs.setting
+    assert by_csv.race.sweep == by_logs.race.sweep and by_csv.setting == by_logs.setting
     _, [_, muon, idea] = standings(by_csv)
     assert idea.name == "an_idea" and idea[2:5] == muon[2:5] and idea.rates == (1.2e-3, 4e-3)
-    assert by_csv.sweep["an_idea"][2.4e-3, 2e-3] == math.inf
+    assert by_csv.race.sweep["an_idea"][2.4e-3, 2e-3] == math.inf
     good = record.read_text()
     for old, new in (("val_loss", "loss_val"), (",40,", ",forty,"), ("data", "\xff")):
         record.write_bytes(good.replace(old, new).encode("latin-1"))
@@ -316,7 +316,7 @@ def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):  # noqa: F811
     code, output, error = call("run", "--race", 1, "--race-jobs", 2, "--rungs", "16", "--logs", logs, *words)
     assert code == 0 and "To the same validation loss" in output, output + error
     report = build_report(logs)
-    assert len(report.sweep[name]) == 3 and len(report.timing[name]) == 2
+    assert len(report.race.sweep[name]) == 3 and len(report.race.timing[name]) == 2
     assert [run.val_steps for run in report.runs[name]] == [[2, 4]]
     gone = [logs / "round_1" / f"{name}.log", logs / "timing" / "round_2" / f"{name}.log"]
     for path in gone:

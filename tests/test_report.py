@@ -94,20 +94,17 @@ def test_different_machines_are_not_mixed(devices, refused, tmp_path, call):  # 
 HEADER = "# model: gpt2\n# device: {} | allocator: {}\n# batch: B=6 T=1024 | steps: 20\n"
 
 
-@pytest.mark.parametrize("device, first, ms, steps, unit, warning", [
-    ("EPYC (2 threads)", 100, 100, 20, 1, None),
-    ("EPYC (2 threads)", 100, 100, 19, 1, "did not finish"),
-    ("EPYC (2 threads)", 100, 100, 20, 1000, "tokens per millisecond"),
-    ("EPYC (2 threads)", 100, 100, 20, 2, "factor of 2"),
-    ("EPYC (2 threads)", 4.5, 4.5, 20, 1, "impossible"),  # its MFU is above 100 %
-    ("NVIDIA A100", 2000, 100, 20, 1, "less than 3 s"),
-    ("NVIDIA A100", 2200, 100, 20, 1, None),
+@pytest.mark.parametrize("device, first, ms, steps, warning", [
+    ("EPYC (2 threads)", 100, 100, 20, None),
+    ("EPYC (2 threads)", 100, 100, 19, "did not finish"),
+    ("EPYC (2 threads)", 4.5, 4.5, 20, "impossible"),  # its MFU is above 100 %
+    ("NVIDIA A100", 2000, 100, 20, "less than 3 s"),
+    ("NVIDIA A100", 2200, 100, 20, None),
 ])
-def test_warnings(device, first, ms, steps, unit, warning, tmp_path):
-    """Impossible speeds, a GPU that has not warmed up, wrong units, an unfinished run: each alone, and named."""
-    log = write_log(tmp_path / f"{BASELINE}.log", ms=[first, *[ms] * (steps - 1)],
+def test_warnings(device, first, ms, steps, warning, tmp_path):
+    """Impossible speeds, a GPU that has not warmed up, an unfinished run: each alone, and named."""
+    write_log(tmp_path / f"{BASELINE}.log", ms=[first, *[ms] * (steps - 1)],
                     header=HEADER.format(device, "torch"), tail=MEDIAN.replace("3-3", "11-20"))
-    log.write_text(log.read_text().replace("tokens/sec: 1.0\n", f"tokens/sec: {6 * 1024 / ms * 1000 / unit}\n"))
     (tmp_path / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 119e12}}))
     found = list(warnings(build_report(tmp_path)))
     assert len(found) == (warning is not None) and all(warning in text and "baseline" in text for text in found), found

@@ -8,8 +8,8 @@ import pandas
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.stages import BY_LABEL, BY_NAME, Stage
-from ladder.show.logs import ORDER, Run, read_headers, read_lines, read_log
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import ORDER, Run, read_headers, read_lines, read_log, stage_of
 
 FILE = "race.csv"
 FACTS = ["model", "device", "machine", "torch", "precision", "allocator", "compile", "ranks", "total batch", "batch",
@@ -42,13 +42,14 @@ class Race:
         return {name: dict(sorted(losses.items())) for name, losses in sweep.items()}
 
     @property
-    def timed(self):
-        """The part that tells the time of a step: the timing, or the rounds where a rung lacks a timing."""
-        return "timing" if {*self.part("timing").rung} >= {*self.part("round").rung} else "round"
+    def timing(self):
+        """{rung: [Run, ...]} that measured the time of a step; {} where a rung lacks a timing, and rounds tell it."""
+        return self.runs("timing") if {*self.part("timing").rung} >= {*self.part("round").rung} else {}
 
     def step_ms(self):
         """A Series: the time of each rung's step, the median of its runs."""
-        return self.part(self.timed).groupby(["rung", "round"]).ms.first().groupby("rung").median()
+        part = self.part("timing" if self.timing else "round")
+        return part.groupby(["rung", "round"]).ms.first().groupby("rung").median()
 
     def runs(self, part):
         """{rung: [Run, ...]} for the report, as if each step after the first had taken the median."""
@@ -82,11 +83,6 @@ def searched_by(stage, names):
     while stage.name not in names and stage.same_losses is not None:
         stage = BY_LABEL[stage.before]
     return stage
-
-
-def stage_of(name):
-    """The stage of a log's name; one of its own for a script outside of the ladder."""
-    return BY_NAME.get(name) or Stage(name, f"{name}.py", "", None, frozenset())
 
 
 def best_rates(name, sweep):
@@ -159,11 +155,9 @@ def read_logs(folder):
 def read_csv(path):
     """The Race of a file that write_csv wrote; raises UserError for others."""
     try:
-        points = pandas.read_csv(path, comment="#", dtype=COLUMNS)
+        points = pandas.read_csv(path, comment="#", dtype=COLUMNS, usecols=[*COLUMNS])
     except ValueError as error:
         raise UserError(f"{path}: not the table of a race: {error}") from None
-    if [*points] != [*COLUMNS]:
-        raise UserError(f"{path}: not the table of a race; it has the columns {', '.join(COLUMNS)}")
     return Race(read_headers(read_lines(path)), points, [])
 
 

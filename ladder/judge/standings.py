@@ -10,7 +10,8 @@ import warnings
 import numpy
 import pandas
 
-from ladder.judge.race_table import best_rates, searched_by, stage_of
+from ladder.judge.race_table import best_rates, searched_by
+from ladder.show.logs import stage_of
 from ladder.show.terminal import print_texts
 
 FEWEST_STEPS = 50  # of a race: below, most of a run is warm-up
@@ -27,11 +28,6 @@ def show_rates(rates, between=", "):
 def neighbors(rates):
     """Half and twice of each learning rate, the others fixed."""
     return [(*rates[:i], rate * factor, *rates[i + 1 :]) for i, rate in enumerate(rates) for factor in (0.5, 2)]
-
-
-def finished(runs):
-    """{rung: its finished runs} of {rung: runs}."""
-    return {name: [run for run in rounds if run.complete] for name, rounds in runs.items()}
 
 
 def steps_to(points, loss):
@@ -172,7 +168,7 @@ def caption(race, target, racers):
     """What a reader of these standings needs to know beside KEY."""
     low, high = (f(len(losses) for losses in race.sweep.values()) for f in (min, max))
     n_seeds, n_timings = (race.part(part)["round"].nunique() for part in ("round", "timing"))
-    timed = f"measured {n_timings} times, alone on the machine" if race.timed == "timing" else "that of the same runs"
+    timed = f"measured {n_timings} times, alone on the machine" if race.timing else "that of the same runs"
     doubtful = "; ".join(doubts(race, racers))
     return (
         f"Target: {target:.2f}, the median of the validation losses that rung {racers[0].label} ends with, rounded up. "

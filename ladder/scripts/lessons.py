@@ -15,23 +15,24 @@ FULL_LINE = 120  # characters: a docstring's line that ends a sentence and has r
 
 @dataclass
 class Line:
-    """One line of one file; `marks` are the (start, end) ranges of characters that the change touched."""
+    """A line of the old script ("-"), of the new one ("+"), or of both (" ", numbered as in the new one)."""
 
+    sign: str
     number: int
     text: str
-    changed: bool = False
-    marks: list = field(default_factory=list)
+    marks: list = field(default_factory=list)  # (start, end) of the characters that the change touched
 
 
 @dataclass
 class Lesson:
-    """The docstring's parts and the hunks: lists of (left Line or None, right Line or None)."""
+    """The docstring's parts, and the hunks of the difference: lists of Lines."""
 
     title: str
     body: str
     hunks: list
-    added: int
-    removed: int
+
+    def count(self, sign):
+        return sum(line.sign == sign for hunk in self.hunks for line in hunk)
 
 
 def split_docstring(source):
@@ -43,37 +44,33 @@ def split_docstring(source):
     return ast.get_docstring(tree), source.splitlines()[end:], end + 1
 
 
-def mark_words(left, right):
+def mark_words(old, new):
     """Mark the words that differ in two versions of a line; none if most of the line differs."""
-    old, new = WORD.findall(left.text), WORD.findall(right.text)
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    before, after = WORD.findall(old.text), WORD.findall(new.text)
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     if matcher.ratio() < 0.4:
         return
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
-        if tag != "equal":
-            for line, words, first, last in ((left, old, i1, i2), (right, new, j1, j2)):
-                start = sum(map(len, words[:first]))
-                if last > first:
-                    line.marks.append((start, start + sum(map(len, words[first:last]))))
+        for line, words, first, last in ((old, before, i1, i2), (new, after, j1, j2)):
+            if tag != "equal" and last > first:
+                start = len("".join(words[:first]))
+                line.marks.append((start, start + len("".join(words[first:last]))))
 
 
-def diff_hunks(old, new, old_first=1, new_first=1):
-    """Hunks of paired lines of two lists of lines whose first lines have the given numbers."""
-    hunks = []
+def diff_hunks(old, new, old_first, new_first):
+    """The hunks of two lists of lines whose first lines have the given numbers."""
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(CONTEXT):
-        rows = []
+        hunk = []
         for tag, i1, i2, j1, j2 in group:
-            left = [Line(old_first + i, old[i], tag != "equal") for i in range(i1, i2)]
-            right = [Line(new_first + j, new[j], tag != "equal") for j in range(j1, j2)]
-            if tag == "replace":
-                for one, other in zip(left, right, strict=False):
-                    mark_words(one, other)
-            height = max(len(left), len(right))
-            left += [None] * (height - len(left))
-            right += [None] * (height - len(right))
-            rows += zip(left, right, strict=True)
-        hunks.append(rows)
-    return hunks
+            if tag == "equal":
+                hunk += [Line(" ", new_first + j, new[j]) for j in range(j1, j2)]
+                continue
+            removed = [Line("-", old_first + i, old[i]) for i in range(i1, i2)]
+            added = [Line("+", new_first + j, new[j]) for j in range(j1, j2)]
+            for pair in zip(removed, added, strict=False):
+                mark_words(*pair)
+            hunk += removed + added
+        yield hunk
 
 
 def read_lesson(before, after):
@@ -83,27 +80,8 @@ def read_lesson(before, after):
     hunks = []
     if before is not None:
         _, old, old_first = split_docstring(before)
-        hunks = diff_hunks(old, new, old_first, new_first)
-    rows = [row for hunk in hunks for row in hunk]
-    added = sum(right is not None and right.changed for _, right in rows)
-    removed = sum(left is not None and left.changed for left, _ in rows)
-    return Lesson(title, body.strip("\n"), hunks, added, removed)
-
-
-def in_diff_order(hunk):
-    """A hunk's rows in the order of a unified diff: (sign, Line), each block's removed lines before its added ones."""
-    removed, added = [], []
-    for left, right in [*hunk, (None, None)]:
-        unchanged = left is not None and not left.changed
-        if unchanged or (left is None and right is None):
-            yield from [("-", line) for line in removed]
-            yield from [("+", line) for line in added]
-            removed, added = [], []
-            if unchanged:
-                yield " ", right
-            continue
-        removed += [left] if left is not None else []
-        added += [right] if right is not None else []
+        hunks = list(diff_hunks(old, new, old_first, new_first))
+    return Lesson(title, body.strip("\n"), hunks)
 
 
 def part_paragraphs(body):
@@ -119,24 +97,22 @@ def part_paragraphs(body):
 
 
 def print_lesson(lesson, console):
-    """The lesson in a terminal: the text, then the unified diff in colour."""
+    """The lesson in a terminal: the text, then the unified diff in color."""
     from rich.syntax import Syntax
 
-    console.print(lesson.title, style="bold", markup=False, highlight=False)
-    console.print()
+    console.print(f"{lesson.title}\n", style="bold", markup=False)
     for paragraph in re.split("\n{2,}", part_paragraphs(lesson.body)):
         text = paragraph if re.search("(?m)^[ *-]", paragraph) else paragraph.replace("\n", " ")  # code and lists as is
-        console.print(f"{text}\n", markup=False, highlight=False, width=min(console.width, FULL_LINE))
+        console.print(f"{text}\n", markup=False, width=min(console.width, FULL_LINE))
     painter = Syntax("", "python", theme="ansi_dark", background_color="default")
     styles = {" ": ("", ""), "-": ("on #4a2222", "bold on #8a3030"), "+": ("on #1d3d26", "bold on #2f7a45")}
     for hunk in lesson.hunks:
-        first = next(line for row in hunk for line in row if line is not None)
-        console.print(f"@@ line {first.number} @@", style="cyan", markup=False, highlight=False)
-        for sign, line in in_diff_order(hunk):
+        console.print(f"@@ line {hunk[0].number} @@", style="cyan", markup=False)
+        for line in hunk:
             text = painter.highlight(line.text)
             text.rstrip()
-            background, mark = styles[sign]
+            background, mark = styles[line.sign]
             text.stylize(background)
             for start, end in line.marks:
                 text.stylize(mark, start, end)
-            console.print(sign, text, sep=" ", highlight=False, soft_wrap=True)
+            console.print(line.sign, text, soft_wrap=True)

@@ -6,12 +6,12 @@ unless every merge succeeds and the ladder's law still holds.
 """
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
+from ladder.files import write_whole
 from ladder.scripts.laws import plumbing, violations
 from ladder.scripts.lessons import split_docstring
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES
@@ -25,10 +25,7 @@ class Conflict(Exception):
 
 
 def git(*words, folder=None):
-    try:
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError("git is not installed: propagate compares and merges with it") from None
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, encoding="utf-8")
 
 
 def committed(file, root):
@@ -129,9 +126,7 @@ def propagate(stage, root=ROOT, until=None):
         raise UserError(f"nothing was written; the result would break the ladder's law: {broken[0]}")
 
     for file in written:
-        partial = root / f"{file}.partial"
-        partial.write_text(new[file], encoding="utf-8", newline="\n")
-        shutil.copymode(root / file, partial)
-    for file in written:
-        (root / f"{file}.partial").replace(root / file)
+        mode = (root / file).stat().st_mode
+        write_whole(root / file, new[file])
+        (root / file).chmod(mode)
     return written

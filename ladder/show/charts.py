@@ -5,9 +5,9 @@ text at its end), tip (lines "name: text"), perhaps low and high (its spread), f
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
 from ladder.judge.standings import race_curves
-from ladder.scripts.stages import LADDER
+from ladder.scripts.stages import BY_NAME, LADDER
 from ladder.show.profile import KINDS, is_reliable
-from ladder.show.report import label_of, title_of
+from ladder.show.logs import stage_of
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black.
@@ -31,7 +31,7 @@ def speed_bars(report):
         if row.tokens_per_second:
             work = row.tokens_per_second * row.ms
             ratio = f"  ×{row.times_baseline:.2f}" if row.times_baseline else ""
-            yield {"title": row.title, "label": label_of(row.name), "parts": [row.tokens_per_second],
+            yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.tokens_per_second],
                    "low": work / row.ms_high, "high": work / row.ms_low, "end": f"{row.tokens_per_second:,.0f}",
                    "more": ratio + (f"  MFU {row.mfu:.0%}" if row.mfu else ""), "tip": speed_tip(row)}
 
@@ -40,7 +40,7 @@ def memory_bars(report):
     """Peak memory of each rung, in GB (1e9 bytes)."""
     for row in report.rows:
         if row.peak_memory_gb:
-            yield {"title": row.title, "label": label_of(row.name), "parts": [row.peak_memory_gb],
+            yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.peak_memory_gb],
                    "end": f"{row.peak_memory_gb:.2f}", "tip": speed_tip(row)}
 
 
@@ -53,7 +53,7 @@ def profile_bars(profile):
         tip = [f"{kind}: {ms:,.{digits}f} ms, {100 * ms / whole:.0f} %" for kind, ms in rung["parts_ms"].items()]
         tip += [f"{what}: {ms:,.{digits}f} ms" for what, ms in (
             ("the whole step", whole), ("floor", rung["floor_ms"]), ("without the profiler", rung["plain_ms"]))]
-        yield {"title": title_of(rung["name"]), "label": label_of(rung["name"]),
+        yield {"title": BY_NAME[rung["name"]].title, "label": BY_NAME[rung["name"]].label,
                "parts": list(rung["parts_ms"].values()), "floor": rung["floor_ms"], "pale": not sure,
                "end": f"{whole:,.{digits}f}" + ("" if sure else " (!)"),
                "tip": tip + ([] if sure else ["unreliable: the two differ by more than 10 %"])}
@@ -61,23 +61,22 @@ def profile_bars(profile):
 
 def curves(report):
     """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
-    if report.sweep:
+    if report.race:
         for name, steps, seconds, losses in race_curves(report):
-            yield {"title": title_of(name), "steps": steps, "seconds": seconds, "loss": losses}
+            yield {"title": stage_of(name).title, "steps": steps, "seconds": seconds, "loss": losses}
         return
     for row in report.rows:
         run = report.runs[row.name][0]
-        yield {"title": row.title, "steps": run.steps, "seconds": run.seconds, "loss": run.losses}
+        yield {"title": row.title, "steps": run.steps, "seconds": list(run.seconds.values()), "loss": run.losses}
         if run.val_steps:
             yield {"title": f"{row.title}: validation", "steps": run.val_steps,
-                   "seconds": [run.seconds_at(step) for step in run.val_steps], "loss": run.val_losses, "val": True}
+                   "seconds": [run.seconds.get(step) for step in run.val_steps], "loss": run.val_losses, "val": True}
 
 
 def gain(report):
     """What rungs 0 to 10 gain, in a sentence; "" where not both ends were measured."""
-    labels = [stage.label for stage in LADDER]
-    last = [row for row in report.rows if label_of(row.name) in labels][-1:]
-    if not last or not last[0].times_baseline or label_of(last[0].name) == "0":
+    last = [(stage, row) for stage in LADDER for row in report.rows if stage.name == row.name][-1:]
+    if not last or not last[0][1].times_baseline or last[0][0].label == "0":
         return ""
-    return (f"Rung {label_of(last[0].name)} trains {last[0].times_baseline:.1f} times as many tokens per second as the "
-            "baseline.")
+    stage, row = last[0]
+    return f"Rung {stage.label} trains {row.times_baseline:.1f} times as many tokens per second as the baseline."

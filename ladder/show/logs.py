@@ -10,16 +10,17 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy
+
 from ladder.errors import UserError
-from ladder.scripts.stages import BY_NAME
+from ladder.scripts.stages import BY_NAME, Stage
 
 PEER = "peer_transformers"
 PEER_FILE = f"ladder/measure/{PEER}.py"
 ORDER = [*BY_NAME, PEER]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 COUNT = r"(\d{1,12})"
-STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms"
-                       rf"(?:\s*\|\s*tok\w*/s\w*:?\s*{NUMBER})?")
+STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms")
 VAL_LINE = re.compile(rf"val : step {COUNT} \| loss: {NUMBER}")
 MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*\| steps {COUNT}-")
 PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
@@ -39,7 +40,6 @@ class Run:
     steps: list = field(default_factory=list)  # the numbers in the step lines
     losses: list = field(default_factory=list)
     ms: list = field(default_factory=list)
-    own_tokens: list = field(default_factory=list)  # per step, by the step line's own tokens/sec, where it has them
     val_steps: list = field(default_factory=list)  # after which of the steps there was a validation
     val_losses: list = field(default_factory=list)
     peak_memory_gb: float | None = None
@@ -68,11 +68,7 @@ class Run:
     @property
     def spread(self):
         """(low, high): the middle half of the counted steps' times, in milliseconds."""
-        counted = self.ms[self.warm_up :]
-        if len(counted) < 2:
-            return counted[0], counted[0]
-        low, _, high = statistics.quantiles(counted, n=4, method="inclusive")
-        return low, high
+        return tuple(numpy.quantile(self.ms[self.warm_up :], (0.25, 0.75)).tolist())
 
     @property
     def tokens_per_step(self):
@@ -87,15 +83,14 @@ class Run:
 
     @property
     def seconds(self):
-        """Seconds of training at the end of each step."""
-        return list(itertools.accumulate(ms / 1000 for ms in self.ms))
+        """{step: seconds of training at its end}."""
+        return {step: ms / 1000 for step, ms in zip(self.steps, itertools.accumulate(self.ms), strict=True)}
 
     @property
     def start(self):
         """"cold" if the first step compiled a graph, "warm" if all came from Inductor's cache, None without graphs."""
         if graphs := GRAPHS.match(self.headers.get("graphs compiled", "")):  # of scripts that counted them
-            compiled, cached = map(int, graphs.groups())
-            return "cold" if compiled else "warm" if cached else None
+            return "cold" if int(graphs[1]) else "warm" if int(graphs[2]) else None
         eager = self.headers.get("compile", "none").startswith(("none", "not "))
         return None if eager else self.headers.get("compile cache")
 
@@ -138,13 +133,14 @@ class Run:
     def seconds_to(self, loss, steps, losses):
         """Seconds of training until one of the `losses`, at `steps`, is first at or below `loss`; None if none is."""
         reached = (step for step, now in zip(steps, losses, strict=True) if loss is not None and now <= loss)
-        return self.seconds_at(next(reached, None))
+        return self.seconds.get(next(reached, None))
 
-    def seconds_at(self, step):
-        """Seconds of training up to the end of `step`; None for None."""
-        if step is None:
-            return None
-        return sum(ms for number, ms in zip(self.steps, self.ms, strict=True) if number <= step) / 1000
+
+def stage_of(name):
+    """The stage of a log's name; one without a label for the peer, and for a script outside of the ladder."""
+    if name == PEER:
+        return Stage("", PEER_FILE, "transformers' GPT-2, everything on", None, frozenset())
+    return BY_NAME.get(name) or Stage("", f"{name}.py", name, None, frozenset())
 
 
 def read_headers(lines):
@@ -205,7 +201,6 @@ def add_line(run, line):
         run.steps.append(int(match[1]))
         run.losses.append(float(match[2]))
         run.ms.append(float(match[3]))
-        run.own_tokens += [float(match[4]) * run.ms[-1] / 1000] if match[4] else []
     elif match := VAL_LINE.match(line):
         run.val_steps.append(int(match[1]))
         run.val_losses.append(float(match[2]))

@@ -6,16 +6,24 @@ from pathlib import Path
 from ladder.errors import UserError
 
 
-def read_machine(folder):
-    """What `run` recorded about the machine; {} without it."""
-    path = Path(folder) / "machine.json"
+def read_json(path, check, remedy):
+    """The JSON object in the file `path` after `check`, which raises for a wrong one; {} without the file."""
     if not path.exists():
         return {}
     try:
-        machine = json.loads(path.read_text(encoding="utf-8"))
-        machine["rates"] = {name: float(rate) for name, rate in machine["rates"].items()}
-        if not machine["rates"] or not all(0 < rate < math.inf for rate in machine["rates"].values()):
-            raise ValueError(f"rates: {machine['rates']}")
-        return machine
+        data = json.loads(path.read_text(encoding="utf-8"))
+        check(data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): run python -m ladder run again, or delete it") from None
+        raise UserError(f"{path} is damaged ({error}): {remedy}") from None
+    return data
+
+
+def check_rates(machine):
+    machine["rates"] = {name: float(rate) for name, rate in machine["rates"].items()}
+    if not machine["rates"] or not all(0 < rate < math.inf for rate in machine["rates"].values()):
+        raise ValueError(f"rates: {machine['rates']}")
+
+
+def read_machine(folder):
+    """What `run` recorded about the machine; {} without it."""
+    return read_json(Path(folder) / "machine.json", check_rates, "run python -m ladder run again, or delete it")

@@ -11,7 +11,7 @@ def print_report(report, console):
     print_table(report, console)
     if report.profile:
         print_profile(report.profile, console)
-    if report.sweep:
+    if report.race:
         print_race(report, console)
 
 

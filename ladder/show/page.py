@@ -6,7 +6,7 @@ same scripts and logs make the same file, one row to a line.
 """
 import ast
 import itertools
-import math
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -23,10 +23,11 @@ from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
 from ladder.count.published import read_published
 from ladder.scripts.laws import first_line
-from ladder.scripts.lessons import LABEL, Line, in_diff_order, part_paragraphs, read_lesson, split_docstring
+from ladder.scripts.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.charts import KIND_COLORS, curves, gain, memory_bars, profile_bars, speed_bars
-from ladder.show.report import allocators, cores_of, label_of, warnings
+from ladder.show.logs import stage_of
+from ladder.show.report import allocators, cores_of, warnings
 from ladder.show.tables import describe, shown_texts
 from ladder.judge.standings import IN_A_LINK, KEY, race_texts, standings
 
@@ -38,47 +39,39 @@ MAX_POINTS = 400  # of a loss curve; for longer runs only every second, third, .
 
 def color_line(line):
     """A Line as HTML: spans for the syntax, <mark> for the changed words."""
-    edges = sorted({0, len(line.text), *itertools.chain.from_iterable(line.marks)})
+    marked = {place for first, last in line.marks for place in range(first, last)}
     parts, start = [], 0
     for token, value in lex(line.text, PythonLexer(stripnl=False, ensurenl=False)):
-        value = value.rstrip("\n")
-        end = start + len(value)
         css = next((css for kind, css in CLASSES.items() if token in kind), None)
-        cuts = [start, *(edge for edge in edges if start < edge < end), end]
-        for one, other in itertools.pairwise(cuts):
-            text = line.text[one:other].replace("&", "&amp;").replace("<", "&lt;")
+        places = range(start, start + len(value.rstrip("\n")))
+        start = places.stop
+        for mark, group in itertools.groupby(places, marked.__contains__):
+            text = "".join(line.text[place] for place in group).replace("&", "&amp;").replace("<", "&lt;")
             text = f"<span class={css}>{text}</span>" if css else text
-            marked = any(first <= one and other <= last for first, last in line.marks)
-            parts.append(f"<mark>{text}</mark>" if marked and text else text)
-        start = end
+            parts.append(f"<mark>{text}</mark>" if mark else text)
     return "".join(parts)
 
 
 def line_view(line):
-    """(number, depth of indentation, HTML) of a Line."""
-    return line.number, len(line.text) - len(line.text.lstrip()), color_line(line)
+    """A Line for the template: (class, number, depth of indentation, HTML)."""
+    css = {"-": "del", "+": "ins", " ": ""}[line.sign]
+    return css, line.number, len(line.text) - len(line.text.lstrip()), color_line(line)
 
 
-def definition_at(tree, number):
-    """The definition that contains a line of a script, such as "GPT.forward"; "" if none does."""
-    names, body = [], tree.body
-    while True:
-        blocks = (node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
-        block = next((node for node in blocks if first_line(node) <= number <= node.end_lineno), None)
-        if block is None:
-            return ".".join(names)
-        names.append(block.name)
-        body = block.body
+def blocks_of(source):
+    """(name, first line, last line) of each function, class and method of a script, the outer ones first."""
+    return [(node.name, first_line(node), node.end_lineno) for node in ast.walk(ast.parse(source))
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
 
 
-def hunk_view(hunk, before, after):
-    """A hunk for the template: the definitions that it changes, and its rows (class, *line_view)."""
-    trees = {"-": ast.parse(before), "+": ast.parse(after)}
-    lines = list(in_diff_order(hunk))
-    places = [definition_at(trees[sign], line.number) for sign, line in lines if sign in trees]
-    css = {"-": "del", "+": "ins", " ": ""}
-    return {"places": ", ".join(dict.fromkeys(filter(None, places))),
-            "rows": [(css[sign], *line_view(line)) for sign, line in lines]}
+def hunk_view(hunk, blocks):
+    """A hunk for the template: the definitions that it changes, such as "GPT.forward", and its rows.
+
+    `blocks` are those of the script before ("-") and of this one ("+").
+    """
+    places = [".".join(name for name, first, last in blocks[line.sign] if first <= line.number <= last)
+              for line in hunk if line.sign in blocks]
+    return {"places": ", ".join(dict.fromkeys(filter(None, places))), "rows": map(line_view, hunk)}
 
 
 def prose(body):
@@ -96,27 +89,22 @@ def lesson_view(stage):
     """All that the template shows of a rung except its measurements."""
     after, start = stage.path.read_text(encoding="utf-8"), BY_LABEL.get(stage.before)
     before = start and start.path.read_text(encoding="utf-8")
-    lesson = read_lesson(before, after)
-    code = []
+    lesson, code, hunks = read_lesson(before, after), [], []
     if start is None:  # there is nothing to compare with: show all of it, down to what all rungs share
         _, lines, first = split_docstring(after.split("\n" + BANNER)[0])
-        code = [("", *line_view(Line(number, text))) for number, text in enumerate(lines, first)]
+        code = [line_view(Line(" ", number, text)) for number, text in enumerate(lines, first)]
+    else:
+        blocks = {"-": blocks_of(before), "+": blocks_of(after)}
+        hunks = [hunk_view(hunk, blocks) for hunk in lesson.hunks]
     head, _, tail = lesson.title.partition(": ")
-    return {
-        "stage": stage, "before": start, "head": head, "tail": tail, "prose": prose(lesson.body), "lesson": lesson,
-        "hunks": [hunk_view(hunk, before, after) for hunk in lesson.hunks], "code": code,
-    }
+    return {"stage": stage, "before": start, "head": head, "tail": tail, "prose": prose(lesson.body), "lesson": lesson,
+            "hunks": hunks, "code": code}
 
 
 def rounded(data):
     """Data for page.js: floats with 7 significant digits, and null for NaN and infinity, which JSON does not have."""
-    if isinstance(data, dict):
-        return {key: rounded(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [rounded(value) for value in data]
-    if isinstance(data, float):
-        return float(f"{data:.7g}") if math.isfinite(data) else None
-    return data
+    return json.loads(json.dumps(data), parse_float=lambda text: float(f"{float(text):.7g}"),
+                      parse_constant=lambda _: None)
 
 
 def thinned(curve):
@@ -127,7 +115,7 @@ def thinned(curve):
 def rungs_of(report):
     """The labels of the rungs that were measured, "0–10, ddp"."""
     spans = []
-    for label in filter(None, map(label_of, report.runs)):
+    for label in filter(None, (stage_of(name).label for name in report.runs)):
         if spans and label.isdigit() and spans[-1][1].isdigit() and int(label) == int(spans[-1][1]) + 1:
             spans[-1][1] = label
         else:
@@ -149,7 +137,7 @@ def machine_name(report):
         max(rates, key=rates.get) if rates and cores else "",
         setting["model"] if setting["model"] != "gpt2" else "",
         f"B={setting['B']} T={setting['T']}",
-        setting["data"] if report.sweep else "",  # races differ by it
+        setting["data"] if report.race else "",  # races differ by it
         "default allocator" if "default" in allocators(report) else "",
     ]
     return ", ".join(filter(None, parts))
@@ -157,12 +145,12 @@ def machine_name(report):
 
 def rows_data(report):
     """The measurements of each rung, and of a race its standing, for page.js."""
-    target, racers = standings(report) if report.sweep else (None, [])
+    target, racers = standings(report) if report.race else (None, [])
     standing = {racer.name: {"target": round(target, 2), "val": racer.val_loss[0], "tokens_to": racer.tokens[0],
                              "seconds_to": racer.seconds[0]} for racer in racers}
     for row in report.rows:
         yield {
-            "label": label_of(row.name), "tokens": report.runs[row.name][0].tokens_per_step, "ms": row.ms,
+            "label": stage_of(row.name).label, "tokens": report.runs[row.name][0].tokens_per_step, "ms": row.ms,
             "low": row.ms_low, "high": row.ms_high, "speed": row.tokens_per_second,
             "mfu": row.mfu and 100 * row.mfu, "memory": row.peak_memory_gb, "loss": row.last_loss,
             "step": row.last_step,
@@ -171,7 +159,7 @@ def rows_data(report):
 
 def race_view(report):
     """The standings of a race for the template, None without one."""
-    if not report.sweep:
+    if not report.race:
         return None
     texts, caption = race_texts(report)
     texts = texts.drop(columns=IN_A_LINK)

@@ -1,13 +1,12 @@
 """Pictures of a report: where a step's time goes, the ladder of tokens/sec, the losses, the memory, a race.
 
-A picture is a dictionary: title, caption, height and mosaic as matplotlib takes them, and panels of bars or curves. Its
-file holds a digest of all that, so that a test can tell whether it is up to date.
+A picture is a dictionary: title, caption, height, and panels of bars or curves. Its file holds a digest of all that, so
+that a test can tell whether it is up to date.
 """
 import hashlib
 import json
 import math
 import re
-from string import ascii_lowercase
 
 import matplotlib
 
@@ -18,15 +17,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ladder.errors import UserError
-from ladder.judge.standings import finished, standings
-from ladder.scripts.stages import BY_NAME
+from ladder.judge.standings import standings
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
-from ladder.show.logs import PEER
-from ladder.show.report import label_of, title_of
+from ladder.show.logs import ORDER, PEER, stage_of
 from ladder.show.tables import conditions, data_of, where
 
 RACES = "races.png"  # the picture of all races
-SECONDS = "Seconds to the same loss, rung by rung"
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 
 plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formula
@@ -45,7 +41,7 @@ def heading(bar):
 
 def draw_bars(axes, bars, xlabel, rows=None):
     """Bars, one below the other, each of one part or of all kinds of work; with `rows`, each at its place in these."""
-    share, rows = rows is not None, rows or [heading(bar) for bar in bars]
+    rows = rows or [heading(bar) for bar in bars]
     for bar in bars:
         place, start = rows.index(heading(bar)), 0
         colors = KIND_COLORS.values() if len(bar["parts"]) > 1 else [bar.get("color", BLUE)]
@@ -63,7 +59,7 @@ def draw_bars(axes, bars, xlabel, rows=None):
                       va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), rows, fontsize=9)
     axes.set(ylim=(len(rows) - 0.5, -0.5))
-    axes.margins(x=0.6 if share else 0.15)
+    axes.margins(x=0.6 if len(axes.figure.axes) > 1 else 0.15)
     axes.set_xlabel(xlabel, fontsize=8, color="grey")
     axes.tick_params(length=0)
     axes.tick_params(axis="x", labelsize=8, labelcolor="grey")
@@ -73,47 +69,30 @@ def draw_bars(axes, bars, xlabel, rows=None):
     axes.xaxis.set_major_formatter("{x:,.0f}" if axes.get_xlim()[1] >= 10 else "{x:g}")
 
 
-def draw_curves(axes, curves, x, xlabel, target=None, ylim=None, ticks=None):
-    """Losses against `x`, a key of the curves; with a dotted line, and a dot where each curve reaches it, at `target`.
-    """
+def draw_curves(axes, curves, x, xlabel):
+    """Losses against `x`, a key of the curves; those of validations dotted, in black."""
     for curve in curves:
-        dots = {"marker": "o", "markersize": 3} if curve.get("val") or x == "rate" else {}
-        axes.plot(curve[x], curve["loss"], color=curve["color"], label=curve["title"],
-                  linewidth=1 if curve.get("val") else 1.4, linestyle=":" if curve.get("val") else "-", **dots)
-        if target is not None:
-            axes.plot(curve["reached"], target, "o", color=curve["color"], markersize=4)
-    if target is not None:
-        axes.axhline(target, color="black", linewidth=0.8, linestyle=":")
-    if ticks:
-        axes.set(xscale="log")
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45, fontsize=7, ha="right")
-        axes.set_xticks([], minor=True)
-    axes.set(xlabel=xlabel, ylabel="loss (nats)", ylim=ylim)
+        style = {"color": "black", "linestyle": ":", "marker": "o", "markersize": 3} if curve.get("val") else {}
+        axes.plot(curve[x], curve["loss"], label=curve["title"], linewidth=1.2, **{"color": curve["color"]} | style)
+    axes.set(xlabel=xlabel, ylabel="loss (nats)")
 
 
 def draw(picture):
-    """The figure of a picture. The panels of curves share their vertical axis, bars in one row their names."""
-    figure, axes = plt.subplot_mosaic(picture["mosaic"], figsize=(9, picture["height"]), layout="constrained",
-                                      height_ratios=picture.get("heights"))
+    """The figure of a picture: its panels side by side, with the same vertical axis."""
+    panels = picture["panels"]
+    figure, axes = plt.subplots(1, len(panels), figsize=(9, picture["height"]), layout="constrained", sharey=True,
+                                squeeze=False)
     figure.suptitle(picture["title"], x=0.01, ha="left", fontweight="bold")
     figure.text(0.01, -0.01, picture["caption"], fontsize=7, color="grey", va="top", wrap=True)
-    first = {}  # {kind of panel: its first axes}
-    for one, panel in zip(axes.values(), picture["panels"], strict=True):
+    for one, panel in zip(axes[0], panels, strict=True):
         one.spines[["top", "right"]].set_visible(False)
-        kind = "bars" if "bars" in panel else "curves"
-        (draw_bars if kind == "bars" else draw_curves)(one, **{key: panel[key] for key in panel if key != "heading"})
+        (draw_bars if "bars" in panel else draw_curves)(one, **{key: panel[key] for key in panel if key != "heading"})
         one.set_title(panel.get("heading"), fontsize=9, loc="left")
-        if kind in first:
-            one.tick_params(labelleft=False)
-            if kind == "curves":
-                one.sharey(first[kind])
-                one.set_ylabel(None)
-        first.setdefault(kind, one)
+        one.label_outer()
     if picture.get("legend") == "kinds":
-        draw_kinds(first["bars"])
+        draw_kinds(axes[0, 0])
     elif picture.get("legend"):
-        figure.legend(*first["curves"].get_legend_handles_labels(), loc="outside right upper", fontsize=7,
-                      frameon=False)
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
     return figure
 
 
@@ -128,7 +107,7 @@ def draw_kinds(axes):
 
 def bar_picture(title, caption, bars, xlabel, **more):
     bars = list(bars)
-    return {"title": title, "caption": caption, "height": 1.4 + 0.36 * max(4, len(bars)), "mosaic": "a",
+    return {"title": title, "caption": caption, "height": 1.4 + 0.36 * max(4, len(bars)),
             "panels": [{"bars": bars, "xlabel": xlabel}], **more}
 
 
@@ -144,10 +123,9 @@ def profile_picture(profile):
 
 def loss_picture(report):
     """The loss against steps and against seconds of training."""
-    of_rung = colors_of(report.runs)
-    colors = {row.title: of_rung[row.name] for row in report.rows}
-    shown = [curve | {"color": "black" if "val" in curve else colors[curve["title"]]} for curve in curves(report)]
-    return {"title": "Loss", "caption": conditions(report), "height": 4.2, "mosaic": "ab", "panels": [
+    colors = dict(zip(report.table["title"], colors_of(report.runs).values(), strict=False))
+    shown = [curve | {"color": colors.get(curve["title"])} for curve in curves(report)]
+    return {"title": "Loss", "caption": conditions(report), "height": 4.2, "panels": [
         {"curves": shown, "x": "steps", "xlabel": "step"},
         {"curves": shown, "x": "seconds", "xlabel": "seconds of training, the first step included"},
     ], "legend": "curves"}
@@ -155,69 +133,36 @@ def loss_picture(report):
 
 def race_panel(report, names):
     """Seconds to the target of each rung, their spread, and their share of the first rung's; colored as in `names`."""
-    (target, racers), colors, runs = standings(report), colors_of(names), finished(report.runs)
+    (target, racers), colors, runs = standings(report), colors_of(names), report.runs
     bars = []
     for racer in racers:
         whole = runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
         middle, low, high = (min(seconds, whole) for seconds in racer.seconds)
         reached = math.isfinite(racer.seconds[0])
         bars.append({
-            "title": racer.title, "label": label_of(racer.name), "parts": [middle], "low": low, "high": high,
+            "title": racer.title, "label": racer.label, "parts": [middle], "low": low, "high": high,
             "open": racer.seconds[2] == math.inf, "pale": not reached, "color": colors[racer.name],
             "end": f"{racer.seconds[0]:,.1f} s, {racer.percent[0]:.0f} %" if reached else "not reached"})
     return {"bars": bars, "xlabel": f"seconds to a validation loss of {target:.2f}"}
 
 
-def about_seconds(report):
-    n_seeds = max(map(len, finished(report.runs).values()))
-    return f"The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where a seed never got there."
-
-
 def races_picture(reports):
-    """The bars of several races side by side, those of the same rung in one row."""
-    names = [name for name in BY_NAME if any(name in report.runs for report in reports)]
-    rows = [f"{title_of(name)}  {label_of(name)}" for name in names]
+    """The bars of races side by side, those of the same rung in one row."""
+    raced = dict.fromkeys(name for report in reports for name in report.runs)
+    names = sorted(raced, key=[*ORDER, *raced].index)
+    rows = [f"{stage_of(name).title}  {stage_of(name).label}" for name in names]
     settings = " · ".join(dict.fromkeys(where(report, batch=False) for report in reports))
+    n_seeds = max(map(len, reports[0].runs.values()))
     panels = [race_panel(report, names) | {"rows": rows, "heading": data_of(report)} for report in reports]
-    return {"title": SECONDS, "height": 1.3 + 0.28 * len(rows), "panels": panels,
-            "mosaic": ascii_lowercase[: len(panels)],
-            "caption": f"{settings}. {about_seconds(reports[0])} No bar: not raced."}
-
-
-def search_panel(report, which, xlabel, colors):
-    """The losses that the search ended with along one of the two learning rates, the other at its best."""
-    tried = sorted({rates[which] for losses in report.sweep.values() for rates in losses if len(rates) > which})
-    panel = {"curves": [], "x": "rate", "xlabel": xlabel, "ticks": tried}
-    for racer in standings(report)[1]:
-        losses, best = report.sweep.get(racer.name, {}), racer.rates
-        at_best = {rates[which]: loss for rates, loss in losses.items() if len(best) > which
-                   and (*rates[:which], *rates[which + 1 :]) == (*best[:which], *best[which + 1 :])}
-        panel["curves"].append({"title": racer.title, "rate": list(at_best), "loss": list(at_best.values()),
-                                "color": colors[racer.name]})
-    return panel
-
-
-def race_picture(report):
-    """The seconds to the target, the losses on the way there, and those that the search ended with."""
-    (target, racers), colors = standings(report), colors_of(report.runs)
-    ends = [racer.val_loss[0] for racer in racers]
-    way = [curve | {"color": colors[racer.name], "reached": racer.seconds[0]}
-           for curve, racer in zip(curves(report), racers, strict=True)]
-    height = 1 + 0.3 * max(4, len(racers))
-    return {"title": SECONDS, "height": height + 3.6, "heights": [height, 3.6],
-            "mosaic": "aaaa\nbbcd", "caption": f"{where(report)}. {about_seconds(report)} Below: the way there, in "
-            "validation losses; and the losses that the search ended with, along each learning rate.",
-            "panels": [race_panel(report, report.runs),
-                       {"curves": way, "x": "seconds", "xlabel": "seconds of training", "target": target,
-                        "ylim": (min(ends) - 0.1, target + 1.5 * (target - min(ends)) + 0.1)},
-                       search_panel(report, 0, "AdamW's rate", colors),
-                       search_panel(report, 1, "Muon's rate", colors)]}
+    return {"title": "Seconds to the same loss, rung by rung", "height": 1.3 + 0.28 * len(rows), "panels": panels,
+            "caption": f"{settings}. The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where "
+            "a seed never got there. No bar: not raced."}
 
 
 def pictures_of(report):
     """{kind: picture} of a report, without those that its logs say nothing of."""
-    if report.sweep:
-        return {"race": race_picture(report)}
+    if report.race:
+        return {"race": races_picture([report])}
     pictures = {
         "ladder": bar_picture("Tokens per second", conditions(report), speed_bars(report),
                               "tokens/sec; the thin lines show the spread"),
@@ -237,7 +182,7 @@ def all_pictures(reports):
             if name in pictures:
                 raise UserError(f"two log folders are called {report.name}: plot them into separate folders")
             pictures[name] = picture
-    races = sorted((report for report in reports if report.sweep), key=lambda report: -len(report.table))
+    races = sorted((report for report in reports if report.race), key=lambda report: -len(report.table))
     return pictures | ({RACES: races_picture(races)} if len(races) > 1 else {})
 
 

@@ -1,12 +1,11 @@
 """The profile of a folder: where the time of each rung's step goes, as measured by `python -m ladder profile`."""
-import json
 import math
 from pathlib import Path
 
 import pandas
 
-from ladder.errors import UserError
 from ladder.scripts.stages import BY_NAME
+from ladder.show.machine import read_json
 from ladder.show.terminal import print_texts
 
 KINDS = {  # kind of work: what belongs to it
@@ -29,23 +28,20 @@ def is_reliable(rung):
     return abs(rung["step_ms"] / rung["plain_ms"] - 1) <= MOST_OFF
 
 
+def check_parts(profile):
+    for rung in profile["rungs"]:
+        numbers = [*rung["parts_ms"].values(), rung["step_ms"], rung["plain_ms"], rung["floor_ms"]]
+        known = rung["name"] in BY_NAME and list(rung["parts_ms"]) == list(KINDS)
+        if not known or not all(0 <= ms < math.inf for ms in numbers):
+            raise ValueError(f"{rung['name']}: not a rung's times by kind of work")
+    if not profile["rungs"] or not {"model", "B", "T", "name"} <= profile.keys():
+        raise ValueError("rungs, model, B, T or name is missing")
+
+
 def read_profile(folder):
     """The profile that `python -m ladder profile` put into a folder, or None."""
     path = Path(folder) / "profile.json"
-    if not path.exists():
-        return None
-    try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
-        for rung in profile["rungs"]:
-            numbers = [*rung["parts_ms"].values(), rung["step_ms"], rung["plain_ms"], rung["floor_ms"]]
-            known = rung["name"] in BY_NAME and list(rung["parts_ms"]) == list(KINDS)
-            if not known or not all(0 <= ms < math.inf for ms in numbers):
-                raise ValueError(f"{rung['name']}: not a rung's times by kind of work")
-        if not profile["rungs"] or not {"model", "B", "T", "name"} <= profile.keys():
-            raise ValueError("rungs, model, B, T or name is missing")
-        return profile
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete it, and run python -m ladder profile again") from None
+    return read_json(path, check_parts, "delete it, and run python -m ladder profile again") or None
 
 
 def print_profile(profile, console):

@@ -13,27 +13,18 @@ import pandas
 from ladder.count.flops import mfu
 from ladder.errors import UserError
 from ladder.judge.race_table import read_race
-from ladder.scripts.stages import BY_LABEL, BY_NAME
-from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
-from ladder.show.logs import PEER, PEER_FILE, read_folder
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import read_folder, stage_of
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
 
-PEER_TITLE = "transformers' GPT-2, everything on"
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
-IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished, or in wrong units"
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.
 TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "first_step_s": "median",
          "cold_first_step_s": "median", "warm_first_step_s": "median"}  # warm: the graphs came from the cache
 RESULTS = {"tokens": "first", "ranks": "first", "mfu": "first", "mfu_causal": "first", "peak_memory_gb": "median",
            "last_loss": lambda losses: losses.median(skipna=False), "last_step": "min", "complete": "all",
            "last_val_loss": "median", "seconds_to_common_loss": "median", "seconds_to_common_val_loss": "median"}
-# Those of a rung; MFU as a share of 1, by PaLM's FLOPs and with half of attention's. The order is that of --csv.
-COLUMNS = ["name", "title", "ms", "ms_low", "ms_high", "rounds", "tokens_per_second", "times_baseline", "times_before",
-           "before_within_noise", "mfu", "mfu_causal", "peak_memory_gb", "last_loss", "last_step",
-           "seconds_to_common_loss", "first_step_s", "cold_first_step_s", "warm_first_step_s", "complete",
-           "last_val_loss", "seconds_to_common_val_loss"]
-
 
 @dataclass
 class Report:
@@ -44,11 +35,10 @@ class Report:
     machine: dict  # rates and versions measured in the same run; {} when unknown
     common_loss: float | None  # None if every loss of a run is infinite or not a number
     common_val_loss: float | None  # None without a validation
-    table: pandas.DataFrame  # COLUMNS, one row per rung
+    table: pandas.DataFrame  # one row per rung: name, title, TIMES, RESULTS; speeds in tokens per second and as
+    # times those of others; MFU as a share of 1, by PaLM's FLOPs and with half of attention's
     runs: dict  # {name: [Run, ...]}
     profile: dict | None  # where each rung's step time goes, as profile.json has it
-    sweep: dict  # of a race, {rung: {its learning rates: validation loss}}; else {}
-    timing: dict  # of a race, {rung: [Run, ...]} that measured the time of a step; {} without
     race: object  # all of its runs, a race_table.Race; None if this is none
     skipped: list  # why files of the folder were not used
 
@@ -73,15 +63,6 @@ def common_lowest(losses_of_runs):
     """A loss that all runs reach: the highest of their lowest. Unlike a smoothed loss, it needs no parameter."""
     finite = [list(filter(math.isfinite, losses)) for losses in losses_of_runs]
     return max((min(losses) for losses in finite if losses), default=None)
-
-
-def read_or_skip(read, folder, skipped, default):
-    """What `read` finds in a folder; if the file is damaged, `default`, and the reason goes to `skipped`."""
-    try:
-        return read(folder)
-    except UserError as error:
-        skipped.append(str(error))
-        return default
 
 
 def log_row(run, alone, rates, common_loss, common_val_loss):
@@ -123,38 +104,25 @@ def within_noise(one, other):
     return low <= other_high and other_low <= high
 
 
-def title_of(name, ranks=1):
-    title = BY_NAME[name].title if name in BY_NAME else PEER_TITLE if name == PEER else name
-    return f"{title}, {ranks} ranks" if ranks > 1 else title
-
-
-def file_of(name):
-    return BY_NAME[name].file if name in BY_NAME else PEER_FILE if name == PEER else name
-
-
-def label_of(name):
-    return BY_NAME[name].label if name in BY_NAME else ""
-
-
 def table_of(runs, timing, *common):
     """The table of a Report. In a race the times are those of `timing`: its rounds may have shared the machine."""
     timed = {name: timing.get(name, rounds) for name, rounds in runs.items()}
     table = merge_rounds(timed, TIMES, *common).join(merge_rounds(runs, RESULTS, *common))
     table.loc[table.index.isin(timing), ["seconds_to_common_loss", "seconds_to_common_val_loss"]] = math.nan
-    table["name"] = table.index
-    table["title"] = [title_of(name, ranks) for name, ranks in table["ranks"].items()]
+    stages = [stage_of(name) for name in table.index]
+    table.insert(0, "title", [stage.title + (f", {ranks} ranks" if ranks > 1 else "")
+                              for stage, ranks in zip(stages, table["ranks"], strict=True)])
     speed = table["tokens_per_second"] = table["tokens"] / table["ms"] * 1000
     table["mfu"] *= speed
     table["mfu_causal"] *= speed
-    before = [BY_LABEL[BY_NAME[name].before].name if name in BY_NAME and BY_NAME[name].before else None
-              for name in table.index]
+    before = [BY_LABEL[stage.before].name if stage.before else None for stage in stages]
     table["times_baseline"] = speed / speed.get(BY_LABEL["0"].name, math.nan)
     table["times_before"] = speed / speed.reindex(before).to_numpy()
-    rows = {row.name: row for row in table.itertuples()}
+    rows = dict(zip(table.index, table.itertuples(), strict=True))
     table["before_within_noise"] = pandas.Series(
         [within_noise(row, rows[start]) if start in rows else None
          for row, start in zip(rows.values(), before, strict=True)], index=table.index, dtype=object)
-    return table[COLUMNS].reset_index(drop=True)
+    return table.reset_index()
 
 
 def build_report(folder):
@@ -162,8 +130,13 @@ def build_report(folder):
     race = read_race(folder)
     runs, skipped = (race.runs("round"), race.skipped) if race else read_folder(folder)
     check_comparable(runs, folder)
-    machine = read_or_skip(read_machine, folder, skipped, {})
-    profile = read_or_skip(read_profile, folder, skipped, None)
+    found = {}
+    for read in (read_machine, read_profile):
+        try:
+            found[read] = read(folder)
+        except UserError as error:
+            skipped.append(str(error))
+    machine, profile = found.get(read_machine, {}), found.get(read_profile)
     first = next(iter(runs.values()))[0]
     if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
         skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
@@ -171,12 +144,9 @@ def build_report(folder):
         profile = None
     every_run = [run for rounds in runs.values() for run in rounds]
     common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
-    timing = race.runs("timing") if race and race.timed == "timing" else {}
-    return Report(
-        Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, *common,
-        table_of(runs, timing, machine.get("rates"), *common), runs, profile,
-        race.sweep if race else {}, timing, race, skipped,
-    )
+    table = table_of(runs, race.timing if race else {}, machine.get("rates"), *common)
+    setting = first.setting() | {"device": first.device}
+    return Report(Path(folder).resolve().name, setting, machine, *common, table, runs, profile, race, skipped)
 
 
 def allocators(report):
@@ -190,45 +160,24 @@ def allocators(report):
 
 def cores_of(report):
     """How many threads the runs on a CPU had; 0 on other devices."""
-    timed = report.timing or report.runs  # a race's rounds may have had half of the cores each
+    timed = report.race and report.race.timing or report.runs  # a race's rounds may have had half of the cores each
     headers = [run.headers.get("device", "") for rounds in timed.values() for run in rounds]
     return max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
 
 
-def wrong_unit(run):
-    """A warning if the tokens/sec in a log do not follow from its B, T and dt, else None."""
-    if not run.own_tokens or not run.tokens_per_step:
-        return None
-    off = run.tokens_per_step / pandas.Series(run.own_tokens).median()
-    if 0.8 < off < 1.25:
-        return None
-    word = "it counts tokens per millisecond" if 800 < off < 1250 else f"it is off by a factor of {off:.3g}"
-    return (f"its log has {run.tokens_per_second / off:,.1f} tokens/sec where B * T * ranks / dt is "
-            f"{run.tokens_per_second:,.1f}: {word}")
-
-
-def warnings_of(row, run):
-    """What a reader needs to know of one rung: impossible values, a short warm-up, an unfinished run."""
-    if wrong := wrong_unit(run):
-        yield wrong
-    if row.mfu and row.mfu > 1:
-        yield f"MFU {row.mfu:.0%} is {IMPOSSIBLE}"
-    fastest = fastest_ms(run)
-    if fastest and row.ms < fastest[0]:
-        yield (f"{row.ms:,.1f} ms, and the matrix products alone take {fastest[0]:,.1f} ms at {CLOCKED_HIGHER:g} times "
-               f"the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
-    if not run.on_cpu and "device" in run.headers and sum(run.ms[: run.warm_up]) < WARM_UP_MS:
-        yield (f"the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to warm up a GPU: "
-               "give more --steps")
-    if not row.complete:
-        yield f"the run did not finish ({row.last_step} steps)"
-
-
 def warnings(report):
-    """What a reader of the table needs to know: damaged files, impossible values, allocators, unfinished runs."""
+    """What a reader of the table needs to know: damaged files, impossible values, short warm-ups, unfinished runs."""
     yield from (f"skipped: {reason}" for reason in report.skipped)
     for row in report.rows:
-        yield from (f"{row.title}: {warning}" for warning in warnings_of(row, report.runs[row.name][0]))
+        run = report.runs[row.name][0]
+        if row.mfu and row.mfu > 1:
+            yield (f"{row.title}: MFU {row.mfu:.0%} is an impossible measurement: the clock was probably read before "
+                   "the GPU had finished")
+        if not run.on_cpu and "device" in run.headers and sum(run.ms[: run.warm_up]) < WARM_UP_MS:
+            yield (f"{row.title}: the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to "
+                   "warm up a GPU: give more --steps")
+        if not row.complete:
+            yield f"{row.title}: the run did not finish ({row.last_step} steps)"
     if len(under := allocators(report)) > 1:
         parts = "; ".join(f"{name}: {', '.join(titles)}" for name, titles in under.items())
         yield (f"the runs had different memory allocators ({parts}): on a CPU they can "

@@ -10,8 +10,9 @@ from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.judge.standings import KEY, WIDE, race_texts
-from ladder.scripts.stages import BY_LABEL, BY_NAME, ROOT
-from ladder.show.report import allocators, cores_of, file_of, label_of, warnings
+from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.show.logs import stage_of
+from ladder.show.report import allocators, cores_of, warnings
 from ladder.show.terminal import print_texts
 
 NOTHING = "–"  # where a log does not say
@@ -53,6 +54,7 @@ def conditions(report):
 def texts_of(report):
     """The report as short strings: a DataFrame with fixed column names, one row per rung."""
     table, rows = report.table, report.rows
+    stages = [stage_of(row.name) for row in rows]
 
     def column(name, pattern):
         return [NOTHING if pandas.isna(value) else pattern.format(value) for value in table[name]]
@@ -67,8 +69,8 @@ def texts_of(report):
     marks = [" (noise)" if overlap is True else "" for overlap in table["before_within_noise"]]
     floors = {row["label"]: f"{row['ms']['A100']['floor']:,.0f}" for row in floor_data([CARDS["A100"]])["rungs"]}
     return pandas.DataFrame({
-        "label": [label_of(row.name) for row in rows],
-        "file": ["[`{0}`]({0})".format(file_of(row.name)) for row in rows],
+        "label": [stage.label for stage in stages],
+        "file": [f"[`{stage.file}`]({stage.file})" for stage in stages],
         "title": table["title"],
         "ms": [f"{row.ms:,.1f}" if row.ms < 1000 else f"{row.ms:,.0f}" for row in rows],
         "spread": [f"{row.ms_low:,.0f}–{row.ms_high:,.0f}" for row in rows],
@@ -85,8 +87,8 @@ def texts_of(report):
         "first_step": [first_step(row) for row in rows],
         "val_loss": column("last_val_loss", "{:.3f}"),
         "val_seconds": column("seconds_to_common_val_loss", "{:,.0f}"),
-        "a100": [f"{floors[label_of(row.name)]} / {BY_NAME[row.name].lecture_ms or NOTHING}"
-                 if label_of(row.name) in floors else NOTHING for row in rows],
+        "a100": [f"{floors[stage.label]} / {stage.lecture_ms or NOTHING}" if stage.label in floors else NOTHING
+                 for stage in stages],
     })
 
 
@@ -169,22 +171,12 @@ def published_table():
     return markdown(rows.replace("", NOTHING), dict(zip(columns, columns, strict=True)), len(columns))
 
 
-def between_marks(text, name, tables, file):
-    """`text` with the tables between its two marks; raises UserError when they are not there."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise UserError(f"{file} must hold {begin} and then {end}, once each, around the table")
-    head, rest = text.split(begin)
-    tail = rest.split(end)[1]
-    return "\n".join([head + begin, "\n\n".join(tables), end + tail])
-
-
 def write_tables(reports, root=ROOT):
     """Put all tables between their marks in README.md and docs/; raises UserError where the marks are missing.
 
     The README shows the machine with the most rungs; among several, the one where they gain the most.
     """
-    races = sorted((report for report in reports if report.sweep), key=lambda report: -len(report.table))
+    races = sorted((report for report in reports if report.race), key=lambda report: -len(report.table))
     ladder = sorted((report for report in reports if BY_LABEL["0"].name in report.runs),
                     key=lambda report: (-len(report.table), -report.table["times_baseline"].max()))
     for file, name, tables in [
@@ -195,8 +187,11 @@ def write_tables(reports, root=ROOT):
     ]:
         if file.startswith("docs/"):
             tables = [re.sub(r"\]\((?!https:)", "](../", table) for table in tables]
-        text = between_marks((root / file).read_text(encoding="utf-8"), name, tables, file)
-        write_whole(root / file, text)
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        parts = re.split(f"(?s)(?<={begin}\n).*(?={end})", (root / file).read_text(encoding="utf-8"))
+        if len(parts) != 2:
+            raise UserError(f"{file} must hold {begin} and then {end} around the table, on lines of their own")
+        write_whole(root / file, "\n\n".join(tables).join([parts[0], "\n" + parts[1]]))
 
 
 def as_json(reports):
