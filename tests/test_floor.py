@@ -14,9 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from experiments import count_kernels as kernels
 from ladder.__main__ import main
 from ladder.count import floor
-from ladder.count.cards import CARDS, find_card
+from ladder.count.cards import CARDS, card_of, find_card
 from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
 from ladder.scripts.stages import BY_LABEL, LADDER
+from ladder.show.floors import fastest_ms
+from ladder.show.logs import read_log
 
 B, T = 2, 64
 EAGER = {"compile_mode": "none"}
@@ -170,6 +172,53 @@ def test_every_floor_lies_below_the_published_step_and_falls_with_it():
     assert all(before > 0.99 * after for before, after in itertools.pairwise(floors))
 
 
+@pytest.mark.parametrize("device, name", [
+    ("NVIDIA A100-SXM4-40GB", "A100"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"), ("Tesla T4", "T4"),
+    ("Tesla V100-SXM2-16GB", "V100"), ("NVIDIA GeForce RTX 3090", "RTX 3090"), ("NVIDIA GeForce RTX 3090 Ti", None),
+    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", None), ("NVIDIA L4", "L4"), ("NVIDIA L40S", None),
+    ("AMD EPYC", None), (None, None),
+])
+def test_cards_are_known_by_the_drivers_name(device, name):
+    card = card_of(device)
+    assert (card and card.name) == name
+
+
+def write_log(path, ms, precision="bfloat16 autocast", device="NVIDIA GeForce RTX 3080", more=""):
+    path.write_text(f"# script: speedup_10_fused_adamw.py\n# model: gpt2\n"
+                    f"# device: {device} | precision: {precision}{more}\n"
+                    f"# batch: B=4 T=1024 | steps: 1 | seed: 1\nstep : 1 | loss: 9.0 | dt: {ms} ms\n")
+    return path
+
+
+@pytest.mark.parametrize("ms, device, impossible", [
+    (14, "NVIDIA GeForce RTX 3080", True), (100, "NVIDIA GeForce RTX 3080", False),
+    (14, "NVIDIA H100 80GB HBM3", False), (0.1, "some other GPU", False),
+])
+def test_report_calls_a_log_impossible_that_beats_its_cards_arithmetic(ms, device, impossible, tmp_path, capsys):
+    log = write_log(tmp_path / "speedup_10_fused_adamw.log", ms, device=device)
+    products = fastest_ms(read_log(log))
+    assert main(["report", str(tmp_path)]) == 0
+    assert ("matrix products alone take" in " ".join(capsys.readouterr().out.split())) == impossible
+    if "3080" in device:
+        assert products[0] == pytest.approx(1000 * flops_per_token("gpt2", 1024, True) * 4096 / (1.25 * 59.5e12))
+
+
+def test_a_log_in_tf32_is_held_to_the_rate_of_tf32(tmp_path):
+    slow, fast = (fastest_ms(read_log(write_log(tmp_path / "a.log", 100, precision, "NVIDIA A100-SXM4-40GB")))[0]
+                  for precision in ("float32", "float32, products in TF32"))
+    assert slow / fast == pytest.approx(156 / 19.5)
+
+
+@pytest.mark.parametrize("more, times", [(" | ranks: 2", 1.4), (" | float8: 3 layers", 0.7)])
+def test_an_honest_log_is_not_called_impossible(more, times, tmp_path, capsys):
+    """Two cards do twice the arithmetic; float8 has another rate, which no card's row has."""
+    path = tmp_path / "speedup_10_fused_adamw.log"
+    products, _ = fastest_ms(read_log(write_log(path, 100)))
+    write_log(path, times * products, more=more)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "matrix products alone take" not in " ".join(capsys.readouterr().out.split())
+
+
 def test_bandwidths_as_published():
     """In GB/s, of the bus width and the data rate that each datasheet also gives."""
     buses = {"RTX 3080": (320, 19), "RTX 3090": (384, 19.5), "RTX 4090": (384, 21), "RTX 5090": (512, 28),
@@ -257,3 +306,7 @@ def test_compiled_rung_has_the_same_products_in_fewer_kernels(counted):
     assert compiled.total() < 0.8 * eager.total()
     traffic = [sum(n * kernel.bytes for kernel, n in step.items()) for step in (eager, compiled)]
     assert traffic[1] < 0.7 * traffic[0]
+
+
+def test_a_laptops_gpu_is_another_card():
+    assert [card_of(f"NVIDIA GeForce RTX {number} Laptop GPU") for number in (3080, 4090, 5090)] == [None] * 3

@@ -1,9 +1,13 @@
-"""Counted floors in a terminal."""
+"""Counted floors in a terminal, and what they say about a log: no card is faster than its arithmetic."""
 import pandas
 
+from ladder.count.cards import card_of
 from ladder.count.floor import COUNTED, NOT_COUNTED, STORED, floor_data, lesson_hash, read_store
+from ladder.count.flops import flops_per_token
 from ladder.errors import UserError
 from ladder.show.terminal import print_texts
+
+CLOCKED_HIGHER = 1.25  # how many times its datasheet's rate a card may reach; an RTX 5090 was measured at 1.21
 
 
 def print_floors(rows, cards, setting, console):
@@ -34,3 +38,17 @@ def show_floors(stages, cards, console):
         console.print(f"changed since: {', '.join(changed)}; python -m experiments.count_kernels counts them again",
                       markup=False)
     print_floors(rows, cards, "{model}, B={B} T={T}".format(**STORED), console)
+
+
+def fastest_ms(run):
+    """(ms, card): what a log's matrix products take on its card at more than the datasheet's rate; None if unknown.
+
+    Not the whole floor: small tensors stay in a card's cache, which the floor ignores.
+    """
+    card, per_token = card_of(run.device), flops_per_token(run.model, run.T, True, run.vocab_size)
+    precision = run.headers.get("precision", "16 bits")
+    if card is None or per_token is None or run.tokens_per_step is None or "float8" in run.headers:
+        return None
+    number_format = "16 bits" if "16" in precision else "tf32" if "in TF32" in precision else "float32"
+    rate = CLOCKED_HIGHER * run.ranks * card.rate(number_format)
+    return 1000 * per_token * run.tokens_per_step / rate, card

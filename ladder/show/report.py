@@ -14,11 +14,13 @@ from ladder.count.flops import mfu
 from ladder.errors import UserError
 from ladder.judge.race_table import read_race
 from ladder.scripts.stages import BY_LABEL
+from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
 from ladder.show.logs import read_folder, stage_of
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
 
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
+IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished"
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.
 TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "first_step_s": "median",
          "cold_first_step_s": "median", "warm_first_step_s": "median"}  # warm: the graphs came from the cache
@@ -171,8 +173,11 @@ def warnings(report):
     for row in report.rows:
         run = report.runs[row.name][0]
         if row.mfu and row.mfu > 1:
-            yield (f"{row.title}: MFU {row.mfu:.0%} is an impossible measurement: the clock was probably read before "
-                   "the GPU had finished")
+            yield f"{row.title}: MFU {row.mfu:.0%} is {IMPOSSIBLE}"
+        fastest = fastest_ms(run)
+        if fastest and row.ms < fastest[0]:
+            yield (f"{row.title}: {row.ms:,.1f} ms, and the matrix products alone take {fastest[0]:,.1f} ms at "
+                   f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
         if not run.on_cpu and "device" in run.headers and sum(run.ms[: run.warm_up]) < WARM_UP_MS:
             yield (f"{row.title}: the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to "
                    "warm up a GPU: give more --steps")
