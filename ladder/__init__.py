@@ -1,4 +1,4 @@
-"""The tool around the ladder, in three parts: `scripts` knows the rungs, `show` reads logs, `measure` runs scripts.
+"""The tool around the ladder: `scripts` knows the rungs, `measure` runs, `count` counts, `judge` judges, `show` shows.
 
-Imports go one way: `measure` uses `show` and `scripts`, `show` uses `scripts`, and `scripts` uses neither.
+Nothing that only reads logs imports torch.
 """
