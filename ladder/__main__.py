@@ -93,15 +93,12 @@ def profile(args):
 def survey(args):
     """all of this in a given time, for machines that you use only once; unknown flags go to the scripts"""
     from ladder.measure.survey import survey
-    from ladder.show.outputs import print_report
-    from ladder.show.report import build_report
 
-    out = args.out or new_folder("logs/survey")
-    folders = survey(args.minutes, out, args.flags, console)
-    for folder in folders:
-        print_report(build_report(folder), console)
-    console.print(f"To add this machine: copy the folders of {out} to logs/reference", markup=False)
-    return 0 if folders else 1
+    def do(words):
+        words = parse_args(words)
+        return words.do(words)
+
+    return survey(args.minutes, args.out or new_folder("logs/survey"), args.flags, do, console)
 
 
 def report(args):

@@ -215,22 +215,6 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
             assert len(values) == 1
 
 
-def test_the_search_for_the_largest_batch_ends_at_its_deadline(tokens, monkeypatch):
-    """A clock that each attempt moves on by all that it may take; without the deadline every one would get 600 s."""
-    clock = [1000.0]
-
-    def run_job(job, seconds, device):
-        clock[0] += min(seconds, 70)
-        return runner.Outcome(job.name, "timed out")
-
-    monkeypatch.setattr(max_batch, "run_job", run_job)
-    monkeypatch.setattr(max_batch, "run_module", lambda *_: 40e9)
-    monkeypatch.setattr(max_batch.time, "monotonic", lambda: clock[0])
-    words = ["--device", "cpu", "--data", str(tokens)]
-    max_batch.largest_batch(BY_LABEL["7"], words, 600, 1, lambda line: None, deadline=1100.0)
-    assert clock[0] == 1100
-
-
 def test_the_peer_is_rung_10_with_another_model(tmp_path, tokens, monkeypatch):
     """The rungs' own dtype and compile check: no bfloat16 where there is none, eager where nothing compiles."""
     module = rung(10)

@@ -1,13 +1,12 @@
 """python -m ladder survey: what it does on which device, and that it ends in time."""
-import io
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 from conftest import run_command
-from rich.console import Console
 
+from ladder.__main__ import parse_args
 from ladder.count.memory import recommend
 from ladder.measure import survey
 from ladder.measure.runner import check_flags
@@ -27,36 +26,23 @@ def test_a_survey_ends_in_time_and_leaves_folders_to_commit(tokens, tmp_path):
     report = build_report(main)
     assert "baseline" in report.runs and all(run.complete for runs in report.runs.values() for run in runs)
     assert {"name", "rates", "torch"} <= report.machine.keys()
-    assert "torch" in (tmp_path / "short" / "check.txt").read_text(encoding="utf-8")
+    assert "torch" in (tmp_path / "short" / "survey.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("device, does", [
-    ("cpu", ["12 runs", "profile", "24 runs", "beyond"]),
-    ("mps", ["12 runs", "24 runs", "largest_batches", "beyond"]),  # torch.profiler, CUDA graphs: not there
-    ("cuda", ["12 runs", "profile", "24 runs", "largest_batches", "beyond", "cuda_graphs"]),
+@pytest.mark.parametrize("device, verbs", [
+    ("cpu", ["run --repeat", "profile --repeat", "run --rungs"]),
+    ("mps", ["run --repeat", "run --max-batch", "run --rungs"]),  # torch.profiler, CUDA graphs: not there
+    ("cuda", ["run --repeat", "profile --repeat", "run --max-batch", "run --rungs", "run --rungs"]),
 ])
-def test_a_survey_does_what_the_device_can(device, does, monkeypatch, tmp_path):
-    done = []
-    monkeypatch.setattr(survey, "check_flags", lambda *_: SimpleNamespace(device=device, B=1, T=32, steps=4))
-    monkeypatch.setattr(survey, "with_defaults", lambda flags, minutes: flags)
-    monkeypatch.setattr(survey, "name_machine", lambda out, *_: (out / "machine").mkdir() or "name")
-    for name in ("profile", "largest_batches"):
-        monkeypatch.setattr(survey.Survey, name, lambda self, name=name: done.append(name))
-    monkeypatch.setattr(survey.Survey, "run_apart", lambda self, stages, what, *_: done.append(what))
-    monkeypatch.setattr(survey.Survey, "run", lambda self, jobs, folder: done.append(f"{len(jobs)} runs"))
-    survey.survey(1, tmp_path / "out", [], Console(file=io.StringIO()))
-    assert done == does
-
-
-def test_a_survey_gives_the_profile_and_the_search_for_a_batch_its_deadline(monkeypatch, tmp_path):
-    got = []
-    monkeypatch.setattr(survey, "largest_batch", lambda *arguments: got.append(arguments[-1]) or (1, 1.0, ""))
-    monkeypatch.setattr(survey, "profile_ladder", lambda *arguments: got.append(arguments[-1]))
-    deadline = time.monotonic() + 60
-    this = survey.Survey([], tmp_path, SimpleNamespace(B=1, T=32), deadline, Console(file=io.StringIO()))
-    this.profile()
-    this.largest_batches()
-    assert got == [deadline] * 5
+def test_a_survey_does_what_the_device_can(device, verbs):
+    """In words that the tool's own parser takes."""
+    settings = SimpleNamespace(device=device, B=1, T=32)
+    asked = [words for _, words in survey.commands(settings, ["-B", "1", "--steps", "4"])]
+    assert [" ".join(words[:2]) for words in asked] == verbs
+    for words in asked:
+        args = parse_args(words)
+        assert args.flags[:2] == ["-B", "1"]
+        assert ("--steps" in args.flags) == (args.verb == "run" and not args.max_batch)  # the others refuse it
 
 
 @pytest.mark.parametrize("flags, minutes, chosen", [

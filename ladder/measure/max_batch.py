@@ -1,7 +1,5 @@
 """The largest batch of a rung: where the memory model says, and from there by trying."""
-import math
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +12,11 @@ from ladder.measure.runner import check_flags, command_for, run_module, split_fl
 from ladder.show.logs import read_log
 
 
-def largest_batch(stage, flags, seconds, processes, say, deadline=math.inf):
+def largest_batch(stage, flags, seconds, processes, say):
     """(largest B per process, tokens/sec at that B, why the next one did not run) of a rung.
 
     The search starts at the B that the memory model predicts, since every B costs a compilation. An attempt may take
-    `seconds`, and the search ends at the `deadline` (of time.monotonic), whatever it has found by then.
+    `seconds`.
     """
     settings = check_flags([stage], flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
@@ -28,13 +26,13 @@ def largest_batch(stage, flags, seconds, processes, say, deadline=math.inf):
     B = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
 
     best, speed, failed, why = 0, None, None, ""
-    while (failed is None or failed - best > max(1, best // 8)) and time.monotonic() < deadline:
+    while failed is None or failed - best > max(1, best // 8):
         more = ["-B", str(B), "--steps", "3"]
         if hasattr(settings, "total_batch"):  # one micro-step: more of them take more time, not more memory
             more += ["--total-batch", str(B * settings.T * ranks)]
         with tempfile.TemporaryDirectory() as folder:
             job = Job(stage.name, command_for(stage, [*flags, *more], Path(folder), processes), Path(folder))
-            outcome = run_job(job, min(seconds, deadline - time.monotonic()), settings.device)
+            outcome = run_job(job, seconds, settings.device)
             say(f"{stage.name}: B={B} {outcome.status}")
             if outcome.status == "ok":
                 best, speed = B, read_log(job.log).tokens_per_second

@@ -7,11 +7,9 @@ results are kept.
 import argparse
 import contextlib
 import json
-import math
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -86,9 +84,9 @@ def plan(stages, flags, log_dir, repeat=1, peers=False, processes=2):
             for folder in folders for stage in [*stages, *([None] if peers else [])]]
 
 
-def is_finished(job):
+def is_finished(log):
     try:
-        return read_log(job.log).complete
+        return read_log(log).complete
     except UserError:
         return False
 
@@ -135,17 +133,13 @@ def locked(folder, resume, flag="--logs"):
 
 @dataclass
 class Runner:
-    """Runs the jobs of one folder and records how each ended; as a context, it shows a progress bar.
-
-    At the `deadline` the jobs in progress are stopped, and their logs deleted.
-    """
+    """Runs the jobs of one folder and records how each ended; as a context, it shows a progress bar."""
 
     settings: object  # of the first rung: steps and device
     log_dir: Path
     seconds: float  # that a job may take
     console: object
     resume: bool = False  # skip what is finished
-    deadline: float = math.inf  # of time.monotonic()
     n_jobs: int = 0  # how many there probably are
     outcomes: list = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)  # by Ctrl-C
@@ -159,20 +153,16 @@ class Runner:
     def __exit__(self, *_):
         self.progress.stop()
 
-    def left(self):
-        return self.deadline - time.monotonic()
-
     def failed(self):
         return [outcome for outcome in self.outcomes if outcome.status != "ok"]
 
     def measure_machine(self, **more):
         """Called before and after the jobs, since rates drift; `more` is added to machine.json."""
-        if self.left() > 0:
-            self.progress.update(self.bar, description="the machine's matrix-product rates")
-            write_machine(self.log_dir, self.settings.device, **more)
+        self.progress.update(self.bar, description="the machine's matrix-product rates")
+        write_machine(self.log_dir, self.settings.device, **more)
 
     def run(self, jobs, at_once=1):
-        """Run the jobs, `at_once` at a time with an equal share of the cores and the memory, up to the deadline."""
+        """Run the jobs, `at_once` at a time with an equal share of the cores and the memory."""
         if at_once > 1:
             threads, memory = max(1, torch.get_num_threads() // at_once), MEMORY_SHARE * free_memory("cpu") / at_once
             jobs = [replace(job, env={"OMP_NUM_THREADS": str(threads)}, memory=memory) for job in jobs]
@@ -187,21 +177,18 @@ class Runner:
                 raise
 
     def run_one(self, job):
-        if self.stopped.is_set() or self.left() < 1:
+        if self.stopped.is_set():
             return
-        if self.resume and is_finished(job):
+        if self.resume and is_finished(job.log):
             self.outcomes.append(Outcome(job.name, "ok"))
             return
         self.show(job)
         try:
-            seconds = min(self.seconds, self.left())
-            outcome = run_job(job, seconds, self.settings.device, partial(self.show, job), self.stopped)
+            outcome = run_job(job, self.seconds, self.settings.device, partial(self.show, job), self.stopped)
         except BaseException:
             self.stopped.set()  # before this thread takes the next job
             raise
-        if outcome.status == "timed out" and self.left() < 1:
-            job.log.unlink(missing_ok=True)
-        elif not self.stopped.is_set():
+        if not self.stopped.is_set():
             self.finish(job, outcome)
 
     def show(self, job, line=""):

@@ -12,7 +12,6 @@ import math
 import re
 import statistics
 import sys
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -154,13 +153,13 @@ def check_profile(stages, flags, folder):
     return settings
 
 
-def profile_once(stage, flags, machine, seconds):
+def profile_once(stage, flags, machine):
     """(one profile of a rung, None if it failed; the job's Outcome)."""
     with TemporaryDirectory() as scratch:
         folder, result = Path(scratch), Path(scratch) / "result.json"
         command = [sys.executable, "-m", "ladder.measure.step_profile", stage.label, str(result)]
         job = Job(stage.name, [*command, *own_flags(stage, flags, folder)], folder)
-        outcome = run_job(job, seconds, machine["device"])
+        outcome = run_job(job, math.inf, machine["device"])
         if outcome.status != "ok":
             return None, outcome
         rung = json.loads(result.read_text())
@@ -168,12 +167,12 @@ def profile_once(stage, flags, machine, seconds):
     return rung, outcome
 
 
-def profile_ladder(stages, flags, settings, folder, console, repeat, deadline=math.inf):
+def profile_ladder(stages, flags, settings, folder, console, repeat):
     """Profile the stages, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
     Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any; other rungs
     stay in folder/profile.json. Floors use the rates of folder/machine.json, which are measured first if it does not
-    exist. It ends at the `deadline` (of time.monotonic), with the rungs that are finished by then.
+    exist.
     """
     if not (folder / "machine.json").exists():
         write_machine(folder, settings.device)
@@ -184,10 +183,8 @@ def profile_ladder(stages, flags, settings, folder, console, repeat, deadline=ma
     found = {stage.name: [] for stage in stages}
     failed, jobs = [], list(stages) * repeat
     for number, stage in enumerate(jobs, 1):
-        if (left := deadline - time.monotonic()) < 1:
-            break
         with console.status(f"{number} of {len(jobs)} {stage.name}"):
-            rung, outcome = profile_once(stage, flags, machine, left)
+            rung, outcome = profile_once(stage, flags, machine)
         if rung is None:
             failed.append(outcome)
             console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)

@@ -1,26 +1,23 @@
-"""Measure as much of a machine as a given time allows, the most important first.
+"""Measure as much of a machine as a given time allows, by the tool's other verbs, the most important first.
 
 The folders that a survey writes can be committed to logs/reference/ as they are.
 """
-import json
+import _thread
+import os
 import re
 import shutil
+import signal
+import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from ladder.count.memory import RUN_BY_DEFAULT, largest_fitting, recommend
 from ladder.errors import UserError
-from ladder.measure.max_batch import largest_batch
-from ladder.measure.runner import Runner, check_flags, locked, plan, run_module, settings_of, split_flags, write_machine
-from ladder.measure.step_profile import profile_ladder
-from ladder.scripts.choose import parse_rungs
+from ladder.measure.runner import check_flags, is_finished, locked, run_module, settings_of, split_flags
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import has_steps
+from ladder.show.machine import read_machine
 
-LADDER, BEYOND = parse_rungs("0-10"), parse_rungs("11-16")
-ROUNDS = 3
-JOB_SECONDS = 600
 SHORT = 60  # minutes; in a shorter survey a CPU gets T=256, since at T=1024 its steps take seconds
 GPU_STEPS = 60  # half of them warm up, and a GPU needs 3 s for that
 
@@ -40,91 +37,59 @@ def with_defaults(flags, minutes):
     return ["-B", str(2 ** (max(1, min(64, B)).bit_length() - 1)), *flags]
 
 
-@dataclass
-class Survey:
-    """What the parts of a survey have in common."""
-
-    flags: list  # but for --steps, which some parts set themselves
-    main: Path  # the folder of the ladder
-    settings: object  # of its first rung
-    deadline: float  # of time.monotonic()
-    console: object
-
-    def left(self):
-        return self.deadline - time.monotonic()
-
-    def run(self, jobs, folder):
-        with Runner(self.settings, folder, JOB_SECONDS, self.console, True, self.deadline, len(jobs)) as runner:
-            runner.run(jobs)
-            runner.measure_machine()
-
-    def run_apart(self, stages, what, steps, *more):
-        """Run rungs that are not comparable with the ladder, in a separate folder."""
-        folder = self.main.parent / f"{self.main.name.rpartition('_B')[0]}_{what}"
-        folder.mkdir()
-        shutil.copy(self.main / "machine.json", folder)
-        self.run(plan(stages, [*self.flags, "--steps", str(steps), *more], folder), folder)
-
-    def profile(self):
-        rounds = ROUNDS if self.left() > 60 * SHORT / 2 else 1
-        profile_ladder(LADDER, self.flags, self.settings, self.main, self.console, rounds, self.deadline)
-
-    def largest_batches(self):
-        found = []
-        for stage in parse_rungs("0,5,6,10"):
-            B, speed, why = largest_batch(stage, self.flags, JOB_SECONDS, 1, self.console.print, self.deadline)
-            if self.left() < 1:
-                break  # the end of the survey cut this search short
-            found.append({"rung": stage.name, "B": B, "tokens_per_second": speed, "stopped_by": why})
-        (self.main / "largest_batch.json").write_text(json.dumps(found, indent=1) + "\n")
-
-    def parts(self):
-        """Yields (title, function, its arguments) for what this device can do, the most important first."""
-        device = self.settings.device
-        jobs = plan(LADDER, [*self.flags, "--steps", str(self.settings.steps)], self.main, ROUNDS, peers=True)
-        n = len(jobs) // ROUNDS
-        yield "the ladder and transformers' GPT-2, first round", self.run, jobs[:n], self.main
-        if device != "mps":  # where torch.profiler sees nothing
-            yield "where the time of a step goes", self.profile
-        yield "the ladder, two more rounds", self.run, jobs[n:], self.main
-        if device != "cpu":  # where a larger batch only makes a longer step
-            yield "the largest batch", self.largest_batches
-        tokens = str(4 * self.settings.B * self.settings.T)
-        yield "the rungs beyond", self.run_apart, BEYOND, "beyond", 8, "--total-batch", tokens
-        if device == "cuda":
-            graphs = ("--compile-mode", "reduce-overhead")
-            yield "CUDA graphs", self.run_apart, [BY_LABEL["10"]], "cuda_graphs", GPU_STEPS, *graphs
+def commands(settings, flags):
+    """Yields (a folder's name, the words after `python -m ladder`) of what this device can do."""
+    _, same = split_flags(flags, "--steps")
+    yield "ladder", ["run", "--repeat", "3", "--peers", *flags]
+    if settings.device != "mps":  # where torch.profiler sees nothing
+        yield "ladder", ["profile", "--repeat", "1", *same]
+    if settings.device != "cpu":  # where a larger batch only makes a longer step
+        yield "", ["run", "--max-batch", "--rungs", "0,5,6,10", *same]
+    tokens = str(4 * settings.B * settings.T)
+    yield "beyond", ["run", "--rungs", "11-16", *same, "--steps", "8", "--total-batch", tokens]
+    if settings.device == "cuda":
+        yield "cuda_graphs", ["run", "--rungs", "10", *flags, "--compile-mode", "reduce-overhead"]
 
 
-def name_machine(out, settings, console):
-    """Describe the machine in out/machine and out/check.txt; returns its name, for use in folder names."""
-    scratch = out / "machine"
-    scratch.mkdir()
-    write_machine(scratch, settings.device)
-    check = run_module("ladder", "check")
-    (out / "check.txt").write_text(check, encoding="utf-8")
-    console.print(check, markup=False)
-    device = json.loads((scratch / "machine.json").read_text())["name"]
-    return re.sub(r"\W+", "_", device.lower()).strip("_")
+def name_folders(out, settings):
+    """Name the folders after the machine; delete runs that the end cut short, and folders without a step."""
+    for log in out.rglob("*.log"):
+        if not is_finished(log):
+            log.unlink()
+    for folder in [path for path in out.iterdir() if path.is_dir()]:
+        if not has_steps(folder):
+            shutil.rmtree(folder)
+            continue
+        machine = re.sub(r"\W+", "_", read_machine(folder)["name"].lower()).strip("_")
+        folder.rename(out / f"{machine}_{f'B{settings.B}_T{settings.T}' if folder.name == 'ladder' else folder.name}")
 
 
-def survey(minutes, out, flags, console):
-    """Survey this machine for `minutes`, into folders in the new folder `out`; returns those that hold logs."""
+def survey(minutes, out, flags, do, console):
+    """Survey this machine for `minutes`, into folders in the new folder `out`; returns the exit code.
+
+    `do` does what the words of a command say. At the end of the time it gets a Ctrl-C, and keeps what has finished.
+    """
     deadline = time.monotonic() + 60 * minutes
     flags = with_defaults(flags, minutes)
-    settings = check_flags([*LADDER, *BEYOND], flags)
+    settings = check_flags([BY_LABEL["10"]], flags)
+    ctrl_c = _thread.interrupt_main  # on Windows, where a thread cannot be woken, not before its next line of output
+    if os.name == "posix":
+        ctrl_c = partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
+    console.record = True
     with locked(out, resume=False, flag="--out"):
-        main = out / f"{name_machine(out, settings, console)}_B{settings.B}_T{settings.T}"
-        (out / "machine").rename(main)
-        this = Survey(split_flags(flags, "--steps")[1], main, settings, deadline, console)
+        console.print(run_module("ladder", "check"), markup=False)
+        timer = threading.Timer(deadline - time.monotonic(), ctrl_c)
+        timer.start()
         try:
-            for title, work, *words in this.parts():
-                if this.left() < 1:
+            for folder, words in commands(settings, flags):
+                left = (deadline - time.monotonic()) / 60
+                console.print(f"{left:.1f} minutes left: python -m ladder {' '.join(words)}", markup=False)
+                if do([*words, *(["--logs", str(out / folder)] if folder else [])]) == 130:
                     break
-                console.print(f"{title}: {this.left() / 60:.1f} minutes left", style="bold", markup=False)
-                work(*words)
         except KeyboardInterrupt:
             console.print("stopped; finished results are kept")
-    for folder in [path for path in out.iterdir() if path.is_dir() and not has_steps(path)]:
-        shutil.rmtree(folder)  # nothing was measured
-    return sorted(path for path in out.iterdir() if path.is_dir())
+        timer.cancel()
+        console.save_text(out / "survey.txt")
+        name_folders(out, settings)
+    console.print(f"To add this machine: copy the folders of {out} to logs/reference", markup=False)
+    return 0 if any(out.rglob("*.log")) else 1
