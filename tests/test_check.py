@@ -25,50 +25,14 @@ def test_what_is_here():
     assert "NVIDIA GPU" not in run.stdout and "✗ torch.compile" in run.stdout and "install" in run.stdout
 
 
-@pytest.fixture
-def nvidia(tmp_path, monkeypatch):
-    """A machine with an NVIDIA GPU, as its driver's own tool tells; nvidia(driver, cuda) sets torch's side of it."""
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def nvidia(driver, cuda, capability=None, built_for=()):
-        program.write_text(f"#!/bin/sh\ncase $1 in --query*) echo 'NVIDIA H100 80GB HBM3, {driver}, 700.00 W';;"
-                           f"*) echo '| NVIDIA-SMI {driver}  Driver Version: {driver}  CUDA Version: 13.0 |';; esac\n")
-        program.chmod(0o755)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(built_for))
-        return findings(check.check_device, "cpu").get("NVIDIA GPU", "")
-
-    return nvidia
-
-
-DEFAULT_WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
-
-
-@pytest.mark.parametrize("driver, cuda, capability, built_for, problem", [
-    ("580.65.06", None, None, [], "built without CUDA; pip .*whl/cu130"),
-    ("535.183.01", "13.0", None, [], "driver 535.183.01 is too old for CUDA 13.0; update it to 580 or newer"),
-    ("580.65.06", "13.0", None, [], "CUDA 13.0 does not start"),
-    ("580.65.06", "13.0", (7, 0), DEFAULT_WHEEL, "no kernels for compute capability 7.0, .*whl/cu126"),
-    ("580.65.06", "13.0", (9, 0), ["sm_80", "sm_86"], "no kernels for compute capability 9.0"),
-    *(("580.65.06", "13.0", fits, DEFAULT_WHEEL, "^$") for fits in ((7, 5), (8, 9), (9, 0), (10, 3), (12, 0))),
-    ("580.65.06", "13.0", (13, 0), [*DEFAULT_WHEEL, "compute_120"], "^$"),
-])
-def test_why_torch_cannot_use_the_gpu(driver, cuda, capability, built_for, problem, nvidia):
-    assert re.search(problem, nvidia(driver, cuda, capability, built_for))
-
-
-def test_a_hidden_gpu(nvidia, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES" in nvidia("580.65.06", "13.0")
-
-
-def test_the_machine_is_named_with_its_gpu_driver_and_power_limit(nvidia):
-    nvidia("580.65.06", None)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU that is here")
+def test_a_gpu_that_torch_cannot_use(tmp_path, monkeypatch):
+    """An NVIDIA GPU, as its driver's own tool tells, under a torch that does not see it."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 580.65.06, 700.00 W'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert re.search("CUDA.*; pip install .*torch==.*whl/cu130", findings(check.check_device, "cpu")["NVIDIA GPU"])
     machine = rates.describe("cpu")
     assert machine["gpus"] == ["NVIDIA H100 80GB HBM3, 580.65.06, 700.00 W"]
     assert "threads" in machine["cpu"] and machine["name"] == machine["cpu"]

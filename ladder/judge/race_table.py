@@ -8,8 +8,7 @@ import pandas
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.stages import BY_LABEL
-from ladder.show.logs import ORDER, Run, read_headers, read_lines, read_log, stage_of
+from ladder.show.logs import ORDER, Run, read_headers, read_lines, read_log
 
 FILE = "race.csv"
 FACTS = ["model", "device", "machine", "torch", "precision", "allocator", "compile", "ranks", "total batch", "batch",
@@ -78,17 +77,9 @@ def best_of(losses):
     return min(sorted(losses, reverse=True), key=losses.get)
 
 
-def searched_by(stage, names):
-    """The stage whose search gave `stage` its rates: the nearest of `names` with the same losses up to rounding."""
-    while stage.name not in names and stage.same_losses is not None:
-        stage = BY_LABEL[stage.before]
-    return stage
-
-
 def best_rates(name, sweep):
     """The learning rates that a search found for a rung; () if it had none."""
-    losses = sweep.get(searched_by(stage_of(name), sweep).name)
-    return best_of(losses) if losses else ()
+    return best_of(sweep[name]) if name in sweep else ()
 
 
 def last_val_loss(path):

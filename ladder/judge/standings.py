@@ -2,15 +2,13 @@
 
 The target is the median of the first rung's final losses, rounded up to two digits.
 """
-import itertools
 import math
 import textwrap
 import warnings
 
-import numpy
 import pandas
 
-from ladder.judge.race_table import best_rates, searched_by
+from ladder.judge.race_table import best_rates
 from ladder.show.logs import stage_of
 from ladder.show.terminal import print_texts
 
@@ -49,7 +47,7 @@ def median_and_range(values):
 def chances(values):
     """[p, ...] of a two-sided paired t-test of each rung against the one before; NaN where it says nothing.
 
-    `values` is a Series by rung and seed. The first rung has none before it, others have the losses of the one before.
+    `values` is a Series by rung and seed. The first rung has none before it.
     """
     from scipy.stats import ttest_rel
 
@@ -57,9 +55,7 @@ def chances(values):
     with warnings.catch_warnings():  # about one seed, and about differences that are all the same
         warnings.simplefilter("ignore")
         p = ttest_rel(by_seed[1:].to_numpy(), by_seed[:-1].to_numpy(), axis=1, nan_policy="omit").pvalue
-    names = itertools.pairwise(by_seed.index)
-    same = [searched_by(stage_of(name), [before]).name == before for before, name in names]
-    return [math.nan, *numpy.where(same, math.nan, p)]
+    return [math.nan, *p]
 
 
 def standings(report):

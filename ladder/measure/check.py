@@ -12,7 +12,6 @@ import pandas
 import psutil
 import torch
 from torch.nn.attention import SDPBackend
-from torch.utils import collect_env
 
 from ladder.measure.allocator import keeping_freed_memory, name_of
 from ladder.measure.rates import device_name, nvidia_gpus, rung_10
@@ -22,7 +21,6 @@ from ladder.show.terminal import print_texts
 
 GOOD, NEUTRAL, BAD = "✓", "–", "✗"
 COLORS = {GOOD: "green", NEUTRAL: "yellow", BAD: "red"}
-OLDEST_DRIVERS = {"13": 580, "12": 525}  # NVIDIA's, by CUDA version
 
 
 # `mark` is ✓ (present), – (absent, but the ladder runs without it) or ✗ (needs fixing).
@@ -34,34 +32,16 @@ def finding(good, what, gains, lacks, bad=NEUTRAL):
     return Finding(GOOD, what, gains) if good else Finding(bad, what, lacks)
 
 
-def runs_on(built_for, capability):
-    """Whether kernels built for "sm_86" (8.6 up to 8.9) or "compute_90" (9.0 and all later) run on a capability."""
-    kind, number = built_for.split("_")
-    version = divmod(int(number.rstrip("af")), 10)
-    return version <= capability and (kind == "compute" or version[0] == capability[0])
-
-
 def nvidia_problem():
-    """What keeps torch from using this machine's NVIDIA GPU, and what to do about it; None if nothing does."""
-    cuda, version = torch.version.cuda, torch.__version__.split("+")[0]
-    wheel = f"pip install --force-reinstall torch=={version} --index-url https://download.pytorch.org/whl/"
-    if torch.cuda.is_available():
-        capability, built_for = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
-        if cuda is None or any(runs_on(each, capability) for each in built_for):  # None: ROCm
-            return None
-        return (f"this torch has no kernels for compute capability {capability[0]}.{capability[1]}, only for "
-                f"{', '.join(built_for)}; {wheel}cu126")
+    """What keeps torch from using this machine's NVIDIA GPU, in torch's words, and a remedy; None if nothing does."""
     if not nvidia_gpus():
         return None
-    if cuda is None:
-        return f"this torch is built without CUDA; {wheel}cu130"
-    if (os.environ.get("CUDA_VISIBLE_DEVICES", "0") or "-1").startswith("-"):
-        return "CUDA_VISIBLE_DEVICES hides it; unset it"
-    driver = collect_env.get_nvidia_driver_version(collect_env.run)
-    needed = OLDEST_DRIVERS.get(cuda.split(".")[0], 0)
-    if driver and int(driver.split(".")[0]) < needed:
-        return f"driver {driver} is too old for CUDA {cuda}; update it to {needed} or newer, or {wheel}cu126"
-    return f"CUDA {cuda} does not start; python -c 'import torch; torch.cuda.init()' says why"
+    try:
+        torch.ones(1, device="cuda")
+    except Exception as error:  # no CUDA in this torch, an old driver, a hidden card, no kernels for it: any exception
+        version = torch.__version__.split("+")[0]
+        return (f"{str(error).splitlines()[0]}; pip install --force-reinstall torch=={version} --index-url "
+                "https://download.pytorch.org/whl/cu130 has CUDA, cu126 in its place is for older drivers and cards")
 
 
 def check_device(device):

@@ -16,7 +16,7 @@ from functools import partial
 
 from ladder.errors import UserError
 from ladder.measure.runner import Job, command_for, defaults, settings_of, split_flags
-from ladder.judge.race_table import FILE, best_of, last_val_loss, read_logs, searched_by, write_csv
+from ladder.judge.race_table import FILE, best_of, last_val_loss, read_logs, write_csv
 from ladder.judge.standings import neighbors, show_rates
 
 MOST_RATES = 12  # that a search tries
@@ -70,9 +70,6 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1):
         return {rates: last_val_loss(folder / f"{stage.name}.log") for rates, folder in folders.items()}
 
     for stage in stages:
-        if (same := searched_by(stage, chosen)).name in chosen:  # same losses: one search for both
-            chosen[stage.name] = chosen[same.name]
-            continue
         start = default_rates(stage) | {flag: carried[flag] for flag in default_rates(stage) if flag in carried}
         chosen[stage.name] = search(stage, tuple(start.values()), partial(try_rates, stage))
         carried |= zip(start, chosen[stage.name], strict=True)
@@ -84,28 +81,6 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1):
     write_csv(read_logs(log_dir), log_dir / FILE)
 
 
-def fewest_searches(stages):
-    """{rung that gets a search of its own: how many runs it takes at least}."""
-    names = [stage.name for stage in stages]
-    return {stage: 1 + 2 * len(default_rates(stage)) for place, stage in enumerate(stages)
-            if searched_by(stage, names[:place]).name not in names[:place]}
-
-
 def n_jobs(stages, seeds):
-    """How many jobs a race has, if no search goes on from where it begins."""
-    return sum(fewest_searches(stages).values()) + (seeds + TIMINGS) * len(stages)
-
-
-def describe_race(stages, seeds):
-    """The plan of a race, for the user, before it starts."""
-    fewest = fewest_searches(stages)
-    return (f"race: at least {n_jobs(stages, seeds)} runs: {sum(fewest.values())} or more to find the learning rates "
-            f"of {len(fewest)} rungs, each beginning at those of the one before, then {seeds} seeds and {TIMINGS} "
-            f"timings of {len(stages)} rungs")
-
-
-def search_progress(stages, log_dir):
-    """How much of a race's search is done, in one line."""
-    sweep, fewest = read_logs(log_dir).sweep, fewest_searches(stages)
-    done = sum(map(math.isfinite, (loss for stage in fewest for loss in sweep.get(stage.name, {}).values())))
-    return f"the search for learning rates has finished {done} of at least {sum(fewest.values())} runs"
+    """How many jobs a race has at least: if no search goes on from where it begins."""
+    return sum(1 + 2 * len(default_rates(stage)) for stage in stages) + (seeds + TIMINGS) * len(stages)

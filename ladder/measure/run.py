@@ -3,7 +3,7 @@ import shutil
 
 from ladder.errors import UserError
 from ladder.measure.max_batch import print_largest
-from ladder.measure.race import check_race, describe_race, n_jobs, race, search_progress
+from ladder.measure.race import check_race, n_jobs, race
 from ladder.measure.runner import Runner, check_flags, locked, plan
 from ladder.scripts.choose import parse_rungs
 from ladder.show.logs import has_steps
@@ -44,15 +44,15 @@ def run(args, logs, console):
     if interrupted:
         again = f"python -m ladder run --resume --logs {logs} continues" if kept else "there is nothing to resume"
         console.print(f"stopped; {again}", markup=False, soft_wrap=True)
-    show_end(args, stages, runner, console)
+    show_end(runner, console)
     return 130 if interrupted else 1 if runner.failed() else 0
 
 
 def measure(args, stages, runner):
     """Run the jobs, between two measurements of the machine."""
     if args.race:
-        runner.console.print(describe_race(stages, args.race), markup=False)
         runner.n_jobs = n_jobs(stages, args.race)
+        runner.console.print(f"race: at least {runner.n_jobs} runs")
     else:
         jobs = plan(stages, args.flags, runner.log_dir, args.repeat, args.peers, args.processes)
         runner.n_jobs = len(jobs)
@@ -66,15 +66,13 @@ def measure(args, stages, runner):
         runner.measure_machine()
 
 
-def show_end(args, stages, runner, console):
-    """The table, or how far the search of a race is, and what failed."""
+def show_end(runner, console):
+    """The table, and what failed."""
     if has_steps(runner.log_dir):
         print_report(build_report(runner.log_dir), console)
         console.print(f"logs: {runner.log_dir}", markup=False)
-    elif args.race:
-        console.print(search_progress(stages, runner.log_dir), markup=False)
     else:
-        console.print("no rung finished a step, so there is no table")
+        console.print("no rung finished a step, or a round of a race, so there is no table")
     if failed := runner.failed():
         console.print(f"{len(failed)} of {runner.n_jobs} runs did not finish:", style="red")
         for outcome in failed:

@@ -77,13 +77,14 @@ def survey(minutes, out, flags, do, console):
         ctrl_c = partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
     console.record = True
     with locked(out, resume=False, flag="--out"):
-        console.print(run_module("ladder", "check"), markup=False)
+        console.print(run_module("ladder", "check"), markup=False, soft_wrap=True)
         timer = threading.Timer(deadline - time.monotonic(), ctrl_c)
         timer.start()
         try:
             for folder, words in commands(settings, flags):
                 left = (deadline - time.monotonic()) / 60
-                console.print(f"{left:.1f} minutes left: python -m ladder {' '.join(words)}", markup=False)
+                text = f"{left:.1f} minutes left: python -m ladder {' '.join(words)}"
+                console.print(text, markup=False, soft_wrap=True)
                 if do([*words, *(["--logs", str(out / folder)] if folder else [])]) == 130:
                     break
         except KeyboardInterrupt:
