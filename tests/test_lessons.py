@@ -34,5 +34,5 @@ def test_diff_shows_text_change_and_effect(capsys, monkeypatch):
     assert "Rung 6, flash attention" in output
     assert "+         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)" in output
     assert "-         att = F.softmax(att, dim=-1)" in output
-    assert "Measured: " in output and "ms/step" in output
+    assert "Measured, " in output and "ms/step" in output
     assert "+ " in diff("ddp", "rung_12_prefetch.py") and "@@" not in diff("0")

@@ -3,7 +3,7 @@ from ladder.judge.standings import print_race
 from ladder.scripts.stages import ROOT
 from ladder.show.profile import print_profile
 from ladder.show.report import build_report, within_noise
-from ladder.show.tables import conditions, print_table
+from ladder.show.tables import print_table, where
 
 
 def print_report(report, console):
@@ -56,7 +56,7 @@ def write_reports(args, newest_run, reference_folders, console, messages):
 
 
 def print_effect(before, stage, folders, console):
-    """What a rung's change did on each reference machine that has measured both; `before` is the other rung's stage."""
+    """What a rung's change did, a line for each reference machine that has both; `before` is the other rung's stage."""
     def times(row):
         return f"{row.ms:,.0f} ({row.ms_low:,.0f}–{row.ms_high:,.0f})"
 
@@ -65,10 +65,11 @@ def print_effect(before, stage, folders, console):
         if not {before.name, stage.name} <= rows.keys():
             continue
         old, new = rows[before.name], rows[stage.name]
+        loss, kind = ("last_val_loss", "validation loss") if new.last_val_loss and old.last_val_loss else (
+            "last_loss", f"loss at step {new.last_step}")
         memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
         ratio = f"{new.tokens_per_second / old.tokens_per_second:.2f} x the tokens/sec"
         noise = ", within the noise: the spreads overlap" if within_noise(old, new) else ""
-        console.print(f"\nMeasured: {conditions(reference)}", style="bold", markup=False)
-        console.print(
-            f"  {times(old)} -> {times(new)} ms/step ({ratio}{noise}){memory}, "
-            f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}", markup=False, soft_wrap=True)
+        console.print(f"Measured, {where(reference)}:", style="bold", markup=False, soft_wrap=True)
+        console.print(f"  {times(old)} -> {times(new)} ms/step ({ratio}{noise}){memory}, {kind}: "
+                      f"{getattr(old, loss):.3f} -> {getattr(new, loss):.3f}", markup=False, soft_wrap=True)
