@@ -4,11 +4,11 @@
     python convert.py mine.pt my-model           # a file of --save, or a checkpoint: a folder, with its tokenizer
     python speedup_10_fused_adamw.py --pretrained gpt2.pt
 
-The file is that of one script: rung 10's for a GPT-2 (rungs 7 to 19 load it), rung 24's for a Qwen3 (23 to 29), rung
-32's for a Qwen3 whose heads share keys and values, as the published ones do; --script names another one, such as
-baseline.py. Rows that pad the vocabulary (rung 7) start as in a new model. In the
-other direction padding is cut off, and untied embeddings (baseline.py's) stay untied. Rungs 20 to 22, 30 and 31 are
-neither a GPT-2 nor a Qwen3; rungs 30 and 31 can start from a Qwen3, since what they add to it starts at zero.
+The file is that of one script: rung 10's for a GPT-2 (rungs 7 to 19 load it), rung 24's for a Qwen3 (23 to 29 and
+33), rung 32's for a Qwen3 whose heads share keys and values, as the published ones do; --script names another one, such
+as baseline.py. Rows that pad the vocabulary (rung 7) start as in a new model. In the other direction padding is cut
+off, and untied embeddings (baseline.py's) stay untied. Rungs 20 to 22, 30 and 31 are neither a GPT-2 nor a Qwen3; rungs
+30 and 31 can start from a Qwen3, since what they add to it starts at zero.
 """
 import argparse
 import importlib
@@ -138,7 +138,7 @@ def load_checkpoint(path, convert=to_transformers):
     try:
         return convert(saved), saved
     except (KeyError, RuntimeError, TypeError, AttributeError, ImportError):  # other names or shapes, no such script
-        sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (23 to 29); give a file of one")
+        sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (23 on, but 30 and 31); give one's file")
 
 
 def usual_script(config):

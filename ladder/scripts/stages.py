@@ -2,7 +2,7 @@
 
 The tests enforce it, and everything that shows the ladder reads it. A definition is a function, a class, or a method
 ("GPT.forward"), by name; "imports" stands for the import statements. The module docstring may always change. Below the
-banner all scripts are byte-identical, except for the definitions there that a rung may change by name.
+banner all scripts are byte-identical.
 """
 import importlib.util
 import sys
