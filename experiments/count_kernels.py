@@ -14,8 +14,10 @@ launches of every kernel are counted.
   the loss in float32; AdamW and clipping work on many tensors per launch ("foreach").
 """
 import argparse
+import ast
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import math
@@ -39,12 +41,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ladder.count.cards import find_card
-from ladder.count.floor import COUNTED, STORE, STORED, Kernel, lesson_hash, read_store, row_of
+from ladder.count.floor import COUNTED, STORE, STORED, Kernel, read_store, row_of
 from ladder.count.flops import SHAPES, VOCAB_SIZE
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.scripts.choose import parse_rungs
-from ladder.scripts.stages import BY_LABEL, load_script
+from ladder.scripts.stages import BANNER, BY_LABEL, load_script
 from ladder.show.floors import print_floors
 
 NO_KERNEL = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")  # views, allocation
@@ -56,6 +58,22 @@ BYTES = {  # of operations that do not simply read their inputs and write their 
     "_fused_adamw_": lambda args, out: size(args) + size(args[0:1] + args[2:4]),  # gradients are not written
 }
 CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)  # of a foreach launch: ATen/native/cuda/MultiTensorApply.cuh
+
+
+NO_KERNELS = {"add_flags", "config_of", "DataLoaderLite", "free_memory", "get_lr", "init_ranks", "compile_model",
+              "Checkpoints", "Best", "evaluate", "save_best"}  # definitions that launch none in a step
+
+
+def lesson_hash(label):
+    """A hash of what a step of a rung computes: its model and `train` up to the end of the loop, without docstrings."""
+    lesson = BY_LABEL[label].path.read_text(encoding="utf-8").partition("\n" + BANNER)[0]
+    parts = {node.name: node for node in ast.parse(lesson).body if getattr(node, "name", "") not in {"", *NO_KERNELS}}
+    for node in (node for part in parts.values() for node in ast.walk(part)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    train = parts["train"]
+    train.body = train.body[: 1 + max(i for i, node in enumerate(train.body) if isinstance(node, ast.For))]
+    return hashlib.sha256("\n".join(map(ast.unparse, parts.values())).encode()).hexdigest()[:16]
 
 
 # ---- eager: each operation is a kernel -------------------------------------------------------------------------------

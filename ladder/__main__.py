@@ -1,6 +1,5 @@
 """python -m ladder: measure the ladder on this machine, and show it."""
 import argparse
-import codecs
 import math
 import signal
 import sys
@@ -15,9 +14,8 @@ from ladder.scripts.stages import BY_LABEL, ROOT
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"
-PLAIN = {"✓": "+", "✗": "x", "–": "-", "×": "x"}  # for terminals whose encoding lacks them
-console = Console(highlight=False)
-messages = Console(highlight=False, stderr=True)  # what is not the answer itself: stdout belongs to --json and --csv
+console = Console(highlight=False, markup=False)
+messages = Console(highlight=False, markup=False, stderr=True)  # not the answer: stdout belongs to --json and --csv
 
 
 def new_folder(inside):
@@ -73,7 +71,8 @@ def as_started(args):
     """The arguments that the run to --resume was started with."""
     from ladder.show.machine import read_machine
 
-    if set(args.argv) - {"run", "--resume", "--logs", str(args.logs), f"--logs={args.logs}"}:
+    apart = {"resume": True, "logs": args.logs, "argv": args.argv}
+    if vars(args) != vars(parse_args(["run"])) | apart:
         raise UserError("--resume: continues a run with the flags it was started with; leave the others out")
     folder = args.logs or newest_run(wanted=Path.exists)
     arguments = read_machine(folder).get("arguments")
@@ -104,8 +103,7 @@ def survey(args):
 def report(args):
     """the table, plots and the tutorial page, from logs
 
-    Without LOG_FOLDER, --html and --readme show logs/reference/, and everything else shows your newest run; with
-    --readme, everything shows logs/reference/.
+    Without LOG_FOLDER it shows your newest run; with --html or --readme logs/reference/.
     """
     from ladder.show.outputs import write_reports
 
@@ -148,18 +146,15 @@ def floor(args):
 
 def propagate(args):
     """carry the uncommitted fix in a rung through all later rungs"""
-    from ladder.scripts.propagate import propagate, rungs_after
+    from ladder.scripts.propagate import propagate
 
     stage, until = find_rung(args.rung), args.until and find_rung(args.until)
     written = propagate(stage, until=until)
-    console.print(f"the fix in {stage.file} is now in {len(written)} later rungs:", markup=False)
+    console.print(f"the fix in {stage.file} is now in {len(written)} later rungs:")
     for name, merged in written.items():
-        console.print(f"  {name}", markup=False)
+        console.print(f"  {name}")
         for line in merged:
-            console.print(f"    merged within this line, please check: {line}", markup=False, soft_wrap=True)
-    if following := until and rungs_after(until):
-        console.print(f"next: python -m ladder propagate {until.file}, or make the fix in {following[0].file} by hand "
-                      "and propagate that", markup=False, soft_wrap=True)
+            console.print(f"    merged within this line, please check: {line}", soft_wrap=True)
 
 
 def above_zero(kind):
@@ -222,6 +217,7 @@ flag("--logs", action="append", default=[], **FOLDER, help="the same")
 flag("--png", **FOLDER, help="write the plots there")
 flag("--html", type=Path, metavar="FILE", help="write the tutorial page")
 flag("--readme", action="store_true", help="rewrite the tables and pictures of README.md and docs/")
+flag = VERBS.choices["report"].add_mutually_exclusive_group().add_argument
 flag("--json", action="store_true", help="print JSON instead of the table")
 flag("--csv", action="store_true", help="print CSV instead of the table")
 flag = verb(compare)
@@ -246,15 +242,9 @@ def parse_args(argv=None):
     return args
 
 
-def plain(error):
-    """Replaces characters that the terminal's encoding lacks; an error handler for codecs."""
-    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
-
-
 def main(argv=None):
-    codecs.register_error("plain", plain)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="plain")
+        stream.reconfigure(errors="replace")  # characters that the terminal lacks
     args = parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
         signal.signal(number, signal.default_int_handler)

@@ -42,7 +42,8 @@ def fake_run(tmp_path, monkeypatch, tokens, call):
     monkeypatch.setattr(tool, "RUNS", tmp_path / "runs")
 
     def run(do, *words):
-        monkeypatch.setattr(runner, "run_job", lambda job, *_: do(job) or runner.Outcome(job.name, "ok"))
+        monkeypatch.setattr(runner, "run_jobs", lambda jobs, seconds, device, at_once, ended, show: [
+            ended(job, do(job) or runner.Outcome(job.name, "ok")) for job in jobs])
         return call("run", "--rungs", 0, *flags(tokens), *words)
 
     return run

@@ -22,7 +22,7 @@ def test_what_is_here():
     for word in ("device", "TF32", "bfloat16", "attention", "fused AdamW", "NCCL", "free disk", "tokenizer"):
         assert word in run.stdout
     assert re.search(r"python -m ladder run --model \S+ -B \d+ -T \d+", run.stdout)
-    assert "NVIDIA GPU" not in run.stdout and "✗ torch.compile" in run.stdout and "install" in run.stdout
+    assert "NVIDIA GPU" not in run.stdout and "x torch.compile" in run.stdout and "install" in run.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU that is here")
@@ -38,13 +38,8 @@ def test_a_gpu_that_torch_cannot_use(tmp_path, monkeypatch):
     assert "threads" in machine["cpu"] and machine["name"] == machine["cpu"]
 
 
-def test_the_cards_on_paper(call):  # noqa: F811
-    code, output, _ = call("check", "--gpus", 8)
-    assert code == 0 and len(re.findall(r"\d x \d+ GB (one|DDP|FSDP)", output)) == 4 * 7
-
-
 @pytest.mark.parametrize("dtype, names, bfloat16", [
-    (torch.float32, {"float32"}, "– none in this CPU"), (torch.bfloat16, {"float32", "bfloat16"}, "✓ rung 3 gains")])
+    (torch.float32, {"float32"}, "- none in this CPU"), (torch.bfloat16, {"float32", "bfloat16"}, "+ rung 3 gains")])
 def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
     """A CPU without bfloat16 multiplies it a hundred times slower: measuring that took minutes."""
     monkeypatch.setattr(rates, "SHAPES", [(8, 8, 8)])
@@ -60,7 +55,7 @@ def test_a_product_has_two_operations_for_each_multiplication(monkeypatch):
     assert rates.best_rate("cpu", torch.float32, (8, 16, 32)) == 2 * 8 * 16 * 32 / 0.5
 
 
-@pytest.mark.parametrize("capability, tf32, float8", [((7, 5), "–", "–"), ((8, 6), "✓", "–"), ((8, 9), "✓", "✓")])
+@pytest.mark.parametrize("capability, tf32, float8", [((7, 5), "-", "-"), ((8, 6), "+", "-"), ((8, 9), "+", "+")])
 def test_formats_of_gpus(capability, tf32, float8, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -71,12 +66,12 @@ def test_formats_of_gpus(capability, tf32, float8, monkeypatch):
 
 def test_the_attention_kernel_is_torch_s_choice(monkeypatch):
     monkeypatch.setattr(check, "compile_problem", lambda device: None)
-    assert findings(check.check_kernels, "cpu")["attention"].startswith("✓ torch chooses FLASH_ATTENTION")
+    assert findings(check.check_kernels, "cpu")["attention"].startswith("+ torch chooses FLASH_ATTENTION")
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 0)
-    assert findings(check.check_kernels, "cpu")["attention"].startswith("– torch chooses MATH")
+    assert findings(check.check_kernels, "cpu")["attention"].startswith("- torch chooses MATH")
 
 
-@pytest.mark.parametrize("gpus, nccl, marks", [(2, True, "✓✓"), (2, False, "✓✗"), (1, True, "–✓"), (1, False, "––")])
+@pytest.mark.parametrize("gpus, nccl, marks", [(2, True, "++"), (2, False, "+x"), (1, True, "-+"), (1, False, "--")])
 def test_whether_several_gpus_can_train_together(gpus, nccl, marks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
@@ -84,10 +79,10 @@ def test_whether_several_gpus_can_train_together(gpus, nccl, marks, monkeypatch)
 
 
 def test_the_data_and_the_way_out_of_the_fallback(tmp_path):
-    for source, tokenizer, mark in (("tiny_shakespeare", "gpt2", "✓"), ("python_topics", "gpt2", "–"),
-                                    ("tiny_shakespeare", "gpt2-bytes", "–")):
+    for source, tokenizer, mark in (("tiny_shakespeare", "gpt2", "+"), ("python_topics", "gpt2", "-"),
+                                    ("tiny_shakespeare", "gpt2-bytes", "-")):
         (tmp_path / "meta.json").write_text(json.dumps({"source": source, "tokenizer": tokenizer}))
         found = check.check_data(tmp_path)
         assert found.mark == mark and f"{source} ({tokenizer} tokens)" in found.detail
     (tmp_path / "meta.json").write_text("[]")
-    assert check.check_data(tmp_path).mark == "✗"
+    assert check.check_data(tmp_path).mark == "x"

@@ -36,13 +36,6 @@ def test_the_warm_up_is_the_first_half_where_no_median_line_says_otherwise(steps
     assert read_log(write_log(tmp_path / "a.log", ms=[50] * steps, tail=tail)).warm_up == steps - 1
 
 
-@pytest.mark.parametrize("compiled, cached, start", [(3, 0, "cold"), (1, 2, "cold"), (0, 3, "warm"), (0, 0, None)])
-def test_the_first_step_is_cold_or_warm(compiled, cached, start, tmp_path):
-    tail = f"\n# first step: 0.10 s | graphs compiled: {compiled}, from the cache: {cached}\n"
-    assert read_log(write_log(tmp_path / "a.log", tail=tail)).start == start
-    assert read_log(write_log(tmp_path / "a.log")).start is None
-
-
 def test_validations_are_no_steps_and_take_no_time(tmp_path):
     """Three steps of 100 ms, a validation after the second and the third."""
     log = write_log(tmp_path / "rung_13_validation.log", ms=[100] * 3, losses=[9.0, 8.0, 7.0])

@@ -52,9 +52,10 @@ def write_logs(folder, rungs, batch, model="gpt2"):
         name, ranks = BY_LABEL[label].name, 2 if label == "ddp" else 1
         times = [3 * ms] * 5 + [ms * (1 + share) for share in (0, -0.02, 0.02, -0.01, 0.01, -0.02, 0.02)]
         losses = ["nan" if (label, i) == ("15", 3) else 10 - i / 10 for i in range(1, 13)]
-        header = f"# model: {model}\n# device: AMD EPYC (2 threads)\n# batch: {batch}\n# ranks: {ranks}\n"
-        write_log(folder / f"{name}.log", times, losses, header,
-                  f"\nmedian : dt: {ms} ms | tokens/sec: 1 | peak memory: {memory} GB | steps 6-12\n")
+        header = f"# model: {model}\n# device: cpu\n# batch: {batch}\n# ranks: {ranks}\n"
+        write_log(folder / f"{name}.log", times, losses, header,  # and what the runner adds to it
+                  f"\nmedian : dt: {ms} ms | tokens/sec: 1 | steps 6-12\n# machine: AMD EPYC (2 threads) | allocator: "
+                  f"mimalloc | process memory: {memory} GB\n")
     return folder
 
 
@@ -209,7 +210,8 @@ def test_the_chosen_machine_is_the_whole_pages_and_remembered(open_page):
     page.reload()
     assert page.locator("#machine").input_value() == "plain"
     # a lesson that this machine did not measure shows another, and says so
-    assert "Measured on AMD EPYC, 2 cores, small, B=8 T=256" in page.locator("#rung-15 .effect").inner_text()
+    measured = page.locator("#rung-15 .effect").inner_text()
+    assert "Measured on AMD EPYC (2 cores, allocator: mimalloc), small, B=8 T=256" in measured
     assert effect(page, "15")["ms/step"] == ["1,600"]
     assert "Not on any machine yet" in page.locator("#rung-5 .effect").inner_text()
 

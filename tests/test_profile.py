@@ -88,14 +88,9 @@ def test_parts_are_as_large_as_the_clock_says():
         assert parts[kind] == pytest.approx(truth[kind], rel=0.25, abs=0.05 * step), (kind, parts, truth)
 
 
-def test_a_gpus_products_are_the_heads_also_where_inductor_pads_them():
-    for width, kind in ((50257, "head"), (50260, "head"), (50264, "head"), (50304, "head"), (3072, "matrix products")):
-        assert kind_of("aten::mm", [[4096, 768], [768, width]], [], logit_widths(50257)) == kind
-
-
 def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_path, monkeypatch):
     """Each answer is a step (under the profiler, without it)."""
-    answers = {"0": iter([(101.0, 100.0), (300.0, 100.0), (102.0, 100.0), (99.0, 100.0), (98.0, 100.0)]),
+    answers = {"0": iter([(101.0, 100.0), (80.0, 100.0), (102.0, 100.0), (99.0, 100.0), (98.0, 100.0)]),
                "3": iter([(260.0, 100.0), (240.0, 100.0), (270.0, 100.0), (250.0, 100.0), (230.0, 100.0)])}
 
     def once(stage, *_):
@@ -128,6 +123,7 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
     ("triton_poi_fused_addmm_gelu_view_3", [], [], "normalization and pointwise"),
     ("triton_tem_fused_addmm_4", [[768], [1024, 768], [768, 768]], [], "matrix products"),
     ("aten::mm", [[1024, 768], [768, 50304]], [], "head"),
+    ("aten::mm", [[1024, 768], [768, 50264]], [], "head"),  # Inductor pads a GPU's products to 4 or 8 columns
     ("aten::addmm", [[3072], [1024, 768], [768, 3072]], [], "matrix products"),
     ("aten::bmm", [[12, 1024, 64], [12, 64, 1024]], [], "attention"),
     ("aten::copy_", [[50304, 768], [50304, 768]], [], "normalization and pointwise"),  # a weight, for autocast
@@ -137,7 +133,7 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
     ("autograd::engine::evaluate_function: MmBackward0", [], [], "waiting"),
 ])
 def test_kinds_of_real_names(name, shapes, around, kind):
-    assert kind_of(name, shapes, around, {50257, 50304}) == kind
+    assert kind_of(name, shapes, around, logit_widths(50257)) == kind
 
 
 @pytest.mark.slow
@@ -178,7 +174,7 @@ def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
     flags = ["--model", "tiny", "--device", "cpu", "--data", str(tokens), "-B", "1", "-T", "32"]
     stages = [BY_LABEL["0"], BY_LABEL["10"]]
     shutil.copytree(WHOLE / "round_1", tmp_path / "round_1")
-    with pytest.raises(UserError, match="holds results of gpt2, B=1 T=1024, not of tiny, B=1 T=32"):
+    with pytest.raises(UserError, match="holds runs of gpt2, B=1 T=1024"):
         check_profile(stages, flags, tmp_path)
     (tmp_path / "profile.json").write_text(json.dumps(read_profile(WHOLE) | {"T": 64}))
     report = build_report(tmp_path)
@@ -187,7 +183,3 @@ def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
     (tmp_path / "new" / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 1e12}, "device": "cuda"}))
     with pytest.raises(UserError, match="from a different device"):
         check_profile(stages, flags, tmp_path / "new")
-
-
-def test_a_step_much_faster_under_the_profiler_is_unreliable_too():
-    assert [is_reliable({"step_ms": ms, "plain_ms": 100.0}) for ms in (85, 95, 105, 115)] == [False, True, True, False]

@@ -142,13 +142,12 @@ def test_propagate_refuses_what_it_cannot_do_safely(repository):
             propagate(BASELINE, repository)
 
 
-def test_the_verb_names_what_to_check_and_what_is_next(repository):
+def test_the_verb_names_what_to_check(repository):
     shutil.copytree(ROOT / "ladder", repository / "ladder")
     edit(repository / "speedup_03_bf16_autocast.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
     done = subprocess.run([sys.executable, "-m", "ladder", "propagate", "3", "--until", "speedup_05_compile.py"],
                           cwd=repository, capture_output=True, text=True)
     assert done.returncode == 0 and "please check: loss = step_model(x, targets=y)\n" in done.stdout, done.stderr
-    assert "speedup_06_flash_attn.py by hand" in done.stdout
 
 
 @pytest.mark.parametrize("base, ours, theirs, merged", [

@@ -36,7 +36,7 @@ def fake(monkeypatch, tmp_path, tokens, capsys):
         chains = [[Trial(name, command, tmp_path / chain[0][0], **more) for name, command, more in chain]
                   for chain in chains]
         monkeypatch.setattr(smoke, "plan", lambda settings, scratch: chains)
-        monkeypatch.setattr(smoke, "check_machine", lambda device: ([Finding("–", "float8", "none here")], ""))
+        monkeypatch.setattr(smoke, "check_machine", lambda device: ([Finding("-", "float8", "none here")], ""))
         monkeypatch.setattr(tool.console, "width", 200)
         monkeypatch.setattr(smoke, "os", SimpleNamespace(environ=dict(os.environ), cpu_count=lambda: 4))
         code = tool.main(["smoke", "--device", "cpu", "--data", str(tokens), "--out", str(tmp_path / "out")])
@@ -51,7 +51,7 @@ def test_what_works_is_listed_and_the_folder_tells_it(fake, tmp_path):
         [("a", logs(GOOD), {"first": 1}), ("a-use", logs([]), {})],
         [("b", logs([11.01, 10.9, 10.8, 10.72]), {"first": 1, "like": "a"})])
     assert code == 0 and "0 failed" in output and re.search(r"a +ok +\d+ s  loss 11.000 10.900 10.800 10.700", output)
-    assert "the largest difference is 0.0200" in output and "– float8: none here\n" in output
+    assert "the largest difference is 0.0200" in output and "- float8: none here\n" in output
     assert summary["packages"]["torch"] == torch.__version__ and summary["commit"]
     assert trials["b"]["losses"]["4"] == 10.72
     out = tmp_path / "out"

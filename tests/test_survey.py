@@ -7,7 +7,6 @@ import pytest
 from conftest import run_command
 
 from ladder.__main__ import parse_args
-from ladder.count.memory import recommend
 from ladder.measure import survey
 from ladder.measure.runner import check_flags
 from ladder.scripts.stages import BY_LABEL
@@ -54,11 +53,3 @@ def test_a_survey_chooses_what_the_flags_leave_open(monkeypatch, tokens, flags, 
     flags = survey.with_defaults([*flags, "--device", "cpu", "--data", str(tokens)], minutes)
     settings = check_flags([BY_LABEL["10"]], flags)
     assert (settings.model, settings.B, settings.T, settings.steps) == chosen
-
-
-@pytest.mark.parametrize("GB", [40, 2000])
-def test_a_survey_takes_the_recommended_batch_on_a_gpu(GB, monkeypatch):
-    monkeypatch.setattr(survey, "run_module", lambda *_: str(GB * 10**9))
-    monkeypatch.setattr(survey, "check_flags", lambda *_: SimpleNamespace(device="cuda"))
-    flags = survey.with_defaults([], 10)
-    assert flags[flags.index("-B") + 1] == str(recommend(1e9 * GB, accelerator=True)[1])

@@ -3,21 +3,17 @@
 What it is and is not: docs/floors.md. floors.json has the counts of GPT-2 (124M) at B=16 T=1024, made by
 `python -m experiments.count_kernels --save`.
 """
-import ast
-import hashlib
 import json
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
+from ladder.scripts.stages import BY_LABEL, STAGES
 
 STORE = Path(__file__).with_name("floors.json")
 STORED = {"model": "gpt2", "B": 16, "T": 1024}
 COUNTED = [stage.label for stage in STAGES if not stage.torchrun and stage.label != "25"]  # labels
 NOT_COUNTED = "floors are of one card, without float8"  # ddp, fsdp, dcp; rung 25, whose rate no card's row has
-NO_KERNELS = {"add_flags", "config_of", "DataLoaderLite", "free_memory", "get_lr", "init_ranks", "compile_model",
-              "Checkpoints", "Best", "evaluate", "save_best"}  # definitions that launch none in a step
 
 
 class Kernel(NamedTuple):
@@ -40,18 +36,6 @@ def floor_of(kernels, card):
         traffic = 1000 * n * kernel.bytes / (1e9 * card.bandwidth)
         ms.update({"floor": max(products, traffic), "products": products, "traffic": traffic})
     return dict(ms)
-
-
-def lesson_hash(label):
-    """A hash of what a step of a rung computes: its model and `train` up to the end of the loop, without docstrings."""
-    lesson = BY_LABEL[label].path.read_text(encoding="utf-8").partition("\n" + BANNER)[0]
-    parts = {node.name: node for node in ast.parse(lesson).body if getattr(node, "name", "") not in {"", *NO_KERNELS}}
-    for node in (node for part in parts.values() for node in ast.walk(part)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            node.body = node.body[1:] or [ast.Pass()]
-    train = parts["train"]
-    train.body = train.body[: 1 + max(i for i, node in enumerate(train.body) if isinstance(node, ast.For))]
-    return hashlib.sha256("\n".join(map(ast.unparse, parts.values())).encode()).hexdigest()[:16]
 
 
 def read_store():

@@ -103,16 +103,16 @@ def largest_model(memory_bytes, ranks, sharded, T=1024):
     return fitting[-1] if fitting else None, max(0, int((memory_bytes - first) // (second - first)) + 1)
 
 
-def recommend(available_bytes, accelerator):
-    """(model, B, T) for rungs 0 to 10 in 80 % of the memory: gpt2, T=1024 and a power of two up to 64, or less.
+def recommend(available_bytes, accelerator, shapes=(("gpt2", 1024), ("gpt2", 256), ("tiny", 256))):
+    """(model, B, T) for rungs 0 to 10 in 80 % of the memory: the first shape that fits, B a power of two up to 64.
 
     On a CPU B is 1: a larger batch only makes a longer step there.
     """
-    for model, T in (("gpt2", 1024), ("gpt2", 256), ("tiny", 256)):
+    for model, T in shapes:
         B = largest_fitting(model, T, RUN_BY_DEFAULT, 0.8 * available_bytes)
         if B:
             return model, min(2 ** (B.bit_length() - 1), 64 if accelerator else 1), T
-    return "tiny", 1, 256
+    return model, 1, T
 
 
 def free_memory(device):

@@ -1,5 +1,5 @@
 """Two logs step by step, and a verdict in words: do the losses agree, does the speedup exceed the noise."""
-from dataclasses import dataclass
+from collections import namedtuple
 
 import pandas
 
@@ -10,14 +10,8 @@ SAME_RUN_TOLERANCE = 1e-6
 MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
 
 
-@dataclass
-class Comparison:
-    """Pairs of common steps and the verdicts. `faster` is how many times faster the second log is."""
-
-    rows: pandas.DataFrame  # step, loss A, loss B, B - A, ms A, ms B, A / B
-    faster: float
-    beyond_noise: bool
-    sentences: list
+# The common steps (a DataFrame), how many times faster the second log is, whether that exceeds the noise, the verdicts.
+Comparison = namedtuple("Comparison", "rows faster beyond_noise sentences")
 
 
 def loss_tolerance(one, other):
@@ -127,4 +121,4 @@ def print_comparison(one, other, console):
     texts.iloc[-1, 1:3] = ""
     print_texts(texts, console, f"{one.path}  against  {other.path}")
     for sentence in result.sentences:
-        console.print(sentence, markup=False)
+        console.print(sentence)

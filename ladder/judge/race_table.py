@@ -15,7 +15,7 @@ FACTS = ["model", "device", "machine", "torch", "precision", "allocator", "compi
          "steps", "validation", "data"]  # of the logs' headers: what the runs of a race have in common
 PARTS = {"search": "sweep/*/*.log", "round": "round_*/*.log", "timing": "timing/round_*/*.log"}
 COLUMNS = {"part": str, "rung": str, "max_lr": float, "muon_lr": float, "round": int, "seed": float, "step": int,
-           "tokens": int, "loss": float, "val_loss": float, "ms": float, "first_ms": float, "start": str,
+           "tokens": int, "loss": float, "val_loss": float, "ms": float, "first_ms": float,
            "peak_memory_gb": float, "parameters": float}
 
 
@@ -58,8 +58,7 @@ class Race:
         for (name, number), points in self.part(part).groupby(["rung", "round"], sort=False):
             rows = points.to_dict("records")
             last, losses = rows[-1], {row["step"]: row["loss"] for row in rows}
-            headers = {"steps": f"{last['step']}", "parameters": f"{last['parameters']:,.0f}",
-                       "compile cache": last["start"]}
+            headers = {"steps": f"{last['step']}", "parameters": f"{last['parameters']:,.0f}"}
             runs.setdefault(name, []).append(Run(
                 Path(f"{part}_{number}"), name, self.facts | headers, B, T, int(self.facts.get("ranks", 1)),
                 steps=[*range(1, last["step"] + 1)], first_counted_step=min(2, last["step"]),
@@ -101,7 +100,7 @@ def finished_run(path, validated=True):
 def points_of(run):
     """The rows of a run, less what only its place in the race tells."""
     seed, parameters = (int(run.headers.get(key, "0").replace(",", "")) for key in ("seed", "parameters"))
-    same = {"seed": seed, "ms": run.median_ms, "first_ms": run.ms[0], "start": run.start,
+    same = {"seed": seed, "ms": run.median_ms, "first_ms": run.ms[0],
             "peak_memory_gb": run.peak_memory_gb, "parameters": parameters}
     losses = dict(zip(run.steps, run.losses, strict=True))
     val_losses = {step: loss if math.isfinite(loss) else math.inf

@@ -19,16 +19,16 @@ from ladder.count.memory import card_bytes, free_memory, largest_model, recommen
 from ladder.scripts.stages import ROOT
 from ladder.show.terminal import print_texts
 
-GOOD, NEUTRAL, BAD = "✓", "–", "✗"
+GOOD, NEUTRAL, BAD = "+", "-", "x"  # which every terminal has
 COLORS = {GOOD: "green", NEUTRAL: "yellow", BAD: "red"}
 
 
-# `mark` is ✓ (present), – (absent, but the ladder runs without it) or ✗ (needs fixing).
+# `mark` is + (present), - (absent, but the ladder runs without it) or x (needs fixing).
 Finding = namedtuple("Finding", "mark what detail")
 
 
 def finding(good, what, gains, lacks, bad=NEUTRAL):
-    """A Finding: ✓ with the text `gains` if `good`, else `bad` with `lacks`."""
+    """A Finding: + with the text `gains` if `good`, else `bad` with `lacks`."""
     return Finding(GOOD, what, gains) if good else Finding(bad, what, lacks)
 
 
@@ -151,8 +151,8 @@ def check_machine(device=None):
 def print_check(console):
     findings, command = check_machine()
     for mark, what, detail in findings:
-        console.print(f"{mark} {what}: {detail}", style=COLORS[mark], markup=False)
-    console.print(f"\nFor this machine:\n    {command}", markup=False)
+        console.print(f"{mark} {what}: {detail}", style=COLORS[mark])
+    console.print(f"\nFor this machine:\n    {command}")
 
 
 def plan_cards(gpus, memories):
@@ -179,5 +179,4 @@ def print_cards(gpus, memories, console):
     print_texts(plan_cards(gpus, memories), console,
                 "The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
     console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
-                  "most of it again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.",
-                  markup=False)
+                  "most of it again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.")

@@ -1,17 +1,16 @@
-"""One job: a script in a child process, followed to its end, and what only its process tells, added to its log."""
+"""Jobs: scripts in child processes, followed to their ends, and what only a process tells, added to its log."""
 import contextlib
 import math
 import os
 import re
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ladder.count.memory import free_memory
 from ladder.measure import allocator
@@ -39,11 +38,13 @@ class Job:
 
 @dataclass
 class Outcome:
-    """How a job ended: "ok", "failed", "out of memory", "timed out" or "stopped"; `reason` says why."""
+    """How a job ended: "ok", "failed", "out of memory" or "timed out"; `reason` says why."""
 
     name: str
     status: str
     reason: str = ""
+    lines: list = field(default_factory=list)  # its output
+    seconds: float = 0.0
 
 
 def process_tree(pid):
@@ -78,76 +79,94 @@ def memory_of(pid):
     return held, largest
 
 
-def watch(child, seconds, limit, stopped):
-    """Follow a child, and stop it after `seconds`, above `limit` bytes, or when the event `stopped` is set.
-
-    Returns the status and reason of its Outcome, None if it ended by itself, and the most bytes that one of its
-    processes was seen to hold: freed memory is kept, so this does not fall.
-    """
-    deadline, peak = time.monotonic() + seconds, 0
-    while child.poll() is None:
-        held, largest = memory_of(child.pid)
-        peak = max(peak, largest)
-        if stopped and stopped.is_set():
-            verdict = "stopped", ""
-        elif time.monotonic() > deadline:
-            verdict = "timed out", f"no end after {seconds:g} s"
-        elif held > limit:
-            verdict = "out of memory", f"took more than {limit / 1e9:.1f} GB"
-        else:
-            time.sleep(0.5)
-            continue
-        stop(child)
-        return verdict, peak
-    return None, peak
-
-
-def cached_graphs():
-    """How many graphs torch's cache on disk holds; a run that adds none had its graphs compiled before."""
-    return sum(1 for _ in Path(cache_dir(), "fxgraph").glob("*/*"))
-
-
-def record(job, device, env, peak, cache):
-    """Add to a job's log what only its environment and its process tell."""
-    words = [f"compile cache: {cache}"]
-    if device == "cpu":
-        threads = 1 if "torch.distributed.run" in job.command else torch.get_num_threads()  # torchrun's default
-        threads = env.get("OMP_NUM_THREADS", threads)
-        words = [f"machine: {cpu_name()} ({threads} threads)", f"allocator: {allocator.name_of(env)}",
-                 f"process memory: {peak / 1e9:.2f} GB", *words]
+def record(job, env, peak):
+    """Add to the log of a job on a CPU what only its environment and its process tell."""
+    threads = 1 if "torch.distributed.run" in job.command else torch.get_num_threads()  # torchrun's default
+    threads = env.get("OMP_NUM_THREADS", threads)
+    words = [f"machine: {cpu_name()} ({threads} threads)", f"allocator: {allocator.name_of(env)}",
+             f"process memory: {peak / 1e9:.2f} GB"]
     with contextlib.suppress(OSError):  # a full disk, of which the script has warned
         if job.log.exists():
             with open(job.log, "a", encoding="utf-8") as file:
                 file.write(f"# {' | '.join(words)}\n")
 
 
-def run_job(job, seconds, device, on_line=lambda line: None, stopped=None):
-    """Run one job to its end; `on_line` gets its output. KeyboardInterrupt, and setting `stopped`, stop the child."""
-    limit, env = math.inf, os.environ | job.env  # a GPU refuses on its own
-    if device == "cpu":
-        limit = job.memory or MEMORY_SHARE * free_memory("cpu")
-        env = os.environ | allocator.keeping_freed_memory() | job.env
-    graphs, errors, last = cached_graphs(), [], ""
-    child = subprocess.Popen(job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                             env=env, start_new_session=os.name == "posix")
-    with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(watch, child, seconds, limit, stopped)
+class Child:
+    """A job while it runs: its process, and the `lines` that it has printed so far."""
+
+    def __init__(self, job, seconds, device, file):
+        self.job, self.seconds, self.device, self.started = job, seconds, device, time.monotonic()
+        self.lines, self.rest, self.peak = [], "", 0
+        self.limit, self.env = math.inf, os.environ | job.env  # a GPU refuses on its own
+        if device == "cpu":
+            self.limit = job.memory or MEMORY_SHARE * free_memory("cpu")
+            self.env = os.environ | allocator.keeping_freed_memory() | job.env
+        with open(file, "wb") as output:
+            self.process = subprocess.Popen(job.command, stdout=output, stderr=subprocess.STDOUT, env=self.env,
+                                            start_new_session=os.name == "posix")
+        self.output = open(file, encoding="utf-8", errors="replace")
+
+    def outcome(self):
+        """Its Outcome; None while it runs. Stops it where it takes more time or memory than it may."""
+        held, largest = memory_of(self.process.pid)
+        self.peak = max(self.peak, largest)  # freed memory is kept, so this does not fall
+        code, seconds = self.process.poll(), time.monotonic() - self.started
+        *lines, self.rest = (self.rest + self.output.read()).split("\n")
+        self.lines += lines
+        if code is not None:
+            status, reason = self.judge(code, [*self.lines, self.rest])
+        elif seconds > self.seconds:
+            status, reason = "timed out", f"no end after {self.seconds:g} s"
+        elif held > self.limit:
+            status, reason = "out of memory", f"took more than {self.limit / 1e9:.1f} GB"
+        else:
+            return None
+        self.stop()
+        return Outcome(self.job.name, status, reason, self.lines, seconds)
+
+    def judge(self, code, lines):
+        """The status and the reason of an exit code, after this output."""
+        errors = [line.strip() for line in lines if COMPLAINT.match(line)]
+        if code == 0:
+            if self.device == "cpu":
+                record(self.job, self.env, self.peak)
+            return "ok", "; ".join(errors)
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        final = errors[-1] if errors else last
+        if code == -SIGKILL or "out of memory" in final:
+            return "out of memory", final
+        return "failed", "; ".join(errors) or last or f"exit code {code}"
+
+    def stop(self):
+        stop(self.process)
+        self.output.close()
+
+
+def run_jobs(jobs, seconds, device, at_once, ended, show=lambda running: None):
+    """Run the jobs, `at_once` at a time: ended(job, outcome) after each, show(the children) four times a second.
+
+    `ended` may add to the list `jobs`. Ctrl-C and other exceptions stop all that run.
+    """
+    running, n_started = [], 0
+    with TemporaryDirectory() as folder:
         try:
-            for line in child.stdout:
-                last = line.strip() or last
-                if COMPLAINT.match(line):
-                    errors.append(line.strip())
-                on_line(line)
-        except BaseException:
-            stop(child)
-            raise
-    verdict, peak = watching.result()
-    if verdict:
-        return Outcome(job.name, *verdict)
-    if child.returncode == 0:
-        record(job, device, env, peak, "cold" if cached_graphs() > graphs else "warm")
-        return Outcome(job.name, "ok", "; ".join(errors))
-    final = errors[-1] if errors else last
-    if child.returncode == -SIGKILL or "out of memory" in final:
-        return Outcome(job.name, "out of memory", final)
-    return Outcome(job.name, "failed", "; ".join(errors) or last or f"exit code {child.returncode}")
+            while jobs or running:
+                while jobs and len(running) < at_once:
+                    running.append(Child(jobs.pop(0), seconds, device, Path(folder, str(n_started))))
+                    n_started += 1
+                for child in list(running):
+                    if outcome := child.outcome():
+                        running.remove(child)
+                        ended(child.job, outcome)
+                show(running)
+                time.sleep(0.25)
+        finally:
+            for child in running:
+                child.stop()
+
+
+def run_job(job, seconds, device):
+    """Run one job to its end; its Outcome."""
+    outcomes = []
+    run_jobs([job], seconds, device, 1, lambda _, outcome: outcomes.append(outcome))
+    return outcomes[0]

@@ -3,13 +3,13 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from rich.markup import escape
-from rich.table import Table
+import pandas
 
 from ladder.count.memory import largest_fitting
 from ladder.measure.jobs import MEMORY_SHARE, Job, run_job
 from ladder.measure.runner import check_flags, command_for, run_module, split_flags
 from ladder.show.logs import read_log
+from ladder.show.terminal import print_texts
 
 
 def largest_batch(stage, flags, seconds, processes, say):
@@ -44,10 +44,9 @@ def largest_batch(stage, flags, seconds, processes, say):
 
 def print_largest(stages, flags, seconds, processes, console):
     """Find the largest batch of each rung and print the table; returns the exit code."""
-    say = partial(console.print, style="dim", markup=False)
+    say = partial(console.print, style="dim")
     found = {stage: largest_batch(stage, flags, seconds, processes, say) for stage in stages}
-    table = Table("rung", "largest B", "tokens/s", "what stopped the next one", title="The largest batch")
-    for stage, (best, speed, why) in found.items():
-        table.add_row(stage.title, str(best), f"{speed:,.0f}" if speed else "–", escape(why))
-    console.print(table)
+    texts = [{"rung": stage.title, "largest B": str(best), "tokens/s": f"{speed:,.0f}" if speed else "–",
+              "what stopped the next one": why} for stage, (best, speed, why) in found.items()]
+    print_texts(pandas.DataFrame(texts), console, "The largest batch")
     return 0 if all(best for best, _, _ in found.values()) else 1

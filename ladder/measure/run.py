@@ -43,7 +43,7 @@ def run(args, logs, console):
                 shutil.rmtree(logs, ignore_errors=True)  # (Windows keeps the lock)
     if interrupted:
         again = f"python -m ladder run --resume --logs {logs} continues" if kept else "there is nothing to resume"
-        console.print(f"stopped; {again}", markup=False, soft_wrap=True)
+        console.print(f"stopped; {again}", soft_wrap=True)
     show_end(runner, console)
     return 130 if interrupted else 1 if runner.failed() else 0
 
@@ -70,10 +70,10 @@ def show_end(runner, console):
     """The table, and what failed."""
     if has_steps(runner.log_dir):
         print_report(build_report(runner.log_dir), console)
-        console.print(f"logs: {runner.log_dir}", markup=False)
+        console.print(f"logs: {runner.log_dir}")
     else:
         console.print("no rung finished a step, or a round of a race, so there is no table")
     if failed := runner.failed():
         console.print(f"{len(failed)} of {runner.n_jobs} runs did not finish:", style="red")
         for outcome in failed:
-            console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}", markup=False)
+            console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}")

@@ -9,10 +9,8 @@ import contextlib
 import json
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import filelock
@@ -22,7 +20,7 @@ from rich.progress import Progress
 from ladder.count.memory import free_memory
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.measure.jobs import MEMORY_SHARE, Job, Outcome, run_job
+from ladder.measure.jobs import MEMORY_SHARE, Job, Outcome, run_jobs
 from ladder.scripts.stages import BY_LABEL, ROOT, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
 
@@ -142,7 +140,6 @@ class Runner:
     resume: bool = False  # skip what is finished
     n_jobs: int = 0  # how many there probably are
     outcomes: list = field(default_factory=list)
-    stopped: threading.Event = field(default_factory=threading.Event)  # by Ctrl-C
 
     def __enter__(self):
         self.progress = Progress(console=self.console)
@@ -166,40 +163,20 @@ class Runner:
         if at_once > 1:
             threads, memory = max(1, torch.get_num_threads() // at_once), MEMORY_SHARE * free_memory("cpu") / at_once
             jobs = [replace(job, env={"OMP_NUM_THREADS": str(threads)}, memory=memory) for job in jobs]
-        with ThreadPoolExecutor(at_once) as pool:
-            try:
-                for future in [pool.submit(self.run_one, job) for job in jobs]:
-                    while wait([future], timeout=0.5).not_done:
-                        pass  # short waits, because Windows delivers Ctrl-C only between them
-                    future.result()
-            except BaseException:
-                self.stopped.set()
-                raise
+        finished = [job for job in jobs if self.resume and is_finished(job.log)]
+        self.outcomes += [Outcome(job.name, "ok") for job in finished]
+        jobs = [job for job in jobs if job not in finished]
+        run_jobs(jobs, self.seconds, self.settings.device, at_once, self.finish, self.show)
 
-    def run_one(self, job):
-        if self.stopped.is_set():
-            return
-        if self.resume and is_finished(job.log):
-            self.outcomes.append(Outcome(job.name, "ok"))
-            return
-        self.show(job)
-        try:
-            outcome = run_job(job, self.seconds, self.settings.device, partial(self.show, job), self.stopped)
-        except BaseException:
-            self.stopped.set()  # before this thread takes the next job
-            raise
-        if not self.stopped.is_set():
-            self.finish(job, outcome)
-
-    def show(self, job, line=""):
-        """Show how many jobs have ended, and the last step of this one, if the `line` of its output is one."""
-        done, match = len(self.outcomes), STEP_LINE.match(line)
-        if line and not match:
-            return
-        self.n_jobs = max(self.n_jobs, done + 1)
-        step = f"step {match[1]} loss {match[2]} {match[3]} ms" if match else "starting"
-        self.progress.update(self.bar, total=self.n_jobs, completed=done,
-                             description=f"{done + 1} of {self.n_jobs} {job.name} {step}")
+    def show(self, running):
+        """Show how many jobs have ended, and the last step of the newest one."""
+        done = len(self.outcomes)
+        self.n_jobs = max(self.n_jobs, done + len(running))
+        for child in running[-1:]:
+            match = STEP_LINE.match(child.lines[-1]) if child.lines else None
+            step = f"step {match[1]} loss {match[2]} {match[3]} ms" if match else ""
+            self.progress.update(self.bar, total=self.n_jobs, completed=done,
+                                 description=f"{done + 1} of {self.n_jobs} {child.job.name} {step}")
 
     def finish(self, job, outcome):
         """Keep the outcome, and print one line about it."""
@@ -210,9 +187,9 @@ class Runner:
             run, outcome = None, Outcome(job.name, "failed", outcome.reason or str(error))
         self.outcomes.append(outcome)
         if run is None:
-            say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
+            say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red")
             return
         name = (job.log_dir / job.name).relative_to(self.log_dir)
-        say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step", markup=False)
+        say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step")
         if outcome.reason:
-            say(f"  {outcome.reason}", style="yellow", markup=False)
+            say(f"  {outcome.reason}", style="yellow")

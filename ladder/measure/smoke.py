@@ -10,9 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import distributions
@@ -24,7 +22,7 @@ import torch
 from ladder.count.memory import free_memory
 from ladder.files import write_whole
 from ladder.measure.check import check_machine
-from ladder.measure.jobs import Job, run_job
+from ladder.measure.jobs import Job, run_jobs
 from ladder.measure.rates import describe, rung_10
 from ladder.measure.runner import defaults, locked, split_flags
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
@@ -49,7 +47,6 @@ class Trial(Job):
     status: str = "not run"
     reason: str = ""
     seconds: float = 0.0
-    lines: list = field(default_factory=list)  # its output
     losses: dict = field(default_factory=dict)  # {step: loss}
 
 
@@ -126,31 +123,47 @@ def plan(settings, scratch):
     return [*chains, *([trial] for trial in alone), own_text(settings, scratch)]
 
 
-def run_trial(trial, out, device, stopped):
-    """Run one trial, its output in the folder `out`, and write into it how it ended."""
+def prepare(trial):
+    """Make a trial's folder; delete the newest checkpoint of what it resumes, else nothing is left to do."""
     trial.log_dir.mkdir(parents=True, exist_ok=True)
     if "--resume" in trial.command:
         newest = max(trial.log_dir.glob("step_*"), key=lambda path: path.name)
-        shutil.rmtree(newest) if newest.is_dir() else newest.unlink()  # else nothing is left to do
-    started = time.monotonic()
-    outcome = run_job(trial, SECONDS, device, trial.lines.append, stopped)
-    (out / f"{trial.name}.txt").write_text("".join(trial.lines), encoding="utf-8")
-    trial.status, trial.reason, trial.seconds = outcome.status, outcome.reason, time.monotonic() - started
-    trial.losses = {int(found[1]): float(found[2]) for found in map(STEP_LINE.match, trial.lines) if found}
+        shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
+    return trial
+
+
+def judge(trial, outcome):
+    """Write into a trial how it ended."""
+    trial.status, trial.reason, trial.seconds = outcome.status, outcome.reason, outcome.seconds
+    trial.losses = {int(found[1]): float(found[2]) for found in map(STEP_LINE.match, outcome.lines) if found}
     steps = list(range(trial.first, STEPS + 1)) if trial.first else []
     if trial.status == "ok" and list(trial.losses) != steps:
         trial.status, trial.reason = "failed", f"it logged the steps {list(trial.losses)}, not {steps}"
 
 
-def run_chain(chain, out, device, stopped):
-    """Run a list of trials one after another, the later ones only if the first is ok; delete what they wrote."""
-    for trial in chain:
-        if stopped.is_set() or chain[0].status not in ("ok", "not run"):
-            break
-        run_trial(trial, out, device, stopped)
-    for trial in chain:
-        shutil.rmtree(trial.log_dir, ignore_errors=True)
-    return chain
+def run_chains(chains, workers, out, device, say, done):
+    """Run lists of trials, the later ones of a list only if its first is ok; `done` gets them as they end.
+
+    Their output goes into the folder `out`, and what else they wrote is deleted.
+    """
+    chain_of = {trial.name: chain for chain in chains for trial in chain}
+    jobs = [prepare(chain[0]) for chain in chains]
+
+    def ended(trial, outcome):
+        judge(trial, outcome)
+        (out / f"{trial.name}.txt").write_text("\n".join([*outcome.lines, ""]), encoding="utf-8")
+        chain = chain_of[trial.name]
+        rest = chain[chain.index(trial) + 1 :]
+        if chain[0].status == "ok" and rest:
+            jobs.insert(0, prepare(rest[0]))
+            rest = []
+        else:
+            shutil.rmtree(trial.log_dir, ignore_errors=True)
+        for one in [trial, *rest]:  # the rest does not run
+            done.append(one)
+            say(f"{len(done):3}/{len(chain_of)} {describe_trial(one)}")
+
+    run_jobs(jobs, SECONDS, device, workers, ended)
 
 
 def describe_trial(trial):
@@ -202,34 +215,22 @@ def smoke(flags, out, console):
     else:
         workers = int(max(1, min(workers, free_memory(device) // 2e9)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // workers)))
-    started, done, stopped = time.monotonic(), [], threading.Event()
-
-    def say(text):
-        with open(out / "summary.txt", "a", encoding="utf-8") as file:
-            print(text, file=file)
-        console.print(text, markup=False, soft_wrap=True)
-
+    started, done = time.monotonic(), []
+    say, console.record = partial(console.print, soft_wrap=True), True
     with locked(out, resume=False, flag="--out"), TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for finding in check_machine(device)[0]:
             say(f"{finding.mark} {finding.what}: {finding.detail}")
         chains = plan(settings, Path(scratch))
-        n_trials = sum(map(len, chains))
-        say(f"\n{n_trials} trials, {workers} at a time")
+        say(f"\n{sum(map(len, chains))} trials, {workers} at a time")
         try:
-            with ThreadPoolExecutor(workers) as pool:
-                try:
-                    for future in as_completed([pool.submit(run_chain, each, out, device, stopped) for each in chains]):
-                        for trial in future.result():
-                            done.append(trial)
-                            say(f"{len(done):3}/{n_trials} {describe_trial(trial)}")
-                finally:
-                    stopped.set()  # what runs and what waits, after Ctrl-C
+            run_chains(chains, workers, out, device, say, done)
             code = summarize(done, time.monotonic() - started, say)
         except KeyboardInterrupt:
             say("stopped")
             code = 130
+        console.save_text(out / "summary.txt")
         write_summary(out / "summary.json", done, device)
-    console.print(f"all output is in {out}", markup=False)
+    console.print(f"all output is in {out}")
     return code
 
 

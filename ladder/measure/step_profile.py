@@ -125,10 +125,8 @@ def profile_rung(label, flags, folder):
 
 def products_ms(run, rates):
     """Milliseconds that the matrix products of a step take at the measured rate (FLOP/s) of the rung's format."""
-    precision = run.headers["precision"]
-    name = "tf32" if "in TF32" in precision else re.match(r"\w+", precision)[0]
     per_token = flops_per_token(run.model, run.T, BY_NAME[run.name].causal, run.vocab_size) or math.nan
-    return 1000 * per_token * run.tokens_per_step / rates[name]
+    return 1000 * per_token * run.tokens_per_step / rates[run.number_format]
 
 
 def check_profile(stages, flags, folder):
@@ -140,14 +138,11 @@ def check_profile(stages, flags, folder):
     settings = check_flags(stages, flags)
     if settings.device == "mps":
         raise UserError("--device mps: torch.profiler does not see Apple GPUs; give --device cpu")
-    runs = sum(read_folder(folder)[0].values(), []) if has_steps(folder) else []
-    there = [f"{run.model}, B={run.B} T={run.T}" for run in runs]
-    if profile := read_profile(folder):
-        there.append("{model}, B={B} T={T}".format(**profile))
-    wanted = f"{settings.model}, B={settings.B} T={settings.T}"
-    for other in there:
-        if other != wanted:
-            raise UserError(f"--logs {folder}: holds results of {other}, not of {wanted}; give another folder")
+    if read_profile(folder):
+        raise UserError(f"--logs {folder}: holds a profile already; give another folder")
+    run = next(iter(read_folder(folder)[0].values()))[0] if has_steps(folder) else settings
+    if (run.model, run.B, run.T) != (settings.model, settings.B, settings.T):
+        raise UserError(f"--logs {folder}: holds runs of {run.model}, B={run.B} T={run.T}; give another folder")
     if read_machine(folder).get("device", settings.device) != settings.device:
         raise UserError(f"--logs {folder}: its machine.json is from a different device; give another folder")
     return settings
@@ -167,19 +162,23 @@ def profile_once(stage, flags, machine):
     return rung, outcome
 
 
+def median_round(rounds):
+    """The profile with the median step, of the reliable ones if there are any."""
+    counted = sorted(list(filter(is_reliable, rounds)) or rounds, key=lambda rung: rung["step_ms"])
+    return counted[len(counted) // 2]
+
+
 def profile_ladder(stages, flags, settings, folder, console, repeat):
     """Profile the stages, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
-    Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any; other rungs
-    stay in folder/profile.json. Floors use the rates of folder/machine.json, which are measured first if it does not
-    exist.
+    Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any. Floors use
+    the rates of folder/machine.json, which are measured first if it does not exist.
     """
     if not (folder / "machine.json").exists():
         write_machine(folder, settings.device)
     machine = {"device": settings.device, "name": None} | read_machine(folder)
     profile = {"model": settings.model, "B": settings.B, "T": settings.T, "name": machine["name"],
                "device": settings.device, "rounds": repeat}
-    kept = {rung["name"]: rung for rung in (read_profile(folder) or {"rungs": []})["rungs"]}
     found = {stage.name: [] for stage in stages}
     failed, jobs = [], list(stages) * repeat
     for number, stage in enumerate(jobs, 1):
@@ -187,17 +186,13 @@ def profile_ladder(stages, flags, settings, folder, console, repeat):
             rung, outcome = profile_once(stage, flags, machine)
         if rung is None:
             failed.append(outcome)
-            console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red", markup=False)
+            console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red")
             continue
-        rounds = found[stage.name]
-        rounds.append(rung)
-        rounds.sort(key=lambda one: one["step_ms"])
-        reliable = list(filter(is_reliable, rounds)) or rounds
-        kept[stage.name] = reliable[len(reliable) // 2]
-        profile["rungs"] = [kept[name] for name in BY_NAME if name in kept]
+        found[stage.name].append(rung)
+        profile["rungs"] = [median_round(rounds) for rounds in found.values() if rounds]
         write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
         console.print(f"{stage.name}: {rung['step_ms']:,.1f} ms/step under the profiler, {rung['plain_ms']:,.1f} "
-                      f"without{'' if is_reliable(rung) else ': ' + UNRELIABLE}", markup=False)
+                      f"without{'' if is_reliable(rung) else ': ' + UNRELIABLE}")
     return failed
 
 
@@ -211,7 +206,7 @@ def profile_and_show(stages, flags, folder, console, repeat):
     if found := read_profile(folder):
         print_profile(found, console)
         save(profile_picture(found), folder / "profile.png")
-        console.print(f"{folder}/profile.json, profile.png", markup=False)
+        console.print(f"{folder}/profile.json, profile.png")
     return 1 if failed else 0
 
 

@@ -11,10 +11,10 @@ import threading
 import time
 from functools import partial
 
-from ladder.count.memory import RUN_BY_DEFAULT, largest_fitting, recommend
+from ladder.count.memory import recommend
 from ladder.errors import UserError
 from ladder.measure.runner import check_flags, is_finished, locked, run_module, settings_of, split_flags
-from ladder.scripts.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL, LADDER
 from ladder.show.logs import has_steps
 from ladder.show.machine import read_machine
 
@@ -27,14 +27,14 @@ def with_defaults(flags, minutes):
     if split_flags(flags, "--compile-mode", "--pretrained")[0]:
         raise UserError("--compile-mode, --pretrained: not for a survey; leave them out")
     rung_10 = BY_LABEL["10"]
-    device = check_flags([rung_10], flags).device
+    device = check_flags(LADDER, flags).device
     on_cpu, free = device == "cpu", int(run_module("ladder.count.memory", device))
     model, _, T = recommend(free, accelerator=not on_cpu)
     T = min(T, 256) if on_cpu and minutes < SHORT else T
     flags = ["--model", model, "-T", str(T), "--steps", str(5 if on_cpu else GPU_STEPS), *flags]
     settings = settings_of(rung_10, flags)
-    B = 1 if on_cpu else largest_fitting(settings.model, settings.T, RUN_BY_DEFAULT, 0.8 * free)
-    return ["-B", str(2 ** (max(1, min(64, B)).bit_length() - 1)), *flags]
+    _, B, _ = recommend(free, not on_cpu, [(settings.model, settings.T)])
+    return ["-B", str(B), *flags]
 
 
 def commands(settings, flags):
@@ -77,14 +77,15 @@ def survey(minutes, out, flags, do, console):
         ctrl_c = partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
     console.record = True
     with locked(out, resume=False, flag="--out"):
-        console.print(run_module("ladder", "check"), markup=False, soft_wrap=True)
+        console.print(run_module("ladder", "check"), soft_wrap=True)
         timer = threading.Timer(deadline - time.monotonic(), ctrl_c)
+        timer.daemon = True  # else an error below would wait for the deadline
         timer.start()
         try:
             for folder, words in commands(settings, flags):
                 left = (deadline - time.monotonic()) / 60
                 text = f"{left:.1f} minutes left: python -m ladder {' '.join(words)}"
-                console.print(text, markup=False, soft_wrap=True)
+                console.print(text, soft_wrap=True)
                 if do([*words, *(["--logs", str(out / folder)] if folder else [])]) == 130:
                     break
         except KeyboardInterrupt:
@@ -92,5 +93,5 @@ def survey(minutes, out, flags, do, console):
         timer.cancel()
         console.save_text(out / "survey.txt")
         name_folders(out, settings)
-    console.print(f"To add this machine: copy the folders of {out} to logs/reference", markup=False)
+    console.print(f"To add this machine: copy the folders of {out} to logs/reference")
     return 0 if any(out.rglob("*.log")) else 1

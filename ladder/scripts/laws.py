@@ -1,6 +1,5 @@
 """The laws of the ladder: a rung changes only what `stages.py` allows, and below the banner nothing."""
 import ast
-import difflib
 import functools
 import itertools
 import re
@@ -73,14 +72,6 @@ def plumbing(source):
     if not found or "\n" + BANNER in rest:
         raise ValueError("needs exactly one banner line")
     return BANNER + rest
-
-
-def changed_lines(before, after):
-    """The lines of a lesson: all that differ between docstring and banner, each with its "+" or "-"."""
-    lesson, banner, _ = after.partition("\n" + BANNER)
-    after = lesson + banner + before.partition("\n" + BANNER)[2]
-    old, new = (source.splitlines()[ast.parse(source).body[0].end_lineno :] for source in (before, after))
-    return [line for line in difflib.unified_diff(old, new, n=0, lineterm="") if line[0] in "+-"][2:]
 
 
 def flags(source):

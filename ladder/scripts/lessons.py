@@ -100,14 +100,14 @@ def print_lesson(lesson, console):
     """The lesson in a terminal: the text, then the unified diff in color."""
     from rich.syntax import Syntax
 
-    console.print(f"{lesson.title}\n", style="bold", markup=False)
+    console.print(f"{lesson.title}\n", style="bold")
     for paragraph in re.split("\n{2,}", part_paragraphs(lesson.body)):
         text = paragraph if re.search("(?m)^[ *-]", paragraph) else paragraph.replace("\n", " ")  # code and lists as is
-        console.print(f"{text}\n", markup=False, width=min(console.width, FULL_LINE))
+        console.print(f"{text}\n", width=min(console.width, FULL_LINE))
     painter = Syntax("", "python", theme="ansi_dark", background_color="default")
     styles = {" ": ("", ""), "-": ("on #4a2222", "bold on #8a3030"), "+": ("on #1d3d26", "bold on #2f7a45")}
     for hunk in lesson.hunks:
-        console.print(f"@@ line {hunk[0].number} @@", style="cyan", markup=False)
+        console.print(f"@@ line {hunk[0].number} @@", style="cyan")
         for line in hunk:
             text = painter.highlight(line.text)
             text.rstrip()

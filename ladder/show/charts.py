@@ -5,7 +5,7 @@ text at its end), tip (lines "name: text"), perhaps low and high (its spread), f
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
 from ladder.judge.standings import race_curves
-from ladder.scripts.stages import BY_NAME, LADDER
+from ladder.scripts.stages import BY_NAME
 from ladder.show.profile import KINDS, is_reliable
 from ladder.show.logs import stage_of
 
@@ -71,12 +71,3 @@ def curves(report):
         if run.val_steps:
             yield {"title": f"{row.title}: validation", "steps": run.val_steps,
                    "seconds": [run.seconds.get(step) for step in run.val_steps], "loss": run.val_losses, "val": True}
-
-
-def gain(report):
-    """What rungs 0 to 10 gain, in a sentence; "" where not both ends were measured."""
-    last = [(stage, row) for stage in LADDER for row in report.rows if stage.name == row.name][-1:]
-    if not last or not last[0][1].times_baseline or last[0][0].label == "0":
-        return ""
-    stage, row = last[0]
-    return f"Rung {stage.label} trains {row.times_baseline:.1f} times as many tokens per second as the baseline."

@@ -2,7 +2,7 @@
 import pandas
 
 from ladder.count.cards import card_of
-from ladder.count.floor import COUNTED, NOT_COUNTED, STORED, floor_data, lesson_hash, read_store
+from ladder.count.floor import COUNTED, NOT_COUNTED, STORED, floor_data
 from ladder.count.flops import flops_per_token
 from ladder.errors import UserError
 from ladder.show.terminal import print_texts
@@ -33,10 +33,7 @@ def show_floors(stages, cards, console):
     if not (rows := floor_data(cards, labels)["rungs"]):
         raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")
     if left_out := [label for label in labels if label not in COUNTED]:
-        console.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}", markup=False)
-    if changed := [row["label"] for row in rows if read_store()[row["label"]]["lesson"] != lesson_hash(row["label"])]:
-        console.print(f"changed since: {', '.join(changed)}; python -m experiments.count_kernels counts them again",
-                      markup=False)
+        console.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}")
     print_floors(rows, cards, "{model}, B={B} T={T}".format(**STORED), console)
 
 
@@ -46,9 +43,7 @@ def fastest_ms(run):
     Not the whole floor: small tensors stay in a card's cache, which the floor ignores.
     """
     card, per_token = card_of(run.device), flops_per_token(run.model, run.T, True, run.vocab_size)
-    precision = run.headers.get("precision", "16 bits")
     if card is None or per_token is None or run.tokens_per_step is None or "float8" in run.headers:
         return None
-    number_format = "16 bits" if "16" in precision else "tf32" if "in TF32" in precision else "float32"
-    rate = CLOCKED_HIGHER * run.ranks * card.rate(number_format)
+    rate = CLOCKED_HIGHER * run.ranks * card.rate(run.number_format)
     return 1000 * per_token * run.tokens_per_step / rate, card

@@ -24,7 +24,6 @@ STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s
 VAL_LINE = re.compile(rf"val : step {COUNT} \| loss: {NUMBER}")
 MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*\| steps {COUNT}-")
 PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
-GRAPHS = re.compile(rf"{COUNT}, from the cache: {COUNT}")
 
 
 @dataclass
@@ -87,16 +86,14 @@ class Run:
         return {step: ms / 1000 for step, ms in zip(self.steps, itertools.accumulate(self.ms), strict=True)}
 
     @property
-    def start(self):
-        """"cold" if the first step compiled a graph, "warm" if all came from Inductor's cache, None without graphs."""
-        if graphs := GRAPHS.match(self.headers.get("graphs compiled", "")):  # of scripts that counted them
-            return "cold" if int(graphs[1]) else "warm" if int(graphs[2]) else None
-        eager = self.headers.get("compile", "none").startswith(("none", "not "))
-        return None if eager else self.headers.get("compile cache")
-
-    @property
     def model(self):
         return self.headers.get("model")
+
+    @property
+    def number_format(self):
+        """Of the matrix products: "float32", "tf32", "bfloat16" or "float16"; 16 bits where the log does not say."""
+        precision = self.headers.get("precision", "bfloat16")
+        return "tf32" if "in TF32" in precision else re.match(r"\w*", precision)[0]
 
     @property
     def device(self):

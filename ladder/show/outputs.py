@@ -19,35 +19,30 @@ def write_reports(args, newest_run, reference_folders, console, messages):
     """What the parsed `args` of `report` ask for; the two functions give the folders where none is named."""
     from ladder.show.tables import as_csv, as_json, write_tables
 
-    def read(default):
-        return [build_report(folder) for folder in [*args.folders, *args.logs] or default()]
-
-    published = read(reference_folders) if args.readme or args.html else []
-    if args.readme or args.html and not (args.png or args.json or args.csv):
-        reports = published
-    else:
-        reports = read(lambda: [newest_run()])
-    if not (args.readme or args.html or args.png or args.json or args.csv):
+    published = args.readme or args.html
+    folders = [*args.folders, *args.logs] or (reference_folders() if published else [newest_run()])
+    reports = [build_report(folder) for folder in folders]
+    if not (published or args.png or args.json or args.csv):
         for one in reports:
             print_report(one, console)
         return
-    for reason in dict.fromkeys(reason for one in [*published, *reports] for reason in one.skipped):
-        messages.print(f"! skipped: {reason}", markup=False, soft_wrap=True)  # which a table says itself
+    for reason in dict.fromkeys(reason for one in reports for reason in one.skipped):
+        messages.print(f"! skipped: {reason}", soft_wrap=True)  # which a table says itself
     if args.readme:
         from ladder.show.plots import shown_in_docs, write_plots
 
-        write_tables(published)
+        write_tables(reports)
         messages.print("README.md, docs/*.md: tables rewritten")
-        write_plots(published, ROOT / "docs", shown_in_docs(ROOT).__contains__)
+        write_plots(reports, ROOT / "docs", shown_in_docs(ROOT).__contains__)
     if args.png:
         from ladder.show.plots import write_plots
 
         for path in write_plots(reports, args.png):
-            messages.print(str(path), markup=False)
+            messages.print(str(path))
     if args.html:
         from ladder.show.page import write_page
 
-        write_page(published, args.html)
+        write_page(reports, args.html)
         messages.print(f"{args.html}: {args.html.stat().st_size / 1e6:.2f} MB")
     if args.json:
         print(as_json(reports))
@@ -70,6 +65,6 @@ def print_effect(before, stage, folders, console):
         memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
         ratio = f"{new.tokens_per_second / old.tokens_per_second:.2f} x the tokens/sec"
         noise = ", within the noise: the spreads overlap" if within_noise(old, new) else ""
-        console.print(f"Measured, {where(reference)}:", style="bold", markup=False, soft_wrap=True)
+        console.print(f"Measured, {where(reference)}:", style="bold", soft_wrap=True)
         console.print(f"  {times(old)} -> {times(new)} ms/step ({ratio}{noise}){memory}, {kind}: "
-                      f"{getattr(old, loss):.3f} -> {getattr(new, loss):.3f}", markup=False, soft_wrap=True)
+                      f"{getattr(old, loss):.3f} -> {getattr(new, loss):.3f}", soft_wrap=True)

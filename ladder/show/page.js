@@ -32,8 +32,14 @@ function bars(rows, only = null) {
     </div></div>`)}</div>`;
 }
 
+function gain({rows}) { // what rungs 0 to 10 gain, in a sentence
+  const first = rows.find(row => row.label === "0"), last = rows.filter(row => row.label && row.label <= 10).at(-1);
+  return !first || last === first ? "" :
+    `Rung ${last.label} trains ${number(last.speed / first.speed, 1)} times as many tokens per second as the baseline.`;
+}
+
 function drawPicture(machine, only = null) {
-  find("#picture").innerHTML = `<p>${machine.gain} Measured on ${machine.name}.</p>` + (machine.profile.length ? `
+  find("#picture").innerHTML = `<p>${gain(machine)} Measured on ${machine.name}.</p>` + (machine.profile.length ? `
     <div class="legend" role="group" aria-label="Kinds of work: show one alone">${join(kinds, ([kind, color], i) =>
       `<button aria-pressed="${i === only}"><i style="background:${color}"></i>${kind}</button>`)}
     <span><i class="floor"></i>floor</span></div>

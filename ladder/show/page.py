@@ -25,10 +25,10 @@ from ladder.count.published import read_published
 from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
-from ladder.show.charts import KIND_COLORS, curves, gain, memory_bars, profile_bars, speed_bars
+from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.logs import stage_of
-from ladder.show.report import allocators, cores_of, warnings
-from ladder.show.tables import describe, shown_texts
+from ladder.show.report import warnings
+from ladder.show.tables import HEADINGS, fastest, shown_texts, where
 from ladder.judge.standings import IN_A_LINK, KEY, race_texts, standings
 
 HERE = Path(__file__).parent
@@ -108,39 +108,9 @@ def rounded(data):
 
 
 def thinned(curve):
-    stride = -(-len(curve["steps"]) // MAX_POINTS)
-    return {key: value[::stride] if isinstance(value, list) else value for key, value in curve.items()}
-
-
-def rungs_of(report):
-    """The labels of the rungs that were measured, "0–10, ddp"."""
-    spans = []
-    for label in filter(None, (stage_of(name).label for name in report.runs)):
-        if spans and label.isdigit() and spans[-1][1].isdigit() and int(label) == int(spans[-1][1]) + 1:
-            spans[-1][1] = label
-        else:
-            spans.append([label, label])
-    return ", ".join(first if first == last else f"{first}–{last}" for first, last in spans)
-
-
-def machine_name(report):
-    """A short name for readers: "AMD EPYC, 2 cores, bfloat16, B=1 T=1024"; the folder's if the logs do not say.
-
-    The format is that of the fastest matrix products: it tells apart CPUs of the same name.
-    """
-    setting, cores, rates = report.setting, cores_of(report), report.machine.get("rates", {})
-    if not setting["device"] or not setting["B"]:
-        return report.name
-    parts = [
-        setting["device"],
-        f"{cores} core{'s' * (cores > 1)}" if cores else "",
-        max(rates, key=rates.get) if rates and cores else "",
-        setting["model"] if setting["model"] != "gpt2" else "",
-        f"B={setting['B']} T={setting['T']}",
-        setting["data"] if report.race else "",  # races differ by it
-        "default allocator" if "default" in allocators(report) else "",
-    ]
-    return ", ".join(filter(None, parts))
+    n = len(curve["steps"])
+    kept = sorted({*range(0, n, -(-n // MAX_POINTS)), n - 1})  # the last one, too
+    return {key: [value[i] for i in kept] if isinstance(value, list) else value for key, value in curve.items()}
 
 
 def rows_data(report):
@@ -170,9 +140,9 @@ def machine_view(report):
     """One machine: its table for the template, and the data of its charts for page.js."""
     texts = shown_texts(report)
     return {
-        "id": report.name, "name": machine_name(report), "rungs": rungs_of(report), "gain": gain(report),
-        "describe": describe(report, texts), "columns": list(texts), "table": texts.to_numpy(),
-        "warnings": list(warnings(report)), "race": race_view(report),
+        "id": report.name, "name": where(report), "describe": f"{fastest(report)} {HEADINGS}".strip(),
+        "columns": list(texts), "table": texts.to_numpy(), "warnings": list(warnings(report)),
+        "race": race_view(report),
         "data": rounded({
             "rows": list(rows_data(report)), "speed": list(speed_bars(report)), "memory": list(memory_bars(report)),
             "profile": list(profile_bars(report.profile)), "curves": list(map(thinned, curves(report)))}),

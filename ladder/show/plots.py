@@ -22,7 +22,8 @@ from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, s
 from ladder.show.logs import ORDER, PEER, stage_of
 from ladder.show.tables import conditions, data_of, where
 
-RACES = "races.png"  # the picture of all races
+RACES, LEAD = "races.png", "lead.png"  # the pictures of all races
+LEADERS = {"24": "#4f7fc4", "30": "#c95a2e", "31": "#35ab72"}  # {label: color} of the rungs in the second one
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 
 plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formula
@@ -69,12 +70,15 @@ def draw_bars(axes, bars, xlabel, rows=None):
     axes.xaxis.set_major_formatter("{x:,.0f}" if axes.get_xlim()[1] >= 10 else "{x:g}")
 
 
-def draw_curves(axes, curves, x, xlabel):
+def draw_curves(axes, curves, x, xlabel, ylabel="loss (nats)", xscale="linear"):
     """Losses against `x`, a key of the curves; those of validations dotted, in black."""
     for curve in curves:
         style = {"color": "black", "linestyle": ":", "marker": "o", "markersize": 3} if curve.get("val") else {}
         axes.plot(curve[x], curve["loss"], label=curve["title"], linewidth=1.2, **{"color": curve["color"]} | style)
-    axes.set(xlabel=xlabel, ylabel="loss (nats)")
+        if "end" in curve:
+            axes.annotate(curve["end"], (curve[x][-1], curve["loss"][-1]), (4, 0), textcoords="offset points",
+                          va="center", fontsize=8, color=curve["color"])
+    axes.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale)
 
 
 def draw(picture):
@@ -159,6 +163,29 @@ def races_picture(reports):
             "a seed never got there. No bar: not raced."}
 
 
+def lead_curves(report):
+    """Yields how far some rungs are below the first one's validation loss after the same tokens, medians of the seeds.
+    """
+    losses = report.race.part("round").groupby(["rung", "tokens"], sort=False).val_loss.median()
+    first, *others = losses.index.unique("rung")
+    for name in others:
+        if color := LEADERS.get(label := stage_of(name).label):
+            lead = losses[first] - losses[name]
+            yield {"title": label, "tokens": lead.index.tolist(), "loss": lead.tolist(), "color": color,
+                   "end": f"{label}, {report.setting['model']}, {data_of(report).partition(' ')[0]}"}
+
+
+def lead_picture(reports):
+    """The lead over the first rung against tokens: a panel for each kind of tokens, with the races of all lengths."""
+    kinds = {}
+    for report in reports:
+        kinds.setdefault(data_of(report).partition(" (")[2].rstrip(")"), []).extend(lead_curves(report))
+    panels = [{"heading": kind, "curves": curves, "x": "tokens", "xlabel": "tokens trained on", "xscale": "log",
+               "ylabel": "nats below the first rung"} for kind, curves in kinds.items()]
+    return {"title": "The lead over rung 16, after the same tokens", "height": 4.2, "panels": panels,
+            "caption": "Validation losses, the medians of the seeds."}
+
+
 def pictures_of(report):
     """{kind: picture} of a report, without those that its logs say nothing of."""
     if report.race:
@@ -183,7 +210,7 @@ def all_pictures(reports):
                 raise UserError(f"two log folders are called {report.name}: plot them into separate folders")
             pictures[name] = picture
     races = sorted((report for report in reports if report.race), key=lambda report: -len(report.table))
-    return pictures | ({RACES: races_picture(races)} if len(races) > 1 else {})
+    return pictures | ({RACES: races_picture(races), LEAD: lead_picture(races)} if len(races) > 1 else {})
 
 
 def digest(picture):

@@ -22,8 +22,7 @@ from ladder.show.profile import read_profile
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
 IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished"
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.
-TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "first_step_s": "median",
-         "cold_first_step_s": "median", "warm_first_step_s": "median"}  # warm: the graphs came from the cache
+TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "first_step_s": "median"}
 RESULTS = {"tokens": "first", "ranks": "first", "mfu": "first", "mfu_causal": "first", "peak_memory_gb": "median",
            "last_loss": lambda losses: losses.median(skipna=False), "last_step": "min", "complete": "all",
            "last_val_loss": "median", "seconds_to_common_loss": "median", "seconds_to_common_val_loss": "median"}
@@ -70,12 +69,9 @@ def common_lowest(losses_of_runs):
 def log_row(run, alone, rates, common_loss, common_val_loss):
     """A log's row: TIMES and RESULTS. Its spread is that of its steps if no other round shows one."""
     low, high = run.spread if alone else (run.median_ms, run.median_ms)
-    first_step_s = run.ms[0] / 1000
     return {
         "name": run.name, "ms": run.median_ms, "ms_low": low, "ms_high": high, "rounds": 1,
-        "first_step_s": first_step_s,
-        "cold_first_step_s": first_step_s if run.start == "cold" else None,
-        "warm_first_step_s": first_step_s if run.start == "warm" else None,
+        "first_step_s": run.ms[0] / 1000,
         "tokens": run.tokens_per_step,
         "ranks": run.ranks,
         "mfu": mfu(run, rates, 1),  # of one token per second
@@ -152,18 +148,14 @@ def build_report(folder):
 
 
 def allocators(report):
-    """{allocator: the titles of the rungs with rounds under it}; "unknown" is that of logs that do not say."""
-    under = {}
-    for row in report.rows:
-        for name in dict.fromkeys(run.allocator or "unknown" for run in report.runs[row.name]):
-            under.setdefault(name, []).append(row.title)
-    return under
+    """The names of the allocators of all runs; "unknown" is that of logs that do not say."""
+    return sorted({run.allocator or "unknown" for rounds in report.runs.values() for run in rounds})
 
 
 def cores_of(report):
     """How many threads the runs on a CPU had; 0 on other devices."""
     timed = report.race and report.race.timing or report.runs  # a race's rounds may have had half of the cores each
-    headers = [run.headers.get("device", "") for rounds in timed.values() for run in rounds]
+    headers = [run.headers.get("machine", run.headers.get("device", "")) for runs in timed.values() for run in runs]
     return max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
 
 
@@ -184,9 +176,8 @@ def warnings(report):
         if not row.complete:
             yield f"{row.title}: the run did not finish ({row.last_step} steps)"
     if len(under := allocators(report)) > 1:
-        parts = "; ".join(f"{name}: {', '.join(titles)}" for name, titles in under.items())
-        yield (f"the runs had different memory allocators ({parts}): on a CPU they can "
-               "change the time of a step by a third")
+        yield (f"the runs had different memory allocators ({', '.join(under)}): on a CPU they can change the time of a "
+               "step by a third")
     if report.table["last_step"].nunique() > 1:
         yield "the runs have different numbers of steps: their last losses do not compare"
     if not report.machine:

@@ -16,8 +16,9 @@ from ladder.show.report import allocators, cores_of, warnings
 from ladder.show.terminal import print_texts
 
 NOTHING = "–"  # where a log does not say
-NOISE = "(noise): the spreads of the two rungs overlap"
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
+HEADINGS = ("(noise): the spreads of the two rungs overlap. s to: seconds to the first step, or validation, with this "
+            "loss, the lowest that all reach. 1st step: with compilation, unless its graphs were in torch's cache")
 # The columns of the Markdown tables, and their headings; the first ones are words, the others numbers.
 README = {"file": "file", "title": "the one change", "range": "tokens/sec", "times_baseline": "× baseline",
           "a100": "A100: floor / published, ms"}
@@ -32,23 +33,28 @@ def data_of(report):
 
 
 def where(report, batch=True):
-    """One line: the device, on a CPU the allocator of its memory, the model and, with `batch`, the batch and the text.
-    """
-    setting = report.setting
+    """One line: the device, of a CPU its cores and allocator, the model and, with `batch`, the batch and the text."""
+    setting, cores = report.setting, cores_of(report)
     known = [name for name in allocators(report) if name not in ("unknown", "torch")]
-    allocator = f" (allocator: {' and '.join(known)})" if known else ""
-    line = f"{setting['device'] or 'unknown device'}{allocator}, {setting['model'] or 'unknown model'}"
+    details = [f"{cores} cores"] * (cores > 0) + [f"allocator: {' and '.join(known)}"] * bool(known)
+    device = (setting["device"] or "unknown device") + (f" ({', '.join(details)})" if details else "")
+    line = f"{device}, {setting['model'] or 'unknown model'}"
     if not batch:
         return line
     return f"{line}, {'B={B} T={T}'.format(**setting) if setting['B'] else 'unknown batch'}, {data_of(report)}"
 
 
-def conditions(report):
-    """One line: where and on what the numbers were measured, and what MFU is a share of."""
+def fastest(report):
+    """What MFU is a share of, in a sentence; "" where it was not measured."""
     if not report.machine:
-        return where(report)
+        return ""
     best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
-    return (f"{where(report)}; fastest matrix products measured: {rate / 1e12:.2f} TFLOP/s in {best}. {CONVENTION}")
+    return f"Fastest matrix products measured: {rate / 1e12:.2f} TFLOP/s in {best}. {CONVENTION}."
+
+
+def conditions(report):
+    """Where and on what the numbers were measured, and what MFU is a share of."""
+    return f"{where(report)}. {fastest(report)}".strip()
 
 
 def texts_of(report):
@@ -58,11 +64,6 @@ def texts_of(report):
 
     def column(name, pattern):
         return [NOTHING if pandas.isna(value) else pattern.format(value) for value in table[name]]
-
-    def first_step(row):
-        kinds = {"cold": row.cold_first_step_s, "warm": row.warm_first_step_s}
-        known = [f"{seconds:,.1f} {kind}" for kind, seconds in kinds.items() if seconds is not None]
-        return ", ".join(known) or f"{row.first_step_s:,.1f}"
 
     work = table["tokens_per_second"] * table["ms"]
     slow, fast = work / table["ms_high"], work / table["ms_low"]
@@ -84,7 +85,7 @@ def texts_of(report):
         "memory": column("peak_memory_gb", "{:.2f}"),
         "loss": [f"{loss:.3f}" for loss in table["last_loss"]],
         "seconds": column("seconds_to_common_loss", "{:,.0f}"),
-        "first_step": [first_step(row) for row in rows],
+        "first_step": column("first_step_s", "{:,.1f}"),
         "val_loss": column("last_val_loss", "{:.3f}"),
         "val_seconds": column("seconds_to_common_val_loss", "{:,.0f}"),
         "a100": [f"{floors[stage.label]} / {stage.lecture_ms or NOTHING}" if stage.label in floors else NOTHING
@@ -109,28 +110,14 @@ def shown_texts(report):
     return texts.loc[:, (texts != NOTHING).any()]
 
 
-def describe(report, texts):
-    """The caption of `texts`, columns of shown_texts: the conditions, and what the headings mean."""
-    sentences = [conditions(report)]
-    for heading in texts:
-        if heading.startswith("s to"):
-            kind = "validation" if "val" in heading else "step"
-            sentences.append(f"{heading}: seconds to the first {kind} with this loss, the lowest that all reach")
-        elif heading == "× before" and texts[heading].str.contains("noise").any():
-            sentences.append(NOISE)
-        elif heading.startswith("1st step") and texts[heading].str.contains("cold|warm").any():
-            sentences.append(f"{heading}: cold compiled its graphs, warm found them in the cache")
-    return ". ".join(sentences)
-
-
 def print_table(report, console):
     """The table in a terminal; a narrow one gets the columns that fit, the others are in `--csv`."""
     texts = shown_texts(report)
     left_out = ("spread", "× before", "causal", "s to", "1st step", "val loss") if console.width < WIDE else ()
     texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
-    print_texts(texts, console, report.name, describe(report, texts), min_width=16)
+    print_texts(texts, console, report.name, f"{conditions(report)} {HEADINGS}.", min_width=16)
     for warning in warnings(report):
-        console.print(f"! {warning}", style="yellow", markup=False)
+        console.print(f"! {warning}", style="yellow")
 
 
 def markdown(texts, headings, n_left):
@@ -141,17 +128,15 @@ def markdown(texts, headings, n_left):
 
 def short_table(report):
     """README.md's: each rung's speed and its spread, and its counted and published times for an A100."""
-    rounds, cores = report.table["rounds"].max(), cores_of(report)
-    headings = README | ({"range": f"tokens/sec ({cores} cores)"} if cores else {})
-    return (f"{markdown(texts_of(report), headings, 2)}\n\n"
-            f"{where(report)}; the median of {rounds} rounds, lowest to highest.")
+    return (f"{markdown(texts_of(report), README, 2)}\n\n"
+            f"{where(report)}; the median of {report.table['rounds'].max()} rounds, lowest to highest.")
 
 
 def long_table(report):
     """docs/results.md's."""
     rounds = report.table["rounds"].max()
     spread = f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else ""
-    return (f"{markdown(texts_of(report), RESULTS, 3)}\n\n{conditions(report)}. ms/step is the median{spread}, "
+    return (f"{markdown(texts_of(report), RESULTS, 3)}\n\n{conditions(report)} ms/step is the median{spread}, "
             f"the loss that of step {last_steps(report)}.")
 
 

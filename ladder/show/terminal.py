@@ -1,6 +1,5 @@
 """A table of short texts in a terminal."""
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 
@@ -9,12 +8,11 @@ def print_texts(texts, console, title, caption=None, min_width=None, **style):
 
     With a `min_width` of the first column only that one wraps.
     """
-    table = Table(title=escape(title), caption=caption and escape(caption), caption_justify="left", box=box.SIMPLE_HEAD,
-                  **style)
+    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, **style)
     first, *others = texts
     table.add_column(first, min_width=min_width)
     for heading in others:
         table.add_column(heading, justify="right", no_wrap=min_width is not None)
     for row in texts.itertuples(index=False):
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     console.print(table)
