@@ -5,8 +5,8 @@ start at zero, the branches add nothing at first: the model starts as its embedd
 branch stands in the way of a gradient. They do not stay zero, because the gradient of a matrix comes from its input and
 from the gradient of its output, not from itself.
 
-Gain: at initialization the model computes the same function at any depth. In our race (docs/race.md)
-the final loss is 0.011 nats per byte lower, which may be chance (p = 0.015).
+Gain: at initialization the model computes the same function at any depth. In our race (docs/race.md) the final loss is
+0.011 nats per byte lower, which may be chance (p = 0.015).
 Cost: none in time or memory. In the first step the other matrices of the blocks get no gradient: it would have to pass
 through a zero matrix. What is left, the embedding and the output layer tied to it, predicts that a token repeats: the
 first loss of GPT-2 (124M) is 15.0, where equal probabilities would give 10.8 (rung 30 changes that).
