@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, NullFormatter
 
 from ladder.errors import UserError
 from ladder.judge.standings import standings
@@ -23,7 +24,8 @@ from ladder.show.logs import ORDER, PEER, stage_of
 from ladder.show.tables import conditions, data_of, where
 
 RACES, LEAD = "races.png", "lead.png"  # the pictures of all races
-LEADERS = {"24": "#4f7fc4", "30": "#c95a2e", "31": "#35ab72"}  # {label: color} of the rungs in the second one
+LEADERS = {"24": ("#4f7fc4", 5), "30": ("#c95a2e", -5), "31": ("#35ab72", 0)}  # of the rungs in the second one, by
+# label: the color, and how far from its curve's end the name is, so that two that end together can be read
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 
 plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formula
@@ -76,9 +78,14 @@ def draw_curves(axes, curves, x, xlabel, ylabel="loss (nats)", xscale="linear"):
         style = {"color": "black", "linestyle": ":", "marker": "o", "markersize": 3} if curve.get("val") else {}
         axes.plot(curve[x], curve["loss"], label=curve["title"], linewidth=1.2, **{"color": curve["color"]} | style)
         if "end" in curve:
-            axes.annotate(curve["end"], (curve[x][-1], curve["loss"][-1]), (4, 0), textcoords="offset points",
-                          va="center", fontsize=8, color=curve["color"])
+            end = curve[x][-1], curve["loss"][-1]
+            axes.annotate(curve["end"], end, (4, curve["shift"]), textcoords="offset points", va="center", fontsize=8,
+                          color=curve["color"])
     axes.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale)
+    if xscale == "log":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.margins(x=0.5)  # room for the ends
 
 
 def draw(picture):
@@ -164,15 +171,14 @@ def races_picture(reports):
 
 
 def lead_curves(report):
-    """Yields how far some rungs are below the first one's validation loss after the same tokens, medians of the seeds.
-    """
+    """Yields how far some rungs are below the first one's loss after the same tokens, the medians of the seeds."""
     losses = report.race.part("round").groupby(["rung", "tokens"], sort=False).val_loss.median()
     first, *others = losses.index.unique("rung")
     for name in others:
-        if color := LEADERS.get(label := stage_of(name).label):
-            lead = losses[first] - losses[name]
-            yield {"title": label, "tokens": lead.index.tolist(), "loss": lead.tolist(), "color": color,
-                   "end": f"{label}, {report.setting['model']}, {data_of(report).partition(' ')[0]}"}
+        if (label := stage_of(name).label) in LEADERS:
+            lead, (color, shift) = losses[first] - losses[name], LEADERS[label]
+            yield {"title": label, "tokens": lead.index.tolist(), "loss": lead.tolist(), "color": color, "shift": shift,
+                   "end": f"{label}, {data_of(report).partition(' ')[0].removesuffix('.jsonl')}"}
 
 
 def lead_picture(reports):
