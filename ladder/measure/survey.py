@@ -79,9 +79,8 @@ def survey(minutes, out, flags, do, console):
     with locked(out, resume=False, flag="--out"):
         console.print(run_module("ladder", "check"), soft_wrap=True)
         timer = threading.Timer(deadline - time.monotonic(), ctrl_c)
-        timer.daemon = True  # else an error below would wait for the deadline
-        timer.start()
         try:
+            timer.start()
             for folder, words in commands(settings, flags):
                 left = (deadline - time.monotonic()) / 60
                 text = f"{left:.1f} minutes left: python -m ladder {' '.join(words)}"
@@ -90,8 +89,9 @@ def survey(minutes, out, flags, do, console):
                     break
         except KeyboardInterrupt:
             console.print("stopped; finished results are kept")
-        timer.cancel()
-        console.save_text(out / "survey.txt")
-        name_folders(out, settings)
+        finally:
+            timer.cancel()
+            console.save_text(out / "survey.txt")
+            name_folders(out, settings)
     console.print(f"To add this machine: copy the folders of {out} to logs/reference")
     return 0 if any(out.rglob("*.log")) else 1
