@@ -3,13 +3,10 @@
 The folders that a survey writes can be committed to logs/reference/ as they are.
 """
 import _thread
-import os
 import re
 import shutil
-import signal
 import threading
 import time
-from functools import partial
 
 from ladder.count.memory import recommend
 from ladder.errors import UserError
@@ -72,13 +69,10 @@ def survey(minutes, out, flags, do, console):
     deadline = time.monotonic() + 60 * minutes
     flags = with_defaults(flags, minutes)
     settings = check_flags([BY_LABEL["10"]], flags)
-    ctrl_c = _thread.interrupt_main  # on Windows, where a thread cannot be woken, not before its next line of output
-    if os.name == "posix":
-        ctrl_c = partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
     console.record = True
     with locked(out, resume=False, flag="--out"):
         console.print(run_module("ladder", "check"), soft_wrap=True)
-        timer = threading.Timer(deadline - time.monotonic(), ctrl_c)
+        timer = threading.Timer(deadline - time.monotonic(), _thread.interrupt_main)
         try:
             timer.start()
             for folder, words in commands(settings, flags):
