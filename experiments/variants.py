@@ -2,9 +2,11 @@
 
     python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
         --val-every 60
+    python -m experiments.variants logs/start --patches start --model gpt2 -B 1 -T 1024 --total-batch 1024 --steps 33 \
+        --val-every 33
 
-Each is a patch of rung 24's script in patches/variants/. The folder then holds what python -m ladder run --race leaves;
-rerun the same command to resume.
+Each is a patch of rung 24's script in patches/variants/, or the folder that --patches names there. LOGS then holds what
+python -m ladder run --race leaves, without timings; rerun the same command to resume.
 """
 import argparse
 import os
@@ -23,6 +25,7 @@ from ladder.judge.standings import show_rates
 from ladder.measure.race import n_jobs, race
 from ladder.measure.runner import Runner, check_flags
 from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import read_log
 
 BASE = BY_LABEL["24"]  # the last rung of the race
 PATCHES = Path(__file__).parent / "patches"
@@ -54,15 +57,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("logs", type=Path, help="a folder")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--patches", default="variants", help="their folder (default: %(default)s)")
     args, flags = parser.parse_known_args()
     args.logs.mkdir(parents=True, exist_ok=True)
-    stages = [write_variant(patch, args.logs) for patch in patches("variants")]
+    stages = [BASE, *(write_variant(patch, args.logs) for patch in patches(args.patches))]
     settings = check_flags([BASE], flags)
     with Runner(settings, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(stages, args.seeds)) as runner:
-        race(stages, flags, args.logs, args.seeds, runner.run)
+        race(stages, flags, args.logs, args.seeds, runner.run, timed=False)
     found = read_logs(args.logs)
     ends = found.part("round").groupby(["rung", "round"]).val_loss.last()
     for stage in stages:
+        for log in sorted(args.logs.glob(f"round_*/{stage.name}.log")):
+            losses = read_log(log).losses
+            print(f"{stage.title}: " + ", ".join(f"step {n} {losses[n - 1]:.2f}" for n in (1, 10, len(losses))))
         rates = ", ".join(f"{show_rates(rates)}: {loss:.3f}" for rates, loss in found.sweep[stage.name].items())
         print(f"{stage.title}: {' '.join(f'{loss:.3f}' for loss in ends[stage.name])} (search: {rates})")
 

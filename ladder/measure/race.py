@@ -53,7 +53,7 @@ def search(stage, start, try_rates):
     return best
 
 
-def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1):
+def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1, timed=True):
     """Run a race: the search, the rounds, the timing. `run` runs a list of jobs, and returns when they have ended."""
     steps = settings_of(stages[0], flags).steps
     chosen, carried = {}, {}  # {rung: its rates}; {flag: the last rate that a search found}
@@ -77,7 +77,7 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1):
          for n in range(seeds) for stage in stages], at_once)
     more = ["--steps", str(min(steps, TIMED_STEPS)), "--val-every", "0", "--seed", str(SEED)]
     run([job(stage, log_dir / "timing" / f"round_{n + 1}", chosen[stage.name], *more)
-         for n in range(TIMINGS) for stage in stages])
+         for n in range(TIMINGS * timed) for stage in stages])
     write_csv(read_logs(log_dir), log_dir / FILE)
 
 
