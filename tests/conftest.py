@@ -375,3 +375,6 @@ def same_start():
     with own_settings():
         yield
     torch.compiler.reset()
+
+
+from run_tool import call, fake_run  # noqa: E402, F401, fixtures: they need what stands above

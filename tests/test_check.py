@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from run_tool import call, ladder  # noqa: F401, a fixture
+from run_tool import ladder
 
 from ladder.measure import check, rates
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT
 from log_files import MEDIAN, write_log
-from run_tool import call, files_in, flags, is_one_error, ladder  # noqa: F401, a fixture
+from run_tool import files_in, flags, is_one_error, ladder
 
 import ladder.__main__ as tool
 from ladder.errors import UserError
@@ -51,7 +51,7 @@ def test_rungs():
     (["survey", "--compile-mode", "none"], ["--compile-mode", "not for a survey"]),
     (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps", "not for a profile"]),
 ])
-def test_wrong_words(words, reasons, tmp_path, monkeypatch, call):  # noqa: F811
+def test_wrong_words(words, reasons, tmp_path, monkeypatch, call):
     """Before anything is written: here a script would prepare data/tokens."""
     monkeypatch.chdir(tmp_path)
     assert is_one_error(call(*words), *reasons) and not list(tmp_path.iterdir())
@@ -60,7 +60,7 @@ def test_wrong_words(words, reasons, tmp_path, monkeypatch, call):  # noqa: F811
 @pytest.mark.parametrize("refused", [
     ["--bogus", 3], ["-B", 0], ["--save", "x"], ["--data", "no/such/folder"], ["-B", 1_000_000], ["--resume"],
     ["--rungs", "0-77"]], ids=lambda words: " ".join(map(str, words)))
-def test_refused_flags_leave_no_trace(refused, tmp_path, tokens, monkeypatch, call):  # noqa: F811
+def test_refused_flags_leave_no_trace(refused, tmp_path, tokens, monkeypatch, call):
     """Neither of themselves, nor in the results of the run before."""
     monkeypatch.setattr(tool, "RUNS", tmp_path / "runs")
     write_log(tmp_path / "runs" / "last" / "baseline.log", losses=[4, 5, 6], tail=MEDIAN)

@@ -5,7 +5,6 @@ import sys
 import pytest
 from conftest import ROOT
 from log_files import MEDIAN, write_log
-from run_tool import call  # noqa: F401, a fixture
 
 from ladder.judge.compare import compare
 from ladder.scripts.stages import BY_LABEL
@@ -99,7 +98,7 @@ def test_different_allocators_are_named(one, other, different, compared):
     assert (f"Different allocator: {different}." in text) == bool(different) == ("may be the allocator's" in text)
 
 
-def test_the_table(tmp_path, call):  # noqa: F811
+def test_the_table(tmp_path, call):
     code, out, _ = call("compare", write_log(tmp_path / "a.log"), write_log(tmp_path / "b.log", ms=(50, 25, 20)))
     assert code == 0 and "2 9.000000 9.000000 +0.000000 50.00 25.00 2.00" in out
     assert "median +0.000000 50.00 25.00 2.00" in out

@@ -7,7 +7,6 @@ import shutil
 import pytest
 from conftest import ROOT
 from log_files import MEDIAN, write_log
-from run_tool import call  # noqa: F401, a fixture
 
 from ladder.count.flops import flops_per_token, mfu
 from ladder.show.logs import read_log
@@ -73,7 +72,7 @@ DAMAGED = {
 }
 
 
-def test_damaged_files_are_named_and_the_others_reported(tmp_path, call):  # noqa: F811
+def test_damaged_files_are_named_and_the_others_reported(tmp_path, call):
     write_log(tmp_path / "baseline.log", tail=MEDIAN)
     for name, (content, _) in DAMAGED.items():
         (tmp_path / name).write_bytes(content)
@@ -101,7 +100,7 @@ def mutated(data, rng):
     ])()
 
 
-def test_no_damage_ends_in_a_traceback(tmp_path, call):  # noqa: F811
+def test_no_damage_ends_in_a_traceback(tmp_path, call):
     """A report says in one line that it cannot compare, or shows what is left; the numbers are valid JSON."""
     source = tmp_path / "source"
     for number in (1, 2):

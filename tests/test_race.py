@@ -6,7 +6,6 @@ from dataclasses import replace
 import pandas
 import pytest
 from rich.console import Console
-from run_tool import call  # noqa: F401, the fixture
 
 from ladder.errors import UserError
 from ladder.judge.race_table import FILE, read_logs, read_race, write_csv
@@ -249,7 +248,7 @@ def test_a_rung_is_compared_with_the_row_before(tmp_path):
     assert {*race_texts(build_report(tmp_path / "one"))[0]["p of the loss"]} == {"–"}
 
 
-def test_the_record_says_what_the_logs_do(tmp_path, call):  # noqa: F811
+def test_the_record_says_what_the_logs_do(tmp_path, call):
     """All that the report shows, also of a script outside of the ladder. A damaged record is one error."""
     run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES)
     for path in tmp_path.rglob(f"{MUON.name}.log"):
@@ -280,7 +279,7 @@ def test_the_pictures_of_a_race_in_which_a_rung_never_gets_to_the_target(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):  # noqa: F811
+def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):
     """--resume repeats nothing of the three parts."""
     monkeypatch.setattr(race_module, "MOST_RATES", 3)
     monkeypatch.setattr(race_module, "TIMINGS", 2)

@@ -8,7 +8,6 @@ import pytest
 from conftest import ROOT
 from log_files import MEDIAN, write_log
 from rich.console import Console
-from run_tool import call  # noqa: F401, a fixture
 
 import ladder.__main__ as tool
 from ladder.count.flops import flops_per_token, mfu
@@ -62,7 +61,7 @@ def test_the_common_loss_is_one_that_all_rungs_reach(tmp_path):
     assert report.common_loss == 5 and [row.seconds_to_common_loss for row in report.rows] == [0.15, 0.15]
 
 
-def test_a_loss_that_is_not_a_number_shows(tmp_path, call):  # noqa: F811
+def test_a_loss_that_is_not_a_number_shows(tmp_path, call):
     row = rounds(tmp_path, {"losses": (9, 8, "nan")}, {"losses": (9, 8, 7)})
     assert row.last_loss is None and " nan " in call("report", tmp_path)[1]
 
@@ -84,7 +83,7 @@ def test_mfu_and_ratios(tmp_path):
     (("H200", "T4"), True), (("EPYC (2 threads)", "Xeon (2 threads)"), True),
     (("EPYC (2 threads)", "EPYC (1 threads)"), False),
     (("EPYC (2 threads)", "cpu"), False)])  # a script alone does not name it, nor does one that was stopped
-def test_different_machines_are_not_mixed(devices, refused, tmp_path, call):  # noqa: F811
+def test_different_machines_are_not_mixed(devices, refused, tmp_path, call):
     for name, device in zip((BASELINE, TIED), devices, strict=True):
         write_log(tmp_path / f"{name}.log", header=f"# script: {name}.py\n# device: {device}\n# batch: B=1 T=8\n")
     code, out, error = call("report", tmp_path)
@@ -110,14 +109,14 @@ def test_warnings(device, first, ms, steps, warning, tmp_path):
     assert len(found) == (warning is not None) and all(warning in text and "baseline" in text for text in found), found
 
 
-def test_a_report_names_its_allocators_and_warns_of_several(tmp_path, call):  # noqa: F811
+def test_a_report_names_its_allocators_and_warns_of_several(tmp_path, call):
     for script, name in ((BASELINE, "malloc"), (TIED, "tcmalloc")):
         write_log(tmp_path / f"{script}.log", header=HEADER.format("EPYC", name))
     shown = call("report", tmp_path)[1]
     assert "(malloc, tcmalloc)" in shown and "EPYC (allocator: malloc and tcmalloc)" in shown
 
 
-def test_a_ratio_within_the_noise_is_called_so(tmp_path, monkeypatch, call):  # noqa: F811
+def test_a_ratio_within_the_noise_is_called_so(tmp_path, monkeypatch, call):
     """Rungs 11, 12 and 13: the second as fast as the first, the third faster than the spread of either."""
     names = [BY_LABEL[label].name for label in ("11", "12", "13")]
     for number, times in enumerate(((100, 98, 50), (110, 109, 52)), 1):
@@ -144,7 +143,7 @@ def test_csv_and_json(tmp_path, capsys):
     assert line.startswith(f"{tmp_path.name},baseline,baseline,45.0,40.0,50.0,2,")
 
 
-def test_without_folders_each_output_shows_its_own(tmp_path, monkeypatch, call):  # noqa: F811
+def test_without_folders_each_output_shows_its_own(tmp_path, monkeypatch, call):
     """One's own newest run in the table and the plots, the reference machines in page and README."""
     made = {}
     monkeypatch.setattr(tool, "RUNS", tmp_path)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, load_module, rung, train
 from log_files import MEDIAN, write_log
-from run_tool import LADDER, call, fake_run, files_in, flags, is_one_error  # noqa: F401, fixtures
+from run_tool import LADDER, files_in, flags, is_one_error
 
 import ladder.__main__ as tool
 from ladder.count.memory import step_bytes
@@ -79,7 +79,7 @@ def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "machine.json").read_text()) == {"rates": {"float32": 3e12}, "arguments": ["run"]}
 
 
-def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):  # noqa: F811
+def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):
     logs = tmp_path / "logs"
     code, output, _ = call("run", "--rungs", "0,1", "--logs", logs, *flags(tokens))
     assert code == 0 and "weight tying" in output and "× base" in output and f"logs: {logs}" in output
@@ -96,7 +96,7 @@ def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):  # no
     assert is_one_error(call("run", "--resume", "--logs", logs, "--seed", 5), "--resume", "leave the others out")
 
 
-def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):  # noqa: F811
+def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
     code, output, _ = call("run", "--rungs", "0-1", "--time-limit", 0.5, "--logs", tmp_path / "a", *flags(tokens))
     assert code == 1 and output.count("timed out: no end after 0.5 s") == 4  # as it happens, and in the end
     code, output, _ = call("run", "--rungs", "0", "--logs", tmp_path / "b", *flags(tokens), "--pretrained", __file__)
@@ -123,7 +123,7 @@ def test_a_stop_keeps_the_finished_and_leaves_no_orphan(tmp_path, tokens, in_bac
     assert read_log(tmp_path / "logs" / "baseline.log").complete
 
 
-def test_a_run_never_touches_the_logs_of_another(tmp_path, tokens, call):  # noqa: F811
+def test_a_run_never_touches_the_logs_of_another(tmp_path, tokens, call):
     words = ["run", "--rungs", 0, "--logs", tmp_path, *flags(tokens)]
     with filelock.FileLock(tmp_path / "lock"):
         assert is_one_error(call(*words), "another run is using it")
@@ -137,11 +137,11 @@ def test_a_run_never_touches_the_logs_of_another(tmp_path, tokens, call):  # noq
 
 
 @pytest.mark.parametrize("folder", ["/proc/logs", f"{__file__}/logs"], ids=["read-only", "in a file"])
-def test_a_folder_that_cannot_be_written_to(folder, tokens, call):  # noqa: F811
+def test_a_folder_that_cannot_be_written_to(folder, tokens, call):
     assert is_one_error(call("run", "--rungs", 0, "--logs", folder, *flags(tokens)), f"--logs {folder}: ")
 
 
-def test_every_run_has_its_folder_and_the_newest_is_shown(fake_run, call):  # noqa: F811
+def test_every_run_has_its_folder_and_the_newest_is_shown(fake_run, call):
     for words in (["report"], ["run", "--resume"]):
         assert is_one_error(call(*words), "holds no run")
     assert fake_run(lambda job: write_log(job.log, losses=[1, 2, 3], tail=MEDIAN) and None)[0] == 0
@@ -155,7 +155,7 @@ def test_every_run_has_its_folder_and_the_newest_is_shown(fake_run, call):  # no
     assert tool.newest_run() == second and tool.newest_run(Path.exists) == first  # but to be resumed
 
 
-def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):  # noqa: F811
+def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):
     def interrupt(job):
         if keeps:
             write_log(job.log)
@@ -171,7 +171,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):  # noqa: F811
 
 @pytest.mark.parametrize("label, limit", [
     ("0", 33), ("7", 70), ("ddp", 70), ("14", 50), ("fsdp", 70), ("7", 1), ("7", 0)])
-def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, limit, tokens, monkeypatch, call):  # noqa: F811
+def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, limit, tokens, monkeypatch, call):
     """Few cold compiles when the memory model is about right, an answer in any case, and as many ranks as asked for."""
     commands = []
 
