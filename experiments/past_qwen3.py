@@ -33,7 +33,7 @@ def main():
     runs = [(BASE, seed) for seed in SEEDS]
     runs += [(write_variant(patch, args.logs), SEEDS[0]) for patch in patches("past_qwen3")]
     folders = {seed: args.logs / f"seed_{seed}" for seed in SEEDS}
-    with Runner(settings, args.logs, 7200, Console(), resume=True, n_jobs=len(runs)) as runner:
+    with Runner(settings.device, args.logs, 7200, Console(), resume=True, n_jobs=len(runs)) as runner:
         runner.run([Job(stage.name, command_for(stage, [*flags, "--seed", str(seed)], folders[seed]), folders[seed])
                     for stage, seed in runs])
     losses = [last_val_loss(folders[seed] / f"{stage.name}.log") for stage, seed in runs]

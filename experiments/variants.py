@@ -62,7 +62,7 @@ def main():
     args.logs.mkdir(parents=True, exist_ok=True)
     stages = [BASE, *(write_variant(patch, args.logs) for patch in patches(args.patches))]
     settings = check_flags([BASE], flags)
-    with Runner(settings, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(stages, args.seeds)) as runner:
+    with Runner(settings.device, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(stages, args.seeds)) as runner:
         race(stages, flags, args.logs, args.seeds, runner.run, timed=False)
     found = read_logs(args.logs)
     ends = found.part("round").groupby(["rung", "round"]).val_loss.last()

@@ -119,14 +119,11 @@ def race_texts(report):
     target, racers = standings(report)
     first = racers[0]
 
-    def column(name, pattern="{:,.0f}"):
+    def column(name, pattern, spread=True):
         """Each racer's median, and in brackets its lowest and highest."""
         for values in (getattr(racer, name) for racer in racers):
             middle, low, high = (pattern.format(value) if math.isfinite(value) else "never" for value in values)
-            yield middle if low == high else f"{middle} ({low}–{high})"
-
-    def medians(name, pattern="{:,.0f}"):
-        return [text.split(" (")[0] for text in column(name, pattern)]
+            yield f"{middle} ({low}–{high})" if spread and low != high else middle
 
     def chance(name):
         for p in (getattr(racer, name) for racer in racers):
@@ -139,10 +136,10 @@ def race_texts(report):
         "learning rates": [show_rates(racer.rates) for racer in racers],
         "val loss": [*column("val_loss", "{:.3f}")],
         "p of the loss": [*chance("p_loss")],
-        f"tokens to {target:.2f}": medians("tokens"),
+        f"tokens to {target:.2f}": [*column("tokens", "{:,.0f}", spread=False)],
         "p of the tokens": [*chance("p_tokens")],
         "ms/step": [f"{racer.ms:,.0f}" if racer.ms >= 100 else f"{racer.ms:.1f}" for racer in racers],
-        "seconds": medians("seconds", "{:,.0f}" if first.seconds[0] >= 20 else "{:.1f}"),
+        "seconds": [*column("seconds", "{:,.0f}" if first.seconds[0] >= 20 else "{:.1f}", spread=False)],
         f"% of rung {first.label}'s": [*column("percent", "{:.0f}")],
         "parameters": [f"{racer.parameters / 1e6:.2f}M" for racer in racers],
         "GB": [f"{racer.peak_memory_gb:.2f}" if racer.peak_memory_gb > 0 else "–" for racer in racers],

@@ -31,7 +31,7 @@ def run(args, logs, console):
     settings = check_flags(stages, args.flags)
     if args.max_batch:
         return print_largest(stages, args.flags, args.time_limit, args.processes, console)
-    runner, interrupted = Runner(settings, logs, args.time_limit, console, args.resume), False
+    runner, interrupted = Runner(settings.device, logs, args.time_limit, console, args.resume), False
     with locked(logs, args.resume):
         try:
             measure(args, stages, runner)

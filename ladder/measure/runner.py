@@ -133,7 +133,7 @@ def locked(folder, resume, flag="--logs"):
 class Runner:
     """Runs the jobs of one folder and records how each ended; as a context, it shows a progress bar."""
 
-    settings: object  # of the first rung: steps and device
+    device: str
     log_dir: Path
     seconds: float  # that a job may take
     console: object
@@ -156,7 +156,7 @@ class Runner:
     def measure_machine(self, **more):
         """Called before and after the jobs, since rates drift; `more` is added to machine.json."""
         self.progress.update(self.bar, description="the machine's matrix-product rates")
-        write_machine(self.log_dir, self.settings.device, **more)
+        write_machine(self.log_dir, self.device, **more)
 
     def run(self, jobs, at_once=1):
         """Run the jobs, `at_once` at a time with an equal share of the cores and the memory."""
@@ -166,7 +166,7 @@ class Runner:
         finished = [job for job in jobs if self.resume and is_finished(job.log)]
         self.outcomes += [Outcome(job.name, "ok") for job in finished]
         jobs = [job for job in jobs if job not in finished]
-        run_jobs(jobs, self.seconds, self.settings.device, at_once, self.finish, self.show)
+        run_jobs(jobs, self.seconds, self.device, at_once, self.finish, self.show)
 
     def show(self, running):
         """Show how many jobs have ended, and the last step of the newest one."""
