@@ -199,6 +199,8 @@ flag("--race", type=COUNT, metavar="SEEDS", help="instead: find each rung's lear
      "over this many seeds the tokens and seconds to a validation loss (from rung 13)")
 flag("--race-jobs", type=COUNT, default=1, metavar="N", help="run N scripts of a race at a time, each on "
      "its share of the cores; the timing at its end always runs one (default: %(default)s)")
+flag("--search-steps", type=COUNT, metavar="N", help="the length of the runs that find a race's learning rates "
+     "(default: --steps)")
 flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
 flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
 flag("--processes", type=COUNT, default=2, help="of ddp, fsdp and dcp (default: %(default)s)")

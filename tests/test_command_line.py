@@ -42,7 +42,7 @@ def test_rungs():
     (["compare", "/no/a.log", "/no/b.log"], ["a.log"]),
     (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
     (["diff", "1", "2", "3"], ["one rung, or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),
-    (["run", "--save=x"], ["--save"]), (["run", "--race-jobs", "2"], ["--race-jobs: only with --race"]),
+    (["run", "--save=x"], ["--save"]), (["run", "--race-jobs", "2"], ["--race-jobs, --search-steps: only with --race"]),
     (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),
     (["run", "--race", "2", "--max-batch"], ["--max-batch: not with --race"]),
     (["run", "--race", "2", "--rungs", "10,16"], ["speedup_10_fused_adamw.py does not validate", "rungs from 13 on"]),

@@ -61,7 +61,7 @@ def rates_of(job):
     return tuple(flag_of(job, flag) for flag in default_rates(BY_NAME[job.name]))
 
 
-def run_race(folder, stages, seeds=2, best=BEST, slow=(), **val_losses):
+def run_race(folder, stages, seeds=2, best=BEST, slow=(), search_steps=None, **val_losses):
     """Drive a race whose runs end the better, the closer log2 of each rate is to that of `best[name]`; its jobs.
 
     `val_losses` are those of each round, or a function of (the loss of the search, the job) for all runs. In the
@@ -82,7 +82,8 @@ def run_race(folder, stages, seeds=2, best=BEST, slow=(), **val_losses):
             write_log(job, end, MS.get(job.name, 100.0) * (1.2 if {*slow} & {*job.log_dir.parts} else 1))
             done.append(job)
 
-    race(stages, ["--model", "tiny", "--steps", "40", "--seed", "7"], folder, seeds, run, at_once=2)
+    race(stages, ["--model", "tiny", "--steps", "40", "--seed", "7"], folder, seeds, run, at_once=2,
+         search_steps=search_steps)
     return done
 
 
@@ -136,6 +137,12 @@ def test_each_search_begins_at_the_best_of_the_one_before(tmp_path):
     assert {(flag_of(job, "--steps"), flag_of(job, "--val-every")) for job in part_of(jobs, "timing")} == {("30", "0")}
     assert read_logs(tmp_path).sweep[MUON.name][1.2e-3, 4e-3] == 4.0
     assert [racer.rates for racer in standings(build_report(tmp_path))[1]] == [*BEST.values()]
+
+
+def test_a_search_may_be_shorter_than_the_rounds(tmp_path):
+    jobs = run_race(tmp_path, [ADAMW], search_steps=20)
+    for part, expected in (("sweep", ("20", "20")), ("round", ("40", None))):
+        assert {(flag_of(job, "--steps"), flag_of(job, "--val-every")) for job in part_of(jobs, part)} == {expected}
 
 
 def test_a_run_that_diverges_is_never_the_best(tmp_path):

@@ -163,9 +163,12 @@ def caption(race, target, racers):
     n_seeds, n_timings = (race.part(part)["round"].nunique() for part in ("round", "timing"))
     timed = f"measured {n_timings} times, alone on the machine" if race.timing else "that of the same runs"
     doubtful = "; ".join(doubts(race, racers))
+    shorter = race.part("search").step.max()
+    length = f" in {shorter:,} steps" if shorter < race.part("round").step.max() else ""
     return (
         f"Target: {target:.2f}, the median of the validation losses that rung {racers[0].label} ends with, rounded up. "
-        f"{n_seeds} seeds; {low if low == high else f'{low} to {high}'} tries of rates with the first; ms/step {timed}."
+        f"{n_seeds} seeds; {low if low == high else f'{low} to {high}'} tries of rates with the first{length}; ms/step "
+        f"{timed}."
         + f" Doubtful: {doubtful}." * bool(doubtful))
 
 

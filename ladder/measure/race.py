@@ -53,8 +53,11 @@ def search(stage, start, try_rates):
     return best
 
 
-def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1, timed=True):
-    """Run a race: the search, the rounds, the timing. `run` runs a list of jobs, and returns when they have ended."""
+def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1, timed=True, search_steps=None):
+    """Run a race: the search, the rounds, the timing. `run` runs a list of jobs, and returns when they have ended.
+
+    The search's runs are as long as the rounds, or have `search_steps`.
+    """
     steps = settings_of(stages[0], flags).steps
     chosen, carried = {}, {}  # {rung: its rates}; {flag: the last rate that a search found}
 
@@ -64,7 +67,8 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1, timed=True)
 
     def try_rates(stage, new):
         """{rates: final validation loss}, with the first seed and no other validation."""
-        more = ["--val-every", str(steps), "--seed", str(SEED)]
+        length = str(search_steps or steps)
+        more = ["--steps", length, "--val-every", length, "--seed", str(SEED)]
         folders = {rates: log_dir / "sweep" / show_rates(rates, "_") for rates in new}
         run([job(stage, folder, rates, *more) for rates, folder in folders.items()], at_once)
         return {rates: last_val_loss(folder / f"{stage.name}.log") for rates, folder in folders.items()}

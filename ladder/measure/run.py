@@ -18,8 +18,8 @@ def check_together(args):
                         ("--max-batch", args.race and args.max_batch)):
         if given and instead:
             raise UserError(f"{flag}: not with {instead}; leave it out")
-    if args.race_jobs > 1 and not args.race:
-        raise UserError("--race-jobs: only with --race; leave it out")
+    if (args.race_jobs > 1 or args.search_steps) and not args.race:
+        raise UserError("--race-jobs, --search-steps: only with --race; leave them out")
 
 
 def run(args, logs, console):
@@ -60,7 +60,8 @@ def measure(args, stages, runner):
         if not args.resume:
             runner.measure_machine(arguments=args.argv)
         if args.race:
-            race(stages, args.flags, runner.log_dir, args.race, runner.run, args.processes, args.race_jobs)
+            race(stages, args.flags, runner.log_dir, args.race, runner.run, args.processes, args.race_jobs,
+                 search_steps=args.search_steps)
         else:
             runner.run(jobs)
         runner.measure_machine()
