@@ -24,7 +24,7 @@ from ladder.show.logs import ORDER, PEER, stage_of
 from ladder.show.tables import conditions, data_of, where
 
 RACES, LEAD = "races.png", "lead.png"  # the pictures of all races
-LEADERS = {"24": ("#4f7fc4", 5), "30": ("#c95a2e", -5), "31": ("#35ab72", 0)}  # of the rungs in the second one, by
+LEADERS = {"24": ("#4f7fc4", 1), "30": ("#c95a2e", -5), "31": ("#35ab72", 1)}  # of the rungs in the second one, by
 # label: the color, and how far from its curve's end the name is, so that two that end together can be read
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 
@@ -76,7 +76,8 @@ def draw_curves(axes, curves, x, xlabel, ylabel="loss (nats)", xscale="linear"):
     """Losses against `x`, a key of the curves; those of validations dotted, in black."""
     for curve in curves:
         style = {"color": "black", "linestyle": ":", "marker": "o", "markersize": 3} if curve.get("val") else {}
-        axes.plot(curve[x], curve["loss"], label=curve["title"], linewidth=1.2, **{"color": curve["color"]} | style)
+        style = {"color": curve["color"], "linestyle": curve.get("style", "-")} | style
+        axes.plot(curve[x], curve["loss"], label=curve["title"], linewidth=1.2, **style)
         if "end" in curve:
             end = curve[x][-1], curve["loss"][-1]
             axes.annotate(curve["end"], end, (4, curve["shift"]), textcoords="offset points", va="center", fontsize=8,
@@ -85,7 +86,6 @@ def draw_curves(axes, curves, x, xlabel, ylabel="loss (nats)", xscale="linear"):
     if xscale == "log":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.margins(x=0.5)  # room for the ends
 
 
 def draw(picture):
@@ -177,19 +177,22 @@ def lead_curves(report):
     for name in others:
         if (label := stage_of(name).label) in LEADERS:
             lead, (color, shift) = losses[first] - losses[name], LEADERS[label]
-            yield {"title": label, "tokens": lead.index.tolist(), "loss": lead.tolist(), "color": color, "shift": shift,
-                   "end": f"{label}, {data_of(report).partition(' ')[0].removesuffix('.jsonl')}"}
+            yield {"title": label, "end": label, "tokens": lead.index.tolist(), "loss": lead.tolist(), "color": color,
+                   "shift": shift}
 
 
 def lead_picture(reports):
-    """The lead over the first rung against tokens: a panel for each kind of tokens, with the races of all lengths."""
-    kinds = {}
+    """The lead over the first rung against tokens: a panel for each kind of tokens, a kind of line for each text."""
+    kinds, styles = {}, {}
     for report in reports:
-        kinds.setdefault(data_of(report).partition(" (")[2].rstrip(")"), []).extend(lead_curves(report))
+        text, _, kind = data_of(report).partition(" (")
+        style = styles.setdefault(text, ["solid", "dashed", "dotted"][len(styles) % 3])
+        kinds.setdefault(kind.rstrip(")"), []).extend(curve | {"style": style} for curve in lead_curves(report))
     panels = [{"heading": kind, "curves": curves, "x": "tokens", "xlabel": "tokens trained on", "xscale": "log",
                "ylabel": "nats below the first rung"} for kind, curves in kinds.items()]
     return {"title": "The lead over rung 16, after the same tokens", "height": 4.2, "panels": panels,
-            "caption": "Validation losses, the medians of the seeds."}
+            "caption": "Validation losses, the medians of the seeds; "
+            + ", ".join(f"{style}: {text}" for text, style in styles.items())}
 
 
 def pictures_of(report):
@@ -216,7 +219,8 @@ def all_pictures(reports):
                 raise UserError(f"two log folders are called {report.name}: plot them into separate folders")
             pictures[name] = picture
     races = sorted((report for report in reports if report.race), key=lambda report: -len(report.table))
-    return pictures | ({RACES: races_picture(races), LEAD: lead_picture(races)} if len(races) > 1 else {})
+    alike = [race for race in races if race.setting["device"] == races[0].setting["device"]]  # seconds of one machine
+    return pictures | ({RACES: races_picture(alike), LEAD: lead_picture(races)} if len(races) > 1 else {})
 
 
 def digest(picture):
