@@ -170,7 +170,7 @@ def test_the_standings(tmp_path):
     assert first.tokens[1] == pytest.approx(64 * (30 + 10 / 1.1))
     assert second.val_loss == (4, 3.9, 4) and second.tokens == (25 * 64, 15 * 64, 30 * 64)
     assert second.seconds == pytest.approx((2.75, 1.65, 3.3))  # as fast in all rounds, whatever the machine did
-    assert report.rows[0].peak_memory_gb == first.peak_memory_gb == 4
+    assert report.rows[0].peak_memory_gb == 4
     assert [*race_curves(report)][1] == (MUON.name, [*STEPS], pytest.approx([1.1, 2.2, 3.3, 4.4]), [8, 7, 5, 4])
     texts, caption = race_texts(report)
     assert list(texts["% of rung 16's"]) == ["100 (98–never)", "69 (41–82)"]

@@ -64,7 +64,7 @@ def standings(report):
     A row has its `name`, `label` and `title`; `rates`, AdamW's, and Muon's if it has Muon; `ms`, the time of a step;
     (median, lowest, highest) over the seeds of `val_loss`, of `tokens` and `seconds` to the target, inf if a run never
     reached it, and of the seconds as a `percent`age of the first rung's median; `p_loss` and `p_tokens`, of `chances`;
-    `parameters`, `peak_memory_gb`.
+    `parameters`.
     """
     runs, step_ms = report.race.part("round").groupby(["rung", "seed"], sort=False), report.race.step_ms()
     ends = runs.tail(1).set_index(["rung", "seed"])
@@ -78,7 +78,7 @@ def standings(report):
     rows = ends.groupby("rung", sort=False).agg(
         val_loss=("val_loss", median_and_range), tokens=("tokens_to", median_and_range),
         seconds=("seconds", median_and_range), percent=("percent", median_and_range),
-        parameters=("parameters", "first"), peak_memory_gb=("peak_memory_gb", "median"),
+        parameters=("parameters", "first"),
     )
     stages = [stage_of(name) for name in rows.index]
     rows = rows.assign(
@@ -142,40 +142,36 @@ def race_texts(report):
         "seconds": [*column("seconds", "{:,.0f}" if first.seconds[0] >= 20 else "{:.1f}", spread=False)],
         f"% of rung {first.label}'s": [*column("percent", "{:.0f}")],
         "parameters": [f"{racer.parameters / 1e6:.2f}M" for racer in racers],
-        "GB": [f"{racer.peak_memory_gb:.2f}" if racer.peak_memory_gb > 0 else "–" for racer in racers],
     })
-    return texts, caption(report.race, target, racers)
+    return texts, caption(report.race, racers)
 
 
 KEY = (
-    "Each rung has the best of the learning rates tried (AdamW's, and Muon's if it has Muon). The numbers are medians "
-    "over the seeds, and in brackets the lowest and highest. Tokens to the target are interpolated between two "
-    "validations; a run that is there at the first may have been sooner, one that never gets there counts with all its "
-    "tokens. Seconds are steps times ms/step: compiling and validating do not count. p: how likely so large a "
-    "difference from the row before would be by chance alone, a paired t-test over the seeds; "
-    f"* marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule."
+    "Each rung has the best of the learning rates tried with the first seed (AdamW's, and Muon's if it has Muon). The "
+    "numbers are medians over the seeds, and in brackets the lowest and highest. The target is the median of the first "
+    "rung's final losses, rounded up. Tokens to it are interpolated between two validations; a run that is there at "
+    "the first may have been sooner, one that never gets there counts with all its tokens. Seconds are steps times "
+    "ms/step: compiling and validating do not count. p: how likely so large a difference from the row before would be "
+    f"by chance alone, a paired t-test over the seeds; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule."
 )
 
 
-def caption(race, target, racers):
+def caption(race, racers):
     """What a reader of these standings needs to know beside KEY."""
     low, high = (f(len(losses) for losses in race.sweep.values()) for f in (min, max))
     n_seeds, n_timings = (race.part(part)["round"].nunique() for part in ("round", "timing"))
-    timed = f"measured {n_timings} times, alone on the machine" if race.timing else "that of the same runs"
-    doubtful = "; ".join(doubts(race, racers))
+    timed = f"timed {n_timings} times, alone" if race.timing else "ms/step of the same runs"
     shorter = race.part("search").step.max()
     length = f" in {shorter:,} steps" if shorter < race.part("round").step.max() else ""
-    return (
-        f"Target: {target:.2f}, the median of the validation losses that rung {racers[0].label} ends with, rounded up. "
-        f"{n_seeds} seeds; {low if low == high else f'{low} to {high}'} tries of rates with the first{length}; ms/step "
-        f"{timed}."
-        + f" Doubtful: {doubtful}." * bool(doubtful))
+    doubtful = "; ".join(doubts(race, racers))
+    return (f"{n_seeds} seeds; {low if low == high else f'{low} to {high}'} tries of rates{length}; {timed}."
+            + f" Doubtful: {doubtful}." * bool(doubtful))
 
 
 def print_race(report, console):
     """The standings in a terminal, without what print_table shows; a narrow one gets no ranges."""
     texts, caption = race_texts(report)
-    texts = texts.drop(columns=[*IN_A_LINK, "ms/step", "parameters", "GB"])
+    texts = texts.drop(columns=[*IN_A_LINK, "ms/step", "parameters"])
     if console.width < WIDE:
         texts = texts.drop(columns="p of the tokens").replace({r" \(.*": "", ", ": ",\n"}, regex=True)
     texts = texts.rename(columns=lambda heading: textwrap.fill(heading, 7, break_long_words=False))
