@@ -175,7 +175,7 @@ def test_the_standings(tmp_path):
     texts, caption = race_texts(report)
     assert list(texts["% of rung 16's"]) == ["100 (98–never)", "69 (41–82)"]
     assert list(texts["learning rates"]) == ["0.0012", "0.0012, 0.004"]
-    assert "3 seeds; 4 to 8 tries" in caption and "measured 3 times" in caption
+    assert "3 seeds; 4 to 8 tries" in caption and "timed 3 times, alone" in caption
     for width in (80, 140):
         console = Console(width=width, file=io.StringIO())
         print_race(report, console)
@@ -217,7 +217,7 @@ def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(t
         cut(path, 20)
     report = build_report(tmp_path)
     assert report.race.timing == {} and [racer.ms for racer in standings(report)[1]] == [100, 110]
-    assert "ms/step that of the same runs" in race_texts(report)[1]
+    assert "ms/step of the same runs" in race_texts(report)[1]
 
 
 def by_seed(**ends):
