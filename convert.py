@@ -138,7 +138,7 @@ def load_checkpoint(path, convert=to_transformers):
     try:
         return convert(saved), saved
     except (KeyError, RuntimeError, TypeError, AttributeError, ImportError):  # other names or shapes, no such script
-        sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (23 on, but 30 and 31); give one's file")
+        sys.exit(f"error: {path}: neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (23 on, not 30, 31); give a file of one")
 
 
 def usual_script(config):

@@ -112,6 +112,11 @@ def test_a_docstring_becomes_paragraphs_lists_and_code():
         "<p><b>Gain:</b> speed.</p>"]
 
 
+def test_a_long_curve_keeps_its_ends():
+    steps = page_module.thinned({"title": "x", "steps": list(range(1, 4501))})["steps"]
+    assert (steps[0], steps[-1]) == (1, 4500) and len(steps) <= page_module.MAX_POINTS + 1
+
+
 @pytest.fixture(scope="module")
 def chromium():
     if CHROMIUM is None:
