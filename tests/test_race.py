@@ -13,7 +13,7 @@ from ladder.judge.standings import chances, print_race, race_curves, race_texts,
 from ladder.measure import race as race_module
 from ladder.measure.race import MOST_RATES, default_rates, race, search
 from ladder.scripts.stages import BY_LABEL, BY_NAME
-from ladder.show.plots import write_plots
+from ladder.show.plots import all_pictures, write_plots
 from ladder.show.report import build_report
 
 ADAMW, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("16", "18", "19"))
@@ -281,8 +281,15 @@ def test_the_record_says_what_the_logs_do(tmp_path, call):
 def test_the_pictures_of_a_race_in_which_a_rung_never_gets_to_the_target(tmp_path):
     run_race(tmp_path / "logs", [ADAMW, MUON], 3, **VAL_LOSSES | {MUON.name: [(9, 9, 9, 9)] * 3})
     report = build_report(tmp_path / "logs")
-    paths = write_plots([report, replace(report, name="b")], tmp_path / "png", "b_race.png".__ne__)
+    report.setting["data"] = "text (bytes tokens)"
+    larger = replace(report, name="b", setting=report.setting | {"model": "x9x9"})
+    paths = write_plots([larger, report], tmp_path / "png", "b_race.png".__ne__)
     assert [path.name for path in paths] == ["logs_race.png", "races.png", "lead.png"]
+    panels = all_pictures([larger, report])["races.png"]["panels"]
+    assert [panel["heading"] for panel in panels] == [f"text\n(bytes tokens)\n{model}" for model in ("tiny", "x9x9")]
+    for first, never in (panel["bars"] for panel in panels):
+        assert first["parts"] == [100] and first["end"] == "100 %"
+        assert never["pale"] and never["open"] and never["end"] == "not reached"
 
 
 @pytest.mark.slow

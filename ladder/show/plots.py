@@ -21,7 +21,7 @@ from ladder.errors import UserError
 from ladder.judge.standings import standings
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.logs import ORDER, PEER, stage_of
-from ladder.show.tables import conditions, data_of, where
+from ladder.show.tables import conditions, data_of, machine_of, race_name, races_of
 
 RACES, LEAD = "races.png", "lead.png"  # the pictures of all races
 LEADERS = {"24": ("#4f7fc4", 1), "30": ("#c95a2e", -5), "31": ("#35ab72", 1)}  # of the rungs in the second one, by
@@ -143,18 +143,18 @@ def loss_picture(report):
 
 
 def race_panel(report, names):
-    """Seconds to the target of each rung, their spread, and their share of the first rung's; colored as in `names`."""
+    """The share of the first rung's seconds that each rung needs to the target; colored as in `names`."""
     (target, racers), colors, runs = standings(report), colors_of(names), report.runs
-    bars = []
+    seconds, bars = racers[0].seconds[0], []
     for racer in racers:
-        whole = runs[racer.name][0].steps[-1] * racer.ms / 1000  # where a run that never gets there ends
-        middle, low, high = (min(seconds, whole) for seconds in racer.seconds)
-        reached = math.isfinite(racer.seconds[0])
+        whole = runs[racer.name][0].steps[-1] * racer.ms / 10 / seconds  # where a run that never gets there ends
+        middle, low, high = (min(percent, whole) for percent in racer.percent)
+        reached = math.isfinite(racer.percent[0])
         bars.append({
             "title": racer.title, "label": racer.label, "parts": [middle], "low": low, "high": high,
-            "open": racer.seconds[2] == math.inf, "pale": not reached, "color": colors[racer.name],
-            "end": f"{racer.seconds[0]:,.1f} s, {racer.percent[0]:.0f} %" if reached else "not reached"})
-    return {"bars": bars, "xlabel": f"seconds to a validation loss of {target:.2f}"}
+            "open": racer.percent[2] == math.inf, "pale": not reached, "color": colors[racer.name],
+            "end": f"{middle:.0f} %" if reached else "not reached"})
+    return {"bars": bars, "xlabel": f"% of {seconds:,.0f} s to {target:.2f} nats"}
 
 
 def races_picture(reports):
@@ -162,12 +162,13 @@ def races_picture(reports):
     raced = dict.fromkeys(name for report in reports for name in report.runs)
     names = sorted(raced, key=[*ORDER, *raced].index)
     rows = [f"{stage_of(name).title}  {stage_of(name).label}" for name in names]
-    settings = " · ".join(dict.fromkeys(where(report, batch=False) for report in reports))
-    n_seeds = max(map(len, reports[0].runs.values()))
-    panels = [race_panel(report, names) | {"rows": rows, "heading": data_of(report)} for report in reports]
-    return {"title": "Seconds to the same loss, rung by rung", "height": 1.3 + 0.28 * len(rows), "panels": panels,
-            "caption": f"{settings}. The median of {n_seeds} seeds; thin lines: lowest to highest, with an arrow where "
-            "a seed never got there. No bar: not raced."}
+    headings = (re.sub(r" (?=\()|(?<=\)), ", "\n", race_name(report)) for report in reports)
+    panels = [race_panel(report, names) | {"rows": rows, "heading": heading}
+              for report, heading in zip(reports, headings, strict=True)]
+    return {"title": "Seconds to the same loss, rung by rung", "height": 1.5 + 0.28 * len(rows), "panels": panels,
+            "caption": "The share of the first rung's seconds, the median of the seeds; thin lines: lowest to highest, "
+            "with an arrow where a seed never got there. No bar: not raced. Measured on "
+            + "; ".join(dict.fromkeys(machine_of(report) for report in reports)) + "."}
 
 
 def lead_curves(report):
@@ -186,13 +187,13 @@ def lead_picture(reports):
     kinds, styles = {}, {}
     for report in reports:
         text, _, kind = data_of(report).partition(" (")
-        style = styles.setdefault(text, ["solid", "dashed", "dotted"][len(styles) % 3])
+        style = styles.setdefault(f"{text}, {report.setting['model']}", ["solid", "dashed", "dotted"][len(styles) % 3])
         kinds.setdefault(kind.rstrip(")"), []).extend(curve | {"style": style} for curve in lead_curves(report))
     panels = [{"heading": kind, "curves": curves, "x": "tokens", "xlabel": "tokens trained on", "xscale": "log",
                "ylabel": "nats below the first rung"} for kind, curves in kinds.items()]
     return {"title": "The lead over rung 16, after the same tokens", "height": 4.2, "panels": panels,
             "caption": "Validation losses, the medians of the seeds; "
-            + ", ".join(f"{style}: {text}" for text, style in styles.items())}
+            + "; ".join(f"{style}: {text}" for text, style in styles.items())}
 
 
 def pictures_of(report):
@@ -218,9 +219,8 @@ def all_pictures(reports):
             if name in pictures:
                 raise UserError(f"two log folders are called {report.name}: plot them into separate folders")
             pictures[name] = picture
-    races = sorted((report for report in reports if report.race), key=lambda report: -len(report.table))
-    alike = [race for race in races if race.setting["device"] == races[0].setting["device"]]  # seconds of one machine
-    return pictures | ({RACES: races_picture(alike), LEAD: lead_picture(races)} if len(races) > 1 else {})
+    races = races_of(reports)
+    return pictures | ({RACES: races_picture(races), LEAD: lead_picture(races)} if len(races) > 1 else {})
 
 
 def digest(picture):

@@ -32,16 +32,19 @@ def data_of(report):
     return report.setting["data"] or "unknown data"
 
 
-def where(report, batch=True):
-    """One line: the device, of a CPU its cores and allocator, the model and, with `batch`, the batch and the text."""
-    setting, cores = report.setting, cores_of(report)
+def machine_of(report):
+    """The device, of a CPU its cores and allocator."""
+    cores = cores_of(report)
     known = [name for name in allocators(report) if name not in ("unknown", "torch")]
     details = [f"{cores} cores"] * (cores > 0) + [f"allocator: {' and '.join(known)}"] * bool(known)
-    device = (setting["device"] or "unknown device") + (f" ({', '.join(details)})" if details else "")
-    line = f"{device}, {setting['model'] or 'unknown model'}"
-    if not batch:
-        return line
-    return f"{line}, {'B={B} T={T}'.format(**setting) if setting['B'] else 'unknown batch'}, {data_of(report)}"
+    return (report.setting["device"] or "unknown device") + (f" ({', '.join(details)})" if details else "")
+
+
+def where(report):
+    """One line: the machine, the model, the batch and the text."""
+    setting = report.setting
+    batch = "B={B} T={T}".format(**setting) if setting["B"] else "unknown batch"
+    return f"{machine_of(report)}, {setting['model'] or 'unknown model'}, {batch}, {data_of(report)}"
 
 
 def fastest(report):
@@ -140,11 +143,22 @@ def long_table(report):
             f"the loss that of step {last_steps(report)}.")
 
 
+def race_name(report):
+    """A race's text, its tokens, and the model."""
+    return f"{data_of(report)}, {report.setting['model']}"
+
+
+def races_of(reports):
+    """The races among reports: those of the same kind of tokens together, those of many rungs first."""
+    races = (report for report in reports if report.race)
+    return sorted(races, key=lambda race: (data_of(race).partition(" (")[2], -len(race.table), race.setting["model"]))
+
+
 def race_table(report):
     """docs/race.md's."""
     texts, caption = race_texts(report)
     table = markdown(texts, {name: "" if name == "label" else name for name in texts if name != "rung"}, 2)
-    return f"### {data_of(report)}\n\n{table}\n\n{where(report)}. {caption}"
+    return f"### {race_name(report)}\n\n{table}\n\n{where(report)}. {caption}"
 
 
 def published_table():
@@ -161,13 +175,12 @@ def write_tables(reports, root=ROOT):
 
     The README shows the machine with the most rungs; among several, the one where they gain the most.
     """
-    races = sorted((report for report in reports if report.race), key=lambda report: -len(report.table))
     ladder = sorted((report for report in reports if BY_LABEL["0"].name in report.runs),
                     key=lambda report: (-len(report.table), -report.table["times_baseline"].max()))
     for file, name, tables in [
         ("README.md", "ladder", [short_table(report) for report in ladder[:1]]),
         ("docs/results.md", "ladder", [long_table(report) for report in ladder]),
-        ("docs/race.md", "race", [*map(race_table, races), KEY]),
+        ("docs/race.md", "race", [*map(race_table, races_of(reports)), KEY]),
         ("docs/floors.md", "published", [published_table()]),
     ]:
         if file.startswith("docs/"):
