@@ -36,8 +36,7 @@ class Race:
         """{rung: {its learning rates: last validation loss}} of the search."""
         sweep = {}
         for run in self.part("search").itertuples():
-            rates = (run.max_lr,) if math.isnan(run.muon_lr) else (run.max_lr, run.muon_lr)
-            sweep.setdefault(run.rung, {})[rates] = run.val_loss
+            sweep.setdefault(run.rung, {})[rates_of(run)] = run.val_loss
         return {name: dict(sorted(losses.items())) for name, losses in sweep.items()}
 
     @property
@@ -69,6 +68,11 @@ class Race:
                 peak_memory_gb=last["peak_memory_gb"] if last["peak_memory_gb"] > 0 else None,
             ))
         return runs
+
+
+def rates_of(run):
+    """The learning rates of a row: AdamW's, and Muon's if its rung has Muon."""
+    return (run.max_lr,) if math.isnan(run.muon_lr) else (run.max_lr, run.muon_lr)
 
 
 def best_of(losses):

@@ -8,7 +8,7 @@ import warnings
 
 import pandas
 
-from ladder.judge.race_table import best_rates
+from ladder.judge.race_table import rates_of
 from ladder.show.logs import stage_of
 from ladder.show.terminal import print_texts
 
@@ -83,7 +83,8 @@ def standings(report):
     stages = [stage_of(name) for name in rows.index]
     rows = rows.assign(
         label=[stage.label for stage in stages], title=[stage.title for stage in stages], ms=step_ms,
-        rates=[best_rates(name, report.race.sweep) for name in rows.index], p_loss=chances(ends.val_loss),
+        rates=[rates_of(run) for run in runs.head(1).drop_duplicates("rung").itertuples()],
+        p_loss=chances(ends.val_loss),
         # A run that never gets there counts with its whole length: the test then sees less of a difference, not more.
         p_tokens=chances(ends.tokens_to.clip(upper=ends.tokens)),
     )
@@ -158,14 +159,15 @@ KEY = (
 
 def caption(race, racers):
     """What a reader of these standings needs to know beside KEY."""
-    low, high = (f(len(losses) for losses in race.sweep.values()) for f in (min, max))
+    searched = "rates given"
+    if tries := [len(losses) for losses in race.sweep.values()]:
+        low, high, shorter = min(tries), max(tries), race.part("search").step.max()
+        length = f" in {shorter:,} steps" if shorter < race.part("round").step.max() else ""
+        searched = f"{low if low == high else f'{low} to {high}'} tries of rates{length}"
     n_seeds, n_timings = (race.part(part)["round"].nunique() for part in ("round", "timing"))
     timed = f"timed {n_timings} times, alone" if race.timing else "ms/step of the same runs"
-    shorter = race.part("search").step.max()
-    length = f" in {shorter:,} steps" if shorter < race.part("round").step.max() else ""
     doubtful = "; ".join(doubts(race, racers))
-    return (f"{n_seeds} seeds; {low if low == high else f'{low} to {high}'} tries of rates{length}; {timed}."
-            + f" Doubtful: {doubtful}." * bool(doubtful))
+    return f"{n_seeds} seeds; {searched}; {timed}." + f" Doubtful: {doubtful}." * bool(doubtful)
 
 
 def print_race(report, console):
