@@ -101,10 +101,9 @@ def doubts(race, racers):
         finite = list(filter(math.isfinite, losses.values()))
         _, low, high = racer.val_loss
         if not losses.keys() >= set(neighbors(racer.rates)):
-            yield (f"rung {racer.label}'s search ended after {len(losses)} tries, so {show_rates(racer.rates)} may not "
-                   "be its best")
+            yield f"rung {racer.label}'s rates, whose search was cut off after {len(losses)} tries"
         if len(finite) == len(losses) and max(finite) - min(finite) <= high - low:
-            yield f"rung {racer.label}'s search is flat: its rates differ by no more than its seeds do"
+            yield f"rung {racer.label}'s rates, which differ by no more than its seeds do"
 
 
 def race_curves(report):

@@ -24,8 +24,7 @@ from ladder.show.logs import ORDER, PEER, stage_of
 from ladder.show.tables import conditions, data_of, machine_of, race_name, races_of
 
 RACES, LEAD = "races.png", "lead.png"  # the pictures of all races
-LEADERS = {"24": ("#4f7fc4", 1), "30": ("#c95a2e", -5), "31": ("#35ab72", 1)}  # of the rungs in the second one, by
-# label: the color, and how far from its curve's end the name is, so that two that end together can be read
+LEADERS = {"24": "#4f7fc4", "30": "#c95a2e", "31": "#35ab72"}  # the colors of the rungs in the second one, by label
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 
 plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formula
@@ -175,11 +174,10 @@ def lead_curves(report):
     """Yields how far some rungs are below the first one's loss after the same tokens, the medians of the seeds."""
     losses = report.race.part("round").groupby(["rung", "tokens"], sort=False).val_loss.median()
     first, *others = losses.index.unique("rung")
-    for name in others:
-        if (label := stage_of(name).label) in LEADERS:
-            lead, (color, shift) = losses[first] - losses[name], LEADERS[label]
-            yield {"title": label, "end": label, "tokens": lead.index.tolist(), "loss": lead.tolist(), "color": color,
-                   "shift": shift}
+    leads = {stage_of(name).label: losses[first] - losses[name] for name in others if stage_of(name).label in LEADERS}
+    for place, label in enumerate(sorted(leads, key=lambda label: leads[label].iloc[-1])):
+        yield {"title": label, "end": label, "tokens": leads[label].index.tolist(), "loss": leads[label].tolist(),
+               "color": LEADERS[label], "shift": 7 * place - 3.5 * (len(leads) - 1)}  # names that can be told apart
 
 
 def lead_picture(reports):

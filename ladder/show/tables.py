@@ -40,11 +40,14 @@ def machine_of(report):
     return (report.setting["device"] or "unknown device") + (f" ({', '.join(details)})" if details else "")
 
 
+def batch_of(report):
+    return "B={B} T={T}".format(**report.setting) if report.setting["B"] else "unknown batch"
+
+
 def where(report):
     """One line: the machine, the model, the batch and the text."""
-    setting = report.setting
-    batch = "B={B} T={T}".format(**setting) if setting["B"] else "unknown batch"
-    return f"{machine_of(report)}, {setting['model'] or 'unknown model'}, {batch}, {data_of(report)}"
+    model = report.setting["model"] or "unknown model"
+    return f"{machine_of(report)}, {model}, {batch_of(report)}, {data_of(report)}"
 
 
 def fastest(report):
@@ -158,7 +161,7 @@ def race_table(report):
     """docs/race.md's."""
     texts, caption = race_texts(report)
     table = markdown(texts, {name: "" if name == "label" else name for name in texts if name != "rung"}, 2)
-    return f"### {race_name(report)}\n\n{table}\n\n{where(report)}. {caption}"
+    return f"### {race_name(report)}\n\n{table}\n\n{machine_of(report)}, {batch_of(report)}. {caption}"
 
 
 def published_table():
