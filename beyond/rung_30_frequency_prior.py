@@ -9,7 +9,8 @@ n_embd, 15 in GPT-2 with rung 24's 0.02, which training would have to unlearn. S
 
 Gain: a faster start. In our race over 0.25 million of GPT-2's tokens (docs/race.md) it reaches rung 16's final loss in
 18 % of its seconds (rung 24: 64 %), and its own final loss is 0.19 lower than rung 24's (p < 0.001). On another text
-its final loss is no lower, over 0.25 or 2.5 million tokens. On bytes no gain: their frequencies are learned at once.
+its final loss is no lower, over 0.25 (one seed) or 2.5 million tokens. On bytes no gain: their frequencies are learned
+at once.
 Cost: one fixed number per entry of the vocabulary, added to each logit: there 7 % more time per step. The model is no
 Qwen3 any more: sample.py and evaluate.py run the script's own, convert.py can only turn a Qwen3 into one (no bias).
 
