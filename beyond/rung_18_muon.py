@@ -10,7 +10,7 @@ embeddings, biases and LayerNorms stay with AdamW, and the log's lr is theirs.
 
 Gain: no direction dominates a matrix's updates, so training takes fewer steps; one moment instead of two per parameter.
 Cost: 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step (counted), however few tokens the step has: in
-GPT-2 (124M) 0.3 % of the arithmetic of 524,288 tokens, 43 % of that of 4,096. Details: docs/modern.md.
+GPT-2 (124M) 0.4 % of the arithmetic of 524,288 tokens, 46 % of that of 4,096. Details: docs/modern.md.
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (the polynomial); Liu et al.
 2025, "Muon is Scalable for LLM Training" (the factor 0.2 and the weight decay).
 """

@@ -11,7 +11,7 @@ Gain: a faster start. In our race over 0.25 million of GPT-2's tokens (docs/race
 18 % of its seconds (rung 24: 64 %), and its own final loss is 0.19 lower than rung 24's (p < 0.001). On another text
 its final loss is no lower, over 0.25 (one seed) or 2.5 million tokens. On bytes no gain: their frequencies are learned
 at once.
-Cost: one fixed number per entry of the vocabulary, added to each logit: there 7 % more time per step. The model is no
+Cost: one fixed number per entry of the vocabulary, added to each logit: there 8 % more time per step. The model is no
 Qwen3 any more: sample.py and evaluate.py run the script's own, convert.py can only turn a Qwen3 into one (no bias).
 
 Source: Meister et al. 2023, "A Natural Bias for Language Generation Models" (there the bias is trained).
