@@ -216,7 +216,7 @@ def move_drawn(train, val, end_of_text, dtype, n_tokens=1 << 20):
     train.truncate(written)
 
 
-def write_tokens(pieces, source, tokenizer, folder):
+def write_tokens(pieces, source, tokenizer, folder, origin):
     """Write train.bin, val.bin, meta.json and, but for GPT-2's, tokenizer.json. Return the metadata."""
     sha256, n_documents, n_drawn, width = hashlib.sha256(), 0, 0, tokenizer.dtype.itemsize
     with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:
@@ -244,7 +244,7 @@ def write_tokens(pieces, source, tokenizer, folder):
         n_train, n_val = (file.seek(0, os.SEEK_END) // width for file in (train, val))
     meta = {"source": "tiny_shakespeare" if sha256.hexdigest() == TINY_SHAKESPEARE_SHA256 else source,
             "sha256": sha256.hexdigest(), "tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size,
-            "dtype": tokenizer.dtype.str,
+            "dtype": tokenizer.dtype.str, "origin": origin,
             "end_of_text": tokenizer.end_of_text, "documents": n_documents, "train_tokens": n_train,
             "val_tokens": n_val, "val": "documents drawn by hash" if by_hash else "last tenth"}
     if tokenizer.json:
@@ -274,19 +274,21 @@ def locked(out):
         lock.release()
 
 
-def refuse_loss(out, source, tokenizer):
+def refuse_loss(out, source, tokenizer, origin):
     """Exit if `out` holds tokens that those of `source` may not replace: other ones, unless they are quickly made."""
     try:
         old = json.loads((out / "meta.json").read_text())
         before = old["source"], old["tokenizer"]
+        same = before == (source, tokenizer) and old.get("origin", origin) == origin
     except (OSError, ValueError, KeyError, TypeError):  # no usable tokens are there to lose
         return
     held = f"error: --out {out}: holds {before[0]} ({before[1]} tokens)"
     if source == "python_topics" != before[0] or tokenizer == "gpt2-bytes" != before[1]:
         sys.exit(f"{held}, which no fallback may replace; run again with a network, or give another --out")
     quick = before[1] == "gpt2-bytes" or before[0] in DEFAULTS and before[1] in vocabulary.OUR_NAMES
-    if before != (source, tokenizer) and not quick:
-        sys.exit(f"{held}, which would be lost; delete it, or give another --out")
+    if not same and not quick:
+        other = " of another origin" if before == (source, tokenizer) else ""
+        sys.exit(f"{held}{other}, which would be lost; delete it, or give another --out")
 
 
 def clean_up(partial, out):
@@ -322,9 +324,11 @@ def prepare(text, out, hf=None, field="text", encoding="UTF-8", tokenizer="gpt2"
                 tokenizer = train_tokenizer(vocab_size, sources, field, encoding)
             else:
                 tokenizer = load_tokenizer(tokenizer)
-            refuse_loss(out, name, tokenizer.name)
+            described = repr((hf, text and str(text.resolve()), field, encoding))  # its hash, as a path is private
+            origin = hashlib.sha256(described.encode(errors="replace")).hexdigest()[:16]
+            refuse_loss(out, name, tokenizer.name, origin)
             pieces = chain.from_iterable(read(source, field, encoding) for source in sources)
-            meta = write_tokens(pieces, name, tokenizer, partial / "new")
+            meta = write_tokens(pieces, name, tokenizer, partial / "new", origin)
             if out.exists():
                 out.rename(partial / "old")
             (partial / "new").rename(out)

@@ -10,6 +10,7 @@ tokenizers library stores as tokenizer.json; None where the name says it all), a
 
 If a text is cut only between a letter or digit and the blank after it, its pieces give the tokens of the whole.
 """
+import hashlib
 import json as json_library
 import os
 import re
@@ -142,7 +143,9 @@ def trained(texts, vocab_size):
     tokenizer.train_from_iterator(texts, BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, special_tokens=[SEPARATOR], initial_alphabet=ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty()))
-    return Tokenizer(f"bpe-{tokenizer.get_vocab_size()}", tokenizer.to_str(), tokenizer.token_to_id(SEPARATOR))
+    json = tokenizer.to_str()
+    name = f"bpe-{tokenizer.get_vocab_size()}-{hashlib.sha256(json.encode()).hexdigest()[:6]}"  # no other's
+    return Tokenizer(name, json, tokenizer.token_to_id(SEPARATOR))
 
 
 def from_hugging_face(name):

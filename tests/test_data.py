@@ -57,7 +57,8 @@ def test_the_default_text_from_the_url_to_the_files(prepare):
     prepare.main(["--out", "new/tokens"])
     assert sorted(os.listdir("new/tokens")) == ["meta.json", "train.bin", "val.bin"] and os.listdir("new") == ["tokens"]
     n_train = len(CONTENT) * 9 // 10
-    assert json.loads(Path("new/tokens/meta.json").read_text()) == {
+    meta = json.loads(Path("new/tokens/meta.json").read_text())
+    assert len(meta.pop("origin")) == 16 and meta == {
         "source": "tiny_shakespeare", "sha256": hashlib.sha256(CONTENT).hexdigest(), "tokenizer": "gpt2-bytes",
         "vocab_size": 50257, "dtype": "<u2", "end_of_text": 50256, "documents": 1, "train_tokens": n_train,
         "val_tokens": len(CONTENT) - n_train, "val": "last tenth",
@@ -99,6 +100,19 @@ def test_offline_the_scripts_still_run(tmp_path):
     assert run.stderr.count("NOT comparable") == 2
     assert "# data: python_topics (gpt2-bytes tokens)" in (tmp_path / "logs" / f"{rung_11.stem}.log").read_text()
     assert os.listdir(tmp_path / "data") == ["tokens"]
+
+
+def test_tokens_of_the_same_name_but_another_origin_stay(prepare):
+    """Of a file in another folder, another field; those of the same command are made again."""
+    os.makedirs("a"), os.makedirs("b")
+    write(**{f"{folder}/{name}": json.dumps({"text": folder * 20, "title": "title" * 20}) for folder in "ab"
+             for name in ("my.txt", "my.jsonl")})
+    for out, first, other in (("of_a", "--text a/my.txt", "--text b/my.txt"),
+                              ("texts", "--text a/my.jsonl", "--text a/my.jsonl --field title")):
+        for _ in range(2):
+            prepare.main([*first.split(), "--tokenizer", "bytes", "--out", out])
+        said = refusal(prepare, *other.split(), "--tokenizer", "bytes", "--out", out)
+        assert "(bytes tokens) of another origin, which would be lost" in said
 
 
 @pytest.mark.parametrize("had, new, reason", [

@@ -47,7 +47,7 @@ def test_validations_are_no_steps_and_take_no_time(tmp_path):
 
 
 @pytest.mark.parametrize("tokens, vocab_size", [
-    ("gpt2", 50257), ("gpt2-bytes", 50257), ("bytes", 257), ("bpe-4096", 4096), ("my-model", None)])
+    ("gpt2", 50257), ("gpt2-bytes", 50257), ("bytes", 257), ("bpe-4096-0a1b2c", 4096), ("my-model", None)])
 def test_mfu_counts_the_vocabulary_of_the_data(tokens, vocab_size, tmp_path):
     run = read_log(write_log(tmp_path / "baseline.log", header="# model: 4x4x128\n# batch: B=4 T=64 | steps: 3\n"
                              f"# data: my text ({tokens} tokens) | loaded 9 tokens\n"))

@@ -43,7 +43,7 @@ def test_the_text_of_every_tokenizer(prepare, tmp_path):
     torch.save({"tokenizer": "theirs", "tokenizer_json": trained.json, "end_of_text": 0}, tmp_path / "model.pt")
     text = TEXT.replace("<|endoftext|>", "")  # there it separates documents
     for number, (words, name, size) in enumerate([
-        ("--tokenizer bytes", "bytes", 257), ("--train-tokenizer 290", "bpe-290", 290),
+        ("--tokenizer bytes", "bytes", 257), ("--train-tokenizer 290", vocabulary.trained([text], 290).name, 290),
         ("--tokenizer mine/", "mine", 300), ("--tokenizer ./gpt2", "hf-gpt2", 300),
         ("--tokenizer ours", trained.name, 300), ("--tokenizer model.pt", "theirs", 300),
     ]):
@@ -98,7 +98,9 @@ def test_a_tokenizer_that_never_answers(monkeypatch):
 def test_a_trained_tokenizer_fits_its_text():
     """A word of the text becomes a token; a pair that occurs once does not. The same text gives the same tokenizer."""
     first, second = (vocabulary.trained(["object " * 50, "xyz"], 400) for _ in range(2))
-    assert first.json == second.json and first.name == f"bpe-{first.vocab_size}" and first.vocab_size < 400
+    assert first.json == second.json and first.name == second.name and first.vocab_size < 400
+    other = vocabulary.trained(["thing " * 50, "xyzabcdef"], first.vocab_size)
+    assert first.name.startswith(f"bpe-{first.vocab_size}-") and other.name != first.name
     assert len(first.encode(" object")) == 1 and len(first.encode("xyz")) == 3
 
 

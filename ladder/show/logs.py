@@ -119,7 +119,7 @@ class Run:
     def vocab_size(self):
         """How many tokens the vocabulary has, as far as its name says so; None for others."""
         name = re.search(r" \((\S+) tokens\)", self.data or " (gpt2 tokens)")
-        trained = re.fullmatch(r"bpe-(\d+)", name[1]) if name else None
+        trained = re.fullmatch(r"bpe-(\d+)-\w+", name[1]) if name else None
         return int(trained[1]) if trained else {"gpt2": 50257, "gpt2-bytes": 50257, "bytes": 257}.get(name and name[1])
 
     def setting(self):
