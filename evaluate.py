@@ -99,6 +99,8 @@ def main(argv=None):
     args = parse_args(argv)
     tokens, source, theirs = open_data(args.data)
     model, tokenizer = load_model(args.model, args.device)
+    if args.documents_apart and hasattr(model, "gpt"):  # the script's own model (sample.py)
+        sys.exit("error: --documents-apart: models of rungs 20 to 22, 30 and 31 cannot do that; leave it out")
     vocab_size, longest = model.config.vocab_size, model.config.max_position_embeddings
     T = args.seq_len or getattr(model.config, "trained_length", None) or min(longest, 1024)
     if T > longest:

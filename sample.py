@@ -89,6 +89,8 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
     parser.add_argument("--device", default=pick_device(), help="default: %(default)s")
     args = parser.parse_args(argv)
+    if args.prompt != args.prompt.encode(errors="replace").decode():  # bytes that the shell could not decode
+        sys.exit("error: --prompt: is not UTF-8; convert it, for example with iconv")
     for flag, value, in_range, need in [
         ("--num-samples", args.num_samples, args.num_samples >= 1, "at least 1"),
         ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),

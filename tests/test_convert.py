@@ -205,8 +205,9 @@ def test_values_out_of_range(saved, sample):
         ("--temperature", -1, "0 or"), ("--temperature", "nan", "0 or"), ("--temperature", 1e-40, "0 or"),
         ("--seed", -1, "at least 0"), ("--num-samples", 0, "at least 1"), ("--max-new-tokens", 0, "at least 1"),
         ("--max-new-tokens", 1024, "1024; give fewer"), ("--device", "abacus", "--device cpu"),
+        ("--prompt", "caf\udce9", "iconv"),  # as Python gives the bytes of Latin-1
     ]:
-        with pytest.raises(SystemExit, match=f"^error: {flag} {value}: .*; .*") as stop:
+        with pytest.raises(SystemExit, match=f"^error: {flag}( {value})?: .*; .*") as stop:
             sample.module.main([str(saved["10"]), "--device", "cpu", flag, str(value)])
         assert need in stop.value.code
 
