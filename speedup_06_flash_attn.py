@@ -15,6 +15,7 @@ Sources: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2"; F.scal
 documentation.
 """
 import argparse
+import contextlib
 import io
 import json
 import math
@@ -280,12 +281,14 @@ def read_model(path):
 
 
 def save_model(path, model, loader, step):
-    """Write a model's file, if a `path` is given; under a temporary name, then renamed: no kill leaves half of it."""
+    """Write a model's file, if a `path` is given: under a temporary name, then renamed; an earlier one gets a date."""
     if path:
         partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # torch's own writing hides an OSError
         torch.save(loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
                                   "step": step, "T": loader.T}, contents)
         partial.write_bytes(contents.getbuffer())
+        if path.exists():
+            path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
         partial.replace(path)
 
 
@@ -298,7 +301,7 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
-        self.file = open(path, "ab", buffering=0)  # unbuffered: a killed run keeps its steps
+        self.file = open(path, "a+b", buffering=0)  # unbuffered: a killed run keeps its steps
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         self.line(f"# script: {SCRIPT.name}")
         n_parameters = sum(p.numel() for p in model.parameters())
@@ -311,12 +314,12 @@ class Log:
                   f" | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
-        encoding = sys.stdout.encoding or "utf-8"  # a terminal may not know a character of a file's name
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
         try:
             self.file.write(f"{text}\n".encode())
         except OSError as error:  # a full disk must not end the training
-            print(f"WARNING: {self.file.name}: this line is lost ({error.strerror})", file=sys.stderr, flush=True)
+            text += f"\nWARNING: {self.file.name}: this line is lost ({error.strerror})"
+        with contextlib.suppress(OSError):  # stdout may be on that disk; or a terminal, which may lack a character
+            print(text.encode(known := sys.stdout.encoding or "utf-8", "replace").decode(known), flush=True)
 
     def step(self, step, loss, dt, **more):
         """Log a step: the loss in nats, dt in seconds, what the rung adds. Exits when the loss is not finite."""
@@ -343,10 +346,8 @@ def parse_settings(argv=None):
     numbers = [value for value in vars(settings).values() if type(value) in (int, float)]
     if min(settings.B, settings.T, settings.steps) < 1 or not all(0 <= number < 2**63 for number in numbers):
         parser.error("-B, -T and --steps must be at least 1, other numbers at least 0 and below 2**63")
-    if settings.save and not (settings.save.parent.is_dir() and os.access(settings.save.parent, os.W_OK)):
-        parser.error(f"argument --save: {settings.save.parent} is not a folder that can be written to")
-    if settings.save and settings.save.exists() and read_model(settings.save)["script"] != SCRIPT.name:
-        parser.error(f"argument --save: {settings.save} exists, and is not a model of this script")
+    if settings.save and (settings.save.is_dir() or not os.access(f"{settings.save.parent}/.", os.W_OK)):
+        parser.error(f"argument --save: {settings.save} is not a file in a folder that can be written to")
     return settings
 
 

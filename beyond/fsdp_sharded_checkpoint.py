@@ -14,6 +14,7 @@ docs/sharding.md.
 Source: PyTorch's documentation of torch.distributed.checkpoint.
 """
 import argparse
+import contextlib
 import io
 import json
 import math
@@ -363,31 +364,36 @@ class Checkpoints:
             dist.all_reduce(signals)
         return "--steps" if step == self.settings.steps else "a signal" if signals else ""
 
-    def refuse(self, path):
+    def refuse(self, path, error):
         """Exit with the line that says how to go on without a damaged checkpoint."""
         older = [each.name for each in self.paths() if each < path]
-        sys.exit(f"error: --resume: {path} is damaged; delete it to continue from {(older or ['step 0'])[-1]}")
+        sys.exit(f"error: --resume: {path} cannot be read ({str(error).splitlines()[-1]}); if it is damaged, delete it "
+                 f"to continue from {(older or ['step 0'])[-1]}")
 
     def read(self, path):
         """Load this rank's shards, whatever number of ranks wrote them; exits if the checkpoint is damaged."""
         weights, moments = get_state_dict(self.parts["model"], self.parts["optimizer"])
         try:
             dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
-        except (Exception, dcp.CheckpointException):  # a damaged file can raise any exception
-            self.refuse(path)
+        except (Exception, dcp.CheckpointException) as error:  # a damaged file can raise any exception
+            self.refuse(path, error)
         set_state_dict(self.parts["model"], self.parts["optimizer"], model_state_dict=weights, optim_state_dict=moments)
 
     def load(self):
         """Restore the newest checkpoint: its step, the log and the seconds up to it. Exits if it is another run's."""
         paths = self.paths()
+        if dist.is_initialized():
+            dist.broadcast_object_list(first := [paths])  # what rank 0 sees
+            if first != [paths]:
+                sys.exit(f"error: --checkpoint-dir {self.folder}: not all ranks see the same files; share the folder")
         if not paths:
             return 0, b"", []
         if not self.settings.resume:
             sys.exit(f"error: {paths[-1]}: from an earlier run; --resume goes on, another --checkpoint-dir starts over")
         try:
             saved = json.loads((paths[-1] / "notes.json").read_text(encoding="utf-8"))
-        except ValueError:  # an empty file, after a power cut
-            self.refuse(paths[-1])
+        except ValueError as error:  # an empty file, after a power cut
+            self.refuse(paths[-1], error)
         falls_after = [run["steps"] * (1 - run.get("decay_share", 1)) for run in (saved["run"], self.run)]
         if saved["step"] <= min(falls_after):  # neither run's rate has begun to fall: they may differ in when it does
             saved["run"] |= {name: self.run[name] for name in ("steps", "decay_share")}
@@ -407,8 +413,9 @@ class Checkpoints:
             return log.line(f"# WARNING: no checkpoint of step {step}: not all weights are finite")
         optimizer.zero_grad(set_to_none=True)  # else an optimizer that has skipped all steps (float16) has no state yet
         weights, moments = get_state_dict(model, optimizer)
+        log.file.seek(0)
         notes = {"script": SCRIPT.name, "step": step, "run": self.run, "scaler": self.parts["scaler"].state_dict(),
-                 "log": Path(log.file.name).read_text(encoding="utf-8"), "seconds": log.seconds}
+                 "log": log.file.read().decode(), "seconds": log.seconds}
         try:
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial)
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -522,6 +529,7 @@ def build_model(settings, loader):
 def train(settings):
     """Train for `settings.steps` steps; print and log each one."""
     device = settings.device
+    saves = settings.save  # init_ranks leaves it to rank 0 alone
     rank, world_size = init_ranks(settings)
     warnings.filterwarnings("ignore", "torch.distributed is disabled|Mismatch dtype between input and weight")  # fine
     tokens = settings.B * settings.T * world_size  # in one batch of every rank
@@ -586,7 +594,8 @@ def train(settings):
             break
 
     log.finish(step)
-    save_model(settings.save, gather(model, optimizer)[0], loader, step)
+    if saves:  # all ranks take part
+        save_model(settings.save, gather(model, optimizer)[0], loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
@@ -643,12 +652,14 @@ def read_model(path):
 
 
 def save_model(path, model, loader, step):
-    """Write a model's file, if a `path` is given; under a temporary name, then renamed: no kill leaves half of it."""
+    """Write a model's file, if a `path` is given: under a temporary name, then renamed; an earlier one gets a date."""
     if path:
         partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # torch's own writing hides an OSError
         torch.save(loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
                                   "step": step, "T": loader.T}, contents)
         partial.write_bytes(contents.getbuffer())
+        if path.exists():
+            path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
         partial.replace(path)
 
 
@@ -661,7 +672,7 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
-        self.file = open(path, "ab", buffering=0)  # unbuffered: a killed run keeps its steps
+        self.file = open(path, "a+b", buffering=0)  # unbuffered: a killed run keeps its steps
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         self.line(f"# script: {SCRIPT.name}")
         n_parameters = sum(p.numel() for p in model.parameters())
@@ -674,12 +685,12 @@ class Log:
                   f" | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
-        encoding = sys.stdout.encoding or "utf-8"  # a terminal may not know a character of a file's name
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
         try:
             self.file.write(f"{text}\n".encode())
         except OSError as error:  # a full disk must not end the training
-            print(f"WARNING: {self.file.name}: this line is lost ({error.strerror})", file=sys.stderr, flush=True)
+            text += f"\nWARNING: {self.file.name}: this line is lost ({error.strerror})"
+        with contextlib.suppress(OSError):  # stdout may be on that disk; or a terminal, which may lack a character
+            print(text.encode(known := sys.stdout.encoding or "utf-8", "replace").decode(known), flush=True)
 
     def step(self, step, loss, dt, **more):
         """Log a step: the loss in nats, dt in seconds, what the rung adds. Exits when the loss is not finite."""
@@ -706,10 +717,8 @@ def parse_settings(argv=None):
     numbers = [value for value in vars(settings).values() if type(value) in (int, float)]
     if min(settings.B, settings.T, settings.steps) < 1 or not all(0 <= number < 2**63 for number in numbers):
         parser.error("-B, -T and --steps must be at least 1, other numbers at least 0 and below 2**63")
-    if settings.save and not (settings.save.parent.is_dir() and os.access(settings.save.parent, os.W_OK)):
-        parser.error(f"argument --save: {settings.save.parent} is not a folder that can be written to")
-    if settings.save and settings.save.exists() and read_model(settings.save)["script"] != SCRIPT.name:
-        parser.error(f"argument --save: {settings.save} exists, and is not a model of this script")
+    if settings.save and (settings.save.is_dir() or not os.access(f"{settings.save.parent}/.", os.W_OK)):
+        parser.error(f"argument --save: {settings.save} is not a file in a folder that can be written to")
     return settings
 
 

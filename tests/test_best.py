@@ -144,7 +144,7 @@ def test_27_a_full_disk_costs_the_file_and_not_the_run(whole, small, tmp_path, m
     write = Path.write_bytes
 
     def full_disk(path, contents):
-        if path.name == "best.pt.partial":
+        if path.name == "best.partial.partial":
             raise OSError(28, "No space left on device")
         return write(path, contents)
 

@@ -195,6 +195,24 @@ def test_19_a_run_stopped_before_the_decay_may_get_another_end(label, tmp_path, 
         train(rung(label), stopped, byte_tokens, *flags, "--steps", 12, "--resume")
 
 
+@pytest.mark.parametrize("label", ["14", "15", "33", "fsdp", "dcp"])
+def test_14_a_checkpoint_holds_the_log_of_its_own_run(label, tmp_path, byte_tokens):
+    """Though another run has taken the log's name meanwhile."""
+    module, log_of = rung(label), tmp_path / log_name(label)
+    step = module.Log.step
+
+    def step_and_move(log, *args, **more):
+        step(log, *args, **more)
+        log_of.rename(tmp_path / "moved.log")
+        log_of.write_text("another run's log")
+
+    module.Log.step = step_and_move
+    train(module, tmp_path, byte_tokens, *ONE, "--steps", 1)
+    assert log_of.read_text() == "another run's log"
+    log = train(rung(label), tmp_path, byte_tokens, *ONE, "--steps", 1, "--resume").read_text()
+    assert len(losses(log_of)) == 1 and log.startswith(f"# script: {BY_LABEL[label].path.name}\n")
+
+
 @pytest.mark.parametrize("label", ["14", "15", "27", "fsdp"])
 def test_14_a_checkpoint_is_on_the_disk_before_it_gets_its_name(label, tmp_path, byte_tokens, monkeypatch):
     """After a power cut a file that was renamed but not written through may be empty."""
@@ -315,6 +333,20 @@ def test_15_a_folder_in_use_or_that_cannot_be_written_is_refused(byte_tokens, tm
     (tmp_path / "file").write_text("not a folder")
     run = six_steps(byte_tokens, tmp_path / "run", "15", "--checkpoint-dir", tmp_path / "file" / "checkpoints")
     assert_refused(run, f"error: .*{tmp_path}/file")
+
+
+def test_15_a_folder_that_the_ranks_do_not_share_is_refused(copied, byte_tokens, tmp_path, group_of_one, monkeypatch):
+    """Else rank 0 alone would resume, and the ranks train different models."""
+    copied(STEP_6)
+    broadcast = torch.distributed.broadcast_object_list
+
+    def from_another(seen):
+        broadcast(seen)
+        seen[0] = []  # rank 0's folder is empty
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", from_another)
+    line = f"error: --checkpoint-dir {tmp_path}/checkpoints: not all ranks see the same files"
+    assert_refused(six_steps(byte_tokens, tmp_path, "15", "--resume"), line)
 
 
 def test_15_which_restarts_can_work(monkeypatch, group_of_one):

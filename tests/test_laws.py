@@ -125,7 +125,7 @@ def test_lessons_are_short():
     lengths = {stage.label: len(changed_lines(before(stage), SOURCES[stage.file])) for stage in STAGES[1:]}
     ten = [lengths[str(number)] for number in range(1, 11)]
     assert statistics.median(ten) <= 8 and max(ten) <= 20, lengths
-    grows = {"14": 62, "15": 60, "27": 60, "25": 54, "fsdp": 75, "dcp": 71}  # where a class is born or grows
+    grows = {"14": 62, "15": 61, "27": 60, "25": 54, "33": 41, "fsdp": 75, "dcp": 76}  # where a class is born or grows
     assert {label: n for label, n in lengths.items() if n > grows.get(label, 40)} == {}
 
 

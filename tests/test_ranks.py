@@ -124,9 +124,10 @@ def test_a_rank_in_a_group(label, tmp_path, byte_tokens, group_of_one, monkeypat
     assert modes == {"max-autotune-no-cudagraphs"} and angles == {torch.float32}
 
 
-@pytest.mark.parametrize("label", ["ddp", "15"])
-@pytest.mark.parametrize("device, nccl, expected", [
-    ("cuda", True, [1, "nccl"]), ("cuda", False, [1, "gloo"]), ("cpu", True, ["gloo"])])
+@pytest.mark.parametrize("label, device, nccl, expected", [
+    *((label, *rest) for label in ("ddp", "15", "33") for rest in (
+        ("cuda", True, [1, "cpu:gloo,cuda:nccl" if label == "33" else "nccl"]), ("cuda", False, [1, "gloo"]),
+        ("cpu", True, ["gloo"])))])
 def test_the_backend_the_gpu_and_the_files_of_a_rank(label, device, nccl, expected, monkeypatch, tmp_path):
     """Of rank 9 of all, the second on its machine; torch for Windows has no NCCL."""
     module, calls = rung(label), []

@@ -84,7 +84,7 @@ rung("ddp", "ddp_run.py", "DistributedDataParallel", "10",
      "imports", "add_flags", "init_ranks", "train", torchrun=True)
 # Beyond speed: what a long training run needs.
 rung("11", "beyond/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
-     "imports", "add_flags", "optimizer_step", "train")
+     "add_flags", "optimizer_step", "train")
 rung("12", "beyond/rung_12_prefetch.py", "prefetch", "11",
      "DataLoaderLite", "free_memory", "optimizer_step", "train", same_losses=0.01)
 rung("13", "beyond/rung_13_validation.py", "validation", "12",
@@ -134,11 +134,11 @@ rung("32", "beyond/rung_32_grouped_query_attention.py", "grouped-query attention
      "add_flags", "GPTConfig", "config_of", "CausalSelfAttention", "GPT.__init__")
 # Several cards.
 rung("33", "beyond/rung_33_sharded_optimizer.py", "sharded optimizer", "24", "GPT.configure_optimizers",
-     "MuonAdamW.step", "ShardedMuonAdamW", "Checkpoints.save", "train", same_losses=0.01, torchrun=True)
+     "MuonAdamW.step", "ShardedMuonAdamW", "Checkpoints.save", "init_ranks", "train", same_losses=0.01, torchrun=True)
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "imports", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save", "compile_model", "shard", "gather",
      "optimizer_step", "build_model", "train", torchrun=True)
 rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
-     "imports", "Checkpoints", same_losses=0.01, torchrun=True)
+     "imports", "Checkpoints", "train", same_losses=0.01, torchrun=True)
 
 BY_NAME = {stage.name: stage for stage in STAGES}
