@@ -1,8 +1,8 @@
 """Rung 13, validation: is the model learning the language, or memorizing the text? Starts from rung 12.
 
-After a few epochs over a small text the training loss keeps falling while the model gets worse on text that it has
-not seen: it overfits. So data/prepare.py holds out the last tenth of the tokens, and every --val-every steps the model
-is evaluated on some of it: without gradients, always on the same sequences, whatever -B is; the ranks divide them.
+After a few epochs over a small text the training loss keeps falling while the model gets worse on text that it has not
+seen: it overfits. So data/prepare.py holds out a tenth of the text, and every --val-every steps the model is evaluated
+on some of it: without gradients, always on the same sequences, whatever -B is; the ranks divide them.
 
     python beyond/rung_13_validation.py --val-every 250 --val-sequences 0      # 0: the whole of val.bin
 

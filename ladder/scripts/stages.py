@@ -24,7 +24,7 @@ class Stage:
     before: str | None  # the label of the rung it starts from
     may_change: frozenset
     same_losses: float | None = None  # nats: how close its losses stay to the rung before; None: it changes them
-    lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/measuring.md)
+    lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/lecture.md)
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
     # From here on, what a rung does not set is as in the rung it starts from.
     tied: bool = False  # one matrix is both embedding and output layer
