@@ -233,8 +233,11 @@ def write_file(name, path, script=None):
     contents = {"script": Path(script).name, "config": asdict(gpt.config), "model": gpt.state_dict(), "step": 0,
                 "T": None}  # of its training, unknown
     partial = path.with_name(path.name + ".partial")
-    torch.save(contents | tokens, partial)
-    partial.replace(path)
+    try:
+        torch.save(contents | tokens, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return gpt
 
 

@@ -41,11 +41,12 @@ NEARLY = (10.0001, 9.001, 8.0)
 
 @pytest.mark.parametrize("one, other, losses, verdict", [
     ("0", "0", (10, 9, 8), "The same losses"), ("0", "0", (10, 9, 8.0001), "NOT the same losses"),
+    ("0", "0", (10.000001, 9.000001, 8.000001), "The same losses"),  # a unit of the last digit
     ("1", "2", NEARLY, "The same losses"), ("1", "3", NEARLY, "The same losses"),
     ("16", "11", NEARLY, "The same losses"),  # in either order
     ("13", "14", (10, 9, 7), "NOT the same losses"), ("4", "5", (10, 9, float("nan")), "NOT the same losses"),
-    ("0", "1", NEARLY, "meant to change them"), ("3", "4", NEARLY, "meant to change them"),
-    ("10", "ddp", NEARLY, "meant to change them"),
+    ("0", "1", NEARLY, "may change them"), ("3", "4", NEARLY, "may change them"),
+    ("10", "ddp", NEARLY, "may change them"),
 ])
 def test_losses_may_differ_as_far_as_the_rungs_between_allow(one, other, losses, verdict, compared):
     sentence = compared(of_rung(one), of_rung(other, losses)).sentences[0]
@@ -73,6 +74,7 @@ def test_a_speedup_counts_if_the_middle_halves_do_not_overlap(one, other, faster
     (("gpt2\n", "tiny\n"), "model: gpt2 against tiny", "do not compare", "does not measure"),
     ({"B": 8}, "B: 4 against 8", "do not compare", "4.00 times"),
     (("seed: 1", "seed: 2"), "seed: 1 against 2", "do not compare", "larger than the noise"),
+    (("steps: 20", "steps: 200"), "steps: 20 against 200", "do not compare", "larger than the noise"),
     ({"device": "H200"}, "device: T4 against H200", "The same losses", "larger than the noise"),
     ({"ranks": 2}, "tokens per step: 4096 against 8192", "do not compare", "4.00 times"),
     ({"ranks": 2, "B": 2}, "B: 4 against 2", "of the same tokens", "2.00 times"),

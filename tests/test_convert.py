@@ -239,6 +239,17 @@ def test_what_is_no_model_s_file(saved, sample, convert, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_stopped_conversion_leaves_nothing(convert, hf_folder, tmp_path, monkeypatch):
+    def stopped(contents, path):
+        path.write_text("half a model")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        convert.main([str(hf_folder), str(tmp_path / "model.pt")])
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_merges_for_a_model_that_needs_them(saved, sample, convert, tmp_path, monkeypatch, capsys):
     """Without them there is no text; the model can be exported."""
     monkeypatch.setattr(vocabulary.tiktoken, "get_encoding", lambda name: 1 / 0)

@@ -53,6 +53,8 @@ def test_mfu_counts_the_vocabulary_of_the_data(tokens, vocab_size, tmp_path):
                              f"# data: my text ({tokens} tokens) | loaded 9 tokens\n"))
     assert run.vocab_size == vocab_size
     share = mfu(run, {"float32": 1e12}, 1000)
+    run.name = "rung_32_grouped_query_attention"
+    assert mfu(run, {"float32": 1e12}, 1000) is None  # its flags change the matrices
     assert share == (vocab_size and flops_per_token("4x4x128", 64, vocab_size=vocab_size) * 1000 / 1e12)
 
 

@@ -145,6 +145,17 @@ def test_a_search_may_be_shorter_than_the_rounds(tmp_path):
         assert {(flag_of(job, "--steps"), flag_of(job, "--val-every")) for job in part_of(jobs, part)} == {expected}
 
 
+def test_a_resumed_race_keeps_its_rates(tmp_path):
+    """Though a run of the search that had failed would now be the best: rounds of both rates would be one rung's."""
+    lost = {ADAMW.name: lambda end, job: "nan" if flag_of(job, "--max-lr") == "0.0012" else end}
+    run_race(tmp_path, [ADAMW], **lost)
+    jobs = run_race(tmp_path, [ADAMW, MUON])
+    assert {job.name for job in part_of(jobs, "sweep")} == {MUON.name}
+    assert {rates_of(job) for job in part_of(jobs, "round") if job.name == ADAMW.name} == {("0.0006",)}
+    rounds = read_logs(tmp_path).part("round")
+    assert set(rounds[rounds.rung == ADAMW.name].max_lr) == {0.0006}
+
+
 def test_a_run_that_diverges_is_never_the_best(tmp_path):
     jobs = run_race(tmp_path, [ADAMW], **{
         ADAMW.name: lambda end, job: "nan" if flag_of(job, "--max-lr") == "0.0012" else end})

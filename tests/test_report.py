@@ -97,16 +97,30 @@ HEADER = "# model: gpt2\n# device: {} | allocator: {}\n# batch: B=6 T=1024 | ste
     ("EPYC (2 threads)", 100, 100, 20, None),
     ("EPYC (2 threads)", 100, 100, 19, "did not finish"),
     ("EPYC (2 threads)", 4.5, 4.5, 20, "impossible"),  # its MFU is above 100 %
-    ("NVIDIA A100", 2000, 100, 20, "less than 3 s"),
-    ("NVIDIA A100", 2200, 100, 20, None),
+    ("NVIDIA A100", 20_000, 300, 20, "less than 3 s"),  # the first step compiles
+    ("NVIDIA A100", 100, 340, 20, None),
 ])
 def test_warnings(device, first, ms, steps, warning, tmp_path):
     """Impossible speeds, a GPU that has not warmed up, an unfinished run: each alone, and named."""
     write_log(tmp_path / f"{BASELINE}.log", ms=[first, *[ms] * (steps - 1)],
-                    header=HEADER.format(device, "torch"), tail=MEDIAN.replace("3-3", "11-20"))
+                    header=HEADER.format(device, "torch"), tail=MEDIAN.replace("3-3", f"{steps - 9}-20"))
     (tmp_path / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 119e12}}))
     found = list(warnings(build_report(tmp_path)))
     assert len(found) == (warning is not None) and all(warning in text and "baseline" in text for text in found), found
+
+
+def test_rounds_that_do_not_compare_are_named(tmp_path, call):
+    """A rung with one round and few steps beside one with two; and two logs of one script are no rounds."""
+    for folder, names in (("round_1", (BASELINE, TIED)), ("round_2", (BASELINE,))):
+        for name in names:
+            write_log(tmp_path / folder / f"{name}.log")
+    found = " ".join(warnings(build_report(tmp_path)))
+    assert "different numbers of rounds" in found and "fewer than 10 steps count" in found
+    header = f"# script: {TIED}.py\n# batch: B=4 T=1024 | steps: 3\n"
+    write_log(tmp_path / "round_1" / "before.log", header=header)
+    write_log(tmp_path / "round_1" / f"{TIED}.log", header=header)
+    code, _, error = call("report", tmp_path)
+    assert code == 1 and error.startswith("error: ") and "are of the same script" in error
 
 
 def test_a_report_names_its_allocators_and_warns_of_several(tmp_path, call):
@@ -141,6 +155,12 @@ def test_csv_and_json(tmp_path, capsys):
     heading, line = capsys.readouterr().out.splitlines()
     assert heading.startswith("machine,name,title,ms,ms_low,")
     assert line.startswith(f"{tmp_path.name},baseline,baseline,45.0,40.0,50.0,2,")
+
+
+def test_the_tables_of_the_documents_are_of_all_folders(tmp_path, call):
+    write_log(tmp_path / f"{TIED}.log")
+    code, _, error = call("report", tmp_path, "--readme")
+    assert code == 1 and error == "error: --readme: shows all folders of logs/reference; name none\n"
 
 
 def test_without_folders_each_output_shows_its_own(tmp_path, monkeypatch, call):

@@ -12,7 +12,7 @@ import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, load_module, rung, train
+from conftest import ROOT, edit_json, load_module, rung, train
 from log_files import MEDIAN, write_log
 from run_tool import LADDER, files_in, flags, is_one_error
 
@@ -33,6 +33,7 @@ LOSS = re.compile(r"loss: ([\d.]+)")
     ("os.kill(os.getpid(), 9)", "out of memory", ""),  # Linux ends a process that takes too much without a word
     ("os.kill(os.getpid(), signal.SIGTERM)", "failed", "exit code -15"),
     ("print('RuntimeError: CUDA out of memory'); sys.exit(1)", "out of memory", "RuntimeError: CUDA out of memory"),
+    ("print('torch.AcceleratorError: no'); print('a hint'); sys.exit(1)", "failed", "torch.AcceleratorError: no"),
     ("print('error: --data x: none'); print('later'); sys.exit(1)", "failed", "error: --data x: none"),
     (r"print('[rank1]: ValueError: no\nelastic.ChildFailedError:'); sys.exit(1)", "failed", "[rank1]: ValueError: no"),
     ("print('begun'); print('Killed.'); sys.exit(3)", "failed", "Killed."),
@@ -94,6 +95,8 @@ def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):
     assert [path.name for path in before if after[path] != before[path]] == [gone.name]
     assert read_log(gone).complete and read_log(gone).losses == [float(loss) for loss in LOSS.findall(content)]
     assert is_one_error(call("run", "--resume", "--logs", logs, "--seed", 5), "--resume", "leave the others out")
+    edit_json(logs / "machine.json", torch="2.0.0")
+    assert is_one_error(call("run", "--resume", "--logs", logs), "with torch 2.0.0, and this is", "give a new folder")
 
 
 def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):

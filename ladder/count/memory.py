@@ -80,8 +80,8 @@ def card_bytes(model, B, T, ranks, sharded, n_layer=None):
     return PROCESS_BYTES + state + unsharded + kept
 
 
-def sent_bytes(model, ranks, sharded, micro_steps=1, width=2):
-    """Bytes that each of `ranks` cards sends in a step; `width` is the size of a parameter in the computation (2 or 4).
+def sent_bytes(model, ranks, sharded, micro_steps=1):
+    """Bytes that each of `ranks` cards sends in a step whose parameters are gathered in 16 bits.
 
     In a ring, as in NCCL, each rank passes on (ranks - 1) / ranks of a buffer to gather or to reduce it; DDP does both
     with the float32 gradients, once per step. In each micro-step FSDP gathers the blocks twice and the root once, and
@@ -90,16 +90,16 @@ def sent_bytes(model, ranks, sharded, micro_steps=1, width=2):
     embedding, block, n_layer = split_parameters(model)
     blocks = block * n_layer
     if sharded:
-        whole = micro_steps * (width * (embedding + 2 * blocks) + 4 * (embedding + blocks)) + 4 * blocks
+        whole = micro_steps * (2 * (embedding + 2 * blocks) + 4 * (embedding + blocks)) + 4 * blocks
     else:
         whole = 2 * 4 * (embedding + blocks)
     return whole * (ranks - 1) / ranks
 
 
-def largest_model(memory_bytes, ranks, sharded, T=1024):
-    """(the largest --model that fits a card at B=1, None if none does; how many blocks of gpt2-xl's width fit)."""
-    fitting = [name for name in SHAPES if card_bytes(name, 1, T, ranks, sharded) <= memory_bytes]
-    first, second = (card_bytes("gpt2-xl", 1, T, ranks, sharded, n_layer) for n_layer in (1, 2))
+def largest_model(memory_bytes, ranks, sharded):
+    """(the largest --model that fits a card at B=1 T=1024, or None; how many blocks of gpt2-xl's width fit)."""
+    fitting = [name for name in SHAPES if card_bytes(name, 1, 1024, ranks, sharded) <= memory_bytes]
+    first, second = (card_bytes("gpt2-xl", 1, 1024, ranks, sharded, n_layer) for n_layer in (1, 2))
     return fitting[-1] if fitting else None, max(0, int((memory_bytes - first) // (second - first)) + 1)
 
 

@@ -6,7 +6,7 @@ import pandas
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.terminal import print_texts
 
-SAME_RUN_TOLERANCE = 1e-6
+SAME_RUN_TOLERANCE = 1.5e-6  # a unit of the last digit of a log, with float's rounding
 MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
 
 
@@ -15,7 +15,7 @@ Comparison = namedtuple("Comparison", "rows faster beyond_noise sentences")
 
 
 def loss_tolerance(one, other):
-    """How far apart the losses of two runs may be if the change should not affect them; None if it should."""
+    """How far apart the losses of two runs may be if the change should not affect them; None if it may."""
     if one.name == other.name:
         return SAME_RUN_TOLERANCE
     for first, last in ((one.name, other.name), (other.name, one.name)):
@@ -40,7 +40,7 @@ def common_steps(one, other):
 def loss_verdict(one, other, rows):
     tolerance, apart = loss_tolerance(one, other), rows["B - A"].abs()
     if tolerance is None:
-        return f"The losses differ by up to {apart.max():.4f}: the rungs between the two are meant to change them."
+        return f"The losses differ by up to {apart.max():.4f}: what lies between the two scripts may change them."
     wrong = ~(apart <= tolerance)  # as NaN is
     if not wrong.any():
         return f"The same losses: at most {apart.max():.6f} apart; this change allows {tolerance:g}."
@@ -55,7 +55,8 @@ def loss_verdict(one, other, rows):
 
 def differing(one, other):
     """{what: (A's, B's)} for the settings in which two runs are known to differ."""
-    a, b = (run.setting() | {"tokens per step": run.tokens_per_step, "seed": run.headers.get("seed")}
+    a, b = (run.setting() | {"tokens per step": run.tokens_per_step, "seed": run.headers.get("seed"),
+                            "steps": run.headers.get("steps")}
             for run in (one, other))
     known = {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
     allocators = tuple(run.allocator or "unknown" for run in (one, other))

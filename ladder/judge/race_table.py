@@ -9,8 +9,9 @@ import pandas
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.show.logs import ORDER, Run, read_headers, read_lines, read_log
+from ladder.show.machine import read_json
 
-FILE = "race.csv"
+FILE, RATES = "race.csv", "rates.json"
 FACTS = ["model", "device", "machine", "torch", "precision", "allocator", "compile", "ranks", "total batch", "batch",
          "steps", "validation", "data"]  # of the logs' headers: what the runs of a race have in common
 PARTS = {"search": "sweep/*/*.log", "round": "round_*/*.log", "timing": "timing/round_*/*.log"}
@@ -121,14 +122,22 @@ def as_table(rows):
                              key=lambda column: column.map(order) if column.name == "rung" else column)
 
 
+def read_rates(folder):
+    """{rung: the learning rates of its rounds} as far as they are chosen: a race that is resumed keeps them."""
+    rates = read_json(folder / RATES, dict, "delete it to search again")
+    return {name: tuple(found) for name, found in rates.items()}
+
+
 def read_logs(folder):
     """The Race in a folder of logs, as far as it has come."""
     rows, skipped, headers = [], [], {}
+    chosen = read_rates(folder)
     for part, pattern in PARTS.items():
         sweep = Race({}, as_table(rows), []).sweep
         for path in sorted(folder.glob(pattern)):
             number = path.parent.name.partition("round_")[2]
-            rates = best_rates(path.stem, sweep) if number else map(float, path.parent.name.split("_"))
+            found = chosen.get(path.stem) or best_rates(path.stem, sweep)
+            rates = found if number else map(float, path.parent.name.split("_"))
             max_lr, muon_lr, *_ = [*rates, math.nan, math.nan]
             place = {"part": part, "rung": path.stem, "max_lr": max_lr, "muon_lr": muon_lr, "round": int(number or 1)}
             try:

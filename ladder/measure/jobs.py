@@ -17,7 +17,8 @@ from ladder.measure import allocator
 from ladder.measure.rates import cpu_name
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
-COMPLAINT = re.compile(r"(\[rank\d+\]: )?(error:|WARNING:|\w*(Error|Exception)\b)")  # a line of a child's output
+# A line of a child's output; torchrun's own, about its child, says nothing.
+COMPLAINT = re.compile(r"(\[rank\d+\]: )?(?!.*ChildFailedError)(error:|WARNING:|[\w.]*(Error|Exception)\b)")
 SIGKILL = 9  # which the kernel sends when memory runs out; Windows' signal module lacks the name
 
 

@@ -11,17 +11,19 @@ that several scripts may run at once. The last part gives times: short runs of a
 alone on the machine. The target is the median of the first rung's final losses, rounded up to two digits. At its end
 race.csv has all that the logs say about it, so that they can go.
 """
+import json
 import math
 from functools import partial
 
 from ladder.errors import UserError
 from ladder.measure.runner import Job, command_for, defaults, settings_of, split_flags
-from ladder.judge.race_table import FILE, best_of, last_val_loss, read_logs, write_csv
+from ladder.files import write_whole
+from ladder.judge.race_table import FILE, RATES, best_of, last_val_loss, read_logs, read_rates, write_csv
 from ladder.judge.standings import neighbors, show_rates
 
 MOST_RATES = 12  # that a search tries
 SEED = 1337  # of the first round, and of the search for the learning rates
-TIMINGS, TIMED_STEPS = 3, 30  # rounds that measure the time of a step, and their length
+TIMINGS, TIMED_STEPS = 3, {"cpu": 30}  # rounds that measure the time of a step, and their length, elsewhere 200
 
 
 def default_rates(stage):
@@ -58,8 +60,8 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1, timed=True,
 
     The search's runs are as long as the rounds, or have `search_steps`.
     """
-    steps = settings_of(stages[0], flags).steps
-    chosen, carried = {}, {}  # {rung: its rates}; {flag: the last rate that a search found}
+    settings = settings_of(stages[0], flags)
+    chosen, carried = read_rates(log_dir), {}  # {rung: its rates}; {flag: the last rate that a search found}
 
     def job(stage, folder, rates, *more):
         words = [word for flag, rate in zip(default_rates(stage), rates, strict=True) for word in (flag, f"{rate:g}")]
@@ -67,7 +69,7 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1, timed=True,
 
     def try_rates(stage, new):
         """{rates: final validation loss}, with the first seed and no other validation."""
-        length = str(search_steps or steps)
+        length = str(search_steps or settings.steps)
         more = ["--steps", length, "--val-every", length, "--seed", str(SEED)]
         folders = {rates: log_dir / "sweep" / show_rates(rates, "_") for rates in new}
         run([job(stage, folder, rates, *more) for rates, folder in folders.items()], at_once)
@@ -75,11 +77,14 @@ def race(stages, flags, log_dir, seeds, run, processes=2, at_once=1, timed=True,
 
     for stage in stages:
         start = default_rates(stage) | {flag: carried[flag] for flag in default_rates(stage) if flag in carried}
-        chosen[stage.name] = search(stage, tuple(start.values()), partial(try_rates, stage))
+        if stage.name not in chosen:
+            chosen[stage.name] = search(stage, tuple(start.values()), partial(try_rates, stage))
+            write_whole(log_dir / RATES, json.dumps(chosen))
         carried |= zip(start, chosen[stage.name], strict=True)
     run([job(stage, log_dir / f"round_{n + 1}", chosen[stage.name], "--seed", str(SEED + n))
          for n in range(seeds) for stage in stages], at_once)
-    more = ["--steps", str(min(steps, TIMED_STEPS)), "--val-every", "0", "--seed", str(SEED)]
+    timed_steps = min(settings.steps, TIMED_STEPS.get(settings.device, 200))
+    more = ["--steps", str(timed_steps), "--val-every", "0", "--seed", str(SEED)]
     run([job(stage, log_dir / "timing" / f"round_{n + 1}", chosen[stage.name], *more)
          for n in range(TIMINGS * timed) for stage in stages])
     write_csv(read_logs(log_dir), log_dir / FILE)

@@ -4,7 +4,7 @@ import shutil
 from ladder.errors import UserError
 from ladder.measure.max_batch import print_largest
 from ladder.measure.race import check_race, n_jobs, race
-from ladder.measure.runner import Runner, check_flags, locked, plan
+from ladder.measure.runner import Runner, check_flags, check_same_machine, locked, plan
 from ladder.scripts.choose import parse_rungs
 from ladder.show.logs import has_steps
 from ladder.show.outputs import print_report
@@ -15,7 +15,7 @@ def check_together(args):
     """Refuse flags of `run` that say different things."""
     instead = "--race" if args.race else "--max-batch" if args.max_batch else None
     for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1),
-                        ("--max-batch", args.race and args.max_batch)):
+                        ("--max-batch", args.race and args.max_batch), ("--logs", args.max_batch and args.logs)):
         if given and instead:
             raise UserError(f"{flag}: not with {instead}; leave it out")
     if (args.race_jobs > 1 or args.search_steps) and not args.race:
@@ -33,6 +33,7 @@ def run(args, logs, console):
         return print_largest(stages, args.flags, args.time_limit, args.processes, console)
     runner, interrupted = Runner(settings.device, logs, args.time_limit, console, args.resume), False
     with locked(logs, args.resume):
+        check_same_machine(logs, "--resume --logs")
         try:
             measure(args, stages, runner)
         except KeyboardInterrupt:

@@ -21,8 +21,10 @@ from ladder.count.memory import free_memory
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.jobs import MEMORY_SHARE, Job, Outcome, run_jobs
+from ladder.measure.rates import device_name, nvidia_gpus
 from ladder.scripts.stages import BY_LABEL, ROOT, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
+from ladder.show.machine import read_machine
 
 
 def split_flags(flags, *names):
@@ -110,6 +112,14 @@ def write_machine(folder, device, **more):
     for name, rate in measured["rates"].items():
         machine["rates"][name] = max(rate, machine["rates"].get(name, 0))
     write_whole(path, json.dumps(machine, indent=2) + "\n")
+
+
+def check_same_machine(folder, flag):
+    """Refuse to add to a folder that another machine or another torch has filled."""
+    here, there = {"cpu": device_name("cpu"), "gpus": nvidia_gpus(), "torch": torch.__version__}, read_machine(folder)
+    for what, value in here.items():
+        if (old := there.get(what, value)) != value:
+            raise UserError(f"{flag} {folder}: was measured with {what} {old}, and this is {value}; give a new folder")
 
 
 @contextlib.contextmanager

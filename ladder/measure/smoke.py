@@ -53,7 +53,7 @@ class Trial(Job):
 def training(settings, scratch, label, how="", like="", within=SAME, **changes):
     """The trial of a rung as it is, or run as `how` says. `settings`: baseline.py's; `scratch`: for what it writes."""
     stage, name, on_cpu, B = BY_LABEL[label], f"{label}-{how}".strip("-"), settings.device == "cpu", 4
-    ranks, T = (2, 64) if on_cpu else (1, 256)
+    ranks, T = (2, 64) if on_cpu else (min(2, max(1, torch.cuda.device_count())), 256)
     flags = dict(model=settings.model, device=settings.device, data=settings.data, B=B, T=T, steps=STEPS,
                  total_batch=2 * B * T, loss_chunk=T, recompute_blocks=1, val_every=2, val_sequences=2,
                  checkpoint_every=STEPS // 2,
@@ -193,10 +193,11 @@ def summarize(trials, seconds, say):
 
 def write_summary(path, trials, device):
     """Write the machine, all versions and all trials as JSON, for whoever gets the folder."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    git, describes = shutil.which("git"), ["describe", "--always", "--dirty"]
+    commit = git and subprocess.run([git, *describes], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     packages = {package.metadata["Name"]: package.version for package in distributions()}
     shown = ("name", "command", "status", "reason", "seconds", "losses")
-    found = {"machine": describe(device), "commit": git.stdout.strip(), "packages": packages,
+    found = {"machine": describe(device), "commit": commit, "packages": packages,
              "trials": [{key: getattr(trial, key) for key in shown} for trial in trials]}
     write_whole(path, json.dumps(found, indent=1) + "\n")
 

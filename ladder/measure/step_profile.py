@@ -18,7 +18,8 @@ from tempfile import TemporaryDirectory
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.jobs import Job, run_job
-from ladder.measure.runner import check_flags, locked, own_flags, split_flags, write_machine
+from ladder.measure.runner import (
+    check_flags, check_same_machine, locked, own_flags, split_flags, write_machine)
 from ladder.count.flops import flops_per_token
 from ladder.scripts.stages import BY_LABEL, BY_NAME, load_script
 from ladder.show.logs import has_steps, read_folder, read_log
@@ -143,6 +144,7 @@ def check_profile(stages, flags, folder):
     run = next(iter(read_folder(folder)[0].values()))[0] if has_steps(folder) else settings
     if (run.model, run.B, run.T) != (settings.model, settings.B, settings.T):
         raise UserError(f"--logs {folder}: holds runs of {run.model}, B={run.B} T={run.T}; give another folder")
+    check_same_machine(folder, "--logs")
     if read_machine(folder).get("device", settings.device) != settings.device:
         raise UserError(f"--logs {folder}: its machine.json is from a different device; give another folder")
     return settings

@@ -222,7 +222,10 @@ def read_folder(folder):
         except UserError as error:
             skipped.append(str(error))
             continue
-        runs.setdefault(run.name, []).append(run)
+        for other in runs.setdefault(run.name, []):
+            if other.path.parent == path.parent:
+                raise UserError(f"{other.path} and {path} are of the same script, and would count as rounds; move one")
+        runs[run.name].append(run)
     if not runs:
         raise UserError(f"{folder} holds no logs with steps: "
                         + (skipped[0] if skipped else "run python -m ladder run first"))

@@ -1,4 +1,5 @@
 """What the tool prints and writes of reports: the table, files, or the measured effect of one lesson."""
+from ladder.errors import UserError
 from ladder.judge.standings import print_race
 from ladder.scripts.stages import ROOT
 from ladder.show.profile import print_profile
@@ -20,6 +21,8 @@ def write_reports(args, newest_run, reference_folders, console, messages):
     from ladder.show.tables import as_csv, as_json, write_tables
 
     published = args.readme or args.html
+    if args.readme and (args.folders or args.logs):
+        raise UserError("--readme: shows all folders of logs/reference; name none")
     folders = [*args.folders, *args.logs] or (reference_folders() if published else [newest_run()])
     reports = [build_report(folder) for folder in folders]
     if not (published or args.png or args.json or args.csv):

@@ -189,7 +189,8 @@ def lead_picture(reports):
         kinds.setdefault(kind.rstrip(")"), []).extend(curve | {"style": style} for curve in lead_curves(report))
     panels = [{"heading": kind, "curves": curves, "x": "tokens", "xlabel": "tokens trained on", "xscale": "log",
                "ylabel": "nats below the first rung"} for kind, curves in kinds.items()]
-    return {"title": "The lead over rung 16, after the same tokens", "height": 4.2, "panels": panels,
+    firsts = "/".join(sorted({stage_of(report.table["name"][0]).label for report in reports}))
+    return {"title": f"The lead over rung {firsts}, after the same tokens", "height": 4.2, "panels": panels,
             "caption": "Validation losses, the medians of the seeds; "
             + "; ".join(f"{style}: {text}" for text, style in styles.items())}
 
@@ -227,8 +228,9 @@ def digest(picture):
 
 
 def save(picture, path):
-    figure = draw(picture)
-    figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Digest": digest(picture)})
+    figure, partial = draw(picture), path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png", dpi=150, bbox_inches="tight", metadata={"Digest": digest(picture)})
+    partial.replace(path)
     plt.close(figure)
 
 

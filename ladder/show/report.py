@@ -12,6 +12,7 @@ import pandas
 
 from ladder.count.flops import mfu
 from ladder.errors import UserError
+from ladder.judge.compare import MIN_COUNTED
 from ladder.judge.race_table import read_race
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
@@ -22,7 +23,8 @@ from ladder.show.profile import read_profile
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
 IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished"
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.
-TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "first_step_s": "median"}
+TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "counted": "min",
+         "first_step_s": "median"}
 RESULTS = {"tokens": "first", "ranks": "first", "mfu": "first", "mfu_causal": "first", "peak_memory_gb": "median",
            "last_loss": lambda losses: losses.median(skipna=False), "last_step": "min", "complete": "all",
            "last_val_loss": "median", "seconds_to_common_loss": "median", "seconds_to_common_val_loss": "median"}
@@ -71,7 +73,7 @@ def log_row(run, alone, rates, common_loss, common_val_loss):
     low, high = run.spread if alone else (run.median_ms, run.median_ms)
     return {
         "name": run.name, "ms": run.median_ms, "ms_low": low, "ms_high": high, "rounds": 1,
-        "first_step_s": run.ms[0] / 1000,
+        "counted": len(run.ms) - run.warm_up, "first_step_s": run.ms[0] / 1000,
         "tokens": run.tokens_per_step,
         "ranks": run.ranks,
         "mfu": mfu(run, rates, 1),  # of one token per second
@@ -170,11 +172,16 @@ def warnings(report):
         if fastest and row.ms < fastest[0]:
             yield (f"{row.title}: {row.ms:,.1f} ms, and the matrix products alone take {fastest[0]:,.1f} ms at "
                    f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
-        if not run.on_cpu and "device" in run.headers and sum(run.ms[: run.warm_up]) < WARM_UP_MS:
-            yield (f"{row.title}: the steps before those that count took less than {WARM_UP_MS / 1000:g} s, too few to "
-                   "warm up a GPU: give more --steps")
+        if not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS:
+            yield (f"{row.title}: the steps between the first and those that count took less than "
+                   f"{WARM_UP_MS / 1000:g} s, too few to warm up a GPU: give more --steps")
         if not row.complete:
             yield f"{row.title}: the run did not finish ({row.last_step} steps)"
+    if report.table["rounds"].nunique() > 1:
+        yield "the rungs have different numbers of rounds: their spreads do not compare"
+    if ((report.table["rounds"] == 1) & (report.table["counted"] < MIN_COUNTED)).any():
+        yield (f"fewer than {MIN_COUNTED} steps count: too few to tell a gain from noise; give more --steps, or "
+               "--repeat 3")
     if len(under := allocators(report)) > 1:
         yield (f"the runs had different memory allocators ({', '.join(under)}): on a CPU they can change the time of a "
                "step by a third")
