@@ -670,7 +670,7 @@ def parse_settings(argv=None):
     numbers = [value for value in vars(settings).values() if type(value) in (int, float)]
     if min(settings.B, settings.T, settings.steps) < 1 or not all(0 <= number < 2**63 for number in numbers):
         parser.error("-B, -T and --steps must be at least 1, other numbers at least 0 and below 2**63")
-    if settings.save and (settings.save.is_dir() or not os.access(f"{settings.save.parent}/.", os.W_OK)):
+    if (p := settings.save) and (p.exists() > p.is_file() or not (p.parent.is_dir() and os.access(p.parent, os.W_OK))):
         parser.error(f"argument --save: {settings.save} is not a file in a folder that can be written to")
     return settings
 

@@ -324,8 +324,9 @@ def prepare(text, out, hf=None, field="text", encoding="UTF-8", tokenizer="gpt2"
                 tokenizer = train_tokenizer(vocab_size, sources, field, encoding)
             else:
                 tokenizer = load_tokenizer(tokenizer)
-            described = repr((hf, text and str(text.resolve()), field, encoding))  # its hash, as a path is private
-            origin = hashlib.sha256(described.encode(errors="replace")).hexdigest()[:16]
+            place = hf and (str(Path(hf[0]).resolve()) if Path(hf[0]).exists() else hf[0], *hf[1:])
+            described = repr((place, text and str(text.resolve()), field, codecs.lookup(encoding).name, tokenizer.json))
+            origin = hashlib.sha256(described.encode(errors="replace")).hexdigest()[:16]  # a path is private
             refuse_loss(out, name, tokenizer.name, origin)
             pieces = chain.from_iterable(read(source, field, encoding) for source in sources)
             meta = write_tokens(pieces, name, tokenizer, partial / "new", origin)

@@ -21,7 +21,7 @@ def test_what_is_here():
     assert run.returncode == 0, run.stderr
     for word in ("device", "TF32", "bfloat16", "attention", "fused AdamW", "NCCL", "free disk", "tokenizer"):
         assert word in run.stdout
-    assert re.search(r"python -m ladder run --model \S+ -B \d+ -T \d+", run.stdout)
+    assert re.search(r"python -m ladder run --model \S+ -B \d+ -T \d+ --steps \d+\n", run.stdout)
     assert "NVIDIA GPU" not in run.stdout and "x torch.compile" in run.stdout and "install" in run.stdout
 
 

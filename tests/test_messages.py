@@ -164,6 +164,7 @@ def test_save_replaces_nothing(byte_tokens, tmp_path):
 
 @pytest.mark.parametrize("flag, place, named", [
     ("--save", "nowhere/model.pt", "nowhere"), ("--save", "", ""), ("--save", "file/model.pt", "file"),
+    ("--save", "/dev/full", "/dev/full"),
     ("--log-dir", "file", "file"), ("--log-dir", "/proc/logs", "/proc")])
 def test_what_cannot_be_written_is_refused_at_the_start(flag, place, named, stopped, tmp_path):
     """Before the first step, not after the last one."""

@@ -96,7 +96,7 @@ def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):
     assert read_log(gone).complete and read_log(gone).losses == [float(loss) for loss in LOSS.findall(content)]
     assert is_one_error(call("run", "--resume", "--logs", logs, "--seed", 5), "--resume", "leave the others out")
     edit_json(logs / "machine.json", torch="2.0.0")
-    assert is_one_error(call("run", "--resume", "--logs", logs), "with torch 2.0.0, and this is", "give a new folder")
+    assert is_one_error(call("run", "--resume", "--logs", logs), "with 2.0.0, and this is", "give a new folder")
 
 
 def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):

@@ -4,6 +4,7 @@ from collections import namedtuple
 import pandas
 
 from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.show.logs import ORDER
 from ladder.show.terminal import print_texts
 
 SAME_RUN_TOLERANCE = 1.5e-6  # a unit of the last digit of a log, with float's rounding
@@ -55,9 +56,10 @@ def loss_verdict(one, other, rows):
 
 def differing(one, other):
     """{what: (A's, B's)} for the settings in which two runs are known to differ."""
+    scheduled = ORDER[ORDER.index(BY_LABEL["9"].name) :]  # whose learning rate depends on --steps
+    steps = {one.name, other.name} & {*scheduled}
     a, b = (run.setting() | {"tokens per step": run.tokens_per_step, "seed": run.headers.get("seed"),
-                            "steps": run.headers.get("steps")}
-            for run in (one, other))
+                             "steps": run.headers.get("steps") if steps else None} for run in (one, other))
     known = {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
     allocators = tuple(run.allocator or "unknown" for run in (one, other))
     on_gpu = "torch" in allocators  # which has no other

@@ -145,7 +145,7 @@ def check_machine(device=None):
     findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
                 *check_allocator(device), *check_files()]
     model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
-    return findings, f"python -m ladder run --model {model} -B {B} -T {T}--steps {10 if device == 'cpu' else 200}"
+    return findings, f"python -m ladder run --model {model} -B {B} -T {T} --steps {10 if device == 'cpu' else 200}"
 
 
 def print_check(console):

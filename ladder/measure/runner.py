@@ -114,12 +114,19 @@ def write_machine(folder, device, **more):
     write_whole(path, json.dumps(machine, indent=2) + "\n")
 
 
+def chips(machine):
+    """What was measured: the CPU with its number of threads, or the NVIDIA GPUs without driver and power limit."""
+    return machine["name"] if machine["device"] == "cpu" else [gpu.partition(",")[0] for gpu in machine["gpus"]]
+
+
 def check_same_machine(folder, flag):
     """Refuse to add to a folder that another machine or another torch has filled."""
-    here, there = {"cpu": device_name("cpu"), "gpus": nvidia_gpus(), "torch": torch.__version__}, read_machine(folder)
-    for what, value in here.items():
-        if (old := there.get(what, value)) != value:
-            raise UserError(f"{flag} {folder}: was measured with {what} {old}, and this is {value}; give a new folder")
+    here = {"torch": torch.__version__, "device": None, "name": device_name("cpu"), "gpus": nvidia_gpus()}
+    there = here | read_machine(folder)
+    here["device"] = there["device"]
+    for old, new in ((there["torch"], here["torch"]), (chips(there), chips(here))):
+        if old != new:
+            raise UserError(f"{flag} {folder}: was measured with {old}, and this is {new}; give a new folder")
 
 
 @contextlib.contextmanager

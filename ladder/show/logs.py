@@ -119,7 +119,7 @@ class Run:
     def vocab_size(self):
         """How many tokens the vocabulary has, as far as its name says so; None for others."""
         name = re.search(r" \((\S+) tokens\)", self.data or " (gpt2 tokens)")
-        trained = re.fullmatch(r"bpe-(\d+)-\w+", name[1]) if name else None
+        trained = re.fullmatch(r"bpe-(\d+)(-\w+)?", name[1]) if name else None
         return int(trained[1]) if trained else {"gpt2": 50257, "gpt2-bytes": 50257, "bytes": 257}.get(name and name[1])
 
     def setting(self):
@@ -222,10 +222,7 @@ def read_folder(folder):
         except UserError as error:
             skipped.append(str(error))
             continue
-        for other in runs.setdefault(run.name, []):
-            if other.path.parent == path.parent:
-                raise UserError(f"{other.path} and {path} are of the same script, and would count as rounds; move one")
-        runs[run.name].append(run)
+        runs.setdefault(run.name, []).append(run)
     if not runs:
         raise UserError(f"{folder} holds no logs with steps: "
                         + (skipped[0] if skipped else "run python -m ladder run first"))

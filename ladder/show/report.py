@@ -3,6 +3,7 @@
 A rung with several rounds (`run --repeat`) has the median of the rounds' medians, and their spread. Runs that differ in
 data, model, B, T or device are refused. What a log does not say is None.
 """
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -60,6 +61,13 @@ def check_comparable(runs, folder):
             (one, its_path), (other, other_path), *_ = reversed(paths.items())
             raise UserError(f"{folder}: logs of different {key} cannot be compared: {its_path} has {one!r}, "
                             f"{other_path} has {other!r}; report them from separate folders")
+
+
+def check_rounds(runs):
+    """Refuse two logs of one script in the same folder: they are no rounds."""
+    for one, other in itertools.chain(*(itertools.combinations(rounds, 2) for rounds in runs.values())):
+        if one.path.parent == other.path.parent:
+            raise UserError(f"{one.path} and {other.path} are of the same script, and would count as rounds; move one")
 
 
 def common_lowest(losses_of_runs):
@@ -130,6 +138,8 @@ def build_report(folder):
     race = read_race(folder)
     runs, skipped = (race.runs("round"), race.skipped) if race else read_folder(folder)
     check_comparable(runs, folder)
+    if not race:
+        check_rounds(runs)
     found = {}
     for read in (read_machine, read_profile):
         try:
@@ -172,7 +182,8 @@ def warnings(report):
         if fastest and row.ms < fastest[0]:
             yield (f"{row.title}: {row.ms:,.1f} ms, and the matrix products alone take {fastest[0]:,.1f} ms at "
                    f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
-        if not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS:
+        warmed_up = report.race or sum(run.ms[1 : run.warm_up]) >= WARM_UP_MS  # a race's timing has its own length
+        if not run.on_cpu and "device" in run.headers and not warmed_up:
             yield (f"{row.title}: the steps between the first and those that count took less than "
                    f"{WARM_UP_MS / 1000:g} s, too few to warm up a GPU: give more --steps")
         if not row.complete:
