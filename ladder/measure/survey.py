@@ -16,7 +16,7 @@ from ladder.show.logs import has_steps
 from ladder.show.machine import read_machine
 
 SHORT = 60  # minutes; in a shorter survey a CPU gets T=256, since at T=1024 its steps take seconds
-GPU_STEPS = 200  # half of them warm up, and a GPU needs 3 s for that
+GPU_STEPS = 100  # half of them warm up, and a GPU needs 3 s for that
 
 
 def with_defaults(flags, minutes):
