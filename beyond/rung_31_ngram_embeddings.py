@@ -5,9 +5,8 @@ for a pair or a triple directly. There are far more of them than rows, so a hash
 collide share a vector. The tables start at zero, so the model starts as rung 30's.
 
 Gain: on bytes the largest since Muon's. It reaches rung 16's final loss in 18 % of its seconds (rung 30: 41 %), and its
-own final loss is 0.045 lower (p < 0.001, docs/race.md). In a model ten times as large it is 0.02 below rung 24's, which
-may be chance (p = 0.08). No gain with GPT-2's tokens: the larger the vocabulary, the fewer n-grams recur, and the more
-share a row.
+own final loss is 0.045 lower (p < 0.001, docs/race.md). In a model ten times as large it is 0.02 below rung 24's (p
+= 0.006). No gain with GPT-2's tokens: the larger the vocabulary, the fewer n-grams recur, and the more share a row.
 Cost: two tables of n_rows_hashed * n_embd parameters, 12.6M for GPT-2 (124M), with their gradients and AdamW's moments
 0.2 GB: in the race 3.0M parameters instead of 0.9M, and 5 % more time per step. No key-value cache when sampling.
 
