@@ -66,7 +66,7 @@ def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
     assert losses(two_ranks / label / "rank_1" / alone.name) == losses(log)
     for step in ours:
         tokens = 128 if label == "ddp" else 256
-        assert step["tokens_per_second"] == pytest.approx(tokens / (step["ms"] / 1000), rel=1e-3)
+        assert step["tokens_per_second"] == pytest.approx(tokens / (step["ms"] / 1000), rel=5e-3)  # ms has two digits
 
 
 def test_27_two_ranks_run_out_of_patience_at_the_same_step(two_ranks, tmp_path, byte_tokens):
