@@ -1,22 +1,25 @@
 """Rung 1, weight tying: the input embedding and the output projection share one matrix.
+Starts from baseline.py.
 
-Both map between token ids and vectors of n_embd numbers: `wte` looks up a row per token, `lm_head` takes the dot
-product with every row. Tokens with similar meanings should be close in both, so GPT-2 uses one matrix for both.
+Both map between token ids and vectors of n_embd numbers: `wte` looks up a row per token, `lm_head`
+takes the dot product with every row. Tokens with similar meanings should be close in both, so GPT-2
+uses one matrix for both.
 
-Gain: 50257 * 768 = 38.6M fewer parameters (163.0M -> 124.4M), so less memory for weights, gradients and AdamW's two
-moments, and a shorter optimizer step. The matrix products stay the same.
+Gain: 50257 * 768 = 38.6M fewer parameters (163.0M -> 124.4M), so less memory for weights, gradients
+and AdamW's two moments, and a shorter optimizer step. The matrix products stay the same.
 Cost: none known at this size; GPT-2 itself was trained this way.
-Beware: `wte.weights = ...` (with an s) raises no error and ties nothing. Check the parameter count in the log.
+Beware: `wte.weights = ...` (with an s) raises no error and ties nothing. Check the parameter count
+in the log.
 
-Sources: Press & Wolf 2017, "Using the Output Embedding to Improve Language Models"; Vaswani et al. 2017, section 3.4.
+Sources: Press & Wolf 2017, "Using the Output Embedding to Improve Language Models"; Vaswani et al.
+2017, section 3.4.
 """
 import argparse
-import contextlib
-import io
 import json
 import math
 import os
-import re
+import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -29,24 +32,36 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = Path(__file__)
-DEVICES = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]  # the fastest first
-MODELS = {"tiny": "2x2x64", "mini": "6x3x192", "small": "6x6x384", "gpt2": "12x12x768",  # layers x heads x width
-          "gpt2-medium": "24x16x1024", "gpt2-large": "36x20x1280", "gpt2-xl": "48x25x1600"}
+MODELS = {  # layers x heads x width
+    "tiny": "2x2x64",
+    "mini": "6x3x192",
+    "small": "6x6x384",
+    "gpt2": "12x12x768",
+    "gpt2-medium": "24x16x1024",
+    "gpt2-large": "36x20x1280",
+    "gpt2-xl": "48x25x1600",
+}
+DEVICES = ["cpu"]  # what this machine can train on, the fastest first
+if torch.cuda.is_available():
+    DEVICES.insert(0, "cuda")
+if torch.mps.is_available():
+    DEVICES.insert(0, "mps")
+DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
 
 
 def add_flags(parser):
-    """The flags of this script; a flag's help shows its default."""
-    parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
-    parser.add_argument("--pretrained", metavar="FILE", help="start from a model written by --save or convert.py")
-    parser.add_argument("-B", "--batch-size", dest="B", type=int, default=1 if DEVICES == ["cpu"] else 4,
-                        help="sequences per batch")
-    parser.add_argument("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps")
-    parser.add_argument("--seed", type=int, default=1337, help="random seed of the initial weights")
-    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
-    parser.add_argument("--data", type=Path, default="data/tokens", help="folder of token files, by data/prepare.py")
-    parser.add_argument("--log-dir", type=Path, default="logs", help="folder of the log")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model to this file")
+    """The flags of this script; --help shows each default."""
+    flag = parser.add_argument
+    flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
+    flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
+    flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
+    flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
+    flag("--steps", type=int, default=50, help="optimizer steps")
+    flag("--seed", type=int, default=1337, help="random seed of the initial weights")
+    flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
+    flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
+    flag("--log-dir", type=Path, default="logs", help="folder of the log")
+    flag("--save", type=Path, help="write the trained model to this file")
 
 
 @dataclass
@@ -59,31 +74,45 @@ class GPTConfig:
     n_embd: int = 768
 
 
-def config_of(settings, vocab_size):
-    """The shape that --model names; exits with a one-line error if it names none."""
-    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", MODELS.get(settings.model, settings.model))
-    n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)  # which the next line refuses
-    if n_embd % (2 * n_head):
-        sys.exit(f"error: --model {settings.model}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128,"
-                 " where width / heads is an even number")
-    return GPTConfig(max(GPTConfig.block_size, settings.T), vocab_size, n_layer, n_head, n_embd)
+def model_config(args, vocab_size):
+    """The shape that --model names, for a vocabulary of this size."""
+    shape = MODELS.get(args.model, args.model)
+    try:
+        n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
+    except ValueError:
+        names = ", ".join(MODELS)
+        sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
+    if n_embd % n_head != 0:
+        sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
+    return GPTConfig(
+        block_size=max(1024, args.T),
+        vocab_size=vocab_size,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+    )
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head self-attention; each token attends to itself and the tokens before it: (B, T, C) -> (B, T, C)."""
+    """Multi-head self-attention: (B, T, C) -> (B, T, C).
+
+    Each token attends to itself and to the tokens before it.
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value of all heads at once
+        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.n_head = config.n_head
+        # (block_size, block_size), True where a token may attend
         mask = torch.ones(config.block_size, config.block_size, dtype=torch.bool).tril()
-        self.register_buffer("mask", mask, persistent=False)  # (block_size, block_size), True where a token may attend
+        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs): nh heads of size hs
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))  # (B, nh, T, T)
@@ -119,7 +148,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
 
 
 class GPT(nn.Module):
@@ -135,7 +165,8 @@ class GPT(nn.Module):
             ln_f=nn.LayerNorm(config.n_embd),
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter (vocab_size, n_embd) under two names
+        # one parameter (vocab_size, n_embd) under two names
+        self.transformer.wte.weight = self.lm_head.weight
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -145,7 +176,10 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), only the mean cross-entropy, in nats."""
+        """Token ids (B, T) -> logits (B, T, vocab_size).
+
+        With targets (B, T): only the mean cross-entropy, in nats per token.
+        """
         B, T = idx.shape
         pos = torch.arange(T, device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
@@ -155,36 +189,40 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, vocab_size)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
+        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file; memory-mapped, so it may be larger than memory."""
+    """Batches of consecutive tokens from a token file, which may be larger than memory."""
 
     def __init__(self, folder, B, T):
         self.B, self.T = B, T
-        self.tokens, self.meta = open_tokens(folder, "train", B * T + 1)  # (n_tokens,)
+        self.tokens, self.meta = load_tokens(folder, "train", B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
 
     def batch(self, i):
-        """The i-th B*T tokens of the file, wrapping around, and the token that follows each: inputs, targets (B, T)."""
+        """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
+
+        It wraps around at the end of the file, and keeps no position.
+        """
         start = (i % self.n_batches) * self.B * self.T
-        chunk = torch.from_numpy(self.tokens[start : start + self.B * self.T + 1].astype(np.int64))  # (B*T + 1,)
+        chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
+        chunk = torch.from_numpy(chunk.astype(np.int64))
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
 
-def train(settings):
-    """Train for `settings.steps` steps; print and log each one."""
-    device = settings.device
-    torch.manual_seed(settings.seed)
-    torch.set_float32_matmul_precision("highest")
+def train(args):
+    """Train for args.steps steps; print and log each one."""
+    device = args.device
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("highest")  # float32 as it is: no TF32
 
-    loader = DataLoaderLite(settings.data, settings.B, settings.T)
-    model = new_model(settings, loader).to(device)
+    loader = DataLoaderLite(args.data, args.B, args.T)
+    model = new_model(args, loader).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    log = Log(settings, model, loader, settings.B * settings.T, precision="float32")
+    log = Log(args, model, loader, args.B * args.T, precision="float32")
 
-    for step in range(1, settings.steps + 1):
+    for step in range(1, args.steps + 1):
         t0 = time.perf_counter()
         x, y = loader.batch(step - 1)  # (B, T) each
         x, y = x.to(device), y.to(device)
@@ -192,141 +230,162 @@ def train(settings):
         loss = model(x, y)
         loss.backward()
         optimizer.step()
-        torch.get_device_module(device).synchronize()  # kernels launch asynchronously: wait, then read the clock
+        # kernels launch asynchronously: wait for them, then read the clock
+        torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
         log.step(step, loss.item(), dt)
 
     log.finish(step)
-    save_model(settings.save, model, loader, step)
+    save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ------------------------------------
+# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
 
-def open_tokens(folder, split, n_needed):
-    """(The tokens of "train" or "val", memory-mapped, (n_tokens,); meta.json); exits with a line if unusable."""
-    if folder == Path("data/tokens") and not folder.exists():  # the first run prepares the default text
-        prepare = (parent / "data" / "prepare.py" for parent in SCRIPT.resolve().parents)
-        subprocess.run([sys.executable, next(filter(Path.exists, prepare), "data/prepare.py")])
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        tokens = np.memmap(folder / f"{split}.bin", dtype=meta["dtype"] if "dtype" in meta else "<u2", mode="r")
-        if len(tokens) != meta[f"{split}_tokens"] or tokens[:10**8].max() >= meta["vocab_size"]:
-            raise ValueError(f"{split}.bin is not what meta.json describes")
-        named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # which need no tokenizer.json
-        meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
-        meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"error: --data {folder}: no token files ({error}); make them: python data/prepare.py --out {folder}")
+def load_tokens(folder, split, n_needed):
+    """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
+    if folder == Path("data/tokens") and not folder.exists():
+        print("preparing the default text: python data/prepare.py", flush=True)
+        subprocess.run([sys.executable, "data/prepare.py"], check=True)
+    if not (folder / "meta.json").exists():
+        sys.exit(f"error: --data {folder}: no token files;"
+                 f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
+    if (folder / "tokenizer.json").exists():
+        meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"
+    tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
+    if len(tokens) != meta[f"{split}_tokens"]:
+        sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")
     if len(tokens) < n_needed:
-        sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens, a batch needs {n_needed}; lower -B or -T")
+        sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens,"
+                 f" a batch needs {n_needed}; lower -B or -T")
     return tokens, meta
 
 
-def new_model(settings, loader):
-    """The GPT that --model or --pretrained names; exits with a one-line error if it does not fit the data or -T."""
-    if not settings.pretrained:
-        return GPT(config_of(settings, loader.meta["vocab_size"]))
-    saved, meta = read_model(settings.pretrained), loader.meta
-    theirs, ours = (json.loads(each["tokenizer_json"] or "{}").get("model") for each in (saved, meta))
-    if saved["config"]["vocab_size"] != meta["vocab_size"] or ours != theirs:
-        sys.exit("error: --pretrained: its tokenizer is not the data's; data/prepare.py --tokenizer FILE takes it")
-    if saved["config"]["block_size"] < settings.T:
-        sys.exit(f"error: -T {settings.T}: the model's longest sequence is {saved['config']['block_size']}; lower -T")
+def new_model(args, loader):
+    """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
+    if args.pretrained is None:
+        return GPT(model_config(args, loader.meta["vocab_size"]))
     try:
-        model = GPT(GPTConfig(**saved["config"]))
-        model.load_state_dict(saved["model"])
-        assert all(torch.equal(weight, saved["model"][name]) for name, weight in model.state_dict().items())
-    except (AssertionError, RuntimeError, TypeError):  # assert: an untied file, in a script that ties
+        saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
+        config, weights, tokenizer = saved["config"], saved["model"], saved["tokenizer_json"]
+    except (pickle.UnpicklingError, KeyError):
+        sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
+    if tokenizer != loader.meta["tokenizer_json"]:
+        sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
+                 f" data/prepare.py --tokenizer {args.pretrained} takes it")
+    if config["block_size"] < args.T:
+        sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
+    try:
+        model = GPT(GPTConfig(**config))
+        model.load_state_dict(weights)
+        fits = all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+    except (TypeError, RuntimeError):  # a shape or names that this model does not have
+        fits = False
+    if not fits:  # or it is untied, and this script ties
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
 
 
-def read_model(path):
-    """What a file of `save_model` holds; exits with a one-line error if `path` is something else."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        return {key: saved[key] for key in ("script", "config", "model", "tokenizer_json")}
-    except Exception:  # no such file, a folder, a text, a damaged archive: any exception
-        sys.exit(f"error: {path}: not a model's file; if it is on Hugging Face: python convert.py {path} model.pt")
+def model_file(model, loader, step):
+    """What the file of a model holds."""
+    return {
+        "script": SCRIPT.name,
+        "config": asdict(model.config),
+        "model": model.state_dict(),
+        "step": step,
+        "T": loader.T,
+        "tokenizer": loader.meta["tokenizer"],
+        "tokenizer_json": loader.meta["tokenizer_json"],
+        "end_of_text": loader.meta["end_of_text"],
+    }
 
 
 def save_model(path, model, loader, step):
-    """Write a model's file, if a `path` is given: under a temporary name, then renamed; an earlier one gets a date."""
-    if path:
-        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # torch's own writing hides an OSError
-        torch.save(loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
-                                  "step": step, "T": loader.T}, contents)
-        partial.write_bytes(contents.getbuffer())
-        if path.exists():
-            path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
+    """Write the model's file, if a path is given: under a temporary name, then renamed."""
+    if path is not None:
+        partial = path.with_name(path.name + ".partial")
+        torch.save(model_file(model, loader, step), partial)
+        set_aside(path)
         partial.replace(path)
 
 
-class Log:
-    """The run's log, on the screen and line by line in <log-dir>/<script>.log; an earlier one gets a date as suffix."""
+def set_aside(path):
+    """Rename an earlier file of this name: it gets the date as a suffix."""
+    if path.exists():
+        path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
 
-    def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
-        self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
-        path = settings.log_dir / f"{SCRIPT.stem}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
-        self.file = open(path, "a+b", buffering=0)  # unbuffered: a killed run keeps its steps
+
+class Log:
+    """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
+
+    def __init__(self, args, model, loader, tokens_per_step, precision, **notes):
+        self.device = args.device
+        self.tokens_per_step = tokens_per_step
+        self.seconds = []  # of each step
+        args.log_dir.mkdir(parents=True, exist_ok=True)
+        path = args.log_dir / f"{SCRIPT.stem}.log"
+        set_aside(path)
+        self.file = open(path, "w", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
-        self.line(f"# script: {SCRIPT.name}")
         n_parameters = sum(p.numel() for p in model.parameters())
-        self.line(f"# model: {settings.pretrained or settings.model} | parameters: {n_parameters:,}")
+        self.line(f"# script: {SCRIPT.name}")
+        self.line(f"# model: {args.pretrained or args.model} | parameters: {n_parameters:,}")
         self.line(f"# device: {chip} | torch: {torch.__version__} | precision: {precision}")
+        if DEVICES == ["cpu"] and shutil.which("nvidia-smi"):
+            self.line("# WARNING: torch cannot use the GPU here; python -m ladder check says why")
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
-        self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
-        self.line(f"# data: {loader.meta['name']} | loaded {len(loader.tokens)} tokens"
-                  f" | 1 epoch = {loader.n_batches} batches")
+        self.line(f"# batch: B={args.B} T={args.T} | steps: {args.steps} | seed: {args.seed}")
+        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
+                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
-        try:
-            self.file.write(f"{text}\n".encode())
-        except OSError as error:  # a full disk must not end the training
-            text += f"\nWARNING: {self.file.name}: this line is lost ({error.strerror})"
-        with contextlib.suppress(OSError):  # stdout may be on that disk; or a terminal, which may lack a character
-            print(text.encode(known := sys.stdout.encoding or "utf-8", "replace").decode(known), flush=True)
+        self.file.write(text + "\n")
+        print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
-        """Log a step: the loss in nats, dt in seconds, what the rung adds. Exits when the loss is not finite."""
+        """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
         self.seconds.append(dt)
-        self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
-                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
+        text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
+        text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        for key, value in more.items():
+            text += f" | {key}: {value}"
+        self.line(text)
         if not math.isfinite(loss):
             sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
 
     def finish(self, step):
-        """Log the median time of the second half of the steps; during the first half the device warms up."""
-        dt = np.median(self.seconds[len(self.seconds) // 2 :])
-        memory = f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if self.device == "cuda" else ""
-        self.line(f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}{memory}"
-                  f" | steps {step - (len(self.seconds) - 1) // 2}-{step}")
+        """Log the median of the second half of the steps; in the first the device warms up."""
+        counted = self.seconds[len(self.seconds) // 2 :]
+        dt = np.median(counted)
+        text = f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        if self.device == "cuda":
+            text += f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+        self.line(f"{text} | steps {step - len(counted) + 1}-{step}")
 
 
-def parse_settings(argv=None):
-    """The command line; exits with argparse's two lines if a value cannot be used."""
-    parser = argparse.ArgumentParser(usage="%(prog)s [flags]", description=__doc__.splitlines()[0], allow_abbrev=False,
+def parse_args(argv=None):
+    """The command line; a wrong value ends in argparse's two lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser)
-    settings = parser.parse_args(argv)
-    numbers = [value for value in vars(settings).values() if type(value) in (int, float)]
-    if min(settings.B, settings.T, settings.steps) < 1 or not all(0 <= number < 2**63 for number in numbers):
-        parser.error("-B, -T and --steps must be at least 1, other numbers at least 0 and below 2**63")
-    if (p := settings.save) and (p.exists() > p.is_file() or not (p.parent.is_dir() and os.access(p.parent, os.W_OK))):
-        parser.error(f"argument --save: {settings.save} is not a file in a folder that can be written to")
-    return settings
+    args = parser.parse_args(argv)
+    if min(args.B, args.T, args.steps) < 1:
+        parser.error("-B, -T and --steps must be at least 1")
+    if args.pretrained and not args.pretrained.is_file():
+        parser.error(f"argument --pretrained: there is no file {args.pretrained}")
+    if args.save and not os.access(args.save.parent, os.W_OK):
+        parser.error(f"argument --save: there is no folder {args.save.parent} to write to")
+    return args
 
 
 if __name__ == "__main__":
     try:
-        train(parse_settings())
+        train(parse_args())
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
-    except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk, no memory
-        if isinstance(error, RuntimeError) and not re.search("(out of|allocate|enough) memory", str(error)):
-            raise
-        sys.exit(f"error: {error if isinstance(error, OSError) else 'out of memory; try half the -B, or a lower -T'}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: out of memory; try half the -B, or a lower -T\n{error}")

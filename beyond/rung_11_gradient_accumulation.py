@@ -1,27 +1,33 @@
-"""Rung 11, gradient accumulation: the batch size of the papers, in the memory that you have. From ddp_run.py.
+"""Rung 11, gradient accumulation: the batch size of the papers, in the memory that you have.
+Starts from ddp_run.py.
 
-GPT-3 trained its 125M model with batches of half a million tokens, far more than fit into one forward pass. But a
-batch's gradient is the mean of its parts' gradients, and backward() adds to the gradients that are there: so split the
-batch into micro-batches of B sequences, divide each loss by their number, and make one optimizer step at the end.
+GPT-3 trained its 125M model with batches of half a million tokens, far more than fit into one
+forward pass. But a batch's gradient is the mean of its parts' gradients, and backward() adds to the
+gradients that are there: so split the batch into micro-batches of B sequences, divide each loss by
+their number, and make one optimizer step at the end.
 
     python beyond/rung_11_gradient_accumulation.py --total-batch 524288
     torchrun --standalone --nproc_per_node=2 beyond/rung_11_gradient_accumulation.py
 
-Gain: any batch size in the memory of one micro-batch. The optimizer step, the clipping and, on several ranks, the
-all-reduce of the gradients happen once for all micro-batches: `no_sync` switches DDP's averaging off until the last.
-Cost: no extra arithmetic; the gradients stay in memory between micro-steps, under DDP beside its buckets.
---total-batch counts the tokens of all micro-steps and ranks, and so does tokens/sec. Tiny Shakespeare has 0.3 million
-tokens, so each step of half a million repeats some. What `train` did in a step is now the function optimizer_step.
+Gain: any batch size in the memory of one micro-batch. The optimizer step, the clipping and, on
+several ranks, the all-reduce of the gradients happen once for all micro-batches: `no_sync` switches
+DDP's averaging off until the last.
+Cost: no extra arithmetic; the gradients stay in memory between micro-steps, under DDP beside its
+buckets.
+--total-batch counts the tokens of all micro-steps and ranks, and so does tokens/sec. Tiny
+Shakespeare has 0.3 million tokens, so each step of half a million repeats some. What `train` did in
+a step is now the function optimizer_step.
 
-Source: Brown et al. 2020 (GPT-3), table 2.1 (0.5M tokens); DistributedDataParallel.no_sync in PyTorch's documentation.
+Source: Brown et al. 2020 (GPT-3), table 2.1 (0.5M tokens); DistributedDataParallel.no_sync in
+PyTorch's documentation.
 """
 import argparse
 import contextlib
-import io
 import json
 import math
 import os
-import re
+import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -36,29 +42,41 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SCRIPT = Path(__file__)
-DEVICES = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]  # the fastest first
-MODELS = {"tiny": "2x2x64", "mini": "6x3x192", "small": "6x6x384", "gpt2": "12x12x768",  # layers x heads x width
-          "gpt2-medium": "24x16x1024", "gpt2-large": "36x20x1280", "gpt2-xl": "48x25x1600"}
+MODELS = {  # layers x heads x width
+    "tiny": "2x2x64",
+    "mini": "6x3x192",
+    "small": "6x6x384",
+    "gpt2": "12x12x768",
+    "gpt2-medium": "24x16x1024",
+    "gpt2-large": "36x20x1280",
+    "gpt2-xl": "48x25x1600",
+}
+DEVICES = ["cpu"]  # what this machine can train on, the fastest first
+if torch.cuda.is_available():
+    DEVICES.insert(0, "cuda")
+if torch.mps.is_available():
+    DEVICES.insert(0, "mps")
+DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
 
 
 def add_flags(parser):
-    """The flags of this script; a flag's help shows its default."""
-    parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
-    parser.add_argument("--pretrained", metavar="FILE", help="start from a model written by --save or convert.py")
-    parser.add_argument("-B", "--batch-size", dest="B", type=int, default=1 if DEVICES == ["cpu"] else 4,
-                        help="sequences per batch")
-    parser.add_argument("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps")
-    parser.add_argument("--total-batch", type=int, help="tokens per optimizer step; None: 524288, on a CPU 4 batches")
-    parser.add_argument("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    parser.add_argument("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    parser.add_argument("--seed", type=int, default=1337, help="random seed of the initial weights")
-    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
-    parser.add_argument("--data", type=Path, default="data/tokens", help="folder of token files, by data/prepare.py")
-    parser.add_argument("--log-dir", type=Path, default="logs", help="folder of the log")
-    parser.add_argument("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
-                        default="default", help="of torch.compile; none: run eagerly")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model to this file")
+    """The flags of this script; --help shows each default."""
+    flag = parser.add_argument
+    flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
+    flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
+    flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
+    flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
+    flag("--steps", type=int, default=50, help="optimizer steps")
+    flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
+    flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
+    flag("--seed", type=int, default=1337, help="random seed of the initial weights")
+    flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
+    flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
+    flag("--log-dir", type=Path, default="logs", help="folder of the log")
+    flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
+         default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
+    flag("--save", type=Path, help="write the trained model to this file")
 
 
 @dataclass
@@ -71,22 +89,35 @@ class GPTConfig:
     n_embd: int = 768
 
 
-def config_of(settings, vocab_size):
-    """The shape that --model names; exits with a one-line error if it names none."""
-    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", MODELS.get(settings.model, settings.model))
-    n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)  # which the next line refuses
-    if n_embd % (2 * n_head):
-        sys.exit(f"error: --model {settings.model}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128,"
-                 " where width / heads is an even number")
-    return GPTConfig(max(GPTConfig.block_size, settings.T), vocab_size, n_layer, n_head, n_embd)
+def model_config(args, vocab_size):
+    """The shape that --model names, for a vocabulary of this size."""
+    shape = MODELS.get(args.model, args.model)
+    try:
+        n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
+    except ValueError:
+        names = ", ".join(MODELS)
+        sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
+    if n_embd % n_head != 0:
+        sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
+    return GPTConfig(
+        block_size=max(1024, args.T),
+        vocab_size=vocab_size,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+    )
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head self-attention; each token attends to itself and the tokens before it: (B, T, C) -> (B, T, C)."""
+    """Multi-head self-attention: (B, T, C) -> (B, T, C).
+
+    Each token attends to itself and to the tokens before it.
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value of all heads at once
+        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.c_proj.ends_residual_branch = True
         self.n_head = config.n_head
@@ -94,10 +125,11 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs): nh heads of size hs
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs); (T, T) exists only in tiles
+        # (B, nh, T, hs); the (T, T) scores exist only in tiles
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
         return self.c_proj(y)
 
@@ -128,7 +160,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
 
 
 class GPT(nn.Module):
@@ -137,7 +170,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304, full tiles of 128
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -145,7 +178,8 @@ class GPT(nn.Module):
             ln_f=nn.LayerNorm(config.n_embd),
         ))
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter (n_rows, n_embd) under two names
+        # one parameter (n_rows, n_embd) under two names
+        self.transformer.wte.weight = self.lm_head.weight
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -158,43 +192,54 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), only the mean cross-entropy, in nats."""
+        """Token ids (B, T) -> logits (B, T, vocab_size).
+
+        With targets (B, T): only the mean cross-entropy, in nats per token.
+        """
         B, T = idx.shape
         pos = torch.arange(T, device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
-        logits = self.lm_head(x)[..., : self.config.vocab_size]  # (B, T, n_rows) -> (B, T, vocab_size)
+        logits = self.lm_head(x)  # (B, T, n_rows)
+        logits = logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))  # (B*T, vocab_size) against (B*T,)
+        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
-    def configure_optimizers(self, weight_decay):
-        """Fused AdamW, with weight decay only on two-dimensional tensors: embeddings and linear layers."""
+    def configure_optimizers(self, lr, weight_decay):
+        """Fused AdamW, which decays only matrices: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file; memory-mapped, so it may be larger than memory."""
+    """Batches of consecutive tokens from a token file, which may be larger than memory."""
 
     def __init__(self, folder, B, T):
         self.B, self.T = B, T
-        self.tokens, self.meta = open_tokens(folder, "train", B * T + 1)  # (n_tokens,)
+        self.tokens, self.meta = load_tokens(folder, "train", B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
 
     def batch(self, i):
-        """The i-th B*T tokens of the file, wrapping around, and the token that follows each: inputs, targets (B, T)."""
+        """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
+
+        It wraps around at the end of the file, and keeps no position.
+        """
         start = (i % self.n_batches) * self.B * self.T
-        chunk = torch.from_numpy(self.tokens[start : start + self.B * self.T + 1].astype(np.int64))  # (B*T + 1,)
+        chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
+        chunk = torch.from_numpy(chunk.astype(np.int64))
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
-    """The learning rate of `step` (1 to max_steps): linear up to max_lr, then half a cosine down to a tenth of it."""
+    """The learning rate of a step, from 1 to max_steps."""
     if step <= warmup_steps:
         return max_lr * step / warmup_steps
     progress = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
@@ -202,233 +247,288 @@ def get_lr(step, max_steps, max_lr, warmup_steps):
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (max_lr - min_lr)
 
 
+PRECISION = {  # for the log
+    torch.bfloat16: "bfloat16 autocast",
+    torch.float16: "float16 autocast",
+    torch.float32: "float32 (no bfloat16 on this CPU)",
+}
+
+
 def autocast_dtype(device):
-    """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
+    """The type that matrix products are computed in: bfloat16, where the hardware has it."""
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.float16
-    return torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else torch.bfloat16
+        return torch.float16  # T4, V100 and older
+    if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+    return torch.bfloat16
 
 
-def compile_model(model, mode, device):
-    """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
-    if mode == "none" or device == "mps":
-        return model, "none" if mode == "none" else "not used on Apple GPUs"
+def check_compiler(device):
+    """Exit with one line where torch cannot compile: no C++ compiler, no Triton."""
     try:
-        torch.compile(torch.sin)(torch.ones(8, device=device))  # does it work here at all?
-    except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
-        return model, "not possible here, running eagerly; python -m ladder check says why"
-    return torch.compile(model, mode=mode), mode
+        torch.compile(torch.sin)(torch.ones(1, device=device))
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        sys.exit(f"error: torch.compile does not work here ({reason}): --compile-mode none trains"
+                 " without it; python -m ladder check says what is missing")
 
 
-def init_ranks(settings):
-    """(rank, world size) under torchrun, else (0, 1); exits where its processes cannot train together."""
+def init_ranks(device):
+    """Join the other processes of torchrun: this one's rank, and how many there are; else 0, 1."""
     if "RANK" not in os.environ:
         return 0, 1
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])  # among all, on this machine
-    if settings.device == "mps":
+    if device == "mps":
         sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
-    if settings.device == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {torch.cuda.device_count()}")
+    backend = "gloo"
+    if device == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
+        n_gpus = torch.cuda.device_count()
+        if local_rank >= n_gpus:
+            sys.exit(f"error: --nproc_per_node: there are {n_gpus} GPUs; use at most as many")
         torch.cuda.set_device(local_rank)
-    if rank > 0:  # only rank 0 prints and saves; each of the others has a log of its own
-        sys.stdout = open(os.devnull, "w")
-        settings.log_dir, settings.save = settings.log_dir / f"rank_{rank}", None
-    nccl = settings.device == "cuda" and dist.is_nccl_available()  # torch for Windows lacks it
-    dist.init_process_group("nccl" if nccl else "gloo")
-    return rank, dist.get_world_size()
+        if dist.is_nccl_available():  # not on Windows
+            backend = "nccl"
+    dist.init_process_group(backend)
+    return dist.get_rank(), dist.get_world_size()
 
 
-def optimizer_step(model, optimizer, scaler, loader, micro_batches, device, amp_dtype):
-    """One step on the batches of these numbers: their mean loss, and the norm of its gradient before clipping."""
+def batches_per_step(args, world_size):
+    """How many batches of B * T tokens a step takes, on all ranks together: from --total-batch."""
+    tokens = args.B * args.T * world_size  # of one batch of every rank
+    if args.total_batch is None:
+        args.total_batch = 4 * tokens if args.device == "cpu" else 524288
+    if args.total_batch % tokens != 0:
+        sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
+                 f" B * T * ranks = {tokens}; change one")
+    return args.total_batch // (args.B * args.T)
+
+
+def optimizer_step(model, optimizer, scaler, loader, numbers, device, autocast):
+    """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=device)
-    for i in micro_batches:
-        x, y = (half.to(device) for half in loader.batch(i))  # (B, T) each
-        accumulating = dist.is_initialized() and i != micro_batches[-1]  # no all-reduce until the last one
-        with model.no_sync() if accumulating else contextlib.nullcontext():
-            with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
-                micro_loss = model(x, y) / len(micro_batches)  # the gradients add up to that of the mean loss
+    for i in numbers:
+        x, y = loader.batch(i)  # (B, T) each
+        x, y = x.to(device), y.to(device)
+        # DDP averages the gradients of the ranks once, in the last backward pass
+        averages_later = contextlib.nullcontext()
+        if dist.is_initialized() and i != numbers[-1]:
+            averages_later = model.no_sync()
+        with averages_later:
+            with autocast:
+                micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-    scaler.unscale_(optimizer)  # undo the scaler's factor: the limit of 1.0 is for unscaled gradients
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
+    scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
     scaler.update()
     return loss, norm
 
 
-def train(settings):
-    """Train for `settings.steps` steps; print and log each one."""
-    device = settings.device
-    rank, world_size = init_ranks(settings)
-    tokens = settings.B * settings.T * world_size  # in one batch of every rank
-    settings.total_batch = settings.total_batch or (4 * tokens if device == "cpu" else 2**19)
-    if settings.total_batch % tokens:
-        sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")
-    n_micro_batches = settings.total_batch // tokens * world_size  # per step, of all ranks together
-    torch.manual_seed(settings.seed)
-    torch.set_float32_matmul_precision("high")
+def train(args):
+    """Train for args.steps steps; print and log each one."""
+    device = args.device
+    rank, world_size = init_ranks(device)
+    n_batches = batches_per_step(args, world_size)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")  # TF32, where the device has it
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
-    precision = f"{str(amp_dtype)[6:]} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
+    autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
+    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
+    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
-    loader = DataLoaderLite(settings.data, settings.B, settings.T)
-    model = new_model(settings, loader).to(device)
-    optimizer = model.configure_optimizers(weight_decay=0.1)
-    ddp_model = DDP(model, gradient_as_bucket_view=True) if dist.is_initialized() else model  # views: no second copy
-    step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
-    notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
-    log = Log(settings, model, loader, settings.total_batch, precision, **notes)
+    loader = DataLoaderLite(args.data, args.B, args.T)
+    model = new_model(args, loader).to(device)
+    # torch's default weight decay is 0.01
+    optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
+    step_model = model
+    if dist.is_initialized():
+        # the gradients become views of the buckets in which they travel: no second copy
+        step_model = DDP(model, gradient_as_bucket_view=True)
+    if args.compile_mode != "none":
+        check_compiler(device)
+        step_model = torch.compile(step_model, mode=args.compile_mode)
+    notes = {"compile": args.compile_mode, "ranks": world_size}
+    notes["total_batch"] = f"{args.total_batch} tokens"
+    if rank == 0:
+        log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype], **notes)
 
-    for step in range(1, settings.steps + 1):
+    for step in range(1, args.steps + 1):
         t0 = time.perf_counter()
-        lr = get_lr(step, settings.steps, settings.max_lr, settings.warmup_steps)
+        lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        micro_batches = range((step - 1) * n_micro_batches + rank, step * n_micro_batches, world_size)  # of this rank
-        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, micro_batches, device, amp_dtype)
-        torch.get_device_module(device).synchronize()  # kernels launch asynchronously: wait, then read the clock
+        # the batches of this step; the ranks take them in turn
+        first = (step - 1) * n_batches
+        numbers = range(first + rank, first + n_batches, world_size)
+        loss, norm = optimizer_step(
+            step_model, optimizer, scaler, loader, numbers, device, autocast)
+        # kernels launch asynchronously: wait for them, then read the clock
+        torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        loss = loss.detach() / world_size
+        loss = loss / world_size
         if dist.is_initialized():
             dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
-        log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
+        if rank == 0:
+            log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
 
-    log.finish(step)
-    save_model(settings.save, model, loader, step)
+    if rank == 0:
+        log.finish(step)
+        save_model(args.save, model, loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
+        time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ------------------------------------
+# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
 
-def open_tokens(folder, split, n_needed):
-    """(The tokens of "train" or "val", memory-mapped, (n_tokens,); meta.json); exits with a line if unusable."""
-    if folder == Path("data/tokens") and not folder.exists():  # the first run prepares the default text
-        prepare = (parent / "data" / "prepare.py" for parent in SCRIPT.resolve().parents)
-        subprocess.run([sys.executable, next(filter(Path.exists, prepare), "data/prepare.py")])
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        tokens = np.memmap(folder / f"{split}.bin", dtype=meta["dtype"] if "dtype" in meta else "<u2", mode="r")
-        if len(tokens) != meta[f"{split}_tokens"] or tokens[:10**8].max() >= meta["vocab_size"]:
-            raise ValueError(f"{split}.bin is not what meta.json describes")
-        named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # which need no tokenizer.json
-        meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
-        meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"error: --data {folder}: no token files ({error}); make them: python data/prepare.py --out {folder}")
+def load_tokens(folder, split, n_needed):
+    """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
+    if folder == Path("data/tokens") and not folder.exists():
+        print("preparing the default text: python data/prepare.py", flush=True)
+        subprocess.run([sys.executable, "data/prepare.py"], check=True)
+    if not (folder / "meta.json").exists():
+        sys.exit(f"error: --data {folder}: no token files;"
+                 f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
+    if (folder / "tokenizer.json").exists():
+        meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"
+    tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
+    if len(tokens) != meta[f"{split}_tokens"]:
+        sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")
     if len(tokens) < n_needed:
-        sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens, a batch needs {n_needed}; lower -B or -T")
+        sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens,"
+                 f" a batch needs {n_needed}; lower -B or -T")
     return tokens, meta
 
 
-def new_model(settings, loader):
-    """The GPT that --model or --pretrained names; exits with a one-line error if it does not fit the data or -T."""
-    if not settings.pretrained:
-        return GPT(config_of(settings, loader.meta["vocab_size"]))
-    saved, meta = read_model(settings.pretrained), loader.meta
-    theirs, ours = (json.loads(each["tokenizer_json"] or "{}").get("model") for each in (saved, meta))
-    if saved["config"]["vocab_size"] != meta["vocab_size"] or ours != theirs:
-        sys.exit("error: --pretrained: its tokenizer is not the data's; data/prepare.py --tokenizer FILE takes it")
-    if saved["config"]["block_size"] < settings.T:
-        sys.exit(f"error: -T {settings.T}: the model's longest sequence is {saved['config']['block_size']}; lower -T")
+def new_model(args, loader):
+    """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
+    if args.pretrained is None:
+        return GPT(model_config(args, loader.meta["vocab_size"]))
     try:
-        model = GPT(GPTConfig(**saved["config"]))
-        model.load_state_dict(saved["model"])
-        assert all(torch.equal(weight, saved["model"][name]) for name, weight in model.state_dict().items())
-    except (AssertionError, RuntimeError, TypeError):  # assert: an untied file, in a script that ties
+        saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
+        config, weights, tokenizer = saved["config"], saved["model"], saved["tokenizer_json"]
+    except (pickle.UnpicklingError, KeyError):
+        sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
+    if tokenizer != loader.meta["tokenizer_json"]:
+        sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
+                 f" data/prepare.py --tokenizer {args.pretrained} takes it")
+    if config["block_size"] < args.T:
+        sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
+    try:
+        model = GPT(GPTConfig(**config))
+        model.load_state_dict(weights)
+        fits = all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+    except (TypeError, RuntimeError):  # a shape or names that this model does not have
+        fits = False
+    if not fits:  # or it is untied, and this script ties
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
 
 
-def read_model(path):
-    """What a file of `save_model` holds; exits with a one-line error if `path` is something else."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        return {key: saved[key] for key in ("script", "config", "model", "tokenizer_json")}
-    except Exception:  # no such file, a folder, a text, a damaged archive: any exception
-        sys.exit(f"error: {path}: not a model's file; if it is on Hugging Face: python convert.py {path} model.pt")
+def model_file(model, loader, step):
+    """What the file of a model holds."""
+    return {
+        "script": SCRIPT.name,
+        "config": asdict(model.config),
+        "model": model.state_dict(),
+        "step": step,
+        "T": loader.T,
+        "tokenizer": loader.meta["tokenizer"],
+        "tokenizer_json": loader.meta["tokenizer_json"],
+        "end_of_text": loader.meta["end_of_text"],
+    }
 
 
 def save_model(path, model, loader, step):
-    """Write a model's file, if a `path` is given: under a temporary name, then renamed; an earlier one gets a date."""
-    if path:
-        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # torch's own writing hides an OSError
-        torch.save(loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
-                                  "step": step, "T": loader.T}, contents)
-        partial.write_bytes(contents.getbuffer())
-        if path.exists():
-            path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
+    """Write the model's file, if a path is given: under a temporary name, then renamed."""
+    if path is not None:
+        partial = path.with_name(path.name + ".partial")
+        torch.save(model_file(model, loader, step), partial)
+        set_aside(path)
         partial.replace(path)
 
 
-class Log:
-    """The run's log, on the screen and line by line in <log-dir>/<script>.log; an earlier one gets a date as suffix."""
+def set_aside(path):
+    """Rename an earlier file of this name: it gets the date as a suffix."""
+    if path.exists():
+        path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
 
-    def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
-        self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
-        path = settings.log_dir / f"{SCRIPT.stem}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
-        self.file = open(path, "a+b", buffering=0)  # unbuffered: a killed run keeps its steps
+
+class Log:
+    """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
+
+    def __init__(self, args, model, loader, tokens_per_step, precision, **notes):
+        self.device = args.device
+        self.tokens_per_step = tokens_per_step
+        self.seconds = []  # of each step
+        args.log_dir.mkdir(parents=True, exist_ok=True)
+        path = args.log_dir / f"{SCRIPT.stem}.log"
+        set_aside(path)
+        self.file = open(path, "w", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
-        self.line(f"# script: {SCRIPT.name}")
         n_parameters = sum(p.numel() for p in model.parameters())
-        self.line(f"# model: {settings.pretrained or settings.model} | parameters: {n_parameters:,}")
+        self.line(f"# script: {SCRIPT.name}")
+        self.line(f"# model: {args.pretrained or args.model} | parameters: {n_parameters:,}")
         self.line(f"# device: {chip} | torch: {torch.__version__} | precision: {precision}")
+        if DEVICES == ["cpu"] and shutil.which("nvidia-smi"):
+            self.line("# WARNING: torch cannot use the GPU here; python -m ladder check says why")
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
-        self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
-        self.line(f"# data: {loader.meta['name']} | loaded {len(loader.tokens)} tokens"
-                  f" | 1 epoch = {loader.n_batches} batches")
+        self.line(f"# batch: B={args.B} T={args.T} | steps: {args.steps} | seed: {args.seed}")
+        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
+                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
-        try:
-            self.file.write(f"{text}\n".encode())
-        except OSError as error:  # a full disk must not end the training
-            text += f"\nWARNING: {self.file.name}: this line is lost ({error.strerror})"
-        with contextlib.suppress(OSError):  # stdout may be on that disk; or a terminal, which may lack a character
-            print(text.encode(known := sys.stdout.encoding or "utf-8", "replace").decode(known), flush=True)
+        self.file.write(text + "\n")
+        print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
-        """Log a step: the loss in nats, dt in seconds, what the rung adds. Exits when the loss is not finite."""
+        """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
         self.seconds.append(dt)
-        self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
-                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
+        text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
+        text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        for key, value in more.items():
+            text += f" | {key}: {value}"
+        self.line(text)
         if not math.isfinite(loss):
             sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
 
     def finish(self, step):
-        """Log the median time of the second half of the steps; during the first half the device warms up."""
-        dt = np.median(self.seconds[len(self.seconds) // 2 :])
-        memory = f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if self.device == "cuda" else ""
-        self.line(f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}{memory}"
-                  f" | steps {step - (len(self.seconds) - 1) // 2}-{step}")
+        """Log the median of the second half of the steps; in the first the device warms up."""
+        counted = self.seconds[len(self.seconds) // 2 :]
+        dt = np.median(counted)
+        text = f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        if self.device == "cuda":
+            text += f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+        self.line(f"{text} | steps {step - len(counted) + 1}-{step}")
 
 
-def parse_settings(argv=None):
-    """The command line; exits with argparse's two lines if a value cannot be used."""
-    parser = argparse.ArgumentParser(usage="%(prog)s [flags]", description=__doc__.splitlines()[0], allow_abbrev=False,
+def parse_args(argv=None):
+    """The command line; a wrong value ends in argparse's two lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser)
-    settings = parser.parse_args(argv)
-    numbers = [value for value in vars(settings).values() if type(value) in (int, float)]
-    if min(settings.B, settings.T, settings.steps) < 1 or not all(0 <= number < 2**63 for number in numbers):
-        parser.error("-B, -T and --steps must be at least 1, other numbers at least 0 and below 2**63")
-    if (p := settings.save) and (p.exists() > p.is_file() or not (p.parent.is_dir() and os.access(p.parent, os.W_OK))):
-        parser.error(f"argument --save: {settings.save} is not a file in a folder that can be written to")
-    return settings
+    args = parser.parse_args(argv)
+    if min(args.B, args.T, args.steps) < 1:
+        parser.error("-B, -T and --steps must be at least 1")
+    if args.pretrained and not args.pretrained.is_file():
+        parser.error(f"argument --pretrained: there is no file {args.pretrained}")
+    if args.save and not os.access(args.save.parent, os.W_OK):
+        parser.error(f"argument --save: there is no folder {args.save.parent} to write to")
+    return args
 
 
 if __name__ == "__main__":
     try:
-        train(parse_settings())
+        train(parse_args())
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
-    except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk, no memory
-        if isinstance(error, RuntimeError) and not re.search("(out of|allocate|enough) memory", str(error)):
-            raise
-        sys.exit(f"error: {error if isinstance(error, OSError) else 'out of memory; try half the -B, or a lower -T'}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: out of memory; try half the -B, or a lower -T\n{error}")

@@ -1,27 +1,30 @@
 """Rung 29, documents apart: no attention across <|endoftext|>. Starts from rung 28.
 
-A sequence is cut from a long row of documents, so it may hold the end of one and the beginning of another. Until here a
-token attended to everything before it, even to documents that have nothing to do with its own. Now it attends only to
-its own document, which begins with the <|endoftext|> before it. Positions need no reset, because RoPE's scores depend
-only on distances.
-On CUDA FlexAttention compiles the mask into the kernel, which skips blocks that are masked entirely. Elsewhere, in an
-eager model, and with heads narrower than 16 or wider than 128 (for which FlexAttention has no kernel, or not on every
-GPU) attention takes a boolean mask. In a text of one document nothing changes.
+A sequence is cut from a long row of documents, so it may hold the end of one and the beginning of
+another. Until here a token attended to everything before it, even to documents that have nothing to
+do with its own. Now it attends only to its own document, which begins with the <|endoftext|> before
+it. Positions need no reset, because RoPE's scores depend only on distances.
+On NVIDIA GPUs from Ampere on FlexAttention compiles the mask into the kernel, which skips blocks
+that are masked entirely. Elsewhere, in an eager model, and with heads narrower than 16 or wider
+than 128 (for which FlexAttention has no kernel, or not on every GPU) attention takes a boolean
+mask. In a text of one document nothing changes.
 
-Measured: no difference beyond the seeds', with a small model and short documents (experiments/own_text.py).
-Cost: without FlexAttention the mask, B * T * T bytes, and a copy of it in each block in the type of the queries; a CPU
-no longer skips the half of the scores above the diagonal.
+Measured: no difference beyond the seeds', with a small model and short documents
+(experiments/own_text.py).
+Cost: without FlexAttention the mask, B * T * T bytes, and a copy of it in each block in the type of
+the queries; a CPU no longer skips the half of the scores above the diagonal.
 
-Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination"; Dong et al. 2024, "Flex Attention".
+Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination"; Dong et al.
+2024, "Flex Attention".
 """
 import argparse
 import contextlib
 import copy
-import io
 import json
 import math
 import os
-import re
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,40 +45,61 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SCRIPT = Path(__file__)
-DEVICES = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]  # the fastest first
-MODELS = {"tiny": "2x2x64", "mini": "6x3x192", "small": "6x6x384", "gpt2": "12x12x768",  # layers x heads x width
-          "gpt2-medium": "24x16x1024", "gpt2-large": "36x20x1280", "gpt2-xl": "48x25x1600"}
+MODELS = {  # layers x heads x width
+    "tiny": "2x2x64",
+    "mini": "6x3x192",
+    "small": "6x6x384",
+    "gpt2": "12x12x768",
+    "gpt2-medium": "24x16x1024",
+    "gpt2-large": "36x20x1280",
+    "gpt2-xl": "48x25x1600",
+}
+DEVICES = ["cpu"]  # what this machine can train on, the fastest first
+if torch.cuda.is_available():
+    DEVICES.insert(0, "cuda")
+if torch.mps.is_available():
+    DEVICES.insert(0, "mps")
+DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
 
 
 def add_flags(parser):
-    """The flags of this script; a flag's help shows its default."""
-    parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
-    parser.add_argument("--pretrained", metavar="FILE", help="start from a model written by --save or convert.py")
-    parser.add_argument("-B", "--batch-size", dest="B", type=int, default=1 if DEVICES == ["cpu"] else 4,
-                        help="sequences per batch")
-    parser.add_argument("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps")
-    parser.add_argument("--loss-chunk", type=int, default=4096, help="tokens whose logits exist at once; 0: all")
-    parser.add_argument("--dropout", type=float, default=0.1, help="share of the activations that training zeroes")
-    parser.add_argument("--recompute-blocks", type=int, default=0, help="how many blocks to recompute, from the first")
-    parser.add_argument("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
-    parser.add_argument("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
-    parser.add_argument("--val-every", type=int, default=25, help="steps between validations; 0: never")
-    parser.add_argument("--val-sequences", type=int, default=32, help="number of sequences to validate on; 0: all")
-    parser.add_argument("--patience", type=int, default=0, help="stop so many validations after the best one; 0: never")
-    parser.add_argument("--total-batch", type=int, help="tokens per optimizer step; None: 524288, on a CPU 4 batches")
-    parser.add_argument("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    parser.add_argument("--muon-lr", type=float, default=2e-3, help="highest learning rate of the blocks' matrices")
-    parser.add_argument("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    parser.add_argument("--decay-share", type=float, default=0.4, help="of the steps, the last ones: the rate falls")
-    parser.add_argument("--seed", type=int, default=1337, help="random seed of the initial weights")
-    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
-    parser.add_argument("--data", type=Path, default="data/tokens", help="folder of token files, by data/prepare.py")
-    parser.add_argument("--log-dir", type=Path, default="logs", help="folder of the log")
-    parser.add_argument("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
-                        default="default", help="of torch.compile; none: run eagerly")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model to this file")
+    """The flags of this script; --help shows each default."""
+    flag = parser.add_argument
+    flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
+    flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
+    flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
+    flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
+    flag("--steps", type=int, default=50, help="optimizer steps")
+    flag("--loss-chunk", type=int, default=4096, help="tokens whose logits exist at once; 0: all")
+    flag("--dropout", type=float, default=0.1, help="share of activations that training zeroes")
+    flag("--recompute-blocks", type=int, default=0, help="blocks to recompute, from the first")
+    flag("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
+    flag("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
+    flag("--resume", action="store_true", help="continue from the newest checkpoint, if any")
+    flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
+    flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
+    flag("--patience", type=int, default=0,
+         help="stop this many validations after the best one; 0: never")
+    flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
+    flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    flag("--muon-lr", type=float, default=2e-3, help="the same of the blocks' matrices")
+    flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
+    flag("--decay-share", type=float, default=0.4, help="share of the steps in which it falls")
+    flag("--seed", type=int, default=1337, help="random seed of the initial weights")
+    flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
+    flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
+    flag("--log-dir", type=Path, default="logs", help="folder of the log")
+    flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
+         default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
+    flag("--save", type=Path, help="write the trained model to this file")
+
+
+# Flags that change only the speed, or what is written: --resume does not compare them.
+MAY_CHANGE = {
+    "B", "device", "compile_mode", "data", "log_dir", "save",
+    "checkpoint_every", "checkpoint_dir", "resume", "val_every", "patience",
+    "recompute_blocks", "loss_chunk",
+}
 
 
 @dataclass
@@ -86,53 +110,70 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_hidden: int = 0  # width of the hidden layer of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
+    n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
 
     def __post_init__(self):
-        self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
+        if self.n_hidden == 0:
+            self.n_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
 
 
-def config_of(settings, vocab_size):
-    """The shape that --model names; exits with a one-line error if it names none."""
-    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", MODELS.get(settings.model, settings.model))
-    n_layer, n_head, n_embd = map(int, shape.groups()) if shape else (0, 1, 1)  # which the next line refuses
-    if n_embd % (2 * n_head):
-        sys.exit(f"error: --model {settings.model}: give {', '.join(MODELS)}, or layers x heads x width like 4x4x128,"
-                 " where width / heads is an even number")
-    return GPTConfig(max(GPTConfig.block_size, settings.T), vocab_size, n_layer, n_head, n_embd)
+def model_config(args, vocab_size):
+    """The shape that --model names, for a vocabulary of this size."""
+    shape = MODELS.get(args.model, args.model)
+    try:
+        n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
+    except ValueError:
+        names = ", ".join(MODELS)
+        sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
+    if n_embd % n_head != 0:
+        sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
+    return GPTConfig(
+        block_size=max(1024, args.T),
+        vocab_size=vocab_size,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+    )
 
 
 def rotary_angles(T, head_size, theta=10_000.0):
-    """Cosine and sine of position * theta^(-2i/hs), for both numbers of each pair: float32, (T, hs) each."""
+    """position * theta^(-2i/hs), the angle of each position and pair, in float32: (T, hs/2)."""
     radians_per_token = 1.0 / theta ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
-    angles = torch.arange(T)[:, None] * radians_per_token  # (T, hs/2)
-    return torch.cat((angles.cos(), angles.cos()), dim=-1), torch.cat((-angles.sin(), angles.sin()), dim=-1)
+    return torch.arange(T)[:, None] * radians_per_token
 
 
 def rotate(x, cos, sin):
-    """Rotate the pairs (x[i], x[i + hs/2]) of queries or keys by the angles of their position: (B, nh, T, hs)."""
-    return x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin  # rolled by half a head: the other one of each pair
+    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
+    a, b = x.chunk(2, dim=-1)  # 2 x (B, nh, T, hs/2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def attention_mask(idx, end_of_text, flex):
-    """Where a token may attend to: itself and those before it in its document; for FlexAttention, or (B, 1, T, T)."""
-    B, T = idx.shape
-    document = (idx == end_of_text).cumsum(1)  # (B, T): the number of its document in the sequence
+def boolean_mask(document):
+    """Where a token may attend, from the number of each token's document, (B, T): (B, 1, T, T)."""
+    same = document[:, :, None] == document[:, None, :]  # (B, T, T)
+    return same.tril()[:, None]
+
+
+def block_mask(document):
+    """The same for FlexAttention, whose kernel skips the blocks that are masked entirely."""
 
     def may_attend(b, head, query, key):
         return (query >= key) & (document[b, query] == document[b, key])
 
-    if flex:
-        return create_block_mask(may_attend, B, None, T, T, device=idx.device)
-    return (document[:, :, None] == document[:, None, :]).tril()[:, None]
+    B, T = document.shape
+    return create_block_mask(may_attend, B, None, T, T, device=document.device)
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head self-attention; each token attends to itself and the tokens before it: (B, T, C) -> (B, T, C)."""
+    """Multi-head self-attention: (B, T, C) -> (B, T, C).
+
+    Each token attends to itself and to the tokens before it.
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)  # query, key, value of all heads
+        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_proj.ends_residual_branch = True
         self.n_head = config.n_head
@@ -142,14 +183,21 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cos, sin, mask):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs): nh heads of size hs
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        q, k = rotate(self.q_norm(q.float()), cos, sin), rotate(self.k_norm(k.float()), cos, sin)
+        q = self.q_norm(q.float())  # in float32, so that the length is exact
+        k = self.k_norm(k.float())
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
+        # (B, nh, T, hs); the (T, T) scores exist only in tiles
         if isinstance(mask, BlockMask):
-            y = flex_attention(q.type_as(v), k.type_as(v), v, block_mask=mask)  # one type for all: autocast's
+            q, k = q.type_as(v), k.type_as(v)  # all in autocast's type
+            y = flex_attention(q, k, v, block_mask=mask)
+        elif mask is not None:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # (B, nh, T, hs)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
         return self.c_proj(y)
 
@@ -165,7 +213,8 @@ class MLP(nn.Module):
         self.down_proj.ends_residual_branch = True
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, C) -> (B, T, n_hidden) -> (B, T, C)
+        gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
+        return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
 
 
 class Block(nn.Module):
@@ -181,33 +230,46 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, mask):
         x = x + self.dropout(self.attn(self.ln_1(x), cos, sin, mask))
-        return x + self.dropout(self.mlp(self.ln_2(x)))
+        x = x + self.dropout(self.mlp(self.ln_2(x)))
+        return x
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of the logits x @ weight.T (N, n_rows) against targets (N,), `chunk` tokens at a time."""
+    """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
+
+    x (N, C), weight (n_rows, C), targets (N,). The forward pass also computes the gradients.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, chunk):
         total = torch.zeros((), device=x.device)
-        x_grad = torch.empty_like(x)  # both are gradients of the sum of the losses; backward() divides them by N
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        for part, ids, part_grad in zip(x.split(chunk), targets.split(chunk), x_grad.split(chunk), strict=True):
-            logits = F.linear(part, weight)  # (chunk, C) -> (chunk, n_rows)
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:  # not in evaluate()
+            x_grad = torch.empty_like(x)
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        rows = torch.arange(len(weight), device=x.device)
+        for i in range(0, len(x), chunk):
+            x_part = x[i : i + chunk]  # (chunk, C)
+            ids = targets[i : i + chunk]  # (chunk,)
+            logits = F.linear(x_part, weight)  # (chunk, C) -> (chunk, n_rows)
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, ids, reduction="sum")
-            if weight_grad is not None:  # not in evaluate()
-                one_hot = torch.arange(len(weight), device=ids.device) == ids[:, None]  # (chunk, n_rows)
-                logits_grad = log_probs.exp_().add_(one_hot, alpha=-1).to(logits.dtype)  # softmax - one-hot
-                part_grad.copy_(logits_grad @ weight)  # into x_grad: (chunk, n_rows) @ (n_rows, C)
-                weight_grad += 64 * (logits_grad.T @ (part / 64)).float()  # 64: a chunk's sum must fit into float16
+            if weight_grad is not None:
+                # the gradient of a token's loss by its logits: softmax, minus 1 at the target
+                probs = log_probs.exp_()
+                is_target = rows == ids[:, None]  # (chunk, n_rows)
+                logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
+                x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
+                # divided by 64, so that the sum over a chunk stays in the range of float16
+                part_of_grad = logits_grad.T @ (x_part / 64)  # (n_rows, chunk) @ (chunk, C)
+                weight_grad += 64 * part_of_grad.float()
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses
         scale = loss_grad / len(x_grad)
         return x_grad * scale, weight_grad * scale, None, None, None
 
@@ -218,20 +280,23 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.recompute_blocks, self.loss_chunk = 0, 4096  # build_model sets them
+        self.recompute_blocks = 0  # build_model sets it
+        self.loss_chunk = 0  # and this
         self.dropout = nn.Dropout(0.0)  # and its p
         self.end_of_text = None  # and this; None: all tokens are of one document, as in sample.py
-        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304
+        self.use_flex_attention = False  # and this
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304, full tiles of 128
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
             h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
             ln_f=nn.RMSNorm(config.n_embd, eps=1e-6),
         ))
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter (n_rows, n_embd) under two names
-        cos, sin = rotary_angles(config.block_size, config.n_embd // config.n_head)
-        self.register_buffer("cos", cos, persistent=False)  # computed once, and not part of a checkpoint
-        self.register_buffer("sin", sin, persistent=False)
+        # one parameter (n_rows, n_embd) under two names
+        self.transformer.wte.weight = self.lm_head.weight
+        angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
+        self.register_buffer("cos", angles.cos(), persistent=False)  # (block_size, hs/2)
+        self.register_buffer("sin", angles.sin(), persistent=False)
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -242,542 +307,717 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), only the mean cross-entropy, in nats."""
+        """Token ids (B, T) -> logits (B, T, vocab_size).
+
+        With targets (B, T): only the mean cross-entropy, in nats per token.
+        """
         B, T = idx.shape
-        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
+        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs/2) each
         mask = None
         if self.end_of_text is not None:
-            fits = 16 <= self.config.n_embd // self.config.n_head <= 128
-            mask = attention_mask(idx, self.end_of_text, idx.is_cuda and torch.compiler.is_compiling() and fits)
+            # the number of each token's document in its sequence: <|endoftext|> begins a new one
+            document = (idx == self.end_of_text).cumsum(1)  # (B, T)
+            if self.use_flex_attention and torch.compiler.is_compiling():
+                mask = block_mask(document)
+            else:
+                mask = boolean_mask(document)
         x = self.dropout(self.transformer.wte(idx))  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, mask, use_reentrant=False)  # keeps its inputs
+                # keeps only x, (B, T, C), and computes the block again in the backward pass
+                x = torch.utils.checkpoint.checkpoint(
+                    block, x, cos, sin, mask, use_reentrant=False)
             else:
                 x = block(x, cos, sin, mask)
         x = self.transformer.ln_f(x)
+        if targets is not None and self.loss_chunk > 0:
+            x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
+            return ChunkedCrossEntropy.apply(
+                x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
+        logits = self.lm_head(x)  # (B, T, n_rows)
+        logits = logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         if targets is None:
-            return self.lm_head(x)[..., : self.config.vocab_size]  # (B, T, n_rows) -> (B, T, vocab_size)
-        x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
-        return ChunkedCrossEntropy.apply(x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
+            return logits
+        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
-    def configure_optimizers(self, weight_decay):
-        """Muon for the matrices of the blocks, fused AdamW for the rest; no decay for RMSNorms."""
+    def configure_optimizers(self, lr, muon_lr, weight_decay):
+        """Muon for the blocks' matrices, fused AdamW for the rest; only matrices decay."""
         matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
-        embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return MuonAdamW([*groups, {"params": embeddings}], weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
+        embeddings = [self.transformer.wte.weight]
+        groups = [
+            {"params": matrices, "max_lr": muon_lr, "weight_decay": weight_decay},  # Muon's
+            {"params": others, "max_lr": lr, "weight_decay": 0.0},
+            {"params": embeddings, "max_lr": lr, "weight_decay": weight_decay},
+        ]
+        return MuonAdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 def orthogonalize(matrix):
-    """(m, n) -> (m, n): the same singular vectors, singular values near 1; by five Newton-Schulz iterations."""
-    wide = matrix if len(matrix) <= matrix.size(1) else matrix.mT
-    x = (wide / (wide.norm() + 1e-7)).to(torch.float16 if wide.is_cuda else autocast_dtype("cpu"))  # every s <= 1
-    for _ in range(5):  # s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small s more than triple, large s stay near 1
-        gram = x @ x.mT  # (min(m, n), min(m, n)); next, x = 3.4445 x + (-4.7750 gram + 2.0315 gram @ gram) @ x
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x if wide is matrix else x.mT
+    """(m, n) -> (m, n): the same singular vectors, all singular values near 1."""
+    if matrix.size(0) > matrix.size(1):
+        return orthogonalize(matrix.mT).mT  # so that x @ x.mT has the shorter side
+    x = matrix / (matrix.norm() + 1e-7)  # every singular value is at most 1
+    # so float16 has the range for them, and it has three more bits than bfloat16
+    x = x.to(torch.float16 if x.is_cuda else autocast_dtype("cpu"))
+    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
+    # more than triple, large ones stay near 1.
+    for _ in range(5):
+        gram = x @ x.mT  # (m, m)
+        # -4.7750 gram + 2.0315 gram @ gram
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        # 3.4445 x + polynomial @ x
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
+    return x
 
 
 def muon_update(grad, momentum):
-    """The update of a matrix, (m, n), from its gradient and its momentum."""
-    ahead = grad.lerp(momentum, 0.95)  # 0.05 grad + 0.95 momentum: Nesterov's, one step ahead of the momentum
+    """The update of a matrix (m, n), from its gradient and its momentum."""
+    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
+    ahead = grad.lerp(momentum, 0.95)
     return 0.2 * max(ahead.shape) ** 0.5 * orthogonalize(ahead)
 
 
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices in the first group, AdamW for the others."""
+
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
-            return  # the scaler sets it where a float16 gradient has overflowed
+            return  # set by the gradient scaler, where a float16 gradient has overflowed
         muon = self.param_groups[0]
         for p in muon["params"]:
-            self.state[p] = self.state[p] or {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}
-            momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
-            p.sub_(muon_update(p.grad, momentum) + muon["weight_decay"] * p, alpha=muon["lr"])
-            p.grad = None  # so AdamW skips it
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+                state["step"] = torch.zeros(())  # only because AdamW's load_state_dict asks for it
+            state["momentum"].lerp_(p.grad, 0.05)  # 0.95 momentum + 0.05 grad
+            update = muon_update(p.grad, state["momentum"])
+            p.sub_(update + muon["weight_decay"] * p, alpha=muon["lr"])
+            p.grad = None  # so that AdamW skips it
         super().step()
 
 
 class DataLoaderLite:
-    """Batches of windows of T tokens from a token file, on `device`; memory-mapped where it is too large for that."""
+    """Batches of windows of T tokens from a token file, on the device."""
 
     def __init__(self, folder, B, T, device, split="train", seed=None):
-        self.B, self.T, self.device, self.seed, self.epoch = B, T, device, seed, None
-        self.tokens, self.meta = open_tokens(folder, split, B * T + 1)  # (n_tokens,)
+        self.B, self.T, self.device = B, T, device
+        self.seed = seed  # of the windows' order; None: that of the file
+        self.epoch = None
+        self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_windows = (len(self.tokens) - 1) // T
         if seed is not None and self.n_windows > 1:
-            self.n_windows -= 1  # one less than fit: room to move them
+            self.n_windows -= 1  # room to move them
         self.n_batches = math.ceil(self.n_windows / B)
-        self.prefetched = {}  # {i: the i-th batch}
-        self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10  # as int64; most of it is for the model
+        # A small file moves to the device as a whole: there a batch is a slice, and no copy is
+        # needed. Of a larger one the next batch is fetched while the device computes this one.
+        self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
         if self.on_device:
             self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
+        self.prefetched = {}  # {i: the i-th batch}
 
-    def start(self, w):
-        """Where the run's w-th window of T tokens starts in the file; without a seed the windows come in its order."""
-        epoch, place = divmod(w, self.n_windows)
-        if epoch != self.epoch:
-            self.epoch, self.starts = epoch, np.arange(0, self.n_windows * self.T, self.T)  # (n_windows,)
-            if self.seed is not None:
-                rng = np.random.default_rng([self.seed, epoch])
-                rng.shuffle(self.starts)
-                self.starts += rng.integers(len(self.tokens) - self.n_windows * self.T)  # the last target still fits
-        return self.starts[place]
+    def window_starts(self, epoch):
+        """Where each window of an epoch starts in the file, in the epoch's order: (n_windows,)."""
+        starts = np.arange(0, self.n_windows * self.T, self.T)
+        if self.seed is not None:
+            rng = np.random.default_rng([self.seed, epoch])
+            rng.shuffle(starts)
+            # all move by the same offset, so that their borders do; the last target still fits
+            starts += rng.integers(len(self.tokens) - self.n_windows * self.T)
+        return starts
 
     def prefetch(self, i):
-        """Fetch the i-th batch now; `batch(i)` will give it without a wait."""
+        """Fetch the i-th batch now, so that batch(i) will give it without a wait."""
         self.prefetched[i] = self.batch(i)
 
     def batch(self, i):
-        """The i-th B windows of the run, and the token that follows each of their tokens: inputs, targets (B, T)."""
+        """The i-th B windows of the run and the token that follows each of theirs: 2 x (B, T)."""
         if i in self.prefetched:
             return self.prefetched.pop(i)
-        starts = [self.start(w) for w in range(i * self.B, (i + 1) * self.B)]
-        chunk = [self.tokens[start : start + self.T + 1] for start in starts]  # B x (T + 1,)
+        windows = []  # B x (T + 1,)
+        for w in range(i * self.B, (i + 1) * self.B):
+            epoch, place = divmod(w, self.n_windows)
+            if epoch != self.epoch:
+                self.epoch = epoch
+                self.starts = self.window_starts(epoch)
+            start = self.starts[place]
+            windows.append(self.tokens[start : start + self.T + 1])
         if self.on_device:
-            chunk = torch.stack(chunk)  # (B, T + 1)
+            windows = torch.stack(windows)  # (B, T + 1)
         else:
-            chunk = torch.from_numpy(np.stack(chunk).astype(np.int64))
-            chunk = chunk.pin_memory() if self.device == "cuda" else chunk  # so that the copy needs no one to wait
-            chunk = chunk.to(self.device, non_blocking=self.device == "cuda")
-        return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
+            windows = self.copy_to_device(np.stack(windows))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def copy_to_device(self, chunk):
+        """These tokens of the file as a tensor on the device."""
+        chunk = torch.from_numpy(chunk.astype(np.int64))
+        if self.device == "cuda":
+            # the GPU copies from pinned memory by itself, while Python goes on
+            return chunk.pin_memory().to(self.device, non_blocking=True)
+        return chunk.to(self.device)
 
 
 def free_memory(device):
-    """Free bytes on a GPU; 0 on a CPU, where there is nothing to copy."""
+    """Free bytes of the device; 0 for a CPU, whose memory the tokens are in already."""
     if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory() if device == "mps" else 0
+        n_free, _ = torch.cuda.mem_get_info()
+        return n_free
+    if device == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return 0
 
 
 @torch.no_grad()
-def evaluate(model, loader, n_sequences, B, amp_dtype, rank, world_size):
-    """The mean loss (nats per token) over the first sequences of `loader`, a loader with B=1, split among the ranks."""
+def evaluate(model, loader, n_sequences, autocast, rank, world_size):
+    """The mean loss on the first sequences of a loader with B=1, in nats per token.
+
+    The ranks take the sequences in turn.
+    """
     total = torch.zeros((), device=loader.device)
     model.eval()
-    with torch.autocast(loader.device, amp_dtype, enabled=amp_dtype != torch.float32):  # casts each weight only once
-        for first in range(rank, n_sequences, world_size * B):
-            numbers = range(first, n_sequences, world_size)[:B]
-            x, y = map(torch.cat, zip(*map(loader.batch, numbers), strict=True))  # (at most B, T) each
-            total += len(numbers) * model(x, y)
+    with autocast:
+        for i in range(rank, n_sequences, world_size):
+            x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
+            total += model(x, y)
     model.train()
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / n_sequences
 
 
-@dataclass
 class Best:
-    """The model with the lowest validation loss so far, a copy in main memory."""
+    """The model with the lowest validation loss so far, copied to main memory."""
 
-    model: GPT
-    step: int = 0  # there was no validation yet
-    loss: float = math.inf
+    def __init__(self, model, args):
+        if args.patience > 0 and args.val_every == 0:
+            sys.exit("error: --patience: needs validations, and --val-every 0 turns them off")
+        self.steps_of_patience = args.patience * args.val_every
+        self.model = copy.deepcopy(model).cpu()
+        self.step = 0  # no validation yet
+        self.loss = math.inf
+
+    def update(self, model, step, loss):
+        """Copy the model if its validation loss is the lowest so far."""
+        if loss < self.loss:
+            self.model.load_state_dict(model.state_dict())
+            self.step = step
+            self.loss = loss
+
+    def state_dict(self):
+        return {"model": self.model.state_dict(), "step": self.step, "loss": self.loss}
+
+    def load_state_dict(self, saved):
+        self.model.load_state_dict(saved["model"])
+        self.step = saved["step"]
+        self.loss = saved["loss"]
+
+    def is_out_of_patience(self, step):
+        """Whether --patience validations have passed since the best one."""
+        return 0 < self.steps_of_patience <= step - self.step
 
 
 class Checkpoints:
-    """The run on disk: each file holds all that the next step depends on. On resuming only `free` flags may differ."""
+    """The run on disk: each file holds all that the next step depends on."""
 
-    def __init__(self, settings, loader, **parts):
-        self.settings, self.loader, self.parts, self.folder = settings, loader, parts, settings.checkpoint_dir
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.signals, self.best = [], Best(copy.deepcopy(parts["model"]).cpu())
-        if settings.patience and not settings.val_every:
-            sys.exit(f"error: --patience {settings.patience}: --val-every 0 turns validation off; change one")
-        free = {"B", "device", "compile_mode", "data", "log_dir", "save", "checkpoint_every", "checkpoint_dir",
-                "resume", "val_every", "patience", "recompute_blocks", "loss_chunk"}  # val_sequences: what best means
-        self.run = {"script": SCRIPT.name, "text": f"{loader.meta.get('sha256')} in {loader.meta['tokenizer']} tokens"}
-        self.run |= {name: value for name, value in vars(settings).items() if name not in free}
+    def __init__(self, args, loader, model, optimizer, scaler, best):
+        self.args = args
+        self.loader = loader
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.best = best
+        self.folder = args.checkpoint_dir
+        # what makes it this run and no other: the script, the text, the flags
+        self.run = {"script": SCRIPT.name, "text": loader.meta["sha256"]}
+        for name, value in vars(args).items():
+            if name not in MAY_CHANGE:
+                self.run[name] = str(value)
 
     def paths(self):
         """The checkpoints, the newest last."""
-        return sorted(self.folder.glob("step_*.pt"))
+        return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
 
     def lock(self):
-        """Keep other runs out of the folder until this process ends; exits if one is in it."""
+        """Keep other runs out of the folder until this process ends; exit if one is in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder_lock = filelock.FileLock(self.folder / "lock")
         try:
-            self.held = filelock.FileLock(self.folder / "lock").acquire(timeout=0)
+            self.folder_lock.acquire(timeout=0)
         except filelock.Timeout:
-            sys.exit(f"error: --checkpoint-dir {self.folder}: another run is using it; give another")
-
-    def reason_to_stop(self, step):
-        """Why training ends after `step`, the same on all ranks: "--steps", "a signal", or "" if it goes on."""
-        for number in (signal.SIGTERM, signal.SIGINT):  # not earlier: while the first step compiles, they end the run
-            signal.signal(number, lambda received, frame: self.signals.append(received))
-        signals = torch.tensor(len(self.signals), device=self.settings.device)
-        if dist.is_initialized():
-            dist.all_reduce(signals)
-        if self.patience_is_over(step):
-            return "--patience"
-        return "--steps" if step == self.settings.steps else "a signal" if signals else ""
-
-    def read(self, path):
-        """The contents of a checkpoint; exits with a line that says how to go on without it if it is damaged."""
-        try:
-            if zipfile.ZipFile(path).testzip() is None:  # torch writes checksums, but does not read them
-                return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged file can raise any
-            if isinstance(error, (OSError, MemoryError)) or "memory" in str(error):  # not the file's fault
-                raise
-        older = [each.name for each in self.paths() if each < path]
-        sys.exit(f"error: --resume: {path} is damaged; delete it to continue from {(older or ['step 0'])[-1]}")
+            sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
 
     def load(self):
-        """Restore the newest checkpoint: its step, the log and the seconds up to it. Exits if it is another run's."""
+        """Restore the newest checkpoint and return its step; 0 if there is none."""
         paths = self.paths()
         if dist.is_initialized():
-            dist.broadcast_object_list(first := [paths])  # what rank 0 sees
-            if first != [paths]:
-                sys.exit(f"error: --checkpoint-dir {self.folder}: not all ranks see the same files; share the folder")
-        if not paths:
-            return 0, b"", []
-        if not self.settings.resume:
-            sys.exit(f"error: {paths[-1]}: from an earlier run; --resume goes on, another --checkpoint-dir starts over")
-        saved = self.read(paths[-1])
-        falls_after = [run["steps"] * (1 - run.get("decay_share", 1)) for run in (saved["run"], self.run)]
-        if saved["step"] <= min(falls_after):  # neither run's rate has begun to fall: they may differ in when it does
-            saved["run"] |= {name: self.run[name] for name in ("steps", "decay_share")}
+            names = [None] * dist.get_world_size()
+            dist.all_gather_object(names, str(paths))
+            if len(set(names)) > 1:
+                sys.exit(f"error: --checkpoint-dir {self.folder}: the ranks see different files;"
+                         " give a folder that all of them share")
+        if not paths or not (self.args.resume or self.args.checkpoint_every):
+            return 0
+        newest = paths[-1]
+        if not self.args.resume:
+            sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
+                     " another --checkpoint-dir starts over")
+        self.refuse_damaged(newest)
+        saved = torch.load(newest, map_location="cpu", weights_only=True)
+        self.refuse_other_run(newest, saved)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if saved["scaler"]:  # empty unless that part of the run was in float16
+            self.scaler.load_state_dict(saved["scaler"])
+        self.best.load_state_dict(saved["best"])
+        return saved["step"]
+
+    def refuse_damaged(self, path):
+        """Exit if a checkpoint is damaged. torch writes checksums, but does not read them."""
+        try:
+            with zipfile.ZipFile(path) as file:
+                damaged = file.testzip() is not None
+        except zipfile.BadZipFile:
+            damaged = True
+        if damaged:
+            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
+
+    def refuse_other_run(self, path, saved):
+        """Exit if the checkpoint is not one of this run."""
+        # until the rate falls, the steps are those of any longer or shorter run
+        not_yet_falling = (
+            saved["step"] <= last_step_at_max_lr(self.run)
+            and saved["step"] <= last_step_at_max_lr(saved["run"])
+        )
         for name, value in self.run.items():
-            if (old := saved["run"].get(name)) != value:
-                sys.exit(f"error: --resume: {paths[-1]} has {name} {old}, not {value}; make them equal to continue it")
-        for name, part in self.parts.items():
-            part.load_state_dict(saved[name] or part.state_dict())  # a scaler's is empty without float16
-        self.best.model.load_state_dict(saved["best"]["model"])
-        self.best.step, self.best.loss = saved["best"]["step"], saved["best"]["loss"]
-        log = re.sub(rb"steps: \d+", b"steps: %d" % self.settings.steps, saved["log"], count=1)
-        return saved["step"], log, saved["seconds"]
+            theirs = saved["run"].get(name)
+            if name in ("steps", "decay_share") and not_yet_falling:
+                continue
+            if theirs != value:
+                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
 
     def save(self, step, log):
-        """Write a checkpoint under a temporary name, then rename it: no kill leaves half of one under its name."""
-        if not all(weight.isfinite().all() for weight in self.parts["model"].parameters()):
-            return log.line(f"# WARNING: no checkpoint of step {step}: not all weights are finite")
-        contents = self.loader.meta | {name: part.state_dict() for name, part in self.parts.items()}
-        contents |= {"script": SCRIPT.name, "config": asdict(self.parts["model"].config), "T": self.loader.T}
-        log.file.seek(0)
-        contents |= {"run": self.run, "step": step, "log": log.file.read(), "seconds": log.seconds}
-        contents["best"] = {"model": self.best.model.state_dict(), "step": self.best.step, "loss": self.best.loss}
-        try:
-            if self.best.step:
-                save_model(self.folder / "best.partial", self.best.model, self.loader, self.best.step)
-                (self.folder / "best.partial").replace(self.folder / "best.pt")
-            with open(self.folder / "step.partial", "wb") as file:
-                torch.save(contents, file)
-                os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
-        except (OSError, RuntimeError):  # torch makes a RuntimeError of a full disk
-            for partial in self.folder.glob("*.partial"):
-                partial.unlink()  # it fills the disk
-            return log.line(f"# WARNING: no checkpoint of step {step}: cannot be written; is the disk full?")
-        (self.folder / "step.partial").replace(self.folder / f"step_{step:07}.pt")
+        """Write a checkpoint, and delete all but the newest two."""
         log.line(f"# checkpoint: step {step} in {self.folder}")
+        saved = model_file(self.model, self.loader, step)
+        saved["optimizer"] = self.optimizer.state_dict()
+        saved["scaler"] = self.scaler.state_dict()
+        saved["best"] = self.best.state_dict()
+        saved["run"] = self.run
+        self.write(saved, self.folder / f"step_{step:07}.pt")
+        if self.best.step > 0:
+            best = model_file(self.best.model, self.loader, self.best.step)
+            self.write(best, self.folder / "best.pt")
         for older in self.paths()[:-2]:
             older.unlink()
 
-    def keep_best(self, step, loss):
-        """Copy the model to main memory if its validation loss is the lowest so far."""
-        if loss < self.best.loss:
-            weights = dict(self.parts["model"].named_parameters())  # lists a tied matrix once, so not strict
-            self.best.model.load_state_dict(weights, strict=False)
-            self.best.step, self.best.loss = step, loss
+    def write(self, saved, path):
+        """Write a file aside, then rename it: no kill leaves half of one under its name."""
+        partial = self.folder / "partial"
+        with open(partial, "wb") as file:
+            torch.save(saved, file)
+            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+        partial.replace(path)
 
-    def patience_is_over(self, step):
-        """Whether there were --patience validations since the one with the lowest loss."""
-        return 0 < self.settings.patience * self.settings.val_every <= step - self.best.step
+    def start_log(self, step, precision, **notes):
+        """This run's log: after the header the lines of its earlier part, up to this step."""
+        earlier = ""
+        path = self.args.log_dir / f"{SCRIPT.stem}.log"
+        if step > 0 and path.exists():
+            text = path.read_text(encoding="utf-8")
+            end = text.find(f"# checkpoint: step {step} in {self.folder}\n")
+            earlier = text[text.find("step : ") : max(0, end)]
+        # sets that file aside
+        log = Log(self.args, self.model, self.loader, self.args.total_batch, precision, **notes)
+        log.file.write(earlier)
+        if step > 0:
+            log.line(f"# checkpoint: step {step} in {self.folder}")
+            log.line(f"# resumed after step {step} of {self.args.steps}")
+        return log
 
-    def save_best(self, path, step):
-        """Write --save's file: the best model, or, where there was no validation, the last one."""
-        best = self.best if self.best.step else Best(self.parts["model"], step)
-        save_model(path, best.model, self.loader, best.step)
+
+def last_step_at_max_lr(run):
+    """The step after which the rate falls, from the flags of a run."""
+    return float(run["steps"]) * (1 - float(run["decay_share"]))
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
-    """The learning rate of `step` (1 to max_steps): linear up to max_lr, constant, linear down; zero after the last."""
+    """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
     rise = step / max(1, warmup_steps)
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)
     return max_lr * min(rise, 1.0, fall)
 
 
+def set_learning_rates(optimizer, step, args):
+    """Give each group its learning rate for this step; return AdamW's, for the log."""
+    for group in optimizer.param_groups:
+        group["lr"] = get_lr(
+            step, args.steps, group["max_lr"], args.warmup_steps, args.decay_share)
+    return group["lr"]
+
+
+PRECISION = {  # for the log
+    torch.bfloat16: "bfloat16 autocast",
+    torch.float16: "float16 autocast",
+    torch.float32: "float32 (no bfloat16 on this CPU)",
+}
+
+
 def autocast_dtype(device):
-    """bfloat16; without hardware for it float16 on a GPU (T4, V100) and float32, so no autocast, on a CPU."""
+    """The type that matrix products are computed in: bfloat16, where the hardware has it."""
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.float16
-    return torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else torch.bfloat16
+        return torch.float16  # T4, V100 and older
+    if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+    return torch.bfloat16
 
 
-def compile_model(model, mode, device):
-    """`model` compiled, and the mode for the log; where torch cannot compile, `model` itself, and why."""
-    if mode == "none" or device == "mps":
-        return model, "none" if mode == "none" else "not used on Apple GPUs"
+def check_compiler(device):
+    """Exit with one line where torch cannot compile: no C++ compiler, no Triton."""
     try:
-        torch.compile(torch.sin)(torch.ones(8, device=device))  # does it work here at all?
-    except Exception:  # no C++ compiler, no Triton, an unsupported Python: any exception
-        return model, "not possible here, running eagerly; python -m ladder check says why"
-    return torch.compile(model, mode=mode), mode
+        torch.compile(torch.sin)(torch.ones(1, device=device))
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        sys.exit(f"error: torch.compile does not work here ({reason}): --compile-mode none trains"
+                 " without it; python -m ladder check says what is missing")
 
 
-def init_ranks(settings):
-    """(rank, world size) under torchrun, else (0, 1); exits where its processes cannot train together."""
+def sum_over_ranks(*numbers, device):
+    """The sum over the ranks of each of these numbers."""
+    sums = torch.tensor(numbers, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def catch_signals():
+    """From now on, collect the signals that ask this process to end in the list returned."""
+    caught = []
+
+    def catch(number, frame):
+        caught.append(number)
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, catch)
+    return caught
+
+
+def init_ranks(device):
+    """Join the other processes of torchrun: this one's rank, and how many there are; else 0, 1."""
     if "RANK" not in os.environ:
         return 0, 1
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])  # among all, on this machine
-    if settings.device == "mps":
+    if device == "mps":
         sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
-    if settings.device == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"error: --nproc_per_node: more processes than GPUs; use {torch.cuda.device_count()}")
+    backend = "gloo"
+    if device == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
+        n_gpus = torch.cuda.device_count()
+        if local_rank >= n_gpus:
+            sys.exit(f"error: --nproc_per_node: there are {n_gpus} GPUs; use at most as many")
         torch.cuda.set_device(local_rank)
-    if rank > 0:  # only rank 0 prints and saves; each of the others has a log of its own
-        sys.stdout = open(os.devnull, "w")
-        settings.log_dir, settings.save = settings.log_dir / f"rank_{rank}", None
-    nccl = settings.device == "cuda" and dist.is_nccl_available()  # torch for Windows lacks it
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        sys.exit("error: --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it (pytorch issue 135712)")
-    dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(hours=1))  # they wait for rank 0's saving
-    return rank, dist.get_world_size()
+        if dist.is_nccl_available():  # not on Windows
+            backend = "nccl"
+    dist.init_process_group(backend)
+    return dist.get_rank(), dist.get_world_size()
 
 
-def optimizer_step(model, optimizer, scaler, loader, micro_batches, device, amp_dtype):
-    """One step on the batches of these numbers: their mean loss, and the norm of its gradient before clipping."""
+def batches_per_step(args, world_size):
+    """How many batches of B * T tokens a step takes, on all ranks together: from --total-batch."""
+    tokens = args.B * args.T * world_size  # of one batch of every rank
+    if args.total_batch is None:
+        args.total_batch = 4 * tokens if args.device == "cpu" else 524288
+    if args.total_batch % tokens != 0:
+        sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
+                 f" B * T * ranks = {tokens}; change one")
+    return args.total_batch // (args.B * args.T)
+
+
+def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
+    """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
     optimizer.zero_grad()
-    loss = torch.zeros((), device=device)
-    for i in micro_batches:
+    loss = torch.zeros((), device=loader.device)
+    for i in numbers:
         x, y = loader.batch(i)  # (B, T) each
-        accumulating = dist.is_initialized() and i != micro_batches[-1]  # no all-reduce until the last one
-        torch.manual_seed(loader.seed + 1 + i)  # a batch's dropout masks depend only on its number
-        with model.no_sync() if accumulating else contextlib.nullcontext():
-            with torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32):
-                micro_loss = model(x, y) / len(micro_batches)  # the gradients add up to that of the mean loss
+        torch.manual_seed(loader.seed + 1 + i)  # a batch's masks depend only on its number
+        # DDP averages the gradients of the ranks once, in the last backward pass
+        averages_later = contextlib.nullcontext()
+        if dist.is_initialized() and i != numbers[-1]:
+            averages_later = model.no_sync()
+        with averages_later:
+            with autocast:
+                micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-        loader.prefetch(i + micro_batches.step)  # the next one, while the device is busy with this one
-    scaler.unscale_(optimizer)  # undo the scaler's factor: the limit of 1.0 is for unscaled gradients
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm before clipping
+        # this rank's next batch, while the device is busy; numbers.step is the number of ranks
+        loader.prefetch(i + numbers.step)
+    scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
     scaler.update()
     return loss, norm
 
 
-def build_model(settings, loader):
+def build_model(args, loader):
     """The model on its device, with what the flags say about training it."""
-    model = new_model(settings, loader).to(settings.device)
-    model.recompute_blocks = min(settings.recompute_blocks, model.config.n_layer)
-    model.loss_chunk = settings.loss_chunk or settings.B * settings.T
-    if settings.dropout >= 1:
-        sys.exit(f"error: --dropout {settings.dropout}: zeroes everything; give less than 1")
+    model = new_model(args, loader).to(args.device)
+    model.recompute_blocks = args.recompute_blocks
+    model.loss_chunk = args.loss_chunk
+    if args.dropout >= 1:
+        sys.exit(f"error: --dropout {args.dropout}: zeroes everything; give less than 1")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = settings.dropout
-    if loader.meta.get("documents") != 1:
+            module.p = args.dropout
+    if loader.meta["documents"] != 1:
         model.end_of_text = loader.meta["end_of_text"]
+    head_size = model.config.n_embd // model.config.n_head
+    if args.device == "cuda" and 16 <= head_size <= 128:  # narrower or wider: no kernel
+        # before Ampere it would compute without tensor cores
+        model.use_flex_attention = torch.cuda.get_device_capability() >= (8, 0)
     return model
 
 
-def train(settings):
-    """Train for `settings.steps` steps; print and log each one."""
-    device = settings.device
-    rank, world_size = init_ranks(settings)
-    tokens = settings.B * settings.T * world_size  # in one batch of every rank
-    settings.total_batch = settings.total_batch or (4 * tokens if device == "cpu" else 2**19)
-    if settings.total_batch % tokens:
-        sys.exit(f"error: --total-batch {settings.total_batch}: not a multiple of B * T * ranks = {tokens}; change one")
-    n_micro_batches = settings.total_batch // tokens * world_size  # per step, of all ranks together
-    torch.manual_seed(settings.seed)
-    torch.set_float32_matmul_precision("high")
+def train(args):
+    """Train for args.steps steps; print and log each one."""
+    device = args.device
+    rank, world_size = init_ranks(device)
+    n_batches = batches_per_step(args, world_size)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")  # TF32, where the device has it
     amp_dtype = autocast_dtype(device)
-    scaler = torch.amp.GradScaler(device, enabled=amp_dtype is torch.float16)  # else it passes everything through
-    precision = f"{str(amp_dtype)[6:]} autocast" if amp_dtype != torch.float32 else "float32 (no bfloat16 on this CPU)"
+    autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
+    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
+    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
-    loader = DataLoaderLite(settings.data, settings.B, settings.T, device, seed=settings.seed)
-    model = build_model(settings, loader)
-    optimizer = model.configure_optimizers(weight_decay=0.1)
-    ddp_model = DDP(model, gradient_as_bucket_view=True) if dist.is_initialized() else model  # views: no second copy
-    step_model, compiled = compile_model(ddp_model, settings.compile_mode, device)
-    notes = {"compile": compiled, "ranks": world_size, "total_batch": f"{settings.total_batch} tokens"}
-    notes["batches"] = "on the device" if loader.on_device else "prefetched" if device == "cuda" else "memory-mapped"
-    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
+    loader = DataLoaderLite(args.data, args.B, args.T, device, seed=args.seed)
+    model = build_model(args, loader)
+    optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
+    step_model = model
+    if dist.is_initialized():
+        # the gradients become views of the buckets in which they travel: no second copy
+        step_model = DDP(model, gradient_as_bucket_view=True)
+    if args.compile_mode != "none":
+        check_compiler(device)
+        step_model = torch.compile(step_model, mode=args.compile_mode)
+    notes = {"compile": args.compile_mode, "ranks": world_size}
+    notes["total_batch"] = f"{args.total_batch} tokens"
     notes["documents"] = "one" if model.end_of_text is None else "apart"
-    if settings.val_every:
-        val_loader = DataLoaderLite(settings.data, 1, settings.T, device, "val")
-        n_val = min(settings.val_sequences or val_loader.n_batches, val_loader.n_batches)
-        notes["validation"] = f"every {settings.val_every} steps on {n_val} of {val_loader.n_batches} sequences"
-    checkpoints = Checkpoints(settings, loader, model=model, optimizer=optimizer, scaler=scaler)
-    if rank == 0:
+    notes["recomputed_blocks"] = f"{args.recompute_blocks} of {model.config.n_layer}"
+    notes["batches"] = "on the device" if loader.on_device else "prefetched"
+    if args.val_every:
+        val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
+        n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
+        notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
+    best = Best(model, args)
+    checkpoints = Checkpoints(args, loader, model, optimizer, scaler, best)
+    if args.checkpoint_every and rank == 0:
         checkpoints.lock()
-    step, old_log, seconds = checkpoints.load()
-    steps = range(step + 1, 0 if checkpoints.patience_is_over(step) else settings.steps + 1)  # those that are left
-    log = Log(settings, model, loader, settings.total_batch, precision, **notes)
-    if step:
-        log.file.truncate(0)  # its new header
-        log.file.write(old_log)
-        log.seconds = seconds
-        log.line(f"# resumed after step {step} of {settings.steps} | device: {device} | B={settings.B}")
+    step = checkpoints.load()
+    if rank == 0:
+        log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
-    for step in steps:
+    first_step = step + 1
+    signals = []
+    last_step = args.steps
+    if best.is_out_of_patience(step):  # the run that is resumed had ended
+        last_step = step
+    for step in range(first_step, last_step + 1):
         t0 = time.perf_counter()
-        lr = get_lr(step, settings.steps, settings.max_lr, settings.warmup_steps, settings.decay_share)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.param_groups[0]["lr"] = get_lr(
-            step, settings.steps, settings.muon_lr, settings.warmup_steps, settings.decay_share)
-        micro_batches = range((step - 1) * n_micro_batches + rank, step * n_micro_batches, world_size)  # of this rank
-        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, micro_batches, device, amp_dtype)
-        torch.get_device_module(device).synchronize()  # kernels launch asynchronously: wait, then read the clock
+        lr = set_learning_rates(optimizer, step, args)
+        # the batches of this step; the ranks take them in turn
+        first = (step - 1) * n_batches
+        numbers = range(first + rank, first + n_batches, world_size)
+        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, numbers, autocast)
+        # kernels launch asynchronously: wait for them, then read the clock
+        torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        loss = loss.detach() / world_size
-        if dist.is_initialized():
-            dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
-        left = timedelta(seconds=round((settings.steps - step) * np.median([*log.seconds[-100:], dt])))
-        log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
-        if settings.val_every and (step % settings.val_every == 0 or step == settings.steps):
+        # after the clock: the mean loss, and whether any rank is to end
+        mean_loss = loss.item() / world_size
+        loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
+        if step == first_step:  # not earlier: while the first step compiles, a signal ends the run
+            signals = catch_signals()
+        if rank == 0:
+            seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
+            left = timedelta(seconds=round(seconds))
+            log.step(step, loss, dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
+        last = step == args.steps
+        if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
-            val_loss = evaluate(model, val_loader, n_val, settings.B, amp_dtype, rank, world_size)
-            log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {time.perf_counter() - t0:.2f} s")
-            checkpoints.keep_best(step, val_loss)
-        reason = checkpoints.reason_to_stop(step)
-        if rank == 0 and settings.checkpoint_every and (step % settings.checkpoint_every == 0 or reason):
+            loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
+            seconds = time.perf_counter() - t0
+            if rank == 0:
+                log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
+            best.update(model, step, loss)
+        last = last or n_signals > 0 or best.is_out_of_patience(step)
+        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
             checkpoints.save(step, log)
-        if reason:
-            log.line(f"# ended by {reason} after step {step}; newest checkpoint: {['none', *checkpoints.paths()][-1]}")
+        if last:
             break
 
-    if checkpoints.best.step:
-        log.line(f"# best: step {checkpoints.best.step}, validation loss {checkpoints.best.loss:.6f}")
-    log.finish(step)
-    checkpoints.save_best(settings.save, step)
+    if rank == 0:
+        if log.seconds:  # else no step was left
+            log.finish(step)
+        if best.step > 0:
+            log.line(f"# best: step {best.step}, validation loss {best.loss:.6f}")
+            save_model(args.save, best.model, loader, best.step)
+        else:
+            save_model(args.save, model, loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.5)  # a gloo thread that drops its last result while Python shuts down would abort the process
+        time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ------------------------------------
+# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
 
-def open_tokens(folder, split, n_needed):
-    """(The tokens of "train" or "val", memory-mapped, (n_tokens,); meta.json); exits with a line if unusable."""
-    if folder == Path("data/tokens") and not folder.exists():  # the first run prepares the default text
-        prepare = (parent / "data" / "prepare.py" for parent in SCRIPT.resolve().parents)
-        subprocess.run([sys.executable, next(filter(Path.exists, prepare), "data/prepare.py")])
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        tokens = np.memmap(folder / f"{split}.bin", dtype=meta["dtype"] if "dtype" in meta else "<u2", mode="r")
-        if len(tokens) != meta[f"{split}_tokens"] or tokens[:10**8].max() >= meta["vocab_size"]:
-            raise ValueError(f"{split}.bin is not what meta.json describes")
-        named = meta["tokenizer"] in ("gpt2", "gpt2-bytes")  # which need no tokenizer.json
-        meta["tokenizer_json"] = None if named else (folder / "tokenizer.json").read_text(encoding="utf-8")
-        meta["name"] = f"{meta['source']} ({meta['tokenizer']} tokens)"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"error: --data {folder}: no token files ({error}); make them: python data/prepare.py --out {folder}")
+def load_tokens(folder, split, n_needed):
+    """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
+    if folder == Path("data/tokens") and not folder.exists():
+        print("preparing the default text: python data/prepare.py", flush=True)
+        subprocess.run([sys.executable, "data/prepare.py"], check=True)
+    if not (folder / "meta.json").exists():
+        sys.exit(f"error: --data {folder}: no token files;"
+                 f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
+    if (folder / "tokenizer.json").exists():
+        meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"
+    tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
+    if len(tokens) != meta[f"{split}_tokens"]:
+        sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")
     if len(tokens) < n_needed:
-        sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens, a batch needs {n_needed}; lower -B or -T")
+        sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens,"
+                 f" a batch needs {n_needed}; lower -B or -T")
     return tokens, meta
 
 
-def new_model(settings, loader):
-    """The GPT that --model or --pretrained names; exits with a one-line error if it does not fit the data or -T."""
-    if not settings.pretrained:
-        return GPT(config_of(settings, loader.meta["vocab_size"]))
-    saved, meta = read_model(settings.pretrained), loader.meta
-    theirs, ours = (json.loads(each["tokenizer_json"] or "{}").get("model") for each in (saved, meta))
-    if saved["config"]["vocab_size"] != meta["vocab_size"] or ours != theirs:
-        sys.exit("error: --pretrained: its tokenizer is not the data's; data/prepare.py --tokenizer FILE takes it")
-    if saved["config"]["block_size"] < settings.T:
-        sys.exit(f"error: -T {settings.T}: the model's longest sequence is {saved['config']['block_size']}; lower -T")
+def new_model(args, loader):
+    """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
+    if args.pretrained is None:
+        return GPT(model_config(args, loader.meta["vocab_size"]))
     try:
-        model = GPT(GPTConfig(**saved["config"]))
-        model.load_state_dict(saved["model"])
-        assert all(torch.equal(weight, saved["model"][name]) for name, weight in model.state_dict().items())
-    except (AssertionError, RuntimeError, TypeError):  # assert: an untied file, in a script that ties
+        saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
+        config, weights, tokenizer = saved["config"], saved["model"], saved["tokenizer_json"]
+    except (pickle.UnpicklingError, KeyError):
+        sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
+    if tokenizer != loader.meta["tokenizer_json"]:
+        sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
+                 f" data/prepare.py --tokenizer {args.pretrained} takes it")
+    if config["block_size"] < args.T:
+        sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
+    try:
+        model = GPT(GPTConfig(**config))
+        model.load_state_dict(weights)
+        fits = all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+    except (TypeError, RuntimeError):  # a shape or names that this model does not have
+        fits = False
+    if not fits:  # or it is untied, and this script ties
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
 
 
-def read_model(path):
-    """What a file of `save_model` holds; exits with a one-line error if `path` is something else."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        return {key: saved[key] for key in ("script", "config", "model", "tokenizer_json")}
-    except Exception:  # no such file, a folder, a text, a damaged archive: any exception
-        sys.exit(f"error: {path}: not a model's file; if it is on Hugging Face: python convert.py {path} model.pt")
+def model_file(model, loader, step):
+    """What the file of a model holds."""
+    return {
+        "script": SCRIPT.name,
+        "config": asdict(model.config),
+        "model": model.state_dict(),
+        "step": step,
+        "T": loader.T,
+        "tokenizer": loader.meta["tokenizer"],
+        "tokenizer_json": loader.meta["tokenizer_json"],
+        "end_of_text": loader.meta["end_of_text"],
+    }
 
 
 def save_model(path, model, loader, step):
-    """Write a model's file, if a `path` is given: under a temporary name, then renamed; an earlier one gets a date."""
-    if path:
-        partial, contents = path.with_name(path.name + ".partial"), io.BytesIO()  # torch's own writing hides an OSError
-        torch.save(loader.meta | {"script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
-                                  "step": step, "T": loader.T}, contents)
-        partial.write_bytes(contents.getbuffer())
-        if path.exists():
-            path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
+    """Write the model's file, if a path is given: under a temporary name, then renamed."""
+    if path is not None:
+        partial = path.with_name(path.name + ".partial")
+        torch.save(model_file(model, loader, step), partial)
+        set_aside(path)
         partial.replace(path)
 
 
-class Log:
-    """The run's log, on the screen and line by line in <log-dir>/<script>.log; an earlier one gets a date as suffix."""
+def set_aside(path):
+    """Rename an earlier file of this name: it gets the date as a suffix."""
+    if path.exists():
+        path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
 
-    def __init__(self, settings, model, loader, tokens_per_step, precision, **notes):
-        self.device, self.tokens_per_step, self.seconds = settings.device, tokens_per_step, []
-        path = settings.log_dir / f"{SCRIPT.stem}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
-        self.file = open(path, "a+b", buffering=0)  # unbuffered: a killed run keeps its steps
+
+class Log:
+    """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
+
+    def __init__(self, args, model, loader, tokens_per_step, precision, **notes):
+        self.device = args.device
+        self.tokens_per_step = tokens_per_step
+        self.seconds = []  # of each step
+        args.log_dir.mkdir(parents=True, exist_ok=True)
+        path = args.log_dir / f"{SCRIPT.stem}.log"
+        set_aside(path)
+        self.file = open(path, "w", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
-        self.line(f"# script: {SCRIPT.name}")
         n_parameters = sum(p.numel() for p in model.parameters())
-        self.line(f"# model: {settings.pretrained or settings.model} | parameters: {n_parameters:,}")
+        self.line(f"# script: {SCRIPT.name}")
+        self.line(f"# model: {args.pretrained or args.model} | parameters: {n_parameters:,}")
         self.line(f"# device: {chip} | torch: {torch.__version__} | precision: {precision}")
+        if DEVICES == ["cpu"] and shutil.which("nvidia-smi"):
+            self.line("# WARNING: torch cannot use the GPU here; python -m ladder check says why")
         for key, note in notes.items():
             self.line(f"# {key.replace('_', ' ')}: {note}")
-        self.line(f"# batch: B={settings.B} T={settings.T} | steps: {settings.steps} | seed: {settings.seed}")
-        self.line(f"# data: {loader.meta['name']} | loaded {len(loader.tokens)} tokens"
-                  f" | 1 epoch = {loader.n_batches} batches")
+        self.line(f"# batch: B={args.B} T={args.T} | steps: {args.steps} | seed: {args.seed}")
+        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
+                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
-        try:
-            self.file.write(f"{text}\n".encode())
-        except OSError as error:  # a full disk must not end the training
-            text += f"\nWARNING: {self.file.name}: this line is lost ({error.strerror})"
-        with contextlib.suppress(OSError):  # stdout may be on that disk; or a terminal, which may lack a character
-            print(text.encode(known := sys.stdout.encoding or "utf-8", "replace").decode(known), flush=True)
+        self.file.write(text + "\n")
+        print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
-        """Log a step: the loss in nats, dt in seconds, what the rung adds. Exits when the loss is not finite."""
+        """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
         self.seconds.append(dt)
-        self.line(f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
-                  f" | tokens/sec: {self.tokens_per_step / dt:.2f}" + "".join(f" | {k}: {v}" for k, v in more.items()))
+        text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
+        text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        for key, value in more.items():
+            text += f" | {key}: {value}"
+        self.line(text)
         if not math.isfinite(loss):
             sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
 
     def finish(self, step):
-        """Log the median time of the second half of the steps; during the first half the device warms up."""
-        dt = np.median(self.seconds[len(self.seconds) // 2 :])
-        memory = f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if self.device == "cuda" else ""
-        self.line(f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}{memory}"
-                  f" | steps {step - (len(self.seconds) - 1) // 2}-{step}")
+        """Log the median of the second half of the steps; in the first the device warms up."""
+        counted = self.seconds[len(self.seconds) // 2 :]
+        dt = np.median(counted)
+        text = f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        if self.device == "cuda":
+            text += f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+        self.line(f"{text} | steps {step - len(counted) + 1}-{step}")
 
 
-def parse_settings(argv=None):
-    """The command line; exits with argparse's two lines if a value cannot be used."""
-    parser = argparse.ArgumentParser(usage="%(prog)s [flags]", description=__doc__.splitlines()[0], allow_abbrev=False,
+def parse_args(argv=None):
+    """The command line; a wrong value ends in argparse's two lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser)
-    settings = parser.parse_args(argv)
-    numbers = [value for value in vars(settings).values() if type(value) in (int, float)]
-    if min(settings.B, settings.T, settings.steps) < 1 or not all(0 <= number < 2**63 for number in numbers):
-        parser.error("-B, -T and --steps must be at least 1, other numbers at least 0 and below 2**63")
-    if (p := settings.save) and (p.exists() > p.is_file() or not (p.parent.is_dir() and os.access(p.parent, os.W_OK))):
-        parser.error(f"argument --save: {settings.save} is not a file in a folder that can be written to")
-    return settings
+    args = parser.parse_args(argv)
+    if min(args.B, args.T, args.steps) < 1:
+        parser.error("-B, -T and --steps must be at least 1")
+    if args.pretrained and not args.pretrained.is_file():
+        parser.error(f"argument --pretrained: there is no file {args.pretrained}")
+    if args.save and not os.access(args.save.parent, os.W_OK):
+        parser.error(f"argument --save: there is no folder {args.save.parent} to write to")
+    return args
 
 
 if __name__ == "__main__":
     try:
-        train(parse_settings())
+        train(parse_args())
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
-    except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk, no memory
-        if isinstance(error, RuntimeError) and not re.search("(out of|allocate|enough) memory", str(error)):
-            raise
-        sys.exit(f"error: {error if isinstance(error, OSError) else 'out of memory; try half the -B, or a lower -T'}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: out of memory; try half the -B, or a lower -T\n{error}")

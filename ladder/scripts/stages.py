@@ -65,11 +65,11 @@ rung("1", "speedup_01_weight_tying.py", "weight tying", "0", "GPT.__init__", tie
 # How close losses stay when a rung changes only how the arithmetic is done: TF32 and bfloat16 round each activation to
 # 10 and 7 bits, compile and flash attention round in different places, and training amplifies such differences.
 rung("2", "speedup_02_tf32.py", "TF32", "1", "train", same_losses=0.05, lecture_ms=333)
-rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2", "autocast_dtype", "train",
+rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2", "PRECISION", "autocast_dtype", "train",
      same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)
 rung("4", "speedup_04_residual_scaling.py", "residual scaling", "3",
      "CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights")
-rung("5", "speedup_05_compile.py", "torch.compile", "4", "add_flags", "compile_model", "train",
+rung("5", "speedup_05_compile.py", "torch.compile", "4", "add_flags", "check_compiler", "train",
      same_losses=0.1, lecture_ms=130)
 rung("6", "speedup_06_flash_attn.py", "flash attention", "5",
      "CausalSelfAttention.__init__", "CausalSelfAttention.forward",
@@ -84,25 +84,26 @@ rung("ddp", "ddp_run.py", "DistributedDataParallel", "10",
      "imports", "add_flags", "init_ranks", "train", torchrun=True)
 # Beyond speed: what a long training run needs.
 rung("11", "beyond/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
-     "add_flags", "optimizer_step", "train")
+     "imports", "add_flags", "batches_per_step", "optimizer_step", "train")
 rung("12", "beyond/rung_12_prefetch.py", "prefetch", "11",
      "DataLoaderLite", "free_memory", "optimizer_step", "train", same_losses=0.01)
 rung("13", "beyond/rung_13_validation.py", "validation", "12",
-     "imports", "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01)
+     "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01)
 rung("14", "beyond/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
-     "add_flags", "Checkpoints", "train", same_losses=0.01)
+     "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01)
 rung("15", "beyond/rung_15_preemption.py", "preemption", "14",
-     "imports", "Checkpoints", "init_ranks", "train", same_losses=0.01)
+     "imports", "Checkpoints", "sum_over_ranks", "catch_signals", "train", same_losses=0.01)
 rung("16", "beyond/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
-     "imports", "add_flags", "GPT.__init__", "GPT.forward", "Checkpoints", "build_model", "train", same_losses=0.1)
+     "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "build_model", "train", same_losses=0.1)
 # From GPT-2 to a modern transformer: fewer tokens to the same loss.
 rung("17", "beyond/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
-     "add_flags", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "Checkpoints", "build_model",
+     "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "build_model",
      same_losses=0.1, chunked=True)
 rung("18", "beyond/rung_18_muon.py", "Muon", "17",
-     "add_flags", "GPT.configure_optimizers", "orthogonalize", "muon_update", "MuonAdamW", "train")
+     "add_flags", "GPT.configure_optimizers", "orthogonalize", "muon_update", "MuonAdamW",
+     "set_learning_rates", "train")
 rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18",
-     "add_flags", "Checkpoints.load", "get_lr", "train")
+     "add_flags", "Checkpoints.refuse_other_run", "last_step_at_max_lr", "get_lr", "set_learning_rates")
 rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
      "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None)
 rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
@@ -113,31 +114,31 @@ rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig", "MLP", "GPT"
      exports_to="qwen3")
 rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
 # Larger models.
-rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "add_flags", "Checkpoints.__init__", "to_float8", "float8_product",
-     "Float8Product", "Float8Linear", "use_float8", "train")
+rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "add_flags", "MAY_CHANGE", "to_float8", "float8_product",
+     "Float8Product", "Float8Linear", "use_float8", "CausalSelfAttention.__init__", "MLP.__init__", "train")
 # A model worth keeping from a small text.
 rung("26", "beyond/rung_26_shuffled_windows.py", "shuffled windows", "24", "DataLoaderLite", "train")
 rung("27", "beyond/rung_27_best_checkpoint.py", "best checkpoint", "26",
-     "imports", "add_flags", "Best", "Checkpoints", "train", same_losses=0.01)
+     "imports", "add_flags", "MAY_CHANGE", "Best", "Checkpoints", "train", same_losses=0.01)
 rung("28", "beyond/rung_28_dropout.py", "dropout", "27",
      "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "optimizer_step", "build_model")
 rung("29", "beyond/rung_29_documents_apart.py", "documents apart", "28",
-     "imports", "attention_mask", "CausalSelfAttention.forward", "Block.forward", "GPT.__init__", "GPT.forward",
+     "imports", "boolean_mask", "block_mask", "CausalSelfAttention.forward", "Block.forward", "GPT.__init__", "GPT.forward",
      "build_model", "train")
 # Past Qwen3: fewer tokens to the same loss.
 rung("30", "beyond/rung_30_frequency_prior.py", "frequency prior", "24",
      "ChunkedCrossEntropy", "GPT", "count_log_frequencies", "build_model", exports_to=None)
 rung("31", "beyond/rung_31_ngram_embeddings.py", "hashed n-gram embeddings", "30",
-     "GPTConfig", "GPT.__init__", "GPT.forward")
+     "GPTConfig", "GPT.__init__", "GPT.forward", "GPT.configure_optimizers")
 # The shape of published models.
 rung("32", "beyond/rung_32_grouped_query_attention.py", "grouped-query attention", "24",
-     "add_flags", "GPTConfig", "config_of", "CausalSelfAttention", "GPT.__init__")
+     "add_flags", "GPTConfig", "model_config", "CausalSelfAttention", "GPT.__init__")
 # Several cards.
 rung("33", "beyond/rung_33_sharded_optimizer.py", "sharded optimizer", "24", "GPT.configure_optimizers",
      "MuonAdamW.step", "ShardedMuonAdamW", "Checkpoints.save", "init_ranks", "train", same_losses=0.01, torchrun=True)
 rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
-     "imports", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save", "compile_model", "shard", "gather",
-     "optimizer_step", "build_model", "train", torchrun=True)
+     "imports", "GPT.__init__", "GPT.forward", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save",
+     "shard", "gather", "compile_parts", "optimizer_step", "build_model", "train", torchrun=True)
 rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
      "imports", "Checkpoints", "train", same_losses=0.01, torchrun=True)
 
