@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from experiments.sampling_speed import tokens_per_second
 from sample import load_model, pick_device
-from speedup_10_fused_adamw import open_tokens
+from speedup_10_fused_adamw import load_tokens
 
 NEW_TOKENS = 100
 
@@ -96,7 +96,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     base = with_linear_layers(load_model(args.model, args.device)[0].float())  # a folder may hold 16 bits
     n = args.val_sequences * args.T + 1
-    tokens = torch.from_numpy(open_tokens(args.data, "val", n)[0][:n].astype("int64"))
+    tokens = torch.from_numpy(load_tokens(args.data, "val", n)[0][:n].astype("int64"))
     sequences = tokens.unfold(0, args.T + 1, args.T).to(args.device)  # (val_sequences, T + 1)
     print("| | MB | MB zipped | val loss | tokens/sec |\n|---|--:|--:|--:|--:|")
     for name, change in VARIANTS.items():

@@ -60,7 +60,7 @@ BYTES = {  # of operations that do not simply read their inputs and write their 
 CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)  # of a foreach launch: ATen/native/cuda/MultiTensorApply.cuh
 
 
-NO_KERNELS = {"add_flags", "config_of", "DataLoaderLite", "free_memory", "get_lr", "init_ranks", "compile_model",
+NO_KERNELS = {"add_flags", "model_config", "DataLoaderLite", "free_memory", "get_lr", "init_ranks", "compile_model",
               "Checkpoints", "Best", "evaluate", "save_best"}  # definitions that launch none in a step
 
 
@@ -319,7 +319,7 @@ def count(label, model, B, T, **more):
 
     script.Log.step, script.Log.finish = after_step, lambda log, step: None
     script.compile_model = compiler(recorder)
-    settings = script.parse_settings(["--device", "cpu"])
+    settings = script.parse_args(["--device", "cpu"])
     with TemporaryDirectory(ignore_cleanup_errors=True) as name, contextlib.redirect_stdout(io.StringIO()):
         folder = Path(name)
         write_tokens(folder, B * T + 1)

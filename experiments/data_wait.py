@@ -21,7 +21,7 @@ from ladder.scripts.stages import BY_LABEL, load_script
 
 def median_wait(module, flags):
     """Median milliseconds from zero_grad() to the model's start over a run's steps, the first two left out."""
-    settings = module.parse_settings(flags)
+    settings = module.parse_args(flags)
     settings.compile_mode, settings.total_batch = "none", settings.B * settings.T
     synchronize = torch.get_device_module(settings.device).synchronize
     zero_grad, forward = torch.optim.AdamW.zero_grad, module.GPT.forward

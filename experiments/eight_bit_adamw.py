@@ -72,6 +72,6 @@ def train(make_optimizer, settings):
 if __name__ == "__main__":
     logging.disable(logging.WARNING)  # torchao tells which GPU kernels it lacks, and of deprecations in torch
     for make_optimizer in (own_adamw, torchao_adamw, bitsandbytes_adamw):
-        settings = rung_10.parse_settings(sys.argv[1:])
+        settings = rung_10.parse_args(sys.argv[1:])
         settings.log_dir = Path("logs/eight_bit_adamw") / make_optimizer.__name__
         print(f"{make_optimizer.__name__}: {train(make_optimizer, settings) / 1e6:,.1f} MB of state")

@@ -44,7 +44,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module = load_script(BY_LABEL["18"])
-    model = module.GPT(module.config_of(module.parse_settings(["--model", args.model]), 50257)).to(device)
+    model = module.GPT(module.model_config(module.parse_args(["--model", args.model]), 50257)).to(device)
     contestants = optimizers(model)
     rounds = [[1000 * seconds_of(parts, model, device) for parts in contestants.values()] for _ in range(ROUNDS + 1)]
     print(f"{args.model}, {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")

@@ -41,7 +41,7 @@ def all_reduce_seconds(n_bytes, device, tries=5):
 def gradient_bytes(size):
     """Bytes of the gradients that a step of ddp_run.py moves, for a --model."""
     with torch.device("meta"):
-        config = ddp_run.config_of(ddp_run.parse_settings(["--model", size]), 50257)
+        config = ddp_run.model_config(ddp_run.parse_args(["--model", size]), 50257)
         return 4 * sum(p.numel() for p in ddp_run.GPT(config).parameters())
 
 

@@ -27,7 +27,7 @@ def main():
     for label in ("24", "33"):
         module = load_script(BY_LABEL[label])
         torch.manual_seed(0)  # the same weights and gradients on all ranks
-        model = module.GPT(module.config_of(module.parse_settings(["--model", args.model]), 50257)).to(device)
+        model = module.GPT(module.model_config(module.parse_args(["--model", args.model]), 50257)).to(device)
         contestants[label] = model, model.configure_optimizers(weight_decay=0.1), []
     for _ in range(args.rounds + 1):  # the first warms up
         for model, optimizer, seconds in contestants.values():

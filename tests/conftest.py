@@ -81,14 +81,14 @@ def builds_on(label, first):
 
 def known_flags(module, **wanted):
     """The words for these settings, as far as a script has them."""
-    known = vars(module.parse_settings([]))
+    known = vars(module.parse_args([]))
     return [word for name, value in wanted.items() if name in known
             for word in (f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}", str(value))]
 
 
 def new_gpt(module, size="tiny", vocab_size=50257):
     """A fresh model of a script, of one of the shapes that --model names."""
-    return module.GPT(module.config_of(module.parse_settings(["--model", size]), vocab_size))
+    return module.GPT(module.model_config(module.parse_args(["--model", size]), vocab_size))
 
 
 def saved_model(module, path):
@@ -110,7 +110,7 @@ def converted(source, label, path):
 def main(module, *words):
     """Run a script as its command line would, and leave nothing of it behind in this process."""
     with own_settings():
-        module.train(module.parse_settings([str(word) for word in words]))
+        module.train(module.parse_args([str(word) for word in words]))
 
 
 def train(module, folder, data, *flags, compile_mode="none"):

@@ -392,7 +392,7 @@ def run(label, model, folder, float16, backend):
             stack.enter_context(mock.patch(name, answer))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
-        settings = script.parse_settings(words)
+        settings = script.parse_args(words)
         stack.enter_context(mode)
         stack.enter_context(watch)
         script.train(settings)

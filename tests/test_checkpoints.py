@@ -357,7 +357,7 @@ def test_15_which_restarts_can_work(monkeypatch, group_of_one):
     module, patience = rung("15"), []
     monkeypatch.setattr(module.dist, "init_process_group", lambda backend, timeout: patience.append(timeout))
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
-    settings = module.parse_settings(["--device", "cpu"])
+    settings = module.parse_args(["--device", "cpu"])
     for restarts, agent_store in (("3", "False"), ("0", "True")):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent_store)

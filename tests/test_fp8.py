@@ -20,7 +20,7 @@ def fp8(monkeypatch):
 
 
 def settings_of(module, *flags):
-    return module.parse_settings(["-B", "4", "--device", "cpu", *map(str, flags)])
+    return module.parse_args(["-B", "4", "--device", "cpu", *map(str, flags)])
 
 
 def float8_layers(model):

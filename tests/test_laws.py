@@ -151,8 +151,8 @@ def test_the_lesson_comes_first(stage):
     assert ast.get_docstring(ast.parse(SOURCES[stage.file])).startswith("Rung ")
     model = ["imports", "add_flags", "GPTConfig", "CausalSelfAttention", "MLP", "Block", "GPT", "DataLoaderLite"]
     assert [name for name in names if name in model] == model
-    assert names[names.index("train") + 1] == "open_tokens"  # the first definition below the banner
-    assert names[-2:] == ["parse_settings", 'if __name__ == "__main__":']
+    assert names[names.index("train") + 1] == "load_tokens"  # the first definition below the banner
+    assert names[-2:] == ["parse_args", 'if __name__ == "__main__":']
 
 
 def test_every_script_is_a_stage():

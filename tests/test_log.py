@@ -37,7 +37,7 @@ def test_the_median_is_that_of_the_second_half(device, n, counted, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_000_000)
     module = rung("0")
-    settings = module.parse_settings(["--log-dir", str(tmp_path), "--device", "cpu"])
+    settings = module.parse_args(["--log-dir", str(tmp_path), "--device", "cpu"])
     settings.device = device
     loader = SimpleNamespace(meta={"name": "text"}, tokens=[1, 2], n_batches=1)
     log = module.Log(settings, torch.nn.Linear(1, 1), loader, 1000, "float32")

@@ -117,7 +117,7 @@ def test_17_the_flag_is_the_chunk(label, byte_tokens):
     module.ChunkedCrossEntropy = SimpleNamespace(apply=lambda *args: chunks.append(args[-1]) or real.apply(*args))
     for flag in ("24", "0"):
         words = ["--model", "tiny", "-B", "2", "-T", "32", "--device", "cpu", "--loss-chunk", flag]
-        settings = module.parse_settings(words)
+        settings = module.parse_args(words)
         loader = module.DataLoaderLite(byte_tokens, 2, 32, "cpu")
         module.build_model(settings, loader)(*loader.batch(0))
     assert chunks == [24, 2 * 32]

@@ -66,7 +66,7 @@ def test_numbers_below_zero_are_refused(label, capsys):
     assert len(flags) >= 4
     for flag in flags:
         with pytest.raises(SystemExit) as stop:
-            module.parse_settings([flag, "-1"])
+            module.parse_args([flag, "-1"])
         assert stop.value.code == 2 and "other numbers at least 0 and below" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -74,7 +74,7 @@ def test_defaults_depend_on_the_device_and_a_missing_one_is_refused(stopped, mon
     for there, B in ((True, 4), (False, 1)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         monkeypatch.setattr(torch.mps, "is_available", lambda: False)
-        settings = rung("0").parse_settings([])
+        settings = rung("0").parse_args([])
         assert (settings.device, settings.B, settings.T, settings.steps) == ("cuda" if there else "cpu", B, 1024, 50)
     for device in ("cuda", "mps"):
         assert f"--device: invalid choice: '{device}'" in stopped("0", "--device", device)[1]

@@ -39,7 +39,7 @@ def test_the_tool_has_each_command_of_the_notebook(notebook):
     for command in commands:
         args = parse_args(shlex.split(command.replace("{FLAGS}", flags)))
         for stage in parse_rungs(args.rungs) if args.verb == "run" else []:
-            load_script(stage).parse_settings(args.flags)
+            load_script(stage).parse_args(args.flags)
 
 
 @pytest.mark.slow

@@ -161,10 +161,10 @@ def test_what_cannot_work_under_torchrun_is_refused(label, device, gpus, reason,
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_no_cuda_graphs(mode, capsys):
     """They do not take tied weights under DDP, and from rung 11 on they would overwrite gradients that accumulate."""
-    assert rung("10").parse_settings(["--compile-mode", mode]).compile_mode == mode
+    assert rung("10").parse_args(["--compile-mode", mode]).compile_mode == mode
     for label in [label for label in rungs_that_change("add_flags") if builds_on(label, "ddp")]:
         with pytest.raises(SystemExit):
-            rung(label).parse_settings(["--compile-mode", mode])
+            rung(label).parse_args(["--compile-mode", mode])
         assert f"argument --compile-mode: invalid choice: '{mode}'" in capsys.readouterr().err
 
 

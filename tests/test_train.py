@@ -185,7 +185,7 @@ DEFAULTS = {  # in all scripts that have the flag; --max-lr and --steps are in t
 @pytest.mark.parametrize("label", rungs_that_change("add_flags"))
 def test_the_defaults(label):
     """A changed one would change what everybody's next run computes, and what committed logs compare with."""
-    settings = vars(rung(label).parse_settings([]))
+    settings = vars(rung(label).parse_args([]))
     assert settings.items() >= {name: DEFAULTS[name] for name in DEFAULTS if name in settings}.items()
 
 
@@ -196,7 +196,7 @@ def test_the_default_batch_is_that_of_gpt3(label):
     module.autocast_dtype = lambda device: torch.float32
     module.DataLoaderLite = mock.Mock(side_effect=Crash)  # a CPU cannot go on
     for device, ranks, micro_steps in (("cuda", 1, 128), ("cuda", 8, 16), ("cpu", 1, 4)):
-        settings = module.parse_settings(["-B", "4", "-T", "1024"])
+        settings = module.parse_args(["-B", "4", "-T", "1024"])
         settings.device = device
         module.init_ranks = lambda settings, ranks=ranks: (0, ranks)
         with pytest.raises(Crash):

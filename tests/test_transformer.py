@@ -294,9 +294,9 @@ def test_32_has_the_shape_of_a_published_qwen3(shape):
 def test_32_the_cache_is_as_large_as_the_heads_of_keys_and_values(flags, heads):
     """In numbers a token and layer; with as many heads as queries the parameters are rung 24's."""
     module = rung("32")
-    settings = module.parse_settings(["--model", "tiny", *map(str, flags)])
+    settings = module.parse_args(["--model", "tiny", *map(str, flags)])
     with torch.device("meta"):
-        model, of_24 = module.GPT(module.config_of(settings, 257)), new_gpt(rung("24"), vocab_size=257)
+        model, of_24 = module.GPT(module.model_config(settings, 257)), new_gpt(rung("24"), vocab_size=257)
     n_head, n_kv_head, head_size = heads
     assert (model.config.n_head, model.config.n_kv_head, model.config.head_size) == heads
     assert model.transformer.h[0].attn.c_attn.weight.shape == ((n_head + 2 * n_kv_head) * head_size, 64)

@@ -165,7 +165,7 @@ def test_ids_beyond_16_bits_take_32(largest, dtype, prepare, tmp_path):
     assert (meta["dtype"], meta["vocab_size"], meta["val"]) == (dtype, largest + 1, "documents drawn by hash")
     found = []
     for split in ("train", "val"):
-        tokens, _ = rung("0").open_tokens(Path("out"), split, 2)
+        tokens, _ = rung("0").load_tokens(Path("out"), split, 2)
         assert tokens.dtype == dtype and len(tokens) == meta[f"{split}_tokens"]
         found += vocabulary.of_ours(Path("out")).tokenizer.decode(tokens.tolist(), skip_special_tokens=False).split(
             vocabulary.SEPARATOR)

@@ -141,7 +141,7 @@ def check_files():
 
 def check_machine(device=None):
     """All findings, and the command recommended for this machine."""
-    device = device or rung_10.parse_settings([]).device
+    device = device or rung_10.parse_args([]).device
     findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
                 *check_allocator(device), *check_files()]
     model, B, T = recommend(free_memory(device), accelerator=device != "cpu")

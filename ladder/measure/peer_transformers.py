@@ -26,7 +26,7 @@ class Peer(nn.Module):
         super().__init__()
         if settings.pretrained or settings.save:
             sys.exit("error: --pretrained, --save: the peer has neither; leave them out")
-        shape = rung_10.config_of(settings, loader.meta["vocab_size"])
+        shape = rung_10.model_config(settings, loader.meta["vocab_size"])
         self.model = GPT2LMHeadModel(GPT2Config(
             vocab_size=shape.vocab_size, n_positions=shape.block_size,
             n_embd=shape.n_embd, n_layer=shape.n_layer, n_head=shape.n_head,
@@ -41,7 +41,7 @@ class Peer(nn.Module):
 def main(argv=None):
     rung_10.new_model = Peer
     rung_10.SCRIPT = ROOT / Path(__file__).name  # names the log
-    rung_10.train(rung_10.parse_settings(argv))
+    rung_10.train(rung_10.parse_args(argv))
 
 
 if __name__ == "__main__":

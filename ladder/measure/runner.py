@@ -39,7 +39,7 @@ def split_flags(flags, *names):
 @cache
 def defaults(stage):
     """{name: default} of the flags of a rung."""
-    return vars(load_script(stage).parse_settings([]))
+    return vars(load_script(stage).parse_args([]))
 
 
 def own_flags(stage, flags, log_dir):
@@ -63,7 +63,7 @@ def command_for(stage, flags, log_dir, processes=2):
 
 def settings_of(stage, flags):
     """What a rung's script makes of the flags; it exits with an error if they are wrong."""
-    return load_script(stage).parse_settings(own_flags(stage, flags, Path()))
+    return load_script(stage).parse_args(own_flags(stage, flags, Path()))
 
 
 def check_flags(stages, flags):
@@ -72,8 +72,8 @@ def check_flags(stages, flags):
         raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
     settings = [settings_of(stage, flags) for stage in stages][0]
     script = load_script(stages[0])
-    _, meta = script.open_tokens(settings.data, "train", settings.B * settings.T + 1)
-    script.config_of(settings, meta["vocab_size"])
+    _, meta = script.load_tokens(settings.data, "train", settings.B * settings.T + 1)
+    script.model_config(settings, meta["vocab_size"])
     return settings
 
 

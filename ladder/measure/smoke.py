@@ -205,11 +205,11 @@ def write_summary(path, trials, device):
 def smoke(flags, out, console):
     """Try everything on this machine, into the new folder `out`; returns the exit code."""
     baseline, cores = load_script(BY_LABEL["0"]), os.cpu_count()
-    settings = baseline.parse_settings(flags)
+    settings = baseline.parse_args(flags)
     device = settings.device
     if not split_flags(flags, "--model")[0]:
         settings.model = "tiny" if device == "cpu" else "mini"
-    baseline.open_tokens(settings.data, "train", 4096)  # prepared now, once
+    baseline.load_tokens(settings.data, "train", 4096)  # prepared now, once
     workers = max(2, min(8, cores // 2))
     if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -239,7 +239,7 @@ def main(how, label, *flags):
     """Run a script that gets a different answer about its device: python -m ladder.measure.smoke float16 24 FLAGS..."""
     script, (name, answer) = load_script(BY_LABEL[label]), PATCHES[how]
     setattr(script, name, lambda device: answer)
-    script.train(script.parse_settings(flags))
+    script.train(script.parse_args(flags))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def profile_rung(label, flags, folder):
     from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
     script = load_script(BY_LABEL[label])
-    settings = script.parse_settings([*flags, "--log-dir", str(folder)])
+    settings = script.parse_args([*flags, "--log-dir", str(folder)])
     if settings.device == "cpu":
         torch._inductor.config.cpp.enable_kernel_profile = True  # else a CPU's generated kernels have no names
     warm_up, plain, timed = STEPS_ON_A_CPU if settings.device == "cpu" else STEPS_ON_A_GPU
