@@ -448,7 +448,8 @@ class Checkpoints:
         self.scaler = scaler
         self.folder = args.checkpoint_dir
         # what makes it this run and no other: the script, the text, the flags
-        self.run = {"script": SCRIPT.name, "text": loader.meta["sha256"]}
+        text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
+        self.run = {"script": SCRIPT.name, "text": text}
         for name, value in vars(args).items():
             if name not in MAY_CHANGE:
                 self.run[name] = str(value)

@@ -360,7 +360,7 @@ def group_of_one(monkeypatch):
 def own_settings():
     """Undo what a script sets for its whole process: the precision of products, signal handlers."""
     precision = torch.get_float32_matmul_precision()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield
     finally:

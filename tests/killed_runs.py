@@ -48,7 +48,7 @@ def one_run(folder, flags, seconds):
     kills, half_written = 0, set()
     while not live(flags, seconds(kills)):
         kills += 1
-        half_written |= {(path.name, path.stat().st_mtime_ns) for path in (folder / "checkpoints").glob("*.partial")}
+        half_written |= {(path.name, path.stat().st_mtime_ns) for path in (folder / "checkpoints").glob("partial")}
     return kills, len(half_written)
 
 

@@ -75,12 +75,12 @@ def test_27_the_best_is_the_one_with_the_lowest_validation_loss(whole, small):
             logits = saved_model(rung("27"), whole / name)(ids[: n * T].view(n, T)).double()
         loss = F.cross_entropy(logits.flatten(0, 1), ids[1 : n * T + 1]).item()
         assert step_of(whole / name) == step and loss == pytest.approx(found[step], abs=1e-5)
-    assert not list(whole.glob("checkpoints/*.partial"))
+    assert files_in(whole / "checkpoints") == {"best.pt", "step_0000020.pt", "step_0000030.pt"}
 
 
 def test_27_without_checkpoints_save_still_writes_the_best(whole, small, tmp_path):
     folder = run_in(tmp_path / "run", small, "--checkpoint-every", 0)
-    assert not files_in(folder / "checkpoints")
+    assert not (folder / "checkpoints").exists()
     assert_same_model(folder / "model.pt", whole / "model.pt")
 
 
@@ -107,7 +107,6 @@ def test_27_patience_counts_validations(patience, last, whole, small, tmp_path, 
         assert_same_model(folder / "model.pt", whole / "model.pt")
         (folder / "model.pt").unlink()
     output = capsys.readouterr().out
-    assert re.search(rf"# ended by --patience after step {last}; newest checkpoint: .*step_{last:07}.pt\n", output)
     assert output.count("\nstep : ") == last  # the second run repeats nothing
     assert_same_best(run_in(folder, small, "--patience", 0, "--resume"), whole)
 
@@ -133,30 +132,19 @@ def test_27_best_pt_is_not_needed_to_resume(damage, whole, small, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in (STEP_20, BEST):
         shutil.copy(whole / name, tmp_path / name)
+    log = (whole / LOG).read_text().replace(str(whole), str(tmp_path))
+    (tmp_path / LOG).write_text(log.partition("# checkpoint: step 30 ")[0])
     damage(tmp_path / BEST)
     run_in(tmp_path, small, "--resume")
     assert "# resumed after step 20 of 30" in (tmp_path / LOG).read_text()
     assert_same_best(tmp_path, whole)
 
 
-def test_27_a_full_disk_costs_the_file_and_not_the_run(whole, small, tmp_path, monkeypatch):
-    """best.pt is written first, so there is no newer checkpoint either."""
-    write = Path.write_bytes
-
-    def full_disk(path, contents):
-        if path.name == "best.partial.partial":
-            raise OSError(28, "No space left on device")
-        return write(path, contents)
-
-    monkeypatch.setattr(Path, "write_bytes", full_disk)
-    folder = run_in(tmp_path / "run", small)
-    assert len(re.findall(r"^# WARNING: no checkpoint of step [123]0", (folder / LOG).read_text(), re.M)) == 3
-    assert not files_in(folder / "checkpoints")
-    assert_same_model(folder / "model.pt", whole / "model.pt")
-
-
 def test_27_a_signal_saves_the_best_so_far(whole, small, tmp_path):
-    """It comes during the validation after step 15, when step 12 is the best; resumed, it is as if it had not come."""
+    """It comes during the validation after step 15, when step 12 is the best, and ends the run after step 16.
+
+    Resumed, it is as if it had not come.
+    """
     module = rung("27")
     evaluate, calls = module.evaluate, []
 
@@ -168,7 +156,7 @@ def test_27_a_signal_saves_the_best_so_far(whole, small, tmp_path):
 
     module.evaluate = evaluate_and_stop
     folder = run_in(tmp_path / "run", small, module=module)
-    assert re.search("# ended by a signal after step 15; .*step_0000015.pt\n", (folder / LOG).read_text())
+    assert step_of(folder / "checkpoints/step_0000016.pt") == 16 and len(losses(folder / LOG)) == 16
     assert_same_model(folder / "model.pt", whole / "model.pt")
     assert_same_best(run_in(folder, small, "--resume"), whole)
 
@@ -185,6 +173,6 @@ def test_27_a_signal_before_the_first_validation(small, tmp_path):
 
 
 def test_27_patience_without_validation_is_refused(small, tmp_path):
-    with pytest.raises(SystemExit, match="^error: --patience 2: --val-every 0 "):
+    with pytest.raises(SystemExit, match="^error: --patience: .*--val-every 0 "):
         run_in(tmp_path / "run", small, "--patience", 2, "--val-every", 0)
     assert not (tmp_path / "run" / LOG).exists()

@@ -1,9 +1,10 @@
 """Rungs 28 and 29, for a small text: dropout, documents apart. Rung 26 is in test_loader.py, 27 in test_best.py."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from conftest import losses, rung, tokens_of, train, val_losses
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
 VOCAB_SIZE, END = 1000, 999  # few, so that tests are quick
@@ -61,7 +62,7 @@ def masks(folder, data, rank, ranks, *flags):
         model.dropout.register_forward_hook(look)
         return model
 
-    module.new_model, module.init_ranks = hooked_model, lambda settings: (rank, ranks)
+    module.new_model, module.init_ranks = hooked_model, lambda device: (rank, ranks)
     train(module, folder, data, *SHORT, "--total-batch", 64, "--steps", 2, "--val-every", 1,
           "--val-sequences", 2, *flags)
     return seen
@@ -110,11 +111,12 @@ def documents():
 def test_29_both_masks_are_the_same():
     """The function that FlexAttention's kernel computes, and the blocks that it does not skip, against the mask."""
     module, (x, _, _) = rung("29"), documents()
-    mask, block_mask = (module.attention_mask(x, END, flex) for flex in (False, True))
-    assert torch.equal(flex_attention.create_mask(block_mask.mask_mod, 2, 1, 200, 200, device="cpu"), mask)
-    blocks = torch.nn.functional.max_pool2d(mask.float(), 128, ceil_mode=True)  # (2, 1, 2, 2)
-    assert torch.equal(block_mask.to_dense(), blocks.int())
-    assert blocks[:, 0, 1, 0].tolist() == [1, 1] and blocks[:, 0, 0, 1].tolist() == [0, 0]
+    document = (x == END).cumsum(1)
+    mask, blocks = module.boolean_mask(document), module.block_mask(document)
+    assert torch.equal(flex_attention.create_mask(blocks.mask_mod, 2, 1, 200, 200, device="cpu"), mask)
+    allowed = torch.nn.functional.max_pool2d(mask.float(), 128, ceil_mode=True)  # (2, 1, 2, 2)
+    assert torch.equal(blocks.to_dense(), allowed.int())
+    assert allowed[:, 0, 1, 0].tolist() == [1, 1] and allowed[:, 0, 0, 1].tolist() == [0, 0]
 
 
 def test_29_as_documents_run_one_by_one():
@@ -131,19 +133,34 @@ def test_29_as_documents_run_one_by_one():
     assert (model(x) - logits).norm() > 0.1 * logits.norm()  # attention across documents is something else
 
 
-@pytest.mark.parametrize("device, compiling, width, flex", [
-    ("cuda", True, 16, True), ("cuda", True, 128, True), ("cuda", True, 8, False), ("cuda", True, 256, False),
-    ("cuda", False, 16, False), ("cpu", True, 16, False)])
-def test_29_flex_where_it_is_compiled_for_cuda(device, compiling, width, flex, monkeypatch):
-    """Eagerly, as in evaluate(), FlexAttention would compute all scores; not every GPU has a kernel for wide heads."""
-    module, asked = rung("29"), []
-    module.attention_mask = lambda idx, end_of_text, flex: asked.append((end_of_text, flex)) or 1 / 0
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+@pytest.mark.parametrize("device, capability, width, flex", [
+    ("cuda", (8, 0), 16, True), ("cuda", (9, 0), 128, True), ("cuda", (8, 0), 8, False), ("cuda", (8, 0), 256, False),
+    ("cuda", (7, 5), 64, False), ("cpu", (8, 0), 64, False)])
+def test_29_where_flex_attention_has_a_fast_kernel(device, capability, width, flex, monkeypatch):
+    """Before Ampere it computes without tensor cores; not every GPU has a kernel for narrow or wide heads."""
+    module = rung("29")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     model = module.GPT(module.GPTConfig(n_layer=1, n_head=2, n_embd=2 * width, vocab_size=VOCAB_SIZE))
-    model.end_of_text = END
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ZeroDivisionError):
-        model(torch.zeros(1, 8, dtype=torch.long, device=device))
-    assert asked == [(END, flex)]
+    monkeypatch.setattr(model, "to", lambda device: model)
+    module.new_model = lambda args, loader: model
+    loader = SimpleNamespace(meta={"documents": 2, "end_of_text": END})
+    assert module.build_model(module.parse_args(["--device", "cpu"]), loader).use_flex_attention is False
+    args = module.parse_args([])
+    args.device = device
+    assert module.build_model(args, loader).use_flex_attention is flex
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+def test_29_flex_attention_only_where_it_is_compiled(compiling, monkeypatch):
+    """Eagerly, as in evaluate(), it would compute all scores."""
+    module, asked = rung("29"), []
+    module.block_mask = lambda document: asked.append("block")
+    module.boolean_mask = lambda document: asked.append("boolean")
+    model = lively(module)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    model.end_of_text, model.use_flex_attention = END, True
+    model(torch.zeros(1, 8, dtype=torch.long))
+    assert asked == ["block" if compiling else "boolean"]
 
 
 @pytest.mark.parametrize("meta, expected", [
