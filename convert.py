@@ -133,7 +133,7 @@ def read_file(path):
 # ---- from ours to Hugging Face's -----------------------------------------------------------------
 
 def to_config(shape, tied=True, **more):
-    """transformers' configuration of a model with the shape of a GPTConfig, a dictionary."""
+    """transformers' configuration of a model whose GPTConfig is the dictionary `shape`."""
     transformers = import_transformers()
     if "n_hidden" not in shape:
         return transformers.GPT2Config(
@@ -277,18 +277,13 @@ def to_gpt_config(config, script):
 
 def check_config(config, script):
     """Raise ValueError if a script has no such model as a transformers configuration describes."""
-    gpt_config = to_gpt_config(config, script)
-    ours = to_config(asdict(gpt_config))
+    ours = to_config(asdict(to_gpt_config(config, script)))
     for key in FIXED[config.model_type]:
         found, fixed = getattr(config, key), getattr(ours, key)
         if found != fixed:
             raise ValueError(f"its {key} is {found}; the scripts have {fixed}")
     if config.model_type == "gpt2" and config.n_inner not in (None, 4 * config.n_embd):
         raise ValueError(f"its n_inner is {config.n_inner}; the scripts have {4 * config.n_embd}")
-    with torch.device("meta"):
-        gpt = load_script(script).GPT(gpt_config)
-    if gpt.transformer.wte.weight is gpt.lm_head.weight and not config.tie_word_embeddings:
-        raise ValueError("its embeddings are untied, which only baseline.py's are")
 
 
 def cannot_be_loaded(name, why):

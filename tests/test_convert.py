@@ -12,6 +12,7 @@ import requests
 import torch
 from conftest import (
     ROOT,
+    assert_same_weights,
     data_with,
     edit_json,
     flip_a_byte,
@@ -115,56 +116,87 @@ def changed(path, target, **changes):
     return target
 
 
-@pytest.mark.parametrize("label, size, config", [
-    ("0", 257, {"model_type": "gpt2", "embd_pdrop": 0.0, "tie_word_embeddings": False}),
-    ("10", 257, {"n_positions": 1024, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
-                 "tie_word_embeddings": True}),
-    ("23", 300, {"model_type": "qwen3", "max_position_embeddings": 1024, "attention_dropout": 0.0}),
-])
-@torch.no_grad()
-def test_a_model_and_its_tokenizer_there_and_back(
-        label, size, config, sample, convert, tmp_path, real_text):
-    """Logits, tokens and text; of the configuration what none of them shows, dropout."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
-
+@pytest.fixture(scope="module", params=["0", "10", "23"])
+def exported(request, tmp_path_factory, real_text):
+    """A rung's model, of a GPT-2 or a Qwen3, as a file and as a Hugging Face folder."""
     text = "naïve 日本語 🙂 's . , ! \r\n" + real_text[:20_000]
     tokenizer = vocabulary.of_bytes()
-    if size != 257:
-        tokenizer = vocabulary.trained([text], size)
-    end, ids = tokenizer.end_of_text, tokenizer.encode(text).tolist()
-    path, folder = save(label, tmp_path / "model.pt", tokenizer), str(tmp_path / "hf")
-    convert.main([str(path), folder])
+    if request.param == "23":
+        tokenizer = vocabulary.trained([text], 300)
+    folder = tmp_path_factory.mktemp("exported")
+    path = save(request.param, folder / "model.pt", tokenizer)
+    load_module(ROOT / "convert.py").main([str(path), str(folder / "hf")])
+    return SimpleNamespace(
+        label=request.param,
+        text=text,
+        tokenizer=tokenizer,
+        path=path,
+        folder=folder / "hf",
+        x=torch.tensor([tokenizer.encode(text)[:64].tolist()]),
+    )
 
-    x = torch.tensor([ids[:64]])
-    expected = saved_model(rung(label), path)(x)
-    logits = AutoModelForCausalLM.from_pretrained(folder).eval()(x).logits
-    assert logits.shape == (1, 64, size)
+
+@torch.no_grad()
+def test_the_model_of_a_folder(exported):
+    """Its logits, and of the configuration what they do not show."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(exported.folder).eval()
+    logits = model(exported.x).logits
+    expected = saved_model(rung(exported.label), exported.path)(exported.x)
+    assert logits.shape == expected.shape
     assert torch.allclose(logits, expected, atol=1e-4 * expected.abs().max())
-    written = json.loads((tmp_path / "hf/config.json").read_text())
-    assert written.items() >= config.items()
-    assert (written["vocab_size"], written["bos_token_id"], written["eos_token_id"]) == (
-        size, end, end)
-    assert json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"] == end
+    assert model.config.model_type == BY_LABEL[exported.label].exports_to
+    assert model.config.max_position_embeddings == 1024
+    assert model.config.tie_word_embeddings is BY_LABEL[exported.label].tied
+    end = exported.tokenizer.end_of_text
+    assert model.config.bos_token_id == end
+    assert model.config.eos_token_id == end
+    assert model.generation_config.eos_token_id == end
+    for name, value in model.config.to_dict().items():
+        if name in ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout"):
+            assert value == 0.0
 
-    theirs, again = AutoTokenizer.from_pretrained(folder), vocabulary.from_hugging_face(folder)
-    assert theirs.encode(text) == ids == again.encode(text).tolist()
+
+def test_the_tokenizer_of_a_folder(exported):
+    from transformers import AutoTokenizer
+
+    text = exported.text
+    ids = exported.tokenizer.encode(text).tolist()
+    end = exported.tokenizer.end_of_text
+    theirs = AutoTokenizer.from_pretrained(exported.folder)
+    assert theirs.encode(text) == ids
     assert theirs.decode(ids) == text
-    assert theirs.encode("<|endoftext|>") == [end] == [theirs.eos_token_id]
-    assert theirs.bos_token_id == end == again.end_of_text
+    assert theirs.encode("<|endoftext|>") == [end]
+    assert theirs.bos_token_id == end
+    assert theirs.eos_token_id == end
+    again = vocabulary.from_hugging_face(str(exported.folder))
+    assert again.encode(text).tolist() == ids
+    assert again.end_of_text == end
 
-    flags = ("--prompt", "日本", "--temperature", 0, "--max-new-tokens", 20)
-    generate = pipeline("text-generation", model=folder)
+
+def test_the_text_of_a_folder(exported, sample):
+    from transformers import pipeline
+
+    generate = pipeline("text-generation", model=str(exported.folder))
     piped = generate("日本", max_new_tokens=20, do_sample=False)[0]["generated_text"]
-    assert sample(path, *flags) == sample(folder, *flags) == f"{piped}\n"
     assert len(piped) > 4
+    flags = ("--prompt", "日本", "--temperature", 0, "--max-new-tokens", 20)
+    assert sample(exported.path, *flags) == f"{piped}\n"
+    assert sample(exported.folder, *flags) == f"{piped}\n"
 
-    models = []
+
+@torch.no_grad()
+def test_a_folder_becomes_the_file_that_it_was(exported, convert, tmp_path):
+    """Twice the same one, padding included."""
+    module = rung(exported.label)
     for name in ("back.pt", "again.pt"):
-        convert.main([folder, str(tmp_path / name), "--script", BY_LABEL[label].file])
-        models.append(saved_model(rung(label), tmp_path / name))
-    assert torch.equal(models[0](x), expected)
-    for name, weight in models[0].state_dict().items():
-        assert torch.equal(weight, models[1].state_dict()[name])  # the padding, too
+        convert.main([str(exported.folder), str(tmp_path / name),
+                      "--script", BY_LABEL[exported.label].file])
+    back = saved_model(module, tmp_path / "back.pt")
+    expected = saved_model(module, exported.path)
+    assert torch.equal(back(exported.x), expected(exported.x))
+    assert_same_weights(tmp_path / "back.pt", tmp_path / "again.pt")
 
 
 def test_a_published_qwen3_becomes_a_rungs_start_and_its_checkpoint_comes_back(
@@ -211,13 +243,14 @@ def test_weights_and_configuration_that_disagree(convert, sample, gpt2, refusals
     edit_json(gpt2 / "config.json", n_layer=1)
     for line in refusals(gpt2):
         assert f"{gpt2}: cannot be loaded (its configuration has no place for its " in line
-    edit_json(gpt2 / "config.json", n_layer=2, tie_word_embeddings=True)
+    edit_json(gpt2 / "config.json", n_layer=2)
     weights = load_file(gpt2 / "model.safetensors")
     weights["lm_head.weight"] = torch.randn(257, 32)
     save_file(weights, gpt2 / "model.safetensors", {"format": "pt"})
-    for script in ("speedup_07_vocab_pad.py", "beyond/rung_16_gradient_checkpointing.py"):
+    for tied in (False, True):
+        edit_json(gpt2 / "config.json", tie_word_embeddings=tied)
         with pytest.raises(SystemExit, match=f"^error: {gpt2}: .*untied.*; .*baseline.py"):
-            convert.main([str(gpt2), str(tmp_path / "no.pt"), "--script", script])
+            convert.main([str(gpt2), str(tmp_path / "no.pt")])
     convert.main([str(gpt2), str(tmp_path / "model.pt"), "--script", "baseline.py"])
     x = torch.randint(0, 257, (1, 32))
     with torch.no_grad():
@@ -240,15 +273,17 @@ def test_a_full_disk_leaves_nothing(source, saved, convert, gpt2, tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_is_not_overwritten(saved, convert, gpt2, tmp_path):
-    for source, destination, why in [
-        (saved["10"], tmp_path, "exists already"),
-        (saved["10"], tmp_path / "hf.pt", "becomes a folder"),
-        (gpt2, tmp_path / "model", "becomes a file"),
-        (gpt2, tmp_path / "nowhere" / "model.pt", "its folder"),
-    ]:
-        with pytest.raises(SystemExit, match=f"^error: {destination}: .*{why}.*; "):
-            convert.main([str(source), str(destination)])
+@pytest.mark.parametrize("destination, why", [
+    ("", "exists already"), ("model.pt", "becomes a folder"), ("nowhere/model", "its folder")])
+def test_where_a_file_cannot_go(destination, why, saved, convert, tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path / destination}: .*{why}.*; "):
+        convert.main([str(saved["10"]), str(tmp_path / destination)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_a_folder_cannot_go(gpt2, convert, tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path}/model: .* becomes a file; "):
+        convert.main([str(gpt2), str(tmp_path / "model")])
 
 
 @torch.no_grad()
@@ -432,9 +467,10 @@ def test_a_published_model_in_16_bits_becomes_float32(gpt2, convert, sample, tmp
 
     AutoModelForCausalLM.from_pretrained(gpt2, dtype=torch.bfloat16).save_pretrained(gpt2)
     model, _ = sample.module.load_model(str(gpt2), "cpu")
+    assert model.dtype == torch.float32
     convert.main([str(gpt2), str(tmp_path / "model.pt")])
     weights = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
-    assert {weight.dtype for weight in (*weights.values(), *model.parameters())} == {torch.float32}
+    assert weights["lm_head.weight"].dtype == torch.float32
 
 
 def test_without_transformers(saved, sample, monkeypatch):
@@ -460,12 +496,14 @@ def test_no_merges_for_a_model_that_needs_them(
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("there, expected", [
-    (["cuda", "mps"], "cuda"), (["mps"], "mps"), ([], "cpu")])
-def test_the_device_is_the_accelerator_if_there_is_one(there, expected, sample, monkeypatch):
-    for name in ("cuda", "mps"):
-        monkeypatch.setattr(getattr(torch, name), "is_available", lambda name=name: name in there)
-    assert sample.module.parse_args(["model.pt"]).device == expected
+def test_the_device_is_the_accelerator_if_there_is_one(sample, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
+    assert sample.module.parse_args(["model.pt"]).device == "cpu"
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    assert sample.module.parse_args(["model.pt"]).device == "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sample.module.parse_args(["model.pt"]).device == "cuda"
 
 
 def test_without_top_k_any_token_may_come(saved, sample, numbers):

@@ -235,6 +235,7 @@ def test_as_a_program(evaluate, folders, monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "model", "--data", "data", "--device", "cpu"])
     program()
+    assert torch.get_float32_matmul_precision() == "high"  # TF32 on CUDA
     first, second = capsys.readouterr().out.splitlines()
     n_predicted = len(folders) - 1
     assert first.startswith(f"model on data/val.bin (made up): {n_predicted:,} bytes tokens, ")
