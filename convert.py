@@ -287,6 +287,8 @@ def check_config(config, script):
 
 
 def cannot_be_loaded(name, why):
+    if not Path(name).exists():
+        why = f"no such file or folder; on the hub: {why}"
     sys.exit(f"error: {name}: cannot be loaded ({why});"
              " give a model's file, or a GPT-2's name or folder")
 

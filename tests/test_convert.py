@@ -416,7 +416,8 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
     for name in ("step_0000001.pt", "step_0000020.pt", "step_keep.pt"):
         shutil.copy(saved["10"], tmp_path / "checkpoints" / name)
     for name, reason in [
-        ("nowhere.pt", "no such file"), ("text.pt", "damaged"), ("flipped.pt", "damaged"),
+        ("nowhere.pt", "no such file"), ("nowhere", "no such file or folder"),
+        ("text.pt", "damaged"), ("flipped.pt", "damaged"),
         ("foreign.pt", "it has no 'script'"), ("attack.pt", "damaged"),
         ("tokenizer.pt", "mine is damaged"), ("nan.pt", "transformer.h.1.ln_1.bias has NaN"),
         ("sharded", "--save FILE"), ("sharded/step_0000001", "--save FILE"),
