@@ -3,10 +3,11 @@
     python evaluate.py model.pt --data data/mine        # a file of --save, or a checkpoint
     python evaluate.py gpt2 --data data/mine            # a Hugging Face name or folder
 
-val.bin is cut into sequences of T tokens, the last one shorter; every token but the very first is predicted once, from
-the tokens before it in its sequence. So the numbers depend on T, which is that of the model's training: give the same
--T for models that you compare. Bits per byte may be compared across tokenizers: a model with a tokenizer other than the
-data's gets the same text in its own tokens.
+val.bin is cut into sequences of T tokens, the last one shorter; every token but the very first is
+predicted once, from the tokens before it in its sequence. So the numbers depend on T, which is that
+of the model's training: give the same -T for models that you compare. Bits per byte may be compared
+across tokenizers: a model with a tokenizer other than the data's gets the same text in its own
+tokens. Everything is computed in float32; matrix products on CUDA in TF32.
 """
 import argparse
 import json
@@ -21,117 +22,163 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from convert import warn
 from data import vocabulary
-from data.prepare import warn
 from sample import load_model, pick_device
 
-PIECE = re.compile(  # cut before a blank, where no token is split
+# A piece of at most 16384 characters that ends before a blank, where no token is split: after a
+# letter or digit, else after another character that is not a blank, else anywhere.
+PIECE = re.compile(
     r".{,16383}[^\W_](?=[ \t\r\n])|.{,16383}\S(?=[ \t\r\n])|.{1,16384}", re.DOTALL)
-LOGITS, TOKENS = 2**27, 2**14  # how many at most in a batch, unless one sequence has more: 0.5 GB of logits
+# The most logits (0.5 GB) and tokens in a batch, unless a single sequence has more
+MAX_LOGITS = 2**27
+MAX_TOKENS = 2**14
 
 
-def open_data(folder):
-    """(val.bin of a data folder, memory-mapped, (n_tokens,); its source; its tokenizer); exits without them."""
+def load_val(folder):
+    """val.bin of a data folder, memory-mapped, (n_tokens,); its source; its tokenizer.
+
+    Exits with one line if it is not whole.
+    """
     try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokenizer = vocabulary.of_ours(folder)
-        tokens = np.memmap(folder / "val.bin", dtype=tokenizer.dtype, mode="r")
+        dtype = meta.get("dtype", "<u2")
+        if dtype not in ("<u2", "<u4"):
+            raise ValueError(f"meta.json has an unknown dtype, {dtype}")
+        tokens = np.memmap(folder / "val.bin", dtype=dtype, mode="r")
+        if len(tokens) != meta["val_tokens"]:
+            raise ValueError(f"val.bin has {len(tokens)} tokens, not {meta['val_tokens']}")
         if len(tokens) < 2 or tokens.max() >= tokenizer.vocab_size:
             raise ValueError("val.bin does not hold at least two tokens of its tokenizer")
-        return tokens, json.loads((folder / "meta.json").read_text(encoding="utf-8"))["source"], tokenizer
-    except (OSError, ValueError, KeyError, vocabulary.NoTokenizer) as error:
+        return tokens, meta["source"], tokenizer
+    except KeyError as error:
+        sys.exit(f"error: --data {folder}: meta.json has no {error};"
+                 " give a folder that data/prepare.py made")
+    except (OSError, ValueError, vocabulary.NoTokenizer) as error:
         sys.exit(f"error: --data {folder}: {error}; give a folder that data/prepare.py made")
 
 
 def encode_again(tokens, theirs, ours):
-    """The text of `tokens`, which are those of the tokenizer `theirs`, in the tokens of `ours`, (n_tokens,)."""
+    """The text of `tokens`, which are those of the tokenizer `theirs`, in tokens of `ours`."""
     parts = []
-    for document in tqdm(np.split(tokens, np.flatnonzero(tokens == theirs.end_of_text)), "encoding", disable=None):
+    starts = np.flatnonzero(tokens == theirs.end_of_text)
+    for document in tqdm(np.split(tokens, starts), "encoding", disable=None):
         if len(document) and document[0] == theirs.end_of_text:
-            parts.append(np.array([ours.end_of_text], dtype=ours.dtype))
-        parts += [ours.encode(text) for text in PIECE.findall(theirs.decode(document.tolist()))]
-    return np.concatenate(parts)
+            parts.append(np.array([ours.end_of_text], dtype=np.uint32))
+        text = theirs.decode(document.tolist())
+        for piece in PIECE.findall(text):
+            parts.append(ours.encode(piece))
+    return np.concatenate(parts)  # (n_tokens,)
+
+
+def batches(n_predicted, T, batch_size):
+    """(First token, number of sequences, their length) of each batch; the last may be shorter."""
+    n_whole, rest = divmod(n_predicted, T)
+    for i in range(0, n_whole, batch_size):
+        yield i * T, min(batch_size, n_whole - i), T
+    if rest:
+        yield n_whole * T, 1, rest
+
+
+def document_mask(x, end_of_text):
+    """Where a token of x (B, T) may attend to: those before it in its document, (B, 1, T, T)."""
+    document = (x == end_of_text).cumsum(1)  # (B, T): the number of its document in the sequence
+    return (document[:, :, None] == document[:, None, :]).tril()[:, None]
 
 
 @torch.inference_mode()
-def losses(model, tokens, T, batch_size, end_of_text=None):
-    """The loss of every token but the first, in nats, summed by position in the sequence, (T,); how many, (T,).
+def sum_losses(model, tokens, T, batch_size, end_of_text=None):
+    """The loss in nats, summed over all sequences, of each position, (T,); how many losses, (T,).
 
-    With the id `end_of_text` no token attends to a document before its own.
+    Every token but the first is predicted. With the id `end_of_text` no token attends to a document
+    before its own.
     """
-    n_whole, rest = divmod(len(tokens) - 1, T)
-    batches = [(i * T, min(batch_size, n_whole - i), T) for i in range(0, n_whole, batch_size)]
-    batches += [(n_whole * T, 1, rest)] if rest else []
-    total, count = torch.zeros(T, dtype=torch.float64), torch.zeros(T, dtype=torch.int64)
-    with tqdm(total=len(tokens) - 1, unit=" tokens", disable=None) as progress:
-        for start, n, length in batches:
-            chunk = torch.from_numpy(tokens[start : start + n * length + 1].astype(np.int64)).to(model.device)
-            x, mask = chunk[:-1].view(n, length), None
-            if end_of_text is not None:
-                document = (x == end_of_text).cumsum(1)  # (n, length): its number in the sequence
-                mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]  # (n, 1, length, length)
-            logits = model(x, attention_mask=mask, use_cache=False).logits.flatten(0, 1)  # (n * length, vocab_size)
-            parts = zip(logits.split(1024), chunk[1:].split(1024), strict=True)  # cross_entropy makes copies of logits
-            loss = torch.cat([F.cross_entropy(rows.float(), ids, reduction="none") for rows, ids in parts])
-            total[:length] += loss.view(n, length).sum(0).cpu().double()  # Apple GPUs have no float64
-            count[:length] += n
-            progress.update(n * length)
+    total = torch.zeros(T, dtype=torch.float64)
+    count = torch.zeros(T, dtype=torch.int64)
+    progress = tqdm(total=len(tokens) - 1, unit=" tokens", disable=None)
+    for start, n, length in batches(len(tokens) - 1, T, batch_size):
+        chunk = tokens[start : start + n * length + 1].astype(np.int64)
+        chunk = torch.from_numpy(chunk).to(model.device)
+        x, targets = chunk[:-1].view(n, length), chunk[1:]  # (n, length), (n * length,)
+        mask = None
+        if end_of_text is not None:
+            mask = document_mask(x, end_of_text)
+        logits = model(x, attention_mask=mask, use_cache=False).logits  # (n, length, vocab_size)
+        losses = []
+        # cross_entropy makes copies of its logits, so it gets 1024 rows at a time
+        for rows, ids in zip(logits.flatten(0, 1).split(1024), targets.split(1024), strict=True):
+            losses.append(F.cross_entropy(rows.float(), ids, reduction="none"))
+        losses = torch.cat(losses).view(n, length).sum(0).cpu()  # Apple GPUs have no float64
+        total[:length] += losses.double()
+        count[:length] += n
+        progress.update(n * length)
+    progress.close()
     return total, count
 
 
 def parse_args(argv=None):
-    """The command line's flags; exits with one line when a value is out of range."""
+    """The command line; a mistake ends in argparse's two lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a checkpoint file, or a Hugging Face folder or name")
-    parser.add_argument("--data", type=Path, default=Path("data/tokens"), help="a folder of token files")
-    parser.add_argument("-T", "--seq-len", type=int, help="tokens per sequence (default: as in training; of a Hugging "
-                        "Face model its longest, at most 1024)")
-    parser.add_argument("-B", "--batch-size", type=int, help="sequences at once (default: by the size of the logits)")
-    parser.add_argument("--documents-apart", action="store_true", help="no attention across documents, as in rung 29")
-    parser.add_argument("--device", default=pick_device(), help="default: %(default)s")
+    flag = parser.add_argument
+    flag("model", help="a checkpoint file, or a Hugging Face folder or name")
+    flag("--data", type=Path, default=Path("data/tokens"), help="token files, by data/prepare.py"
+         " (default: %(default)s)")
+    flag("-T", "--seq-len", dest="T", type=int, help="tokens per sequence (default: as in training;"
+         " of a Hugging Face model its longest, at most 1024)")
+    flag("-B", "--batch-size", dest="B", type=int, help="sequences per batch (default: what 0.5 GB"
+         " of logits allow)")
+    flag("--documents-apart", action="store_true", help="no attention across documents, as in"
+         " rung 29")
+    flag("--device", default=pick_device(), help="where to compute (default: %(default)s)")
     args = parser.parse_args(argv)
-    for flag, value in [("-T", args.seq_len), ("--batch-size", args.batch_size)]:
+    for value in (args.T, args.B):
         if value is not None and value < 1:
-            sys.exit(f"error: {flag} {value}: out of range; give at least 1")
+            parser.error("-T and -B must be at least 1")
     return args
 
 
 def main(argv=None):
     args = parse_args(argv)
-    tokens, source, theirs = open_data(args.data)
+    torch.set_float32_matmul_precision("high")  # TF32 where CUDA has it: 10 bits for products
+    tokens, source, data_tokenizer = load_val(args.data)
     model, tokenizer = load_model(args.model, args.device)
-    if args.documents_apart and hasattr(model, "gpt"):  # the script's own model (sample.py)
-        sys.exit("error: --documents-apart: models of rungs 20 to 22, 30 and 31 cannot do that; leave it out")
-    vocab_size, longest = model.config.vocab_size, model.config.max_position_embeddings
-    T = args.seq_len or getattr(model.config, "trained_length", None) or min(longest, 1024)
-    if T > longest:
+    if args.documents_apart and hasattr(model, "gpt"):  # sample.py's script_model
+        sys.exit("error: --documents-apart: models of rungs 20 to 22, 30 and 31 cannot do that;"
+                 " leave it out")
+    longest = model.config.max_position_embeddings
+    T = args.T or getattr(model.config, "trained_length", None) or min(longest, 1024)
+    if longest < T:
         sys.exit(f"error: -T {T}: the model's longest sequence is {longest}; lower -T")
-    if (tokenizer.name, tokenizer.json) != (theirs.name, theirs.json):
-        tokens = encode_again(tokens, theirs, tokenizer)
-    batch_size = args.batch_size or max(1, min(LOGITS // (T * vocab_size), TOKENS // T))
+    if (tokenizer.name, tokenizer.json) != (data_tokenizer.name, data_tokenizer.json):
+        tokens = encode_again(tokens, data_tokenizer, tokenizer)
+    batch_size = min(MAX_LOGITS // (T * model.config.vocab_size), MAX_TOKENS // T)
+    batch_size = args.B or max(1, batch_size)
     end_of_text = tokenizer.end_of_text if args.documents_apart else None
-    total, count = losses(model, tokens, T, batch_size, end_of_text)
-    first, second = ((total[half].sum() / count[half].sum()).item() for half in (slice(T // 2), slice(T // 2, T)))
+
+    total, count = sum_losses(model, tokens, T, batch_size, end_of_text)
+    half = T // 2
+    first = (total[:half].sum() / count[:half].sum()).item()
+    second = (total[half:].sum() / count[half:].sum()).item()
     if second > first + 0.1:
-        warn(f"the second halves of the sequences are predicted worse ({second:.2f} nats per token) than the first"
-             f" ({first:.2f}): the model was probably trained with a smaller -T; give that one")
-    loss = total.sum() / (len(tokens) - 1)
+        warn(f"the second halves of the sequences are predicted worse ({second:.2f} nats per token)"
+             f" than the first ({first:.2f}): the model was probably trained with a smaller -T;"
+             " give that one")
+    n_predicted = len(tokens) - 1
+    loss = total.sum().item() / n_predicted
     n_bytes = int(tokenizer.byte_lengths()[tokens[1:]].sum())
-    print(f"{args.model} on {args.data / 'val.bin'} ({source}): {len(tokens) - 1:,} {tokenizer.name} tokens,"
-          f" {n_bytes:,} bytes, T={T}")
-    print(f"loss: {loss:.4f} nats per token | perplexity: {loss.exp():.2f}"
-          f" | bits per byte: {total.sum() / math.log(2) / n_bytes:.4f}")
+    bits_per_byte = total.sum().item() / math.log(2) / n_bytes
+    print(f"{args.model} on {args.data / 'val.bin'} ({source}):"
+          f" {n_predicted:,} {tokenizer.name} tokens, {n_bytes:,} bytes, T={T}")
+    print(f"loss: {loss:.4f} nats per token | perplexity: {math.exp(loss):.2f}"
+          f" | bits per byte: {bits_per_byte:.4f}")
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a file's name
-    logging.disable(logging.WARNING)  # transformers imports torchao if installed, which warns of what it lacks
+    logging.disable(logging.WARNING)  # transformers imports torchao, which warns of what it lacks
     try:
         main()
     except KeyboardInterrupt:
         sys.exit("stopped")
-    except RuntimeError as error:
-        if "no kernel image" in str(error):  # as in the training scripts
-            sys.exit("error: --device cuda: this torch was not built for this GPU; see python -m ladder check")
-        if "out of memory" not in str(error) and "allocate memory" not in str(error):
-            raise
+    except torch.OutOfMemoryError:
         sys.exit("error: out of memory; give a smaller --batch-size, or a shorter -T")

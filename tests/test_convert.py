@@ -1,28 +1,49 @@
-"""convert.py and sample.py: the same model in transformers' hands, there and back; the text that it writes."""
+"""convert.py and sample.py: the same model in transformers' hands, there and back; its text."""
+import io
 import json
-import os
+import resource
+import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
-from conftest import ROOT, data_with, flip_a_byte, load_module, new_gpt, run_command, rung, saved_model, train
+from conftest import (
+    ROOT,
+    assert_same_weights,
+    data_with,
+    edit_json,
+    flip_a_byte,
+    load_module,
+    new_gpt,
+    run_command,
+    rung,
+    saved_model,
+    train,
+)
+from safetensors.torch import load_file, save_file
 
 from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
 
 GPT2_BYTES = vocabulary.of_bytes("gpt2-bytes")
-PROMPT = "! The value of an object"  # "!" has the id 0, which generate() must not take for padding
+PROMPT = "! The value of an object"  # "!" has the id 0, which must not be taken for padding
 
 
 def save(label, path, tokenizer=GPT2_BYTES):
-    """A model's file of a rung's script, which no training has made dull: no weight is at a trivial value."""
+    """A model's file of a rung's script; no weight is at a trivial value."""
     module = rung(label)
     torch.manual_seed(0)
     model = new_gpt(module, vocab_size=tokenizer.vocab_size)
     for weight in model.state_dict().values():
         weight.add_(torch.randn_like(weight), alpha=0.2)
-    meta = dict(zip(vocabulary.FIELDS, (tokenizer.name, tokenizer.json, tokenizer.end_of_text), strict=True))
+    meta = {
+        "tokenizer": tokenizer.name,
+        "tokenizer_json": tokenizer.json,
+        "end_of_text": tokenizer.end_of_text,
+    }
     module.save_model(path, model, SimpleNamespace(meta=meta, T=32), 1)
     return path
 
@@ -31,7 +52,21 @@ def save(label, path, tokenizer=GPT2_BYTES):
 def saved(tmp_path_factory):
     """{rung: model's file}: untied, padded; neither a GPT-2 nor a Qwen3 (20, 22, 30)."""
     folder = tmp_path_factory.mktemp("saved")
-    return {label: save(label, folder / f"{label}.pt") for label in ("0", "10", "20", "22", "23", "30")}
+    labels = ("0", "10", "20", "22", "23", "30")
+    return {label: save(label, folder / f"{label}.pt") for label in labels}
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """A Hugging Face folder of a GPT-2 with random weights, of byte tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=257, n_embd=32, n_layer=2, n_head=2, n_positions=128,
+                        bos_token_id=256, eos_token_id=256, initializer_range=0.5)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    vocabulary.of_bytes().to_transformers().save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
 
 
 @pytest.fixture
@@ -54,9 +89,25 @@ def sample(capsys):
 
 
 @pytest.fixture
+def refusals(convert, sample, tmp_path):
+    """refusals(model): the lines in which convert.py and sample.py refuse it."""
+    def lines(model):
+        destination = tmp_path / ("out" if str(model).endswith(".pt") else "out.pt")
+        with pytest.raises(SystemExit) as by_convert:
+            convert.main([str(model), str(destination)])
+        with pytest.raises(SystemExit) as by_sample:
+            sample(model)
+        assert not destination.exists()
+        return [by_convert.value.code, by_sample.value.code]
+
+    return lines
+
+
+@pytest.fixture
 def numbers(monkeypatch):
-    """Let sample.py print token ids: most tokens are no bytes, in which the tests' text is written."""
-    monkeypatch.setattr(vocabulary.Tokenizer, "decode", lambda self, ids: "".join(f"{i} " for i in ids))
+    """Let sample.py print token ids: most tokens are no bytes."""
+    monkeypatch.setattr(vocabulary.Tokenizer, "decode",
+                        lambda self, ids: "".join(f"{i} " for i in ids))
 
 
 def changed(path, target, **changes):
@@ -65,89 +116,179 @@ def changed(path, target, **changes):
     return target
 
 
-@pytest.mark.parametrize("label, size, config", [
-    ("0", 257, {"model_type": "gpt2", "embd_pdrop": 0.0, "tie_word_embeddings": False}),
-    ("10", 257, {"n_positions": 1024, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": True}),
-    ("23", 300, {"model_type": "qwen3", "max_position_embeddings": 1024, "attention_dropout": 0.0}),
-])
-@torch.no_grad()
-def test_a_model_and_its_tokenizer_there_and_back(label, size, config, sample, convert, tmp_path, real_text):
-    """Logits, tokens and text in transformers' hands; in the configuration what none of them shows, dropout."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
-
+@pytest.fixture(scope="module", params=["0", "10", "23"])
+def exported(request, tmp_path_factory, real_text):
+    """A rung's model, of a GPT-2 or a Qwen3, as a file and as a Hugging Face folder."""
     text = "naïve 日本語 🙂 's . , ! \r\n" + real_text[:20_000]
-    tokenizer = vocabulary.of_bytes() if size == 257 else vocabulary.trained([text], size)
-    end, ids = tokenizer.end_of_text, tokenizer.encode(text).tolist()
-    path, folder = save(label, tmp_path / "model.pt", tokenizer), str(tmp_path / "hf")
-    convert.main([str(path), folder])
-    x = torch.tensor([ids[:64]])
-    expected = saved_model(rung(label), path)(x)
-    logits = AutoModelForCausalLM.from_pretrained(folder).eval()(x).logits
-    assert logits.shape == (1, 64, size) and torch.allclose(logits, expected, atol=1e-4 * expected.abs().max())
-    written, generation = (json.loads((tmp_path / "hf" / name).read_text())
-                           for name in ("config.json", "generation_config.json"))
-    assert written.items() >= {**config, "vocab_size": size, "bos_token_id": end, "eos_token_id": end}.items()
-    assert generation["eos_token_id"] == end
-    theirs, again = AutoTokenizer.from_pretrained(folder), vocabulary.from_hugging_face(folder)
-    assert theirs.encode(text) == ids == again.encode(text).tolist() and theirs.decode(ids) == text
-    assert theirs.encode("<|endoftext|>") == [end] == [theirs.eos_token_id] == [theirs.bos_token_id]
+    tokenizer = vocabulary.of_bytes()
+    if request.param == "23":
+        tokenizer = vocabulary.trained([text], 300)
+    folder = tmp_path_factory.mktemp("exported")
+    path = save(request.param, folder / "model.pt", tokenizer)
+    load_module(ROOT / "convert.py").main([str(path), str(folder / "hf")])
+    return SimpleNamespace(
+        label=request.param,
+        text=text,
+        tokenizer=tokenizer,
+        path=path,
+        folder=folder / "hf",
+        x=torch.tensor([tokenizer.encode(text)[:64].tolist()]),
+    )
+
+
+@torch.no_grad()
+def test_the_model_of_a_folder(exported):
+    """Its logits, and of the configuration what they do not show."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(exported.folder).eval()
+    logits = model(exported.x).logits
+    expected = saved_model(rung(exported.label), exported.path)(exported.x)
+    assert logits.shape == expected.shape
+    assert torch.allclose(logits, expected, atol=1e-4 * expected.abs().max())
+    assert model.config.model_type == BY_LABEL[exported.label].exports_to
+    assert model.config.max_position_embeddings == 1024
+    assert model.config.tie_word_embeddings is BY_LABEL[exported.label].tied
+    end = exported.tokenizer.end_of_text
+    assert model.config.bos_token_id == end
+    assert model.config.eos_token_id == end
+    assert model.generation_config.eos_token_id == end
+    for name, value in model.config.to_dict().items():
+        if name in ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout"):
+            assert value == 0.0
+
+
+def test_the_tokenizer_of_a_folder(exported):
+    from transformers import AutoTokenizer
+
+    text = exported.text
+    ids = exported.tokenizer.encode(text).tolist()
+    end = exported.tokenizer.end_of_text
+    theirs = AutoTokenizer.from_pretrained(exported.folder)
+    assert theirs.encode(text) == ids
+    assert theirs.decode(ids) == text
+    assert theirs.encode("<|endoftext|>") == [end]
+    assert theirs.bos_token_id == end
+    assert theirs.eos_token_id == end
+    again = vocabulary.from_hugging_face(str(exported.folder))
+    assert again.encode(text).tolist() == ids
     assert again.end_of_text == end
+
+
+def test_the_text_of_a_folder(exported, sample):
+    from transformers import pipeline
+
+    generate = pipeline("text-generation", model=str(exported.folder))
+    piped = generate("日本", max_new_tokens=20, do_sample=False)[0]["generated_text"]
+    assert len(piped) > 4
     flags = ("--prompt", "日本", "--temperature", 0, "--max-new-tokens", 20)
-    piped = pipeline("text-generation", model=folder)("日本", max_new_tokens=20, do_sample=False)[0]["generated_text"]
-    assert [sample(path, *flags), sample(folder, *flags)] == [f"{piped}\n"] * 2 and len(piped) > 4
-    models = []
+    assert sample(exported.path, *flags) == f"{piped}\n"
+    assert sample(exported.folder, *flags) == f"{piped}\n"
+
+
+@torch.no_grad()
+def test_a_folder_becomes_the_file_that_it_was(exported, convert, tmp_path):
+    """Twice the same one, padding included."""
+    module = rung(exported.label)
     for name in ("back.pt", "again.pt"):
-        convert.main([folder, str(tmp_path / name), "--script", BY_LABEL[label].file])
-        models.append(saved_model(rung(label), tmp_path / name))
-    assert torch.equal(models[0](x), expected)
-    assert all(map(torch.equal, *(model.state_dict().values() for model in models)))  # the padding, too
-    if label == "0":
-        with pytest.raises(SystemExit, match="untied.*--script baseline.py"):
-            convert.main([folder, str(tmp_path / "no.pt"), "--script", BY_LABEL["16"].file])
+        convert.main([str(exported.folder), str(tmp_path / name),
+                      "--script", BY_LABEL[exported.label].file])
+    back = saved_model(module, tmp_path / "back.pt")
+    expected = saved_model(module, exported.path)
+    assert torch.equal(back(exported.x), expected(exported.x))
+    assert_same_weights(tmp_path / "back.pt", tmp_path / "again.pt")
 
 
-def test_a_published_qwen3_becomes_a_rungs_start_and_its_checkpoint_comes_back(convert, sample, tmp_path):
+def test_a_published_qwen3_becomes_a_rungs_start_and_its_checkpoint_comes_back(
+        convert, sample, tmp_path):
     """One with shared heads, a larger base of RoPE, and more rows than its tokenizer has tokens."""
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, bos_token_id=256,
-        eos_token_id=256, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000}))
+        vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+        num_attention_heads=4, head_dim=32, num_key_value_heads=2, max_position_embeddings=128,
+        tie_word_embeddings=True, bos_token_id=256, eos_token_id=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000}))
     theirs.save_pretrained(tmp_path / "theirs")
     tokenizer = vocabulary.of_bytes()
     tokenizer.to_transformers().save_pretrained(tmp_path / "theirs")
     convert.main([str(tmp_path / "theirs"), str(tmp_path / "theirs.pt")])
+
     data = data_with(tokenizer, "To be, or not to be? " * 999, tmp_path / "data")
-    train(rung("32"), tmp_path, data, "-T", 64, "--steps", 3, "--max-lr", 0, "--muon-lr", 0, "--total-batch", 64,
-          "--pretrained", tmp_path / "theirs.pt")
-    path, = (tmp_path / "checkpoints").glob("step_*.pt")
+    train(rung("32"), tmp_path, data, "-T", 64, "--steps", 3, "--max-lr", 0, "--muon-lr", 0,
+          "--total-batch", 64, "--pretrained", tmp_path / "theirs.pt")
+    path = next((tmp_path / "checkpoints").glob("step_*.pt"))
     assert sample(path, "--prompt", "To be", "--max-new-tokens", 8).startswith("To be")
     convert.main([str(path), str(tmp_path / "mine")])
     x = torch.randint(0, 257, (1, 32))
     with torch.no_grad():
-        expected, back = theirs(x).logits, AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval()(x).logits
-    assert back.shape == (1, 32, 257) and torch.allclose(back, expected[..., :257], atol=1e-5)
-    for main, more in [(convert.main, [str(tmp_path / "out")]), (sample.module.main, [])]:
-        with pytest.raises(SystemExit, match=f"^error: .*checkpoints: .* give {path}$"):
-            main([str(path.parent), *more])
+        expected = theirs(x).logits
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval()(x).logits
+    assert back.shape == (1, 32, 257)
+    assert torch.allclose(back, expected[..., :257], atol=1e-5)
 
 
-def test_a_conversion_that_fails_leaves_nothing(saved, convert, tmp_path, monkeypatch):
-    def full_disk(tokenizer):
-        raise OSError("No space left on device")
+def test_what_a_file_holds(convert, gpt2, tmp_path):
+    """Exactly what --save writes."""
+    convert.main([str(gpt2), str(tmp_path / "model.pt")])
+    assert list(torch.load(tmp_path / "model.pt", weights_only=True)) == [
+        "script", "config", "model", "step", "T", "tokenizer", "tokenizer_json", "end_of_text"]
 
-    monkeypatch.setattr(vocabulary.Tokenizer, "to_transformers", full_disk)
-    for name, reason in [("hf", "No space left"), ("", "exists already")]:
-        with pytest.raises(SystemExit, match=f"error: {tmp_path / name}: .*{reason}"):
-            convert.main([str(saved["10"]), str(tmp_path / name)])
-    assert os.listdir(tmp_path) == []
+
+def test_weights_and_configuration_that_disagree(convert, sample, gpt2, refusals, tmp_path):
+    """The weights are what was trained."""
+    from transformers import AutoModelForCausalLM
+
+    edit_json(gpt2 / "config.json", n_layer=1)
+    for line in refusals(gpt2):
+        assert f"{gpt2}: cannot be loaded (its configuration has no place for its " in line
+    edit_json(gpt2 / "config.json", n_layer=2)
+    weights = load_file(gpt2 / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn(257, 32)
+    save_file(weights, gpt2 / "model.safetensors", {"format": "pt"})
+    for tied in (False, True):
+        edit_json(gpt2 / "config.json", tie_word_embeddings=tied)
+        with pytest.raises(SystemExit, match=f"^error: {gpt2}: .*untied.*; .*baseline.py"):
+            convert.main([str(gpt2), str(tmp_path / "no.pt")])
+    convert.main([str(gpt2), str(tmp_path / "model.pt"), "--script", "baseline.py"])
+    x = torch.randint(0, 257, (1, 32))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(gpt2).eval()(x).logits
+        assert torch.allclose(saved_model(rung("0"), tmp_path / "model.pt")(x), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("source", ["file", "folder"])
+def test_a_full_disk_leaves_nothing(source, saved, convert, gpt2, tmp_path):
+    """As far as writing goes a limit on the size of files is one."""
+    source, destination = {"file": (saved["10"], "hf"), "folder": (gpt2, "model.pt")}[source]
+    (tmp_path / "out").mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(SystemExit, match=f"^error: .*out/{destination}: cannot be written .*;"):
+            convert.main([str(source), str(tmp_path / "out" / destination)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("destination, why", [
+    ("", "exists already"), ("model.pt", "becomes a folder"), ("nowhere/model", "its folder")])
+def test_where_a_file_cannot_go(destination, why, saved, convert, tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path / destination}: .*{why}.*; "):
+        convert.main([str(saved["10"]), str(tmp_path / destination)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_a_folder_cannot_go(gpt2, convert, tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path}/model: .* becomes a file; "):
+        convert.main([str(gpt2), str(tmp_path / "model")])
 
 
 @torch.no_grad()
 def greedy(label, path, ids, n_new):
-    """The tokens that the rung's own model, without a cache, finds likeliest after `ids`, as words."""
+    """The tokens that the rung's own model, without a cache, finds likeliest after `ids`."""
     model = saved_model(rung(label), path)
     for _ in range(n_new):
         ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
@@ -156,7 +297,7 @@ def greedy(label, path, ids, n_new):
 
 @pytest.mark.parametrize("label", ["0", "10", "20", "22", "23", "30"])
 def test_greedy_text_is_that_of_the_rungs_own_model(label, saved, sample, numbers, tmp_path):
-    """Also if generate() has a cache. A token that is taken for the end of a text is the last one."""
+    """Also if generate() has a cache. A token that is taken for the end of a text is the last."""
     expected = greedy(label, saved[label], GPT2_BYTES.encode(PROMPT).tolist(), 20)
     assert len(set(expected)) > 5
     flags = ("--prompt", PROMPT, "--temperature", 0, "--max-new-tokens", 20)
@@ -171,106 +312,204 @@ def test_sampling_flags(saved, sample, numbers):
         return sample(saved["10"], "--max-new-tokens", 8, *flags)
 
     likeliest = text("--temperature", 0)
-    assert likeliest.split() == greedy("10", saved["10"], [50256], 8)  # without a prompt: the start of a document
-    assert text("--seed", 1, "--top-k", 50) == text("--seed", 1, "--top-k", 50) != text("--seed", 2, "--top-k", 50)
+    # without a prompt: the start of a document
+    assert likeliest.split() == greedy("10", saved["10"], [50256], 8)
+    first = text("--seed", 1, "--top-k", 50)
+    assert first == text("--seed", 1, "--top-k", 50) != text("--seed", 2, "--top-k", 50)
     assert text("--top-k", 1) == text("--top-p", 1e-6) == text("--temperature", 0.001) == likeliest
-    first, second = text("--num-samples", 2).split("--- sample ")[1:]
-    assert first.split()[3:] != second.split()[3:]  # the seed is set once, before all of them
     assert len({text("--temperature", 0.8), text("--temperature", 5), likeliest}) == 3
+    one, two = text("--num-samples", 2).split("--- sample ")[1:]
+    assert one.split()[3:] != two.split()[3:]  # the seed is set once, before all of them
+
+
+def test_sampling_is_what_the_flags_say(gpt2, sample):
+    """Of a folder's generation_config.json only the ids that end a text are taken."""
+    from transformers import AutoModelForCausalLM
+
+    def texts(**generation_config):
+        (gpt2 / "generation_config.json").write_text(json.dumps(generation_config))
+        flags = ("--prompt", "To be", "--max-new-tokens", 20, "--top-k", 50, "--temperature")
+        return [sample(gpt2, *flags, temperature) for temperature in (0, 1)]
+
+    tokenizer = vocabulary.of_bytes()
+    x = torch.tensor([tokenizer.encode("To be").tolist()])
+    model = AutoModelForCausalLM.from_pretrained(gpt2)
+    ids = model.generate(x, do_sample=False, max_new_tokens=20, eos_token_id=256)[0].tolist()
+    greedy, drawn = texts(eos_token_id=256)
+    assert greedy == tokenizer.decode(ids) + "\n" != drawn
+    assert texts(num_beams=4, repetition_penalty=5.0, min_p=0.9) == [greedy, drawn]
+    shorter = ids[: ids.index(ids[12], 5) + 1]
+    assert texts(eos_token_id=[256, ids[12]])[0] == tokenizer.decode(shorter) + "\n"
 
 
 def test_how_long_prompt_and_text_may_be(saved, sample, capsys):
-    """The longest sequence cuts the prompt at its front; beyond the -T of the training, here 32, text gets worse."""
-    fit = sample.module.fit
-    assert fit([*range(10)], 6, 16) == [*range(10)] and not capsys.readouterr().err
-    assert fit([*range(10)], 13, 16) == [7, 8, 9] and "first 7 tokens" in capsys.readouterr().err
-    for prompt, n_new, warned in (("x", 31, ""), ("x", 32, "sequences of 32 tokens")):
-        sample.module.main(
-            [str(saved["10"]), "--prompt", prompt, "--max-new-tokens", str(n_new), "--device", "cpu"])
-        said = capsys.readouterr().err
-        assert warned in said and bool(said) == bool(warned)
+    """The longest sequence cuts the prompt at its front; beyond the training's -T text is worse."""
+    fit_prompt = sample.module.fit_prompt
+    assert fit_prompt([*range(10)], 6, 16) == [*range(10)]
+    assert not capsys.readouterr().err
+    assert fit_prompt([*range(10)], 13, 16) == [7, 8, 9]
+    assert "first 7 tokens" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="^error: --max-new-tokens 1024: .* 1024; give fewer"):
+        sample(saved["10"], "--max-new-tokens", 1024)
+    flags = [str(saved["10"]), "--prompt", "x", "--device", "cpu", "--max-new-tokens"]
+    capsys.readouterr()
+    sample.module.main([*flags, "31"])
+    assert not capsys.readouterr().err
+    sample.module.main([*flags, "32"])
+    assert "sequences of 32 tokens" in capsys.readouterr().err
 
 
 def test_as_a_program(saved, tmp_path):
-    """From another folder, on a terminal without the characters, for a reader that goes away."""
-    flags = "--prompt 日本 --num-samples 9 --max-new-tokens 5 --device cpu"
-    command = f"set -o pipefail; {sys.executable} {ROOT / 'sample.py'} {saved['10']} {flags} | head -c 50"
-    run = run_command("bash", "-c", command, cwd=tmp_path, PYTHONIOENCODING="ascii")
-    assert run.returncode == 0 and run.stdout.startswith("--- sample 1 of 9\n??") and not run.stderr, run.stderr
+    """From another folder, for a reader that goes away."""
+    flags = "--prompt ROMEO: --num-samples 9 --max-new-tokens 5 --device cpu"
+    command = f"{sys.executable} {ROOT / 'sample.py'} {saved['10']} {flags} | head -c 50"
+    run = run_command("bash", "-c", f"set -o pipefail; {command}", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("--- sample 1 of 9\nROMEO:")
+    assert not run.stderr
 
 
-def test_values_out_of_range(saved, sample):
-    for flag, value, need in [
-        ("--top-p", 0, "more than 0"), ("--top-p", 1.5, "at most 1"), ("--top-k", -1, "at least 0"),
-        ("--temperature", -1, "0 or"), ("--temperature", "nan", "0 or"), ("--temperature", 1e-40, "0 or"),
-        ("--seed", -1, "at least 0"), ("--num-samples", 0, "at least 1"), ("--max-new-tokens", 0, "at least 1"),
-        ("--max-new-tokens", 1024, "1024; give fewer"), ("--device", "abacus", "--device cpu"),
-        ("--prompt", "caf\udce9", "iconv"),  # as Python gives the bytes of Latin-1
-    ]:
-        with pytest.raises(SystemExit, match=f"^error: {flag}( {value})?: .*; .*") as stop:
-            sample.module.main([str(saved["10"]), "--device", "cpu", flag, str(value)])
-        assert need in stop.value.code
+@pytest.mark.parametrize("flag, value", [
+    ("--top-p", 0), ("--top-p", 1.5), ("--top-k", -1), ("--temperature", -1),
+    ("--temperature", "nan"), ("--temperature", 1e-40), ("--num-samples", 0),
+    ("--max-new-tokens", 0),
+])
+def test_values_out_of_range(flag, value, sample, capsys):
+    with pytest.raises(SystemExit):
+        sample("model.pt", flag, value)
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert "error: " in last_line and flag in last_line
+
+
+def test_a_device_that_is_not_there(saved, sample):
+    with pytest.raises(SystemExit, match="^error: --device abacus: .*; try --device cpu"):
+        sample.module.load_model(str(saved["10"]), "abacus")
+
+
+class Attack:
+    """Unpickled with torch.load's weights_only=False, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_is_no_model_s_file(saved, sample, convert, tmp_path):
-    """By convert.py and by sample.py, in one line that names the file and what is wrong with it."""
+def test_what_is_no_model_s_file(saved, refusals, tmp_path):
+    """One line that names the file, and what is wrong with it."""
     from torch.distributed import checkpoint
 
     (tmp_path / "text.pt").write_text("not a checkpoint")
-    (tmp_path / "flipped.pt").write_bytes(saved["10"].read_bytes())
-    flip_a_byte(tmp_path / "flipped.pt")  # torch writes check sums, but does not look at them when it loads
-    torch.save(SimpleNamespace(), tmp_path / "code.pt")  # torch.load advises to load it without weights_only
-    changed(saved["22"], tmp_path / "script.pt", script="os.py")
+    shutil.copy(saved["10"], tmp_path / "flipped.pt")
+    flip_a_byte(tmp_path / "flipped.pt")  # torch.load does not look at the check sums
+    torch.save({"model": {}, "optimizer": {}}, tmp_path / "foreign.pt")
+    changed(saved["10"], tmp_path / "attack.pt", T=Attack(tmp_path / "attacked"))
     changed(saved["10"], tmp_path / "tokenizer.pt", tokenizer="mine", tokenizer_json="{")
-    checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "sharded/step_0000001", no_dist=True)
+    model = torch.load(saved["10"], weights_only=True)["model"]
+    model["transformer.h.1.ln_1.bias"][7] = torch.nan
+    changed(saved["10"], tmp_path / "nan.pt", model=model)
+    step = tmp_path / "sharded/step_0000001"
+    checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=step, no_dist=True)
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("step_0000001.pt", "step_0000020.pt", "step_keep.pt"):
+        shutil.copy(saved["10"], tmp_path / "checkpoints" / name)
     for name, reason in [
-        ("nowhere.pt", "No such file"), ("script.pt", "neither"),
-        ("text.pt", "damaged"), ("flipped.pt", "damaged"), ("code.pt", "damaged"),
-        ("tokenizer.pt", "mine is damaged"), ("sharded", "--save FILE"), ("sharded/step_0000001", "--save FILE"),
+        ("nowhere.pt", "no such file"), ("nowhere", "no such file or folder"),
+        ("text.pt", "damaged"), ("flipped.pt", "damaged"),
+        ("foreign.pt", "it has no 'script'"), ("attack.pt", "damaged"),
+        ("tokenizer.pt", "mine is damaged"), ("nan.pt", "transformer.h.1.ln_1.bias has NaN"),
+        ("sharded", "--save FILE"), ("sharded/step_0000001", "--save FILE"),
+        ("checkpoints", f"give {tmp_path}/checkpoints/step_0000020.pt"),
     ]:
-        for main, more in [(convert.main, [str(tmp_path / "out")]), (sample.module.main, [])]:
-            with pytest.raises(SystemExit, match=f"^error: .*{name}: .*{reason}[^\n]*$") as stop:
-                main([str(tmp_path / name), *more])
-            assert "; " in stop.value.code and "weights_only" not in stop.value.code
+        for line in refusals(tmp_path / name):
+            assert line.startswith(f"error: {tmp_path / name}: ") and "; " in line
+            assert reason in line and "\n" not in line and "weights_only" not in line
+    assert not (tmp_path / "attacked").exists()
+
+
+@pytest.mark.parametrize("script", ["this.py", "../baseline.py", "sample.py", "beyond/x.py"])
+def test_a_file_names_a_rung_and_no_other_module(script, saved, sample, tmp_path):
+    sys.modules.pop("this", None)
+    path = changed(saved["22"], tmp_path / "model.pt", script=script)
+    with pytest.raises(SystemExit, match=f"^error: {path}: {script} is not a script of the ladder"):
+        sample(path)
+    assert "this" not in sys.modules
+
+
+def test_what_has_no_model_in_transformers(saved, convert, tmp_path):
     for label in ("20", "22", "30"):
         with pytest.raises(SystemExit, match="neither a GPT-2 .* nor a Qwen3"):
             convert.main([str(saved[label]), str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
 
 
-def test_a_stopped_conversion_leaves_nothing(convert, hf_folder, tmp_path, monkeypatch):
-    def stopped(contents, path):
-        path.write_text("half a model")
-        raise KeyboardInterrupt
+def test_a_folder_s_own_code_does_not_run(gpt2, refusals, tmp_path, monkeypatch):
+    """Not even for somebody who answers yes when transformers asks."""
+    (gpt2 / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    own = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    edit_json(gpt2 / "config.json", model_type="mine", auto_map=own)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    for line in refusals(gpt2):
+        assert "cannot be loaded (" in line
+    assert not (tmp_path / "ran").exists()
 
-    monkeypatch.setattr(torch, "save", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        convert.main([str(hf_folder), str(tmp_path / "model.pt")])
-    assert not list(tmp_path.iterdir())
+
+def test_a_folder_s_nan(gpt2, refusals):
+    weights = load_file(gpt2 / "model.safetensors")
+    weights["transformer.h.1.ln_1.bias"][7] = torch.nan
+    save_file(weights, gpt2 / "model.safetensors", {"format": "pt"})
+    for line in refusals(gpt2):
+        assert line.startswith(f"error: {gpt2}: transformer.h.1.ln_1.bias has NaN")
 
 
-def test_no_merges_for_a_model_that_needs_them(saved, sample, convert, tmp_path, monkeypatch, capsys):
+def test_a_published_model_in_16_bits_becomes_float32(gpt2, convert, sample, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(gpt2, dtype=torch.bfloat16).save_pretrained(gpt2)
+    model, _ = sample.module.load_model(str(gpt2), "cpu")
+    assert model.dtype == torch.float32
+    convert.main([str(gpt2), str(tmp_path / "model.pt")])
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    assert weights["lm_head.weight"].dtype == torch.float32
+
+
+def test_without_transformers(saved, sample, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # so that importing it fails
+    for label in ("10", "22"):
+        with pytest.raises(SystemExit, match="^error: transformers: .*; pip install"):
+            sample(saved[label])
+
+
+def test_no_merges_for_a_model_that_needs_them(
+        saved, sample, convert, tmp_path, monkeypatch, capsys):
     """Without them there is no text; the model can be exported."""
-    monkeypatch.setattr(vocabulary.tiktoken, "get_encoding", lambda name: 1 / 0)
+    def no_network(name):
+        raise requests.ConnectionError
+
+    monkeypatch.setattr(vocabulary.tiktoken, "get_encoding", no_network)
     path = changed(saved["10"], tmp_path / "gpt2.pt", tokenizer="gpt2")
     with pytest.raises(SystemExit, match="gpt2.pt: .*tiktoken.*network"):
         sample(path)
     convert.main([str(path), str(tmp_path / "hf")])
     assert "WARNING: tiktoken" in capsys.readouterr().err
-    assert (tmp_path / "hf" / "model.safetensors").exists() and not (tmp_path / "hf" / "tokenizer.json").exists()
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("there, expected", [(["cuda", "mps"], "cuda"), (["mps"], "mps"), ([], "cpu")])
-def test_the_device_is_the_accelerator_if_there_is_one(there, expected, sample, monkeypatch):
-    for name in ("cuda", "mps"):
-        monkeypatch.setattr(getattr(torch, name), "is_available", lambda name=name: name in there)
-    assert sample.module.parse_args(["model.pt"]).device == expected
+def test_the_device_is_the_accelerator_if_there_is_one(sample, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
+    assert sample.module.parse_args(["model.pt"]).device == "cpu"
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    assert sample.module.parse_args(["model.pt"]).device == "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sample.module.parse_args(["model.pt"]).device == "cuda"
 
 
 def test_without_top_k_any_token_may_come(saved, sample, numbers):
     """At a temperature where all are alike: generate()'s own default is the 50 likeliest."""
     model = saved_model(rung("10"), saved["10"])
     likeliest = model(torch.tensor([GPT2_BYTES.encode(PROMPT).tolist()]))[0, -1].topk(1000)
-    text = sample(saved["10"], "--prompt", PROMPT, "--temperature", 999, "--max-new-tokens", 1)
-    assert int(text.removeprefix(PROMPT)) not in likeliest.indices
+    flags = ("--prompt", PROMPT, "--temperature", 999, "--max-new-tokens", 1)
+    assert int(sample(saved["10"], *flags).removeprefix(PROMPT)) not in likeliest.indices

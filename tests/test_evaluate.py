@@ -1,4 +1,4 @@
-"""evaluate.py: the numbers of a model on val.bin, against closed forms, the scripts' own and transformers' losses."""
+"""evaluate.py: a model's numbers on val.bin, against closed forms and others' losses."""
 import json
 import logging
 import math
@@ -7,17 +7,29 @@ import re
 import runpy
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load_module, rung, tokens_of, train, train_in_float32, val_losses
+from conftest import (
+    ROOT,
+    edit_json,
+    load_module,
+    rung,
+    tokens_of,
+    train,
+    train_in_float32,
+    val_losses,
+)
 from torch.nn import functional as F
 
 from data import vocabulary
 
-DOCUMENTS = ["To be, or not to be:\nthat is the question. ", "naïve 日本語 🙂 12345", " ".join(["word"] * 300)]
+DOCUMENTS = [
+    "To be, or not to be:\nthat is the question. ",
+    "naïve 日本語 🙂 12345",
+    " ".join(["word"] * 300),
+]
 N_BYTES = len("".join(DOCUMENTS).encode()) - 1  # but for the first
 BYTES, BPE = vocabulary.of_bytes(), vocabulary.trained(iter(DOCUMENTS), 300)
 
@@ -29,17 +41,22 @@ def evaluate(tmp_path, monkeypatch):
     return load_module(ROOT / "evaluate.py")
 
 
-def ids_of(tokenizer, documents=DOCUMENTS):
-    return np.array([i for text in documents for i in (tokenizer.end_of_text, *tokenizer.encode(text))][1:], "<u2")
+def encode(tokenizer, documents=DOCUMENTS):
+    """The tokens of documents, each after an end of text but the first, (n_tokens,)."""
+    ids = []
+    for text in documents:
+        ids += [tokenizer.end_of_text, *tokenizer.encode(text)]
+    return np.array(ids[1:], "<u2")
 
 
 def gpt2(tokenizer=BYTES, longest=128, std=0.2, folder=None):
-    """A transformers GPT-2 with random weights, saved to a folder; with std=0 all of its logits are 0."""
+    """A transformers GPT-2 with random weights, saved to a folder; with std=0 all logits are 0."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=tokenizer.vocab_size, n_embd=32, n_layer=2, n_head=2,
-                                       n_positions=longest, initializer_range=float(std))).eval()
+    config = GPT2Config(vocab_size=tokenizer.vocab_size, n_embd=32, n_layer=2, n_head=2,
+                        n_positions=longest, initializer_range=float(std))
+    model = GPT2LMHeadModel(config).eval()
     if not std:
         model.transformer.wte.weight.data.zero_()
     if folder:
@@ -50,35 +67,53 @@ def gpt2(tokenizer=BYTES, longest=128, std=0.2, folder=None):
 
 @pytest.fixture
 def folders(tmp_path):
-    """The ids of val.bin in a folder `data`, beside a folder `model` of a model without an opinion, of byte tokens."""
+    """The ids of val.bin in the folder `data`, beside `model`, a byte model whose logits are 0."""
     gpt2(std=0.0, folder=tmp_path / "model")
-    tokens_of(tmp_path / "data", ids_of(BYTES), tokenizer=BYTES)
-    return ids_of(BYTES)
+    tokens_of(tmp_path / "data", encode(BYTES), tokenizer=BYTES)
+    return encode(BYTES)
 
 
 def result(evaluate, capsys, *flags):
-    """(tokens, their name, bytes, T, loss, perplexity, bits per byte) that evaluate.py prints."""
+    """The numbers that evaluate.py prints."""
     capsys.readouterr()
     evaluate.main([*map(str, flags), "--data", "data", "--device", "cpu"])
     pattern = (r".* on data/val.bin \(made up\): (\S+) (\S+) tokens, (\S+) bytes, T=(\d+)\n"
                r"loss: (\S+) nats per token \| perplexity: (\S+) \| bits per byte: (\S+)\n")
-    tokens, name, *others = re.fullmatch(pattern, capsys.readouterr().out).groups()
-    n_bytes, T, *losses = [float(number.replace(",", "")) for number in others]
-    return int(tokens.replace(",", "")), name, n_bytes, T, *losses
+    found = re.fullmatch(pattern, capsys.readouterr().out)
+    return SimpleNamespace(
+        n_tokens=int(found[1].replace(",", "")),
+        tokenizer=found[2],
+        n_bytes=int(found[3].replace(",", "")),
+        T=int(found[4]),
+        loss=float(found[5]),
+        perplexity=float(found[6]),
+        bits_per_byte=float(found[7]),
+    )
 
 
-@pytest.mark.parametrize("tokenizer, T", [(BYTES, 7), (BPE, None)])
-def test_all_tokens_alike(tokenizer, T, evaluate, tmp_path, capsys):
-    """A model without an opinion: ln V nats for each token but the first; the end of a text counts, but is no byte.
+@pytest.mark.parametrize("tokenizer, flags, T", [(BYTES, ["-T", 7], 7), (BPE, [], 128)])
+def test_all_tokens_alike(tokenizer, flags, T, evaluate, tmp_path, capsys):
+    """Logits of 0: ln V nats for each token but the first; the end of a text is no byte.
 
-    Whatever tokens the data has, they are the model's."""
+    Whatever tokens the data has, they are the model's.
+    """
     gpt2(std=0.0, folder=tmp_path / "model")
-    tokens_of(tmp_path / "data", ids_of(tokenizer), tokenizer=tokenizer)
-    n_tokens, name, n_bytes, found_T, loss, perplexity, bits = result(
-        evaluate, capsys, "model", *(["-T", T] if T else []))
-    assert (n_tokens, name, n_bytes, found_T) == (N_BYTES + 2, "bytes", N_BYTES, T or 128)
-    assert loss == pytest.approx(math.log(257), abs=1e-4) and perplexity == pytest.approx(257, abs=0.01)
-    assert bits == pytest.approx(math.log2(257) * (N_BYTES + 2) / N_BYTES, abs=1e-4)
+    tokens_of(tmp_path / "data", encode(tokenizer), tokenizer=tokenizer)
+    found = result(evaluate, capsys, "model", *flags)
+    assert (found.n_tokens, found.tokenizer) == (N_BYTES + 2, "bytes")
+    assert (found.n_bytes, found.T) == (N_BYTES, T)
+    assert found.loss == pytest.approx(math.log(257), abs=1e-4)
+    assert found.perplexity == pytest.approx(257, abs=0.01)
+    bits = math.log2(257) * (N_BYTES + 2)
+    assert found.bits_per_byte == pytest.approx(bits / N_BYTES, abs=1e-4)
+
+
+def test_tokens_of_32_bits(evaluate, folders, tmp_path, capsys):
+    """As a tokenizer of more than 65,536 tokens has them."""
+    expected = result(evaluate, capsys, "model")
+    folders.astype("<u4").tofile(tmp_path / "data/val.bin")
+    edit_json(tmp_path / "data/meta.json", dtype="<u4")
+    assert result(evaluate, capsys, "model") == expected
 
 
 @torch.no_grad()
@@ -90,34 +125,41 @@ def test_each_token_is_predicted_once_and_from_its_own_sequence(evaluate):
         part = torch.from_numpy(ids[start : start + T + 1].astype(np.int64))
         losses = F.cross_entropy(model(part[None, :-1]).logits[0], part[1:], reduction="none")
         expected[: len(losses)] += losses
-    total, count = evaluate.losses(model, ids, T, 4)
+    total, count = evaluate.sum_losses(model, ids, T, 4)
     assert torch.allclose(total, expected, atol=1e-4)
-    assert count.sum() == 149 and count.tolist() == [len(range(i, 149, T)) for i in range(T)]
+    assert count.sum() == 149
+    assert count.tolist() == [len(range(i, 149, T)) for i in range(T)]
 
 
 @pytest.mark.parametrize("label, flags", [("13", []), ("20", []), ("29", ["--documents-apart"])])
 def test_the_loss_is_the_script_s_own(label, flags, evaluate, tmp_path, capsys):
-    ids = ids_of(BYTES, [f"document {i} " * 3 for i in range(100)])[: 50 * 64 + 1]
+    ids = encode(BYTES, [f"document {i} " * 3 for i in range(100)])[: 50 * 64 + 1]
     data = tokens_of(tmp_path / "data", ids, tokenizer=BYTES, documents=100)
-    log = train_in_float32(label, tmp_path, data, "-B", 2, "-T", 64, "--total-batch", 128, "--steps", 10, "--val-every",
-                           10, "--val-sequences", 0, "--max-lr", 0.01, "--save", tmp_path / "model.pt")
-    loss = result(evaluate, capsys, "model.pt", "-B", 7, *flags)[4]
+    log = train_in_float32(
+        label, tmp_path, data, "-B", 2, "-T", 64, "--total-batch", 128, "--steps", 10,
+        "--val-every", 10, "--val-sequences", 0, "--max-lr", 0.01, "--save", tmp_path / "model.pt")
+    loss = result(evaluate, capsys, "model.pt", "-B", 7, *flags).loss
     assert loss == pytest.approx(val_losses(log)[10], abs=6e-5)
     if flags:
-        assert abs(result(evaluate, capsys, "model.pt")[4] - loss) > 1e-3
-    if label == "20":  # transformers has no such model, and the script's own keeps no documents apart
+        assert abs(result(evaluate, capsys, "model.pt").loss - loss) > 1e-3
+    if label == "20":  # the script's own model keeps no documents apart
         with pytest.raises(SystemExit, match="^error: --documents-apart: .*; leave it out$"):
             result(evaluate, capsys, "model.pt", "--documents-apart")
 
 
 def test_the_data_s_own_tokens_stay_as_they_are(evaluate, tmp_path, monkeypatch, capsys):
-    """And T is that of the training; those of another tokenizer of the same name do not."""
-    data = tokens_of(tmp_path / "data", ids_of(BPE), tokenizer=BPE)
-    train(rung("1"), tmp_path, data, "-B", 1, "-T", 8, "--steps", 1, "--save", tmp_path / "model.pt")
+    """And T is that of the training; tokens of another tokenizer of the same name do not stay."""
+    data = tokens_of(tmp_path / "data", encode(BPE), tokenizer=BPE)
+    train(rung("1"), tmp_path, data, "-B", 1, "-T", 8, "--steps", 1, "--save",
+          tmp_path / "model.pt")
     again = []
-    monkeypatch.setattr(evaluate, "encode_again", lambda tokens, *_: again.append(len(tokens)) or tokens)
-    n_tokens = len(ids_of(BPE))
-    assert result(evaluate, capsys, "model.pt")[:4] == (n_tokens - 1, BPE.name, N_BYTES, 8) and not again
+    monkeypatch.setattr(evaluate, "encode_again",
+                        lambda tokens, *_: again.append(len(tokens)) or tokens)
+    n_tokens = len(encode(BPE))
+    found = result(evaluate, capsys, "model.pt")
+    assert (found.n_tokens, found.tokenizer) == (n_tokens - 1, BPE.name)
+    assert (found.n_bytes, found.T) == (N_BYTES, 8)
+    assert not again
     other = json.loads(BPE.json)
     other["pre_tokenizer"]["add_prefix_space"] = True
     (data / "tokenizer.json").write_text(json.dumps(other))
@@ -126,12 +168,14 @@ def test_the_data_s_own_tokens_stay_as_they_are(evaluate, tmp_path, monkeypatch,
 
 
 def test_other_tokens_of_the_same_text(evaluate):
-    """The documents come back whole, whatever their tokens; so a model's bits per byte do not depend on the data's."""
+    """Documents come back whole; so bits per byte do not depend on the data's tokens."""
     tokenizers = [BYTES, BPE, vocabulary.of_bytes("gpt2-bytes")]
-    tokenizers += [vocabulary.GPT2()] if "TIKTOKEN_CACHE_DIR" in os.environ else []
+    if "TIKTOKEN_CACHE_DIR" in os.environ:
+        tokenizers.append(vocabulary.GPT2())
     for theirs in tokenizers:
         for ours in tokenizers:
-            assert evaluate.encode_again(ids_of(theirs), theirs, ours).tolist() == ids_of(ours).tolist()
+            again = evaluate.encode_again(encode(theirs), theirs, ours)
+            assert again.tolist() == encode(ours).tolist()
 
 
 def test_a_long_text_is_encoded_in_pieces(evaluate, real_text):
@@ -139,7 +183,8 @@ def test_a_long_text_is_encoded_in_pieces(evaluate, real_text):
     tokenizer = vocabulary.trained(iter([real_text[:20_000]]), 500)
     ids = tokenizer.encode(real_text)
     assert np.array_equal(evaluate.encode_again(ids, tokenizer, tokenizer), ids)
-    assert [len(text) for text in evaluate.PIECE.findall("x" * 40_000)] == [16384, 16384, 7232]
+    lengths = [len(text) for text in evaluate.PIECE.findall("x" * 40_000)]
+    assert lengths == [16384, 16384, 7232]
 
 
 def test_what_is_refused(evaluate, folders, tmp_path, hf_folder):
@@ -150,14 +195,21 @@ def test_what_is_refused(evaluate, folders, tmp_path, hf_folder):
     GPT2Model(headless).save_pretrained(tmp_path / "headless")
     gpt2(SimpleNamespace(vocab_size=100), folder=tmp_path / "small")
     (tmp_path / "text.pt").write_text("not a checkpoint")
-    tokens_of(tmp_path / "short", ids_of(BYTES, ["a"]), tokenizer=BYTES)
-    tokens_of(tmp_path / "foreign", ids_of(BPE), tokenizer=BYTES)  # which do not have all of these ids
+    tokens_of(tmp_path / "short", encode(BYTES, ["a"]), tokenizer=BYTES)
+    tokens_of(tmp_path / "cut", folders, tokenizer=BYTES)
+    folders[:-1].tofile(tmp_path / "cut/val.bin")
+    tokens_of(tmp_path / "foreign", encode(BPE), tokenizer=BYTES)  # which has fewer tokens
+    tokens_of(tmp_path / "pointers", encode(BYTES), tokenizer=BYTES, dtype="O")
     for words, reason in [
-        ("model -T 129", "-T 129: .* 128"), ("model -T 0", "-T 0: .* 1$"), ("model -B -1", "--batch-size -1: .* 1$"),
-        ("model --device abacus", "--device abacus: .*--device cpu"),
-        ("model --data nowhere", "--data nowhere: .*prepare.py"), ("model --data model", "--data model: .*prepare.py"),
-        ("model --data short", "--data short: .*two tokens"), ("model --data foreign", "--data foreign: .*tokens"),
-        (str(hf_folder), f"{hf_folder}: .*tokenizer"), ("small", "small: .* 257 tokens, more than the model, 100"),
+        ("model -T 129", "-T 129: .* 128"), ("model --device abacus", "--device abacus: .*; try"),
+        ("model --data nowhere", "--data nowhere: .*prepare.py"),
+        ("model --data model", "--data model: .*prepare.py"),
+        ("model --data short", "--data short: .*two tokens"),
+        ("model --data cut", "--data cut: val.bin has .* tokens, not "),
+        ("model --data foreign", "--data foreign: .*tokens"),
+        ("model --data pointers", "--data pointers: .*dtype"),
+        (str(hf_folder), f"{hf_folder}: .*tokenizer"),
+        ("small", "small: .* 257 tokens, more than the model, 100"),
         ("text.pt", "text.pt: damaged"), ("data", "data: cannot be loaded"),
         ("headless", "headless: .*lacks weights"),
     ]:
@@ -166,19 +218,29 @@ def test_what_is_refused(evaluate, folders, tmp_path, hf_folder):
         assert re.fullmatch("error: .+: .+; .+", stop.value.code)
 
 
+@pytest.mark.parametrize("flag", ["-T", "-B"])
+def test_values_out_of_range(flag, evaluate, capsys):
+    with pytest.raises(SystemExit):
+        evaluate.main(["model", flag, "0"])
+    assert "error: -T and -B must be at least 1" in capsys.readouterr().err
+
+
 def test_as_a_program(evaluate, folders, monkeypatch, capsys):
-    """Also where the device does not suit."""
+    """Also where the memory does not suffice."""
     def program():
         runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
 
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "model", "--data", "data", "--device", "cpu"])
     program()
+    assert torch.get_float32_matmul_precision() == "high"  # TF32 on CUDA
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"model on data/val.bin (made up): {len(folders) - 1:,} bytes tokens, ")
+    n_predicted = len(folders) - 1
+    assert first.startswith(f"model on data/val.bin (made up): {n_predicted:,} bytes tokens, ")
     assert second.startswith("loss: 5.5491 nats per token | perplexity: 257.00 | bits per byte: ")
-    for message, line in [("CUDA error: no kernel image is available", "--device cuda: .*; .*ladder check"),
-                          ("CUDA out of memory. Tried to allocate", "out of memory; .*--batch-size")]:
-        monkeypatch.setattr(F, "cross_entropy", Mock(side_effect=torch.AcceleratorError(message)))
-        with pytest.raises(SystemExit, match=f"^error: {line}"):
-            program()
+    monkeypatch.setattr(F, "cross_entropy", out_of_memory)
+    with pytest.raises(SystemExit, match="^error: out of memory; .*--batch-size"):
+        program()
     logging.disable(logging.NOTSET)
