@@ -2,7 +2,7 @@
 
 Clusters send SIGTERM before they take a machine away; Ctrl-C sends SIGINT, a closed terminal
 SIGHUP. Each now ends the run after the current step, with a checkpoint of it; the ranks agree on
-the step, as each adds its signals to the sum of the losses (`catch_signals`). `Checkpoints` also
+the step: each adds its signals to a sum (`catch_signals`, `sum_over_ranks`). `Checkpoints` also
 learns to
 
 - refuse a folder that another run is using (`lock`), or that the ranks do not share (`load`);
