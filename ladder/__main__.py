@@ -112,10 +112,11 @@ def report(args):
 
 def compare(args):
     """two logs, step by step"""
+    from ladder.count.cards import find_card
     from ladder.judge.compare import print_comparison
     from ladder.show.logs import read_log
 
-    print_comparison(*map(read_log, args.logs), console)
+    print_comparison(*map(read_log, args.logs), console, args.gpu and find_card(args.gpu))
 
 
 def diff(args):
@@ -218,12 +219,14 @@ flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a re
 flag("--logs", action="append", default=[], **FOLDER, help="the same")
 flag("--png", **FOLDER, help="write the plots there")
 flag("--html", type=Path, metavar="FILE", help="write the tutorial page")
+flag("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
 flag("--readme", action="store_true", help="rewrite the tables and pictures of README.md and docs/")
 flag = VERBS.choices["report"].add_mutually_exclusive_group().add_argument
 flag("--json", action="store_true", help="print JSON instead of the table")
 flag("--csv", action="store_true", help="print CSV instead of the table")
 flag = verb(compare)
 flag("logs", nargs=2, type=Path, metavar="LOG")
+flag("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
 flag = verb(diff)
 flag("rungs", nargs="+", metavar="N")
 flag = verb(floor)

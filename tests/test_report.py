@@ -2,12 +2,15 @@
 import io
 import json
 import re
+import shutil
 
+import numpy as np
 import PIL.Image
 import pytest
 from conftest import ROOT
 from log_files import MEDIAN, write_log
 from rich.console import Console
+from scipy.stats import ttest_1samp
 
 import ladder.__main__ as tool
 from ladder.count.flops import flops_per_token, mfu
@@ -130,20 +133,26 @@ def test_a_report_names_its_allocators_and_warns_of_several(tmp_path, call):
     assert "(malloc, tcmalloc)" in shown and "EPYC (allocator: malloc and tcmalloc)" in shown
 
 
-def test_a_ratio_within_the_noise_is_called_so(tmp_path, monkeypatch, call):
-    """Rungs 11, 12 and 13: the second as fast as the first, the third faster than the spread of either."""
-    names = [BY_LABEL[label].name for label in ("11", "12", "13")]
-    for number, times in enumerate(((100, 98, 50), (110, 109, 52)), 1):
-        for name, ms in zip(names, times, strict=True):
-            write_log(tmp_path / "machine" / f"round_{number}" / f"{name}.log", ms=[ms] * 8,
+def test_a_gain_is_named_where_a_paired_test_over_five_rounds_says_so(tmp_path, monkeypatch, call):
+    """Rungs 11 to 14, while the machine drifts by a tenth: 13 gains 3 % in every round, 12 and 14 by chance only."""
+    names, drift = [BY_LABEL[label].name for label in ("11", "12", "13", "14")], (100, 110, 104, 98, 107)
+    ratios = ((1, 1, 1, 1, 1), (0.98, 1.02, 1, 1.03, 0.97), (0.96, 0.975, 0.97, 0.965, 0.972), (0.9, 1.05, 0.95, 1.1, 1))
+    factors = np.cumprod(ratios, axis=0)
+    for number, base in enumerate(drift, 1):
+        for name, own in zip(names, factors, strict=True):
+            write_log(tmp_path / "machine" / f"round_{number}" / f"{name}.log", ms=[base * own[number - 1]] * 8,
                       header="# batch: B=4 T=1024 | steps: 8\n", tail=MEDIAN)
     report = build_report(tmp_path / "machine")
-    assert [row.before_within_noise for row in report.rows] == [None, True, False]
+    p = [row.p_before for row in report.rows]
+    expected = [ttest_1samp(np.log(ratios[i]), 0).pvalue for i in (1, 2, 3)]
+    assert p[0] is None and p[1:] == pytest.approx(expected) and (p[1] > 0.01, p[2] < 0.01, p[3] > 0.01) == (True,) * 3
     shown = call("report", tmp_path / "machine")[1]
-    assert "1.01 (noise)" in shown and "2.03 (noise)" not in shown
+    assert "1.03*" in shown and shown.count("*") == 2  # the other explains it
     monkeypatch.setattr(tool, "REFERENCE", tmp_path)
-    assert "105 (100–110) -> 104 (98–109) ms/step (1.01 x the tokens/sec, within the noise" in call("diff", 12)[1]
-    assert "104 (98–109) -> 51 (50–52) ms/step (2.03 x the tokens/sec), 1.00" in call("diff", 13)[1]
+    assert "no measurable gain: p = " in call("diff", 12)[1] and "tokens/sec; p = 0.00" in call("diff", 13)[1]
+    shutil.rmtree(tmp_path / "machine" / "round_5")
+    assert all(row.p_before is None for row in build_report(tmp_path / "machine").rows)
+    assert "1.03?" in call("report", tmp_path / "machine")[1] and "too few rounds" in call("diff", 13)[1]
 
 
 def test_csv_and_json(tmp_path, capsys):

@@ -1,8 +1,10 @@
-"""Two logs step by step, and a verdict in words: do the losses agree, does the speedup exceed the noise."""
+"""Two logs step by step, and a verdict in words: do the losses agree, how do the times compare."""
 from collections import namedtuple
 
 import pandas
 
+from ladder.judge.chance import FEWEST_ROUNDS
+from ladder.judge.impossible import impossible
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import ORDER
 from ladder.show.terminal import print_texts
@@ -11,8 +13,8 @@ SAME_RUN_TOLERANCE = 1.5e-6  # a unit of the last digit of a log, with float's r
 MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
 
 
-# The common steps (a DataFrame), how many times faster the second log is, whether that exceeds the noise, the verdicts.
-Comparison = namedtuple("Comparison", "rows faster beyond_noise sentences")
+# The common steps (a DataFrame), how many times faster the second log is, the verdicts.
+Comparison = namedtuple("Comparison", "rows faster sentences")
 
 
 def loss_tolerance(one, other):
@@ -70,7 +72,7 @@ def counted_steps(run):
     return len(run.ms) - run.warm_up
 
 
-def speed_verdict(one, other, faster, beyond_noise, different):
+def speed_verdict(one, other, faster, different):
     unit = "tokens/sec" if one.tokens_per_step and other.tokens_per_step else "steps/sec"
     word = f"{faster:.2f} times the {unit} of" if abs(faster - 1) >= 0.005 else f"the same {unit} as"
     verdict = f"The second has {word} the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms/step, medians)"
@@ -79,21 +81,17 @@ def speed_verdict(one, other, faster, beyond_noise, different):
     if too_few := [run for run in (one, other) if counted_steps(run) < MIN_COUNTED]:
         counts = " and ".join(f"{run.path} has {counted_steps(run)}" for run in too_few)
         return f"{verdict}: too few steps to say. After the warm-up {counts}; at least {MIN_COUNTED} are needed."
-    overlap = "within the noise (the middle halves of the steps' times overlap)"
-    memory = ", and part of it may be the allocator's" if "allocator" in different else ""
-    return f"{verdict}: {'larger than the noise' if beyond_noise else overlap}{memory}."
+    memory = "; part of it may be the allocator's" if "allocator" in different else ""
+    return (f"{verdict}{memory}. Of one run each: whether that is beyond chance takes {FEWEST_ROUNDS} rounds "
+            "(python -m ladder run --rungs N,M --repeat 5).")
 
 
-def compare(one, other):
-    """Compare two runs over the steps that both have."""
+def compare(one, other, card=None):
+    """Compare two runs over the steps that both have; `card` is the GPU of logs that name none."""
     rows, different = common_steps(one, other), differing(one, other)
     known = one.tokens_per_step and other.tokens_per_step
     work = (one.tokens_per_step, other.tokens_per_step) if known else (1, 1)
     faster = one.median_ms / work[0] / (other.median_ms / work[1])
-    (one_low, one_high), (other_low, other_high) = (
-        [ms / done for ms in run.spread] for run, done in zip((one, other), work, strict=True))
-    enough = min(counted_steps(one), counted_steps(other)) >= MIN_COUNTED
-    beyond_noise = enough and (one_low > other_high or other_low > one_high)
     apart = [what for what in different if what not in ("device", "allocator")]
     if rows.empty:
         losses = "The logs have no step in common."
@@ -104,18 +102,21 @@ def compare(one, other):
         losses = f"The losses do not compare step by step: different {', '.join(apart)}."
     else:
         losses = loss_verdict(one, other, rows)
-    return Comparison(rows, faster, beyond_noise, [
+    return Comparison(rows, faster, [
         *(f"Different {what}: {a} against {b}." for what, (a, b) in different.items()),
         *(f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}."
           for run in (one, other) if not run.complete),
+        *(f"{run.path}: {found}." for run in (one, other) for found in impossible(run, card)),
         losses,
-        speed_verdict(one, other, faster, beyond_noise, different),
+        speed_verdict(one, other, faster, different),
     ])
 
 
-def print_comparison(one, other, console):
-    result = compare(one, other)
-    median = result.rows.median().to_frame().T
+def print_comparison(one, other, console, card=None):
+    result = compare(one, other, card)
+    counted = result.rows[result.rows["step"] > max(run.steps[run.warm_up - 1] if run.warm_up else 0
+                                                    for run in (one, other))]
+    median = (counted if len(counted) else result.rows).median().to_frame().T
     digits = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
               "A / B": "{:.2f}"}
     texts = pandas.DataFrame({name: pandas.concat([result.rows, median])[name].map(form.format)

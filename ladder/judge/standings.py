@@ -2,18 +2,18 @@
 
 The target is the median of the first rung's final losses, rounded up to two digits.
 """
+import itertools
 import math
 import textwrap
-import warnings
 
 import pandas
 
+from ladder.judge.chance import BEYOND_CHANCE, FEWEST_SEEDS, paired_p
 from ladder.judge.race_table import rates_of
 from ladder.show.logs import stage_of
 from ladder.show.terminal import print_texts
 
 FEWEST_STEPS = 50  # of a race: below, most of a run is warm-up
-BEYOND_CHANCE = 0.01  # a p below it: the NanoGPT speedrun's rule for a new record
 WIDE = 130  # characters of a terminal wide enough for all columns
 IN_A_LINK = ["label", "the one change"]  # columns of the standings in Markdown; elsewhere "rung" says it
 
@@ -45,17 +45,16 @@ def median_and_range(values):
 
 
 def chances(values):
-    """[p, ...] of a two-sided paired t-test of each rung against the one before; NaN where it says nothing.
+    """[p, ...] of each rung against the one before; NaN where too few seeds have both.
 
     `values` is a Series by rung and seed. The first rung has none before it.
     """
-    from scipy.stats import ttest_rel
-
-    by_seed = values.unstack("seed", sort=False)
-    with warnings.catch_warnings():  # about one seed, and about differences that are all the same
-        warnings.simplefilter("ignore")
-        p = ttest_rel(by_seed[1:].to_numpy(), by_seed[:-1].to_numpy(), axis=1, nan_policy="omit").pvalue
-    return [math.nan, *p]
+    rungs = list(values.unstack("seed", sort=False).itertuples(index=False))
+    p = [math.nan]
+    for before, after in itertools.pairwise(rungs):
+        pairs = [pair for pair in zip(before, after, strict=True) if not any(map(math.isnan, pair))]
+        p.append(paired_p([one for one, _ in pairs], [other for _, other in pairs], FEWEST_SEEDS))
+    return p
 
 
 def standings(report):

@@ -1,13 +1,9 @@
-"""Counted floors in a terminal, and what they say about a log: no card is faster than its arithmetic."""
+"""Counted floors in a terminal."""
 import pandas
 
-from ladder.count.cards import card_of
 from ladder.count.floor import COUNTED, NOT_COUNTED, STORED, floor_data
-from ladder.count.flops import flops_per_token
 from ladder.errors import UserError
 from ladder.show.terminal import print_texts
-
-CLOCKED_HIGHER = 1.25  # how many times its datasheet's rate a card may reach; an RTX 5090 was measured at 1.21
 
 
 def print_floors(rows, cards, setting, console):
@@ -35,15 +31,3 @@ def show_floors(stages, cards, console):
     if left_out := [label for label in labels if label not in COUNTED]:
         console.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}")
     print_floors(rows, cards, "{model}, B={B} T={T}".format(**STORED), console)
-
-
-def fastest_ms(run):
-    """(ms, card): what a log's matrix products take on its card at more than the datasheet's rate; None if unknown.
-
-    Not the whole floor: small tensors stay in a card's cache, which the floor ignores.
-    """
-    card, per_token = card_of(run.device), flops_per_token(run.model, run.T, True, run.vocab_size)
-    if card is None or per_token is None or run.tokens_per_step is None or "float8" in run.headers:
-        return None
-    rate = CLOCKED_HIGHER * run.ranks * card.rate(run.number_format)
-    return 1000 * per_token * run.tokens_per_step / rate, card

@@ -20,7 +20,8 @@ PEER_FILE = f"ladder/measure/{PEER}.py"
 ORDER = [*BY_NAME, PEER]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 COUNT = r"(\d{1,12})"
-STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms")
+STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms"
+                       rf"(?:\s*\|\s*tok(?:ens)?/s(?:ec)?:?\s*{NUMBER})?")
 VAL_LINE = re.compile(rf"val : step {COUNT} \| loss: {NUMBER}")
 MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*\| steps {COUNT}-")
 PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
@@ -42,6 +43,7 @@ class Run:
     val_steps: list = field(default_factory=list)  # after which of the steps there was a validation
     val_losses: list = field(default_factory=list)
     peak_memory_gb: float | None = None
+    last_speed: tuple | None = None  # the last step's (ms, tokens/sec), as the log writes them
     first_counted_step: int | None = None  # from the log's median line, which a killed run lacks
 
     @property
@@ -198,6 +200,7 @@ def add_line(run, line):
         run.steps.append(int(match[1]))
         run.losses.append(float(match[2]))
         run.ms.append(float(match[3]))
+        run.last_speed = (match[3], match[4]) if match[4] else None
     elif match := VAL_LINE.match(line):
         run.val_steps.append(int(match[1]))
         run.val_losses.append(float(match[2]))

@@ -1,15 +1,19 @@
 """What the tool prints and writes of reports: the table, files, or the measured effect of one lesson."""
+import math
+
+from ladder.count.cards import find_card
 from ladder.errors import UserError
+from ladder.judge.chance import BEYOND_CHANCE, speed_p
 from ladder.judge.standings import print_race
 from ladder.scripts.stages import ROOT
 from ladder.show.profile import print_profile
-from ladder.show.report import build_report, within_noise
+from ladder.show.report import build_report
 from ladder.show.tables import print_table, where
 
 
-def print_report(report, console):
-    """A report, with the profile and the race of its folder, if any."""
-    print_table(report, console)
+def print_report(report, console, card=None):
+    """A report, with the profile and the race of its folder, if any; `card` is the GPU of logs that name none."""
+    print_table(report, console, card)
     if report.profile:
         print_profile(report.profile, console)
     if report.race:
@@ -27,7 +31,7 @@ def write_reports(args, newest_run, reference_folders, console, messages):
     reports = [build_report(folder) for folder in folders]
     if not (published or args.png or args.json or args.csv):
         for one in reports:
-            print_report(one, console)
+            print_report(one, console, args.gpu and find_card(args.gpu))
         return
     for reason in dict.fromkeys(reason for one in reports for reason in one.skipped):
         messages.print(f"! skipped: {reason}", soft_wrap=True)  # which a table says itself
@@ -67,7 +71,10 @@ def print_effect(before, stage, folders, console):
             "last_loss", f"loss at step {new.last_step}")
         memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
         ratio = f"{new.tokens_per_second / old.tokens_per_second:.2f} x the tokens/sec"
-        noise = ", within the noise: the spreads overlap" if within_noise(old, new) else ""
+        p = speed_p(reference.runs[before.name], reference.runs[stage.name])
+        verdict = "too few rounds to tell a gain from chance"
+        if not math.isnan(p):
+            verdict = f"p = {p:.2g}" if p < BEYOND_CHANCE else f"no measurable gain: p = {p:.2g}"
         console.print(f"Measured, {where(reference)}:", style="bold", soft_wrap=True)
-        console.print(f"  {times(old)} -> {times(new)} ms/step ({ratio}{noise}){memory}, {kind}: "
+        console.print(f"  {times(old)} -> {times(new)} ms/step ({ratio}; {verdict}){memory}, {kind}: "
                       f"{getattr(old, loss):.3f} -> {getattr(new, loss):.3f}", soft_wrap=True)

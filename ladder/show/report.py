@@ -13,16 +13,16 @@ import pandas
 
 from ladder.count.flops import mfu
 from ladder.errors import UserError
+from ladder.judge.chance import FEWEST_ROUNDS, speed_p
 from ladder.judge.compare import MIN_COUNTED
+from ladder.judge.impossible import CLOCK, impossible
 from ladder.judge.race_table import read_race
 from ladder.scripts.stages import BY_LABEL
-from ladder.show.floors import CLOCKED_HIGHER, fastest_ms
 from ladder.show.logs import read_folder, stage_of
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
 
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
-IMPOSSIBLE = "an impossible measurement: the clock was probably read before the GPU had finished"
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.
 TIMES = {"ms": "median", "ms_low": "min", "ms_high": "max", "rounds": "sum", "counted": "min",
          "first_step_s": "median"}
@@ -103,15 +103,6 @@ def merge_rounds(runs, columns, *common):
     return logs.groupby("name", sort=False).agg(columns)
 
 
-def within_noise(one, other):
-    """Whether the spreads of two rows overlap, as time per token; None without tokens."""
-    if not one.tokens_per_second or not other.tokens_per_second:
-        return None
-    low, high, other_low, other_high = (
-        ms / (row.ms * row.tokens_per_second) for row in (one, other) for ms in (row.ms_low, row.ms_high))
-    return low <= other_high and other_low <= high
-
-
 def table_of(runs, timing, *common):
     """The table of a Report. In a race the times are those of `timing`: its rounds may have shared the machine."""
     timed = {name: timing.get(name, rounds) for name, rounds in runs.items()}
@@ -126,10 +117,8 @@ def table_of(runs, timing, *common):
     before = [BY_LABEL[stage.before].name if stage.before else None for stage in stages]
     table["times_baseline"] = speed / speed.get(BY_LABEL["0"].name, math.nan)
     table["times_before"] = speed / speed.reindex(before).to_numpy()
-    rows = dict(zip(table.index, table.itertuples(), strict=True))
-    table["before_within_noise"] = pandas.Series(
-        [within_noise(row, rows[start]) if start in rows else None
-         for row, start in zip(rows.values(), before, strict=True)], index=table.index, dtype=object)
+    table["p_before"] = [speed_p(timed[start], timed[name]) if start in timed else math.nan
+                         for name, start in zip(table.index, before, strict=True)]
     return table.reset_index()
 
 
@@ -171,17 +160,17 @@ def cores_of(report):
     return max((int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)), default=0)
 
 
-def warnings(report):
-    """What a reader of the table needs to know: damaged files, impossible values, short warm-ups, unfinished runs."""
+def warnings(report, card=None):
+    """What a reader of the table needs to know: damaged files, impossible values, short warm-ups, unfinished runs.
+
+    `card` is the GPU of logs that name none.
+    """
     yield from (f"skipped: {reason}" for reason in report.skipped)
     for row in report.rows:
         run = report.runs[row.name][0]
         if row.mfu and row.mfu > 1:
-            yield f"{row.title}: MFU {row.mfu:.0%} is {IMPOSSIBLE}"
-        fastest = fastest_ms(run)
-        if fastest and row.ms < fastest[0]:
-            yield (f"{row.title}: {row.ms:,.1f} ms, and the matrix products alone take {fastest[0]:,.1f} ms at "
-                   f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {fastest[1].name}: {IMPOSSIBLE}")
+            yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
+        yield from (f"{row.title}: {found}" for found in impossible(run, card))
         warmed_up = report.race or sum(run.ms[1 : run.warm_up]) >= WARM_UP_MS  # a race's timing has its own length
         if not run.on_cpu and "device" in run.headers and not warmed_up:
             yield (f"{row.title}: the steps between the first and those that count took less than "
@@ -192,7 +181,7 @@ def warnings(report):
         yield "the rungs have different numbers of rounds: their spreads do not compare"
     if ((report.table["rounds"] == 1) & (report.table["counted"] < MIN_COUNTED)).any():
         yield (f"fewer than {MIN_COUNTED} steps count: too few to tell a gain from noise; give more --steps, or "
-               "--repeat 3")
+               "--repeat 5")
     if len(under := allocators(report)) > 1:
         yield (f"the runs had different memory allocators ({', '.join(under)}): on a CPU they can change the time of a "
                "step by a third")

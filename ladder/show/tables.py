@@ -9,6 +9,7 @@ from ladder.count.floor import floor_data
 from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
+from ladder.judge.chance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.judge.standings import KEY, WIDE, race_texts
 from ladder.scripts.stages import BY_LABEL, ROOT
 from ladder.show.logs import stage_of
@@ -16,8 +17,10 @@ from ladder.show.report import allocators, cores_of, warnings
 from ladder.show.terminal import print_texts
 
 NOTHING = "–"  # where a log does not say
+NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
-HEADINGS = ("(noise): the spreads of the two rungs overlap. s to: seconds to the first step, or validation, with this "
+HEADINGS = (f"× before: with * beyond chance, p < {BEYOND_CHANCE} in a paired test over {FEWEST_ROUNDS} rounds or more; "
+            "else no measurable gain, or with ? too few rounds to tell. s to: seconds to the first step, or validation, with this "
             "loss, the lowest that all reach. 1st step: with compilation, unless its graphs were in torch's cache")
 # The columns of the Markdown tables, and their headings; the first ones are words, the others numbers.
 README = {"file": "file", "title": "the one change", "range": "tokens/sec", "times_baseline": "× baseline",
@@ -73,7 +76,7 @@ def texts_of(report):
 
     work = table["tokens_per_second"] * table["ms"]
     slow, fast = work / table["ms_high"], work / table["ms_low"]
-    marks = [" (noise)" if overlap is True else "" for overlap in table["before_within_noise"]]
+    marks = [NO_TEST if pandas.isna(p) else "*" * (p < BEYOND_CHANCE) for p in table["p_before"]]
     floors = {row["label"]: f"{row['ms']['A100']['floor']:,.0f}" for row in floor_data([CARDS["A100"]])["rungs"]}
     return pandas.DataFrame({
         "label": [stage.label for stage in stages],
@@ -85,7 +88,8 @@ def texts_of(report):
         "range": [f"{row.tokens_per_second or 0:,.0f} ({low:,.0f}–{high:,.0f})"
                   for row, low, high in zip(rows, slow, fast, strict=True)],
         "times_baseline": column("times_baseline", "{:.2f}"),
-        "times_before": [text + mark for text, mark in zip(column("times_before", "{:.2f}"), marks, strict=True)],
+        "times_before": [text + mark if text != NOTHING else text
+                         for text, mark in zip(column("times_before", "{:.2f}"), marks, strict=True)],
         "mfu": [text + " (!)" * (share > 1) for text, share in zip(column("mfu", "{:.0%}"), table["mfu"], strict=True)],
         "causal": column("mfu_causal", "{:.0%}"),
         "memory": column("peak_memory_gb", "{:.2f}"),
@@ -116,13 +120,13 @@ def shown_texts(report):
     return texts.loc[:, (texts != NOTHING).any()]
 
 
-def print_table(report, console):
+def print_table(report, console, card=None):
     """The table in a terminal; a narrow one gets the columns that fit, the others are in `--csv`."""
     texts = shown_texts(report)
     left_out = ("spread", "× before", "causal", "s to", "1st step", "val loss") if console.width < WIDE else ()
     texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
     print_texts(texts, console, report.name, f"{conditions(report)} {HEADINGS}.", min_width=16)
-    for warning in warnings(report):
+    for warning in warnings(report, card):
         console.print(f"! {warning}", style="yellow")
 
 
