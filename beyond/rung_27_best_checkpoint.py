@@ -854,7 +854,7 @@ def new_model(args, loader):
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
         config, weights, tokenizer = saved["config"], saved["model"], saved["tokenizer_json"]
-    except (pickle.UnpicklingError, KeyError):
+    except (pickle.UnpicklingError, KeyError, OSError, RuntimeError):  # or half of such a file
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != loader.meta["tokenizer_json"]:
         sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
@@ -961,8 +961,8 @@ def parse_args(argv=None):
         parser.error("-B, -T and --steps must be at least 1")
     if args.pretrained and not args.pretrained.is_file():
         parser.error(f"argument --pretrained: there is no file {args.pretrained}")
-    if args.save and not os.access(args.save.parent, os.W_OK):
-        parser.error(f"argument --save: there is no folder {args.save.parent} to write to")
+    if args.save and (args.save.is_dir() or not os.access(args.save.parent, os.W_OK)):
+        parser.error(f"argument --save: {args.save}: give a file name in a writable folder")
     return args
 
 
@@ -972,4 +972,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
     except torch.OutOfMemoryError as error:
-        sys.exit(f"error: out of memory; try half the -B, or a lower -T\n{error}")
+        sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")
