@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, STEP_LINE, FakeClock, read_steps, rung, train
+from conftest import ROOT, STEP_LINE, FakeClock, as_program, read_steps, rung, train
 
 
 def test_a_running_script_keeps_its_steps_and_a_later_one_its_log(tmp_path, byte_tokens):
@@ -37,10 +37,10 @@ def test_the_median_is_that_of_the_second_half(device, n, counted, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_000_000)
     module = rung("0")
-    settings = module.parse_args(["--log-dir", str(tmp_path), "--device", "cpu"])
-    settings.device = device
-    loader = SimpleNamespace(meta={"name": "text"}, tokens=[1, 2], n_batches=1)
-    log = module.Log(settings, torch.nn.Linear(1, 1), loader, 1000, "float32")
+    args = module.parse_args(["--log-dir", str(tmp_path), "--device", "cpu"])
+    args.device = device
+    loader = SimpleNamespace(meta={"source": "text", "tokenizer": "gpt2"}, tokens=[1, 2], n_batches=1)
+    log = module.Log(args, torch.nn.Linear(1, 1), loader, 1000, "float32")
     first = int(counted.split("-")[0])
     for step in range(1, n + 1):
         log.step(step, 1.0, 9.0 if step < first else 0.25)
@@ -51,8 +51,8 @@ def test_the_median_is_that_of_the_second_half(device, n, counted, tmp_path, mon
 
 
 def test_the_time_left_is_that_of_the_steps_left(tmp_path, byte_tokens):
-    """From rung 13 on, from the median of the steps so far: a slow first one does not count."""
-    module = rung("13")
+    """From rung 14 on, from the median of the steps so far: a slow first one does not count."""
+    module = rung("14")
     clock = FakeClock(module)
     seconds = iter([500, *[100] * 30])
     forward = module.GPT.forward
@@ -62,6 +62,22 @@ def test_the_time_left_is_that_of_the_steps_left(tmp_path, byte_tokens):
         return forward(model, *args)
 
     module.GPT.forward = timed
-    log = train(module, tmp_path, byte_tokens, "-B", 1, "-T", 8, "--steps", 30, "--total-batch", 8, "--val-every", 0)
+    log = train(module, tmp_path, byte_tokens, "-B", 1, "-T", 8, "--steps", 30, "--total-batch", 8,
+                "--val-every", 0, "--checkpoint-every", 0)
     left = [line.rpartition(" | left: ")[2] for line in log.read_text().splitlines() if line.startswith("step")]
     assert left[2] == "0:45:00" and left[-2:] == ["0:01:40", "0:00:00"]
+
+
+@pytest.mark.parametrize("has_driver, sees_gpu", [(True, False), (True, True), (False, False)])
+def test_a_gpu_that_torch_cannot_use_is_named(has_driver, sees_gpu, tmp_path, byte_tokens, monkeypatch):
+    """Else a torch without CUDA trains on the CPU, a hundred times slower, and says nothing of it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if has_driver:
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
+    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
+    run = as_program("0", "--data", byte_tokens, "--log-dir", tmp_path, "-B", 1, "-T", 8, "--steps", 1)
+    warns = "# WARNING: torch cannot use the GPU here; python -m ladder check says why\n" in run.stdout
+    assert run.returncode == 0 and warns == (has_driver and not sees_gpu)
+    assert (tmp_path / "baseline.log").read_text() == run.stdout
