@@ -198,15 +198,9 @@ class Runner:
     def finish(self, job, outcome):
         """Keep the outcome, and print one line about it."""
         say = self.progress.console.print
-        try:
-            run = read_log(job.log) if outcome.status == "ok" else None
-        except UserError as error:  # for example a full disk, of which the script has warned
-            run, outcome = None, Outcome(job.name, "failed", outcome.reason or str(error))
         self.outcomes.append(outcome)
-        if run is None:
+        if outcome.status != "ok":
             say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red")
             return
-        name = (job.log_dir / job.name).relative_to(self.log_dir)
+        run, name = read_log(job.log), (job.log_dir / job.name).relative_to(self.log_dir)
         say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step")
-        if outcome.reason:
-            say(f"  {outcome.reason}", style="yellow")
