@@ -56,8 +56,6 @@ TRAINING_BYTES = 10_000_000  # a tokenizer's training takes up to 100 times as m
 MANY_DOCUMENTS = 100
 MAX_VAL_TOKENS = 10_000_000
 
-warn = texts.warn
-
 
 # ---- the default text ----------------------------------------------------------------------------
 
@@ -75,9 +73,9 @@ def default_text(url=TINY_SHAKESPEARE_URL, seconds=60):
             raise ValueError("its SHA-256 is wrong")
         return text.decode("utf-8"), "tiny_shakespeare"
     except (OSError, http.client.HTTPException, ValueError) as error:
-        warn(f"could not download Tiny Shakespeare ({error!r}). Using Python's language reference:"
-             " losses are NOT comparable. To get Tiny Shakespeare, run `python data/prepare.py`"
-             " again with a network.")
+        texts.warn(f"could not download Tiny Shakespeare ({error!r}). Using Python's language"
+                   " reference: losses are NOT comparable. To get Tiny Shakespeare, run"
+                   " `python data/prepare.py` again with a network.")
         return fallback_text(), "python_topics"
 
 
@@ -91,8 +89,8 @@ def load_tokenizer(name):
         try:
             return vocabulary.GPT2()
         except vocabulary.NoTokenizer as error:
-            warn(f"{error}. Using GPT-2's single-byte tokens: losses are NOT comparable with those"
-                 " of gpt2 tokens.")
+            texts.warn(f"{error}. Using GPT-2's single-byte tokens: losses are NOT comparable with"
+                       " those of gpt2 tokens.")
             return vocabulary.of_bytes("gpt2-bytes")
     path = name
     if os.path.basename(name) == "tokenizer.json":
@@ -245,8 +243,8 @@ def write_tokens(pieces, source, tokenizer, folder):
                  " give more text (.txt, .jsonl or .parquet)")
     if n_special:
         names = " ".join(sorted(n_special)[:5])
-        warn(f"{source}: special tokens in the text: {n_special.total():,} ({names});"
-             " they are encoded as ordinary text")
+        texts.warn(f"{source}: special tokens in the text: {n_special.total():,} ({names});"
+                   " they are encoded as ordinary text")
 
     val = hold_out(folder, n_tokens, n_documents, tokenizer)
     is_shakespeare = sha256.hexdigest() == TINY_SHAKESPEARE_SHA256
@@ -447,8 +445,8 @@ def main(argv=None):
         suffixes = {path.suffix.lower() for path in Path(args.hf).rglob("*")}  # of a local folder
         kinds = sorted(suffixes.intersection(texts.SUFFIXES))
         if len(kinds) > 1:
-            warn(f"--hf {args.hf}: of its {', '.join(kinds)} files `datasets` reads one kind only;"
-                 " --text reads all")
+            texts.warn(f"--hf {args.hf}: of its {', '.join(kinds)} files `datasets` reads one kind"
+                       " only; --text reads all")
     try:
         meta = prepare(
             text=Path(args.text) if args.text else None,
