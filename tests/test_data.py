@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -97,6 +98,9 @@ def test_offline_the_scripts_still_run(tmp_path):
     nowhere = "http://127.0.0.1:9"
     proxies = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], nowhere)
     script = next((ROOT / "beyond").glob("rung_11_*.py"))
+    (tmp_path / "data").mkdir()
+    for file in PREPARE.parent.glob("*.py"):
+        shutil.copy(file, tmp_path / "data")
     run = run_command(
         sys.executable, script, "--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32",
         "--total-batch", "32", "--steps", "2", "--compile-mode", "none", cwd=tmp_path,
