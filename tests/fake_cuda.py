@@ -406,6 +406,8 @@ def run(label, model, recompute, folder, float16, backend):
     script.Log.step, script.save_model = count_step, nothing
     if hasattr(script, "Checkpoints"):
         script.Checkpoints.save = nothing
+    if hasattr(script, "sum_over_ranks"):  # after the clock; a fake tensor's number could be that of a signal
+        script.sum_over_ranks = lambda *numbers, device: list(numbers)
     if hasattr(script, "count_log_frequencies"):
         script.count_log_frequencies = lambda tokens, n: torch.zeros(n, dtype=torch.float64)
     torch._dynamo.reset()

@@ -144,7 +144,7 @@ def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
     code, output, _ = call("run", "--rungs", "0-1", "--time-limit", 0.5, "--logs", tmp_path / "a", *flags(tokens))
     assert code == 1 and output.count("timed out: no end after 0.5 s") == 4  # as it happens, and in the end
     code, output, _ = call("run", "--rungs", "0", "--logs", tmp_path / "b", *flags(tokens), "--pretrained", __file__)
-    assert code == 1 and "failed: error: " in output and "not a model's file" in output and "Traceback" not in output
+    assert code == 1 and "failed: error: " in output and "not a file of --save" in output and "Traceback" not in output
     assert "no rung finished a step" in output and not list(tmp_path.iterdir())
 
 
