@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import filelock
@@ -868,7 +868,7 @@ def save_model(path, model, loader, step):
 def set_aside(path):
     """Rename an earlier file of this name: it gets the date as a suffix."""
     if path.exists():
-        path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
+        path.replace(f"{path}.{datetime.now():%Y-%m-%d_%H.%M.%S.%f}")
 
 
 class Log:

@@ -31,7 +31,7 @@ import sys
 import time
 import zipfile
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import filelock
@@ -793,7 +793,7 @@ def save_model(path, model, loader, step):
 def set_aside(path):
     """Rename an earlier file of this name: it gets the date as a suffix."""
     if path.exists():
-        path.replace(f"{path}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
+        path.replace(f"{path}.{datetime.now():%Y-%m-%d_%H.%M.%S.%f}")
 
 
 class Log:

@@ -248,8 +248,6 @@ def parse_args(argv=None):
 
 
 def main(argv=None):
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # characters that the terminal lacks
     args = parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
         signal.signal(number, signal.default_int_handler)

@@ -1,11 +1,14 @@
 """Run rungs' `train` on fake CUDA tensors, without a GPU, and print for each what test_fake_cuda.py asserts, as JSON.
 
-    python tests/fake_cuda.py FOLDER bfloat16|float16 none|aot_eager|sm_NN LABEL[:MODEL]...
+    python tests/fake_cuda.py FOLDER bfloat16|float16 none|aot_eager|ddp|sm_NN WORD...
+
+A WORD is LABEL, LABEL:MODEL or LABEL:MODEL:recompute, which recomputes one block.
 
 FakeTensorMode computes shapes, types and devices, and no numbers. So a tensor on the wrong device raises, and each copy
 between host and device, and each `.item()` there, is seen. A C++ library registers a device guard for CUDA that does
 nothing, so that a build of torch without CUDA slices, copies and runs the autograd engine on such tensors. What needs
-numbers is replaced: the gradient scaler's kernels, files, the counting of rung 30.
+numbers is replaced: the gradient scaler's kernels, files, the counting of rung 30. `ddp` is
+aot_eager where torch splits the graph as it does for a model in DDP: at each MB of gradients.
 
 With sm_75 (a T4) to sm_120 (an RTX 5090) Inductor lowers the graphs to Triton, and Triton, if it is installed, compiles
 each kernel to machine code for that GPU, which tells how much of its shared memory a block takes.
@@ -194,7 +197,7 @@ def compiler(backend, mode, watch, graphs, kernels):
 
     def run_on_fakes(graph_module, inputs, **options):
         graphs.append(graph_module)
-        if backend != "aot_eager":
+        if backend.startswith("sm_"):
             kernels.extend(machine_code(graph_module, inputs, options, capability(backend)))
 
         def run(*args):
@@ -203,8 +206,10 @@ def compiler(backend, mode, watch, graphs, kernels):
 
         return make_boxed_func(run)
 
-    chosen = functools.partial(compile_fx, inner_compile=run_on_fakes) if backend != "aot_eager" else aot_autograd(
-        fw_compiler=run_on_fakes, bw_compiler=run_on_fakes, partition_fn=min_cut_rematerialization_partition)
+    chosen = functools.partial(compile_fx, inner_compile=run_on_fakes)
+    if not backend.startswith("sm_"):
+        chosen = aot_autograd(fw_compiler=run_on_fakes, bw_compiler=run_on_fakes,
+                              partition_fn=min_cut_rematerialization_partition)
 
     def compile(model, **_):
         compiled = real(model, backend=chosen)
@@ -264,8 +269,12 @@ def machine_code(graph_module, inputs, options, cc):
             except Exception as error:  # any: of Triton, LLVM or ptxas
                 yield name, f"{type(error).__name__}: {error}"[:300]
             else:
-                taken, there = compiled.metadata.shared, CARDS[cc][2]
-                yield name, f"asks for {taken} bytes of shared memory, of {there}" if taken > there else ""
+                taken, there, why = compiled.metadata.shared, CARDS[cc][2], ""
+                if taken > there:
+                    why = f"asks for {taken} bytes of shared memory, of {there}"
+                elif name.startswith("triton_tem_") and "mma" not in compiled.asm["ptx"]:
+                    why = "multiplies matrices without tensor cores"
+                yield name, why
 
 
 def triton_kernels(code):
@@ -286,14 +295,32 @@ def triton_kernels(code):
         yield from found
 
 
+def attention_of(cc):
+    """scaled_dot_product_attention with the kernel that CUDA chooses on a card in 16 bits."""
+    aten, explicit = torch.ops.aten, torch.nn.functional.scaled_dot_product_attention
+
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+                  enable_gqa=False):
+        bias, how = None, (True, dropout_p, is_causal)  # True: with what the backward pass needs
+        if attn_mask is not None:
+            bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+            bias = bias.expand(*q.shape[:3], k.shape[2])
+        if cc in (90, 100, 103):  # where torch prefers cuDNN's
+            return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, *how, scale=scale)[0]
+        if cc >= 80 and bias is None:
+            return aten._scaled_dot_product_flash_attention(q, k, v, *how[1:], scale=scale)[0]
+        if enable_gqa:  # which the memory-efficient kernel refuses
+            return explicit(q, k, v, attn_mask, *how[1:], scale=scale, enable_gqa=True)
+        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, *how, scale=scale)[0]
+
+    return attention
+
+
 def as_card(cc):
     """What Inductor and Triton ask of a GPU of a compute capability: {name: answer}."""
     from torch._inductor.runtime.hints import DeviceProperties
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
-
-    def flash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
 
     class Driver(CudaDriver):
         def __init__(self):
@@ -311,8 +338,8 @@ def as_card(cc):
     DeviceProperties.create.cache_clear()
     interface = "torch._dynamo.device_interface.CudaInterface."
     return {
-        # A build for CPUs would compute explicit attention here, as CUDA does before sm_80.
-        **({"torch.nn.functional.scaled_dot_product_attention": flash} if cc >= 80 else {}),
+        # A build for CPUs would compute explicit attention here.
+        "torch.nn.functional.scaled_dot_product_attention": attention_of(cc),
         "torch.cuda.get_device_properties": lambda *_: properties(cc),
         f"{interface}get_device_properties": lambda *_: properties(cc),
         f"{interface}Worker.get_device_properties": lambda *_: properties(cc),
@@ -323,6 +350,7 @@ def as_card(cc):
         "torch._inductor.runtime.triton_helpers.set_driver_to_gpu": nothing,
         "torch._inductor.config.compile_threads": 1, "torch._inductor.config.fx_graph_cache": False,
         "torch._inductor.config.joint_graph_constant_folding": False,  # it computes constants on the GPU
+        "torch._inductor.config.shape_padding": False,  # it measures products on the GPU
     }
 
 
@@ -359,15 +387,16 @@ def fake_cuda(float16, cc):
     }
 
 
-def run(label, model, folder, float16, backend):
-    """Train two steps of a rung; returns what happened in the second."""
+def run(label, model, recompute, folder, float16, backend):
+    """Train two steps of a rung, perhaps with a block recomputed; what happened in the second."""
     script, watch, graphs, kernels = rung(label), Watch(BY_LABEL[label].path), [], []
     script.DEVICES = ["cuda", "cpu"]
     words = known_flags(  # two steps of two micro-steps, with a validation after each
         script, B=B, T=T, steps=2, model=model, device="cuda", data=folder / "data", log_dir=folder / "logs",
         compile_mode="none" if backend == "none" else "default", total_batch=N_MICRO_STEPS * B * T, val_every=1,
-        val_sequences=2, checkpoint_every=1, float8_from=0, checkpoint_dir=folder / f"checkpoints_{label}_{model}",
-        loss_chunk=T)
+        val_sequences=2, checkpoint_every=1, float8_from=0,
+        checkpoint_dir=folder / f"{label}_{model}_{recompute}",
+        loss_chunk=T, recompute_blocks=int(recompute))
     log_step = script.Log.step
 
     def count_step(self, *args, **more):
@@ -377,6 +406,8 @@ def run(label, model, folder, float16, backend):
     script.Log.step, script.save_model = count_step, nothing
     if hasattr(script, "Checkpoints"):
         script.Checkpoints.save = nothing
+    if hasattr(script, "sum_over_ranks"):  # after the clock; a fake tensor's number could be that of a signal
+        script.sum_over_ranks = lambda *numbers, device: list(numbers)
     if hasattr(script, "count_log_frequencies"):
         script.count_log_frequencies = lambda tokens, n: torch.zeros(n, dtype=torch.float64)
     torch._dynamo.reset()
@@ -388,6 +419,10 @@ def run(label, model, folder, float16, backend):
             answers["torch.compile"] = compiler(backend, mode, watch, graphs, kernels)
         if backend.startswith("sm_"):
             answers |= as_card(capability(backend))
+        if backend == "ddp":
+            ddp = "torch.nn.parallel.DistributedDataParallel"
+            active = SimpleNamespace(bucket_bytes_cap=2**20)
+            answers[f"{ddp}._get_active_ddp_module"] = lambda: active
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, answer))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
@@ -404,6 +439,7 @@ def run(label, model, folder, float16, backend):
         "rng": [name for name in operations if "rng_state" in name],
         "kernels": len(kernels), "failed": [(name, why) for name, why in kernels if why],
         "flex": sum("flex_attention" in name for name in operations),
+        "fused": sorted({name for name in operations if "_attention.default" in name}),
     }
 
 
@@ -412,5 +448,8 @@ if __name__ == "__main__":
     ids = np.random.default_rng(0).integers(0, 50257, 20_000)
     ids[::37] = 50256  # short documents
     tokens_of(Path(folder) / "data", ids, ids[:4_000], documents=500)
-    for label, _, model in (word.partition(":") for word in labels):
-        print(json.dumps(run(label, model or "1x2x64", Path(folder), dtype == "float16", backend)), flush=True)
+    for word in labels:
+        label, model, recompute, *_ = [*word.split(":"), "", ""]
+        found = run(label, model or "1x2x64", bool(recompute), Path(folder), dtype == "float16",
+                    backend)
+        print(json.dumps(found), flush=True)

@@ -3,11 +3,13 @@ import itertools
 import json
 import os
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from run_tool import ladder
+from log_files import MEDIAN, write_log
+from run_tool import flags, is_one_error, ladder
 
 from ladder.measure import check, rates
 
@@ -19,23 +21,70 @@ def findings(function, *arguments):
 def test_what_is_here():
     run = ladder("check", CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR="/tmp/empty-inductor-cache")
     assert run.returncode == 0, run.stderr
-    for word in ("device", "TF32", "bfloat16", "attention", "fused AdamW", "NCCL", "free disk", "tokenizer"):
+    for word in ("device", "TF32", "bfloat16", "attention", "fused AdamW", "NCCL", "free disk"):
         assert word in run.stdout
     assert re.search(r"python -m ladder run --model \S+ -B \d+ -T \d+ --steps \d+\n", run.stdout)
     assert "NVIDIA GPU" not in run.stdout and "x torch.compile" in run.stdout and "install" in run.stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU that is here")
-def test_a_gpu_that_torch_cannot_use(tmp_path, monkeypatch):
-    """An NVIDIA GPU, as its driver's own tool tells, under a torch that does not see it."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 580.65.06, 700.00 W'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert re.search("CUDA.*; pip install .*torch==.*whl/cu130", findings(check.check_device, "cpu")["NVIDIA GPU"])
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """nvidia_smi(driver): an NVIDIA GPU, as its driver tells, and torch does not see it."""
+    if torch.cuda.is_available():
+        pytest.skip("torch can use the GPU that is here")
+
+    def install(driver):
+        program = tmp_path / "bin" / "nvidia-smi"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, {driver}, 700.00 W'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+@pytest.mark.parametrize("driver, wheel", [("580.65.06", "cu130"), ("575.57.08", "cu126")])
+def test_a_gpu_that_torch_cannot_use(driver, wheel, nvidia_smi):
+    nvidia_smi(driver)
+    found = findings(check.check_device, "cpu")["NVIDIA GPU"]
+    assert re.search(f"CUDA.*; pip install .*torch==.*whl/{wheel}", found)
     machine = rates.describe("cpu")
-    assert machine["gpus"] == ["NVIDIA H100 80GB HBM3, 580.65.06, 700.00 W"]
+    assert machine["gpus"] == [f"NVIDIA H100 80GB HBM3, {driver}, 700.00 W"]
     assert "threads" in machine["cpu"] and machine["name"] == machine["cpu"]
+
+
+@pytest.mark.parametrize("words", [
+    ["run", "--rungs", "0"], ["run", "--max-batch"], ["run", "--device", "cuda"],
+    ["profile", "--rungs", "0"], ["survey"], ["smoke"]], ids=" ".join)
+def test_no_cpu_is_measured_beside_a_gpu_unless_asked_for(words, nvidia_smi, tmp_path, monkeypatch,
+                                                          call):
+    """Before anything is written: 200 steps take hours, and the user takes them for the GPU's."""
+    nvidia_smi("575.57.08")
+    monkeypatch.chdir(tmp_path)
+    reasons = "--device: torch cannot use the NVIDIA GPU", "whl/cu126", "--device cpu"
+    assert is_one_error(call(*words), *reasons)
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_a_cpu_that_is_asked_for_is_measured_beside_a_gpu(nvidia_smi, tokens, fake_run):
+    nvidia_smi("575.57.08")
+    assert "--device" in flags(tokens)
+    assert fake_run(lambda job: write_log(job.log, tail=MEDIAN) and None)[0] == 0
+
+
+def test_a_compiler_without_python_s_headers(tmp_path, monkeypatch):
+    """As on a machine without python3-dev: its own g++, which is not told where they are."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"""#!/bin/bash
+for word; do [[ $word = -I*/include/python3* ]] || kept+=("$word"); done
+exec {shutil.which("g++")} "${{kept[@]}}"
+""")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    found = findings(check.check_kernels, "cpu")["torch.compile"]
+    assert found.startswith("x ") and "python3-dev" in found
+    assert "fatal error: Python.h: No such file" in found
 
 
 @pytest.mark.parametrize("dtype, names, bfloat16", [
@@ -55,10 +104,16 @@ def test_a_product_has_two_operations_for_each_multiplication(monkeypatch):
     assert rates.best_rate("cpu", torch.float32, (8, 16, 32)) == 2 * 8 * 16 * 32 / 0.5
 
 
-@pytest.mark.parametrize("capability, tf32, float8", [((7, 5), "-", "-"), ((8, 6), "+", "-"), ((8, 9), "+", "+")])
-def test_formats_of_gpus(capability, tf32, float8, monkeypatch):
+@pytest.mark.parametrize("name, capability, cuda, tf32, float8", [
+    ("Tesla T4", (7, 5), "13.0", "-", "-"), ("NVIDIA A10", (8, 6), "13.0", "+", "-"),
+    ("NVIDIA L4", (8, 9), "13.0", "+", "+"),
+    ("NVIDIA GeForce RTX 4090", (8, 9), "13.0", "-", "+"),  # whose TF32 is as fast as its float32
+    ("AMD Instinct MI300X", (9, 4), None, "-", "-"),  # which numbers its cards otherwise
+])
+def test_formats_of_gpus(name, capability, cuda, tf32, float8, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(check.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
     found = findings(check.check_formats, "cuda")
     assert found["TF32"][0] == tf32 and found["float8"][0] == float8
@@ -69,6 +124,27 @@ def test_the_attention_kernel_is_torch_s_choice(monkeypatch):
     assert findings(check.check_kernels, "cpu")["attention"].startswith("+ torch chooses FLASH_ATTENTION")
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 0)
     assert findings(check.check_kernels, "cpu")["attention"].startswith("- torch chooses MATH")
+
+
+@pytest.mark.parametrize("version, mark", [("2.12.1", "x"), ("2.13.0", "+")])
+def test_an_apple_gpu_needs_a_torch_whose_attention_is_causal(version, mark, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.setattr(check, "free_memory", lambda device: 10e9)
+    found = findings(check.check_device, "mps")["torch"]
+    assert found[0] == mark and ("future tokens" in found) == (mark == "x")
+    assert findings(check.check_device, "cpu")["torch"][0] == "+"
+
+
+def test_what_an_apple_gpu_gains():
+    found = findings(check.check_kernels, "mps")
+    assert found["attention"].startswith("- ") and "saves no memory" in found["attention"]
+    assert found["torch.compile"].startswith("- rungs 5 and up need --compile-mode none")
+
+
+@pytest.mark.parametrize("platform, said", [("win32", True), ("linux", False)])
+def test_windows_has_no_torchrun(platform, said, monkeypatch):
+    monkeypatch.setattr(check, "sys", SimpleNamespace(platform=platform))
+    assert ("libuv" in findings(check.check_ranks, "cpu").get("torchrun", "")) == said
 
 
 @pytest.mark.parametrize("gpus, nccl, marks", [(2, True, "++"), (2, False, "+x"), (1, True, "-+"), (1, False, "--")])
@@ -84,5 +160,4 @@ def test_the_data_and_the_way_out_of_the_fallback(tmp_path):
         (tmp_path / "meta.json").write_text(json.dumps({"source": source, "tokenizer": tokenizer}))
         found = check.check_data(tmp_path)
         assert found.mark == mark and f"{source} ({tokenizer} tokens)" in found.detail
-    (tmp_path / "meta.json").write_text("[]")
-    assert check.check_data(tmp_path).mark == "x"
+    assert check.check_data(tmp_path / "none").mark == "-"

@@ -1,9 +1,5 @@
-"""python -m ladder: verbs, flags and rungs as users write them, rightly and wrongly, on any terminal."""
-import io
-import sys
-
+"""python -m ladder: verbs, flags and rungs as users write them, rightly and wrongly."""
 import pytest
-import torch
 from conftest import ROOT
 from log_files import MEDIAN, write_log
 from run_tool import files_in, flags, is_one_error, ladder
@@ -12,8 +8,6 @@ import ladder.__main__ as tool
 from ladder.errors import UserError
 from ladder.scripts.choose import find_rung, parse_rungs
 from ladder.scripts.stages import BY_LABEL
-
-WHOLE = ROOT / "logs" / "reference" / "intel_xeon_amx_2_cores_B1_T1024"
 
 
 def test_help_comes_without_torch():
@@ -69,17 +63,3 @@ def test_refused_flags_leave_no_trace(refused, tmp_path, tokens, monkeypatch, ca
     code, output, error = call("run", "--rungs", "0,5", *flags(tokens), *refused)
     assert code in (1, 2) and "error: " in error and str(refused[0]) in error and output == ""
     assert files_in(tmp_path) == before and "6.000" in call("report")[1]
-
-
-@pytest.mark.parametrize("encoding, times", [("ascii", "?"), ("cp1252", "×"), ("utf-8", "×")])
-def test_terminals_without_the_characters(encoding, times, monkeypatch):
-    """Every verb ends well there."""
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    logs = [str(WHOLE / "round_1" / f"{name}.log") for name in ("speedup_05_compile", "speedup_10_fused_adamw")]
-    for words, shown in ((["check"], "+ torch: "), (["report", str(WHOLE)], f"{times} base"),
-                         (["compare", *logs], "B - A"), (["diff", "7"], "Rung 7")):
-        terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", terminal)
-            assert tool.main(words) == 0
-        assert shown in terminal.buffer.getvalue().decode(encoding)

@@ -18,7 +18,7 @@ WAITS = {  # {first rung: waits in the timed part of a step}, until the next run
     "float16": {"0": 2, "3": 3, "10": 2, "11": 2 * MICRO_STEPS, "12": 0, "18": 1},  # the scaler, but for fused AdamW
 }
 # {rung and model: width of its heads}; narrower ones than 16 are "NYI" in FlexAttention, and of ones wider than 128 not
-# every GPU holds the blocks: those get a boolean mask.
+# every GPU holds the blocks: those get a boolean mask. So do cards without bfloat16, where Triton's products are slow.
 HEADS = {"29": 32, "29:1x2x16": 8, "29:1x2x512": 256}
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guard is compiled with g++")
 
@@ -48,8 +48,20 @@ def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype
     for word, run in zip(words, runs(tmp_path, dtype, backend, words), strict=True):
         assert sum(run["waits"].values()) == waits_of(run["label"], dtype), run
         assert not run["breaks"] and run["graphs"] == 2 * compiled  # forward and backward
-        assert run["flex"] == 2 * (compiled and 16 <= HEADS.get(word, 0) <= 128)
+        flex = compiled and dtype == "bfloat16" and 16 <= HEADS.get(word, 0) <= 128
+        assert run["flex"] == 2 * flex
         assert not run["rng"]  # --resume restores the default generator: the masks of dropout must come from it alone
+
+
+@pytest.mark.parametrize("backend, graphs", [("aot_eager", 2), ("ddp", 4)])
+def test_29_recomputes_attention_also_where_ddp_splits_the_graph(backend, graphs, tmp_path):
+    """The attention of one block once more, and the same dropout masks."""
+    words = ["29", "29:1x2x64:recompute"]
+    plain, recomputed = runs(tmp_path, "bfloat16", backend, words)
+    assert not plain["breaks"] and not recomputed["breaks"]
+    assert plain["graphs"] == recomputed["graphs"] == graphs
+    assert (plain["flex"], recomputed["flex"]) == (2, 3)
+    assert recomputed["rng"] == 2 * ["run_and_save_rng_state"] + 2 * ["run_with_rng_state"]
 
 
 @pytest.mark.slow
@@ -61,6 +73,9 @@ def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype
     *[(card, ["29:2x2x256", "29:2x2x512"]) for card in ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120")],
 ])
 def test_every_kernel_compiles_for_a_gpu_and_fits_into_its_shared_memory(card, words, tmp_path):
+    """FlexAttention with tensor cores; and from rung 6 on no scores of attention are stored."""
     found = runs(tmp_path, "float16" if card == "sm_75" else "bfloat16", card, words)
     assert not [(run["label"], *kernel) for run in found for kernel in run["failed"]]
     assert min(run["kernels"] for run in found) > 10
+    explicit = [run["label"] for run in found if not run["fused"] and not run["flex"]]
+    assert explicit == [word for word in words if word == "5"]

@@ -11,11 +11,12 @@ import torch
 from conftest import ROOT, run_command
 from log_files import write_log
 from rich.console import Console
+from run_tool import flags
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ladder.errors import UserError
-from ladder.measure import step_profile
+from ladder.measure import runner, step_profile
 from ladder.measure.step_profile import CLIP, DATA, STEP, by_kind, check_profile, kind_of
 from ladder.measure.step_profile import logit_widths, products_ms, profile_ladder
 from ladder.scripts.stages import BY_LABEL
@@ -169,17 +170,25 @@ def test_the_floor_is_the_products_at_the_rate_of_the_rungs_format(name, precisi
     assert products_ms(log, {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}) == pytest.approx(2048e3 * flops / rate)
 
 
+def test_where_torch_cannot_compile_the_profile_is_of_eager_runs(tmp_path, tokens, monkeypatch, call):
+    seen = []
+    monkeypatch.setattr(runner, "compile_problem", lambda device: "no compiler here")
+    monkeypatch.setattr(step_profile, "profile_ladder", lambda stages, flags, *_: seen.append(flags))
+    code, output, _ = call("profile", "--rungs", "5", "--logs", tmp_path / "new", *flags(tokens)[:-2])
+    assert code == 0 and "--compile-mode none: no compiler here" in output
+    assert seen[0][-2:] == ["--compile-mode", "none"]
+
+
 def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
     """Before it is made, and when it is shown."""
-    flags = ["--model", "tiny", "--device", "cpu", "--data", str(tokens), "-B", "1", "-T", "32"]
-    stages = [BY_LABEL["0"], BY_LABEL["10"]]
+    words, stages = flags(tokens)[:-2], [BY_LABEL["0"], BY_LABEL["10"]]
     shutil.copytree(WHOLE / "round_1", tmp_path / "round_1")
     with pytest.raises(UserError, match="holds runs of gpt2, B=1 T=1024"):
-        check_profile(stages, flags, tmp_path)
+        check_profile(stages, words, tmp_path)
     (tmp_path / "profile.json").write_text(json.dumps(read_profile(WHOLE) | {"T": 64}))
     report = build_report(tmp_path)
     assert report.profile is None and "B=1 T=64, but the logs are not" in report.skipped[0]
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 1e12}, "device": "cuda"}))
     with pytest.raises(UserError, match="from a different device"):
-        check_profile(stages, flags, tmp_path / "new")
+        check_profile(stages, words, tmp_path / "new")

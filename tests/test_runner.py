@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
 import psutil
@@ -18,9 +19,10 @@ from run_tool import LADDER, files_in, flags, is_one_error
 
 import ladder.__main__ as tool
 from ladder.count.memory import step_bytes
-from ladder.measure import jobs, max_batch, runner
+from ladder.measure import check, jobs, max_batch, runner
+from ladder.measure import run as run_verb
 from ladder.measure.jobs import Job, run_job
-from ladder.measure.runner import command_for, plan, split_flags
+from ladder.measure.runner import command_for, eager_flags, plan, split_flags
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import PEER, read_log
 from ladder.show.report import build_report
@@ -29,10 +31,12 @@ LOSS = re.compile(r"loss: ([\d.]+)")
 
 
 @pytest.mark.parametrize("code, status, reason", [
-    ("print('step : 1'); print('WARNING: disk full')", "ok", "WARNING: disk full"),
+    ("print('step : 1')", "ok", ""),
     ("os.kill(os.getpid(), 9)", "out of memory", ""),  # Linux ends a process that takes too much without a word
     ("os.kill(os.getpid(), signal.SIGTERM)", "failed", "exit code -15"),
     ("print('RuntimeError: CUDA out of memory'); sys.exit(1)", "out of memory", "RuntimeError: CUDA out of memory"),
+    ("print('RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED in x'); sys.exit(1)",
+     "out of memory", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED in x"),
     ("print('torch.AcceleratorError: no'); print('a hint'); sys.exit(1)", "failed", "torch.AcceleratorError: no"),
     ("print('error: --data x: none'); print('later'); sys.exit(1)", "failed", "error: --data x: none"),
     (r"print('[rank1]: ValueError: no\nelastic.ChildFailedError:'); sys.exit(1)", "failed", "[rank1]: ValueError: no"),
@@ -63,6 +67,43 @@ def test_commands():
     assert "--checkpoint-every" not in command("13")
     assert command("14")[1:3] == command("16")[1:3] == ["--checkpoint-every", "0"]
     assert command_for(None, [], Path("x"))[1].endswith("peer_transformers.py")
+
+
+def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_run, monkeypatch,
+                                                                         tmp_path):
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(runner, "compile_problem", check.compile_problem)
+    modes = {}
+
+    def do(job):
+        modes[job.name] = split_flags(job.command, "--compile-mode")[0]
+        write_log(job.log, tail=MEDIAN)
+
+    code, output, _ = fake_run(do, "--rungs", "4,5", "--peers")
+    assert code == 0
+    assert modes == {BY_LABEL["4"].name: [], BY_LABEL["5"].name: ["none"], PEER: ["none"]}
+    assert output.count("--compile-mode none") == 1 and "No working C++ compiler" in output
+
+
+@pytest.mark.parametrize("labels, device, flags, added", [
+    (["4", "5"], "mps", ["-B", "1"], True),
+    (["4"], "mps", ["-B", "1"], False),  # which has no such flag
+    (["5"], "mps", ["--compile-mode", "reduce-overhead"], False),  # the script says that it cannot
+    (["5"], "cpu", ["-B", "1"], False),
+])
+def test_an_apple_gpu_runs_eagerly(labels, device, flags, added, monkeypatch, capsys):
+    monkeypatch.setattr(check, "problem_of", lambda code: None)  # a CPU that compiles
+    words = eager_flags([BY_LABEL[label] for label in labels], flags, device, tool.console)
+    assert words == [*flags, *["--compile-mode", "none"] * added]
+    assert ("152155" in capsys.readouterr().out) == added
+
+
+@pytest.mark.parametrize("words", [["--rungs", "10,ddp"], ["--max-batch", "--rungs", "fsdp"]])
+def test_windows_has_no_torchrun(words, tokens, monkeypatch, call):
+    monkeypatch.setattr(run_verb, "sys", SimpleNamespace(platform="win32"))
+    answer = call("run", *words, *flags(tokens))
+    assert is_one_error(answer, "--rungs ", "torchrun does not start on Windows", "running.md")
 
 
 def test_rounds_are_interleaved(tmp_path):
@@ -103,7 +144,7 @@ def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
     code, output, _ = call("run", "--rungs", "0-1", "--time-limit", 0.5, "--logs", tmp_path / "a", *flags(tokens))
     assert code == 1 and output.count("timed out: no end after 0.5 s") == 4  # as it happens, and in the end
     code, output, _ = call("run", "--rungs", "0", "--logs", tmp_path / "b", *flags(tokens), "--pretrained", __file__)
-    assert code == 1 and "failed: error: " in output and "not a model's file" in output and "Traceback" not in output
+    assert code == 1 and "failed: error: " in output and "not a file of --save" in output and "Traceback" not in output
     assert "no rung finished a step" in output and not list(tmp_path.iterdir())
 
 
@@ -203,19 +244,14 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
 
 
 def test_the_peer_is_rung_10_with_another_model(tmp_path, tokens, monkeypatch):
-    """The rungs' own dtype and compile check: no bfloat16 where there is none, eager where nothing compiles."""
+    """With the rungs' own dtype: no bfloat16 where there is none."""
     module = rung(10)
     peer = load_module(ROOT / "ladder" / "measure" / "peer_transformers.py")
     monkeypatch.setattr(module, "autocast_dtype", lambda device: torch.float32)
-
-    def refuse(*_, **__):
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(torch, "compile", refuse)
-    peer.main([*flags(tokens), "--log-dir", str(tmp_path)])
+    peer.main([*flags(tokens), "--log-dir", str(tmp_path), "--compile-mode", "none"])
     log = read_log(tmp_path / f"{PEER}.log")
     assert log.complete and log.headers["precision"].startswith("float32")
-    assert "running eagerly" in log.headers["compile"]
+    assert log.headers["compile"] == "none"
     assert "norm: " in log.path.read_text()  # clipped, as rung 10 is
     ours = read_log(train(rung(1), tmp_path, tokens, *flags(tokens)[4:]))
     assert log.losses[0] == pytest.approx(ours.losses[0], abs=0.3)  # both start at ln 50257, with tied weights

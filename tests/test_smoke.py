@@ -16,6 +16,7 @@ from conftest import run_command
 import ladder.__main__ as tool
 from ladder.measure import smoke
 from ladder.measure.check import Finding
+from ladder.measure.runner import split_flags
 from ladder.measure.smoke import Trial, plan
 from ladder.scripts.stages import STAGES
 
@@ -37,6 +38,7 @@ def fake(monkeypatch, tmp_path, tokens, capsys):
                   for chain in chains]
         monkeypatch.setattr(smoke, "plan", lambda settings, scratch: chains)
         monkeypatch.setattr(smoke, "check_machine", lambda device: ([Finding("-", "float8", "none here")], ""))
+        monkeypatch.setattr(smoke, "compile_problem", lambda device: None)
         monkeypatch.setattr(tool.console, "width", 200)
         monkeypatch.setattr(smoke, "os", SimpleNamespace(environ=dict(os.environ), cpu_count=lambda: 4))
         code = tool.main(["smoke", "--device", "cpu", "--data", str(tokens), "--out", str(tmp_path / "out")])
@@ -108,7 +110,7 @@ def test_ctrl_c_stops_all_that_run(fake, tmp_path):
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, monkeypatch):
     monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
-    settings = SimpleNamespace(device=device, model="tiny", data=tmp_path)
+    settings = SimpleNamespace(device=device, model="tiny", data=tmp_path, compile_mode="default")
     trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
     others = {"24-eager", "24-float16", "24-resume", "27-resume"}
     assert {stage.label for stage in STAGES} | others <= trials.keys()
@@ -122,10 +124,20 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
     assert {"0-sample", "31-sample"} < samples and "0-convert" in trials and "31-convert" not in trials
 
 
+def test_the_plan_where_nothing_compiles_and_on_windows(tmp_path, monkeypatch):
+    monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(smoke, "sys", SimpleNamespace(platform="win32", executable="python"))
+    settings = SimpleNamespace(device="cuda", model="tiny", data=tmp_path, compile_mode="none")
+    trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
+    assert not [name for name in trials if "torchrun" in name or "graphs" in name]
+    assert split_flags(trials["24"].command, "--compile-mode")[0] == ["none"]
+    assert "--compile-mode" not in trials["4"].command
+
+
 def test_float16_makes_rung_3_another_rung(tmp_path, monkeypatch):
     """On a T4 its scaler skips the first steps, so its losses are not those of rung 2."""
     monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.float16)
-    settings = SimpleNamespace(device="cuda", model="tiny", data=tmp_path)
+    settings = SimpleNamespace(device="cuda", model="tiny", data=tmp_path, compile_mode="default")
     trials = {chain[0].name: chain[0] for chain in plan(settings, tmp_path)}
     assert trials["3"].like == "" and trials["2"].like == "1"
 

@@ -1,4 +1,5 @@
-"""data/vocabulary.py: the text comes back from every tokenizer, and one that could not give it back is refused."""
+"""data/vocabulary.py: every tokenizer gives back the text; one that could not is refused."""
+import builtins
 import json
 import os
 import time
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import ROOT, data_with, load_module, rung
+from conftest import ROOT, cut_in_half, data_with, edit_json, load_module, rung
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data import vocabulary
 
-GPT2 = pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges at hand")
-TEXT = "naïve 日本語 🙂\r\n\r\n  \tThe value of an object's value, 12345! <|endoftext|>\n" * 20
+GPT2 = pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges")
+LINE = "naïve 日本語 🙂\r\n\r\n  \tThe value of an object's value, 12345! <|endoftext|>\n"
+TEXT = LINE * 20
+END = vocabulary.SEPARATOR
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def prepare(tmp_path, monkeypatch):
     return load_module(ROOT / "data" / "prepare.py")
 
 
-def hugging_face_folder(folder, tokenizer, end="<|endoftext|>"):
+def hugging_face_folder(folder, tokenizer, end=END):
     """As transformers saves it, beside a model's config."""
     from transformers import GPT2Config, PreTrainedTokenizerFast
 
@@ -38,25 +41,50 @@ def test_the_text_of_every_tokenizer(prepare, tmp_path):
     """There and back; the files say which tokens they hold, and their bytes are counted right."""
     trained = vocabulary.trained([TEXT], 300)
     hugging_face_folder(tmp_path / "mine", trained.tokenizer)
-    hugging_face_folder(tmp_path / "gpt2", trained.tokenizer)  # a name that would say everything about the tokens
+    # a name that would say everything about the tokens
+    hugging_face_folder(tmp_path / "gpt2", trained.tokenizer)
     data_with(trained, TEXT, tmp_path / "ours")
-    torch.save({"tokenizer": "theirs", "tokenizer_json": trained.json, "end_of_text": 0}, tmp_path / "model.pt")
-    text = TEXT.replace("<|endoftext|>", "")  # there it separates documents
+    saved = {"tokenizer": "theirs", "tokenizer_json": trained.json, "end_of_text": 0}
+    torch.save(saved, tmp_path / "model.pt")
+    text = TEXT.replace(END, "")  # there it separates documents
     for number, (words, name, size) in enumerate([
-        ("--tokenizer bytes", "bytes", 257), ("--train-tokenizer 290", vocabulary.trained([text], 290).name, 290),
+        ("--tokenizer bytes", "bytes", 257),
+        ("--train-tokenizer 290", vocabulary.trained([text], 290).name, 290),
         ("--tokenizer mine/", "mine", 300), ("--tokenizer ./gpt2", "hf-gpt2", 300),
+        ("--tokenizer mine/tokenizer.json", "mine", 300),
         ("--tokenizer ours", trained.name, 300), ("--tokenizer model.pt", "theirs", 300),
+        ("--tokenizer ours/tokenizer.json", trained.name, 300),
     ]):
         out = tmp_path / str(number)
         prepare.main(["--text", "text", "--out", str(out), *words.split()])
         meta = json.loads((out / "meta.json").read_text())
         assert (meta["tokenizer"], meta["vocab_size"], meta["documents"]) == (name, size, 21)
         tokenizer = vocabulary.of_ours(out)
-        ids = np.concatenate([np.fromfile(out / name, dtype="<u2") for name in ("train.bin", "val.bin")])
+        parts = [np.fromfile(out / name, dtype="<u2") for name in ("train.bin", "val.bin")]
+        ids = np.concatenate(parts)
         assert tokenizer.decode(ids.tolist()) == text
-        assert tokenizer.byte_lengths()[ids].sum() == len(text.encode()) and len(tokenizer.byte_lengths()) == size
+        lengths = tokenizer.byte_lengths()
+        assert lengths[ids].sum() == len(text.encode()) and len(lengths) == size
         assert (ids == meta["end_of_text"]).sum() == 20 and tokenizer.vocab_size == size
-        assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT and meta["end_of_text"] not in tokenizer.encode(TEXT)
+        encoded = tokenizer.encode(TEXT)
+        assert tokenizer.decode(encoded) == TEXT and meta["end_of_text"] not in encoded
+
+
+def test_special_tokens_in_a_text_are_counted(prepare, tmp_path, capsys):
+    """They are ordinary text, and one line says so."""
+    tokenizer = vocabulary.trained([TEXT], 300).tokenizer
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    hugging_face_folder(tmp_path / "chat", tokenizer)
+    Path("text").write_text("<|im_start|>user\nHi!<|im_end|>\n<|endoftext|>" * 600)
+    prepare.main(["--text", "text", "--tokenizer", "chat", "--out", "out"])
+    plain = vocabulary.trained([], 257).json.replace('"special":true', '"special":false')
+    data_with(vocabulary.Tokenizer("plain", plain, 0), TEXT, tmp_path / "plain")  # has none
+    prepare.main(["--text", "text", "--tokenizer", "plain", "--out", "other"])
+    said = capsys.readouterr().err
+    assert said.count("special tokens") == 1
+    assert "special tokens in the text: 1,200 (<|im_end|> <|im_start|>); " in said
+    tokens = np.fromfile("out/train.bin", dtype="<u2")
+    assert tokenizer.token_to_id("<|im_start|>") not in tokens
 
 
 @GPT2
@@ -68,23 +96,27 @@ def test_gpt2_in_the_hands_of_transformers():
     assert 50256 not in ids and gpt2.decode([*ids, 50256, 50300]) == TEXT
     assert gpt2.byte_lengths()[ids].sum() == len(TEXT.encode())
     known = vocabulary.Tokenizer("theirs", theirs.backend_tokenizer.to_str(), 50256)
-    other = vocabulary.of_bytes("gpt2-bytes")
-    assert vocabulary.is_gpt2(known) and not vocabulary.is_gpt2(other)  # the same end of text
+    other = vocabulary.of_bytes("gpt2-bytes")  # it has the same end of text
+    assert vocabulary.is_gpt2(known) and not vocabulary.is_gpt2(other)
     theirs.add_tokens(["<pad>"])
-    assert not vocabulary.is_gpt2(vocabulary.Tokenizer("padded", theirs.backend_tokenizer.to_str(), 50256))
+    padded = vocabulary.Tokenizer("padded", theirs.backend_tokenizer.to_str(), 50256)
+    assert not vocabulary.is_gpt2(padded)
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2-bytes"])
 def test_single_bytes(name, tmp_path):
-    """GPT-2's ids of them are OpenAI's; known again in transformers' hands, so that a model fits its data again."""
+    """GPT-2's ids of them are OpenAI's; they are recognized in transformers' hands."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     tokenizer = vocabulary.of_bytes(name)
     ids = tokenizer.encode(TEXT).tolist()
     in_order = list(bytes_to_unicode()) if name == "gpt2-bytes" else range(256)
-    assert bytes(in_order[i] for i in ids).decode() == TEXT == tokenizer.decode([*ids, tokenizer.end_of_text])
-    found = vocabulary.from_hugging_face(hugging_face_folder(tmp_path / "model", tokenizer.tokenizer))
-    assert (found.name, found.json, found.end_of_text) == (name, tokenizer.json, tokenizer.end_of_text)
+    assert bytes(in_order[i] for i in ids).decode() == TEXT
+    assert tokenizer.decode([*ids, tokenizer.end_of_text]) == TEXT
+    folder = hugging_face_folder(tmp_path / "model", tokenizer.tokenizer)
+    found = vocabulary.from_hugging_face(folder)
+    assert (found.name, found.json) == (name, tokenizer.json)
+    assert found.end_of_text == tokenizer.end_of_text
 
 
 def test_a_tokenizer_that_never_answers(monkeypatch):
@@ -96,8 +128,9 @@ def test_a_tokenizer_that_never_answers(monkeypatch):
 
 
 def test_a_trained_tokenizer_fits_its_text():
-    """A word of the text becomes a token; a pair that occurs once does not. The same text gives the same tokenizer."""
-    first, second = (vocabulary.trained(["object " * 50, "xyz"], 400) for _ in range(2))
+    """A word becomes a token, a pair that occurs once does not. The same text, the same tokens."""
+    texts = ["object " * 50, "xyz"]
+    first, second = vocabulary.trained(texts, 400), vocabulary.trained(texts, 400)
     assert first.json == second.json and first.name == second.name and first.vocab_size < 400
     other = vocabulary.trained(["thing " * 50, "xyzabcdef"], first.vocab_size)
     assert first.name.startswith(f"bpe-{first.vocab_size}-") and other.name != first.name
@@ -108,65 +141,125 @@ def test_a_tokenizer_is_trained_on_a_share_of_every_file(prepare, tmp_path, monk
     """On a few bytes of each, however many files there are."""
     (tmp_path / "corpus").mkdir()
     for number in range(20):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(chr(65 + number) * 500 * (1 + 3 * (number == 7)))
+        times = 4 if number == 7 else 1
+        (tmp_path / "corpus" / f"{number}.txt").write_text(chr(65 + number) * 500 * times)
     monkeypatch.setattr(prepare, "TRAINING_BYTES", 1150)
-    given, trained = [], vocabulary.trained
-    monkeypatch.setattr(prepare.vocabulary, "trained", lambda texts, size: given.extend(texts) or trained(given, size))
+    given = []
+    trained = vocabulary.trained
+
+    def watched(texts, size):
+        given.extend(texts)
+        return trained(texts, size)
+
+    monkeypatch.setattr(vocabulary, "trained", watched)
     prepare.main(["--text", "corpus", "--train-tokenizer", "300", "--out", "out"])
-    assert sorted(given) == [chr(65 + number) * 50 * (1 + 3 * (number == 7)) for number in range(20)]
+    shares = [chr(65 + number) * (200 if number == 7 else 50) for number in range(20)]
+    assert sorted(given) == shares
 
 
 def test_an_added_token_counts_its_bytes():
     tokenizer = vocabulary.trained(["some text"], 300).tokenizer
     tokenizer.add_tokens(["é"])
-    assert vocabulary.Tokenizer("x", tokenizer.to_str(), 0).byte_lengths()[tokenizer.token_to_id("é")] == 2
+    lengths = vocabulary.Tokenizer("x", tokenizer.to_str(), 0).byte_lengths()
+    assert lengths[tokenizer.token_to_id("é")] == 2
 
 
+BYTE_TOKENS = {f"<0x{b:02X}>": b for b in range(256)}
 BYTE_FALLBACK = {  # as Llama's; here "▁" is one byte, not three
-    "model": models.BPE(vocab={f"<0x{b:02X}>": b for b in range(256)} | {"▁": 256, vocabulary.SEPARATOR: 257},
-                        merges=[], byte_fallback=True),
+    "model": models.BPE(vocab=BYTE_TOKENS | {"▁": 256, END: 257}, merges=[], byte_fallback=True),
     "normalizer": normalizers.Replace(" ", "▁"),
-    "decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    "decoder": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
 }
+METASPACE = {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}
 
 
 @pytest.mark.parametrize("changes, end, reason", [
-    (BYTE_FALLBACK, "<|endoftext|>", "give back"),
-    ({"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}, "<|endoftext|>", "give back"),
-    ({"normalizer": normalizers.Lowercase()}, "<|endoftext|>", "give back"),
-    ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, "<|endoftext|>", "give back"),  # of each piece
+    (BYTE_FALLBACK, END, "give back"),
+    (METASPACE, END, "give back"),
+    ({"normalizer": normalizers.Lowercase()}, END, "give back"),
+    # to each piece
+    ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, END, "give back"),
     ({}, None, "eos_token"),
-    ({"model": models.BPE()}, "<|endoftext|>", "fewer than 257 tokens"),
+    ({"model": models.BPE()}, END, "fewer than 257 tokens"),
 ])
 def test_tokenizers_that_do_not_suit(changes, end, reason, prepare, tmp_path):
-    tokenizer = tokenizers.Tokenizer(models.BPE()) if "model" in changes else vocabulary.trained([], 257).tokenizer
+    tokenizer = vocabulary.trained([], 257).tokenizer
+    if "model" in changes:
+        tokenizer = tokenizers.Tokenizer(models.BPE())
     for name, part in changes.items():
         setattr(tokenizer, name, part)
     hugging_face_folder(tmp_path / "theirs", tokenizer, end)
     with pytest.raises(SystemExit, match=f"^error: --tokenizer theirs: .*{reason}.*; give "):
         prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
-    for file in ("tokenizer.json", "meta.json"):  # a damaged one; a folder of token files without its tokenizer
-        (tmp_path / "theirs" / file).write_text("{")
-        with pytest.raises(SystemExit, match="^error: --tokenizer theirs: cannot be (loaded|read).*; give "):
-            prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
-    assert sorted(os.listdir()) == ["text", "theirs"]
+
+
+def remote_code(folder):
+    (folder / "theirs.py").write_text("open('ran', 'w')")
+    auto_map = {"AutoConfig": "theirs.Config", "AutoTokenizer": ["theirs.Tokenizer", None]}
+    edit_json(folder / "config.json", model_type="theirs", auto_map=auto_map)
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=auto_map)
+
+
+def vocab_and_merges(folder):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (folder / name).unlink()
+    (folder / "vocab.json").write_text("{}")
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+
+
+@pytest.mark.parametrize("damage, reason", [
+    (lambda folder: cut_in_half(folder / "tokenizer.json"), "cannot be loaded"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "no model"),
+    (lambda folder: (folder / "meta.json").write_text("{"), "cannot be read"),  # of token files
+    (vocab_and_merges, "no tokenizer.json in it"),
+    (remote_code, "custom code"),
+])
+def test_damaged_and_dangerous_tokenizers(damage, reason, prepare, tmp_path, monkeypatch):
+    monkeypatch.setattr(builtins, "input", lambda *prompt: "y")  # to "run the custom code?"
+    hugging_face_folder(tmp_path / "theirs", vocabulary.trained([TEXT], 300).tokenizer)
+    damage(tmp_path / "theirs")
+    with pytest.raises(SystemExit, match=f"^error: --tokenizer theirs: .*{reason}.*; give "):
+        prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
+    assert not Path("ran").exists() and not Path("out").exists()
+
+
+def test_what_is_not_a_models_file(prepare, tmp_path):
+    """torch's advice to load it without weights_only is not passed on."""
+    torch.save({"tokenizer": Path("x")}, "unsafe.pt")
+    torch.save({"weights": torch.zeros(9)}, "others.pt")
+    torch.save({"weights": torch.zeros(9)}, "cut.pt")
+    cut_in_half(tmp_path / "cut.pt")
+    saved = {"tokenizer": "theirs", "tokenizer_json": "{", "end_of_text": 0}
+    torch.save(saved, "damaged.pt")
+    for name, reason in [
+        ("text", "not a model's file"), ("unsafe.pt", "not a model's file"),
+        ("others.pt", "not a model's file"), ("cut.pt", "an incomplete one"),
+        ("damaged.pt", "theirs is damaged"),
+    ]:
+        with pytest.raises(SystemExit, match=reason) as stop:
+            prepare.main(["--text", "text", "--out", "out", "--tokenizer", name])
+        assert "weights_only" not in stop.value.code and "\n" not in stop.value.code
 
 
 @pytest.mark.parametrize("largest, dtype", [(65_535, "<u2"), (65_536, "<u4")])
 def test_ids_beyond_16_bits_take_32(largest, dtype, prepare, tmp_path):
-    """From Hugging Face's tokenizer to a script's batch; validation documents are drawn in that width, too."""
+    """From Hugging Face's tokenizer to a script's batch; documents are drawn in that width, too."""
     contents = json.loads(vocabulary.trained([], 257).json)
     contents["model"]["vocab"]["xyz"] = largest
-    hugging_face_folder(tmp_path / "theirs", tokenizers.Tokenizer.from_str(json.dumps(contents)))
+    large = tokenizers.Tokenizer.from_str(json.dumps(contents))
+    hugging_face_folder(tmp_path / "theirs", large)
     texts = [f"document {i}: to be or not to be" for i in range(200)]
-    Path("many.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    Path("many.jsonl").write_text("".join(lines))
     prepare.main(["--text", "many.jsonl", "--out", "out", "--tokenizer", "theirs"])
     meta = json.loads(Path("out/meta.json").read_text())
-    assert (meta["dtype"], meta["vocab_size"], meta["val"]) == (dtype, largest + 1, "documents drawn by hash")
+    assert (meta["dtype"], meta["vocab_size"]) == (dtype, largest + 1)
+    assert meta["val"] == "documents drawn by hash"
+    tokenizer = vocabulary.of_ours(Path("out")).tokenizer
     found = []
     for split in ("train", "val"):
         tokens, _ = rung("0").load_tokens(Path("out"), split, 2)
         assert tokens.dtype == dtype and len(tokens) == meta[f"{split}_tokens"]
-        found += vocabulary.of_ours(Path("out")).tokenizer.decode(tokens.tolist(), skip_special_tokens=False).split(
-            vocabulary.SEPARATOR)
+        found += tokenizer.decode(tokens.tolist(), skip_special_tokens=False).split(END)
     assert sorted(filter(None, found)) == sorted(texts)

@@ -2,9 +2,10 @@
 import itertools
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
-import tempfile
 from collections import namedtuple
 from pathlib import Path
 
@@ -13,15 +14,18 @@ import psutil
 import torch
 from torch.nn.attention import SDPBackend
 
+from ladder.count.memory import (
+    card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters)
 from ladder.measure.allocator import keeping_freed_memory, name_of
+from ladder.measure.jobs import COMPLAINT
 from ladder.measure.rates import device_name, nvidia_gpus, rung_10
-from ladder.count.memory import card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters
 from ladder.scripts.stages import ROOT
 from ladder.show.terminal import print_texts
 
-GOOD, NEUTRAL, BAD = "+", "-", "x"  # which every terminal has
+GOOD, NEUTRAL, BAD = "+", "-", "x"
 COLORS = {GOOD: "green", NEUTRAL: "yellow", BAD: "red"}
-
+NO_TORCHRUN = ("does not start on Windows, where torch lacks libuv; start each process yourself, "
+               "see Windows in docs/running.md, or use WSL")
 
 # `mark` is + (present), - (absent, but the ladder runs without it) or x (needs fixing).
 Finding = namedtuple("Finding", "mark what detail")
@@ -32,67 +36,93 @@ def finding(good, what, gains, lacks, bad=NEUTRAL):
     return Finding(GOOD, what, gains) if good else Finding(bad, what, lacks)
 
 
-def nvidia_problem():
-    """What keeps torch from using this machine's NVIDIA GPU, in torch's words, and a remedy; None if nothing does."""
-    if not nvidia_gpus():
+def problem_of(code):
+    """What `python -c CODE`, or a compiler that it starts, complains of; None if it ends well."""
+    # In a process of its own: one that has used a GPU keeps memory there.
+    child = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    if child.returncode == 0:
         return None
-    try:
-        torch.ones(1, device="cuda")
-    except Exception as error:  # no CUDA in this torch, an old driver, a hidden card, no kernels for it: any exception
-        version = torch.__version__.split("+")[0]
-        return (f"{str(error).splitlines()[0]}; pip install --force-reinstall torch=={version} --index-url "
-                "https://download.pytorch.org/whl/cu130 has CUDA, cu126 in its place is for older drivers and cards")
+    # Of gcc, clang and MSVC, within a line: "main.c:5:10: fatal error: Python.h: No such file …".
+    by_compiler = re.search(r": ((fatal )?error\b.*)", child.stderr)
+    if by_compiler:
+        return by_compiler[1]
+    lines = [line for line in child.stderr.splitlines() if COMPLAINT.match(line)]
+    return lines[-1] if lines else f"exit code {child.returncode}"
+
+
+def nvidia_problem():
+    """What keeps torch from using this machine's NVIDIA GPU, and a remedy; None if nothing does."""
+    gpus = nvidia_gpus()
+    problem = problem_of("import torch; torch.ones(1, device='cuda')") if gpus else None
+    if problem is None:
+        return None
+    version, driver = torch.__version__.split("+")[0], re.search(r", (\d+)\.", gpus[0])
+    old = "kernel image" in problem or driver is not None and int(driver[1]) < 580
+    wheel = "cu126" if old else "cu130"  # CUDA 13 needs driver 580 and a Turing card, or newer ones
+    return (f"{problem}; pip install --force-reinstall torch=={version} "
+            f"--index-url https://download.pytorch.org/whl/{wheel}")
+
+
+def compile_problem(device):
+    """Why torch.compile is not to be used on a device, in one line; None if it works."""
+    if device == "mps":
+        return "not reliable yet on Apple GPUs (pytorch issues 150121 and 152155)"
+    return problem_of(f"import torch; torch.compile(torch.sin)(torch.ones(8, device='{device}'))")
 
 
 def check_device(device):
     total = torch.cuda.mem_get_info()[1] if device == "cuda" else psutil.virtual_memory().total
     memory = f"{total / 1e9:.0f} GB, {free_memory(device) / 1e9:.0f} GB free"
     name = f"{device}: {device_name(device)}, {memory}"
-    if device == "cuda" and (gpus := nvidia_gpus()):
+    gpus = nvidia_gpus()
+    if device == "cuda" and gpus:
         name += f" (name, driver, power limit: {'; '.join(gpus)})"
     yield finding(device != "cpu", "device", name, name)
-    if problem := nvidia_problem():
+    problem = nvidia_problem()
+    if problem:
         yield Finding(BAD, "NVIDIA GPU", f"torch cannot use it: {problem}")
-    yield finding(torch.torch_version.TorchVersion(torch.__version__) >= (2, 11), "torch", torch.__version__,
-                  f"{torch.__version__}: needs 2.11 or newer, pip install -r requirements.txt", BAD)
+    needs, why = "2.11", ""
+    if device == "mps":  # pytorch issue 195910
+        needs, why = "2.13", "; before, validation in half precision sees up to 3 future tokens"
+    yield finding(torch.__version__ >= needs, "torch", torch.__version__,
+                  f"{torch.__version__}: needs {needs} or newer{why}; "
+                  "pip install -r requirements.txt", BAD)
 
 
 def check_formats(device):
-    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    yield finding(capability >= (8, 0) and torch.version.cuda, "TF32", "rung 2 gains",
-                  "rung 2 has no effect on this device")
+    capability, cuda = (0, 0), False
+    if device == "cuda":  # AMD's GPUs, too, but without TF32, and with other formats of 8 bits
+        capability, cuda = torch.cuda.get_device_capability(), bool(torch.version.cuda)
+    tf32 = cuda and capability >= (8, 0) and "GeForce" not in torch.cuda.get_device_name()
+    yield finding(tf32, "TF32", "rung 2 gains", "none here, or (GeForce, by its datasheet) no "
+                  "faster than float32: rung 2 gains nothing")
     without = {
         torch.float16: "none in hardware: rung 3 and up use float16 with a GradScaler",
         torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",
     }.get(rung_10.autocast_dtype(device))
     yield finding(without is None, "bfloat16", "rung 3 gains", without)
-    yield finding(capability >= (8, 9), "float8", "rung 25 gains with wide layers",
+    yield finding(cuda and capability >= (8, 9), "float8", "rung 25 gains with wide layers",
                   "rung 25 has no effect on this device")
 
 
-def compile_problem(device):
-    """Why torch.compile fails here on a tiny function, in one line; None if it works."""
-    try:
-        torch.compile(torch.sin)(torch.ones(8, device=device))
-    except Exception as error:  # no compiler, no Triton, no headers, an unsupported Python: any exception
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
 def check_kernels(device):
+    problem = compile_problem(device)
+    lacks = f"rungs 5 and up need --compile-mode none, which python -m ladder gives them: {problem}"
     if device == "mps":
-        yield Finding(NEUTRAL, "torch.compile", "not used on Apple GPUs: rungs 5 and up run eagerly")
-        yield Finding(GOOD, "attention", "Apple's own kernel: rung 6 saves memory")
+        yield Finding(NEUTRAL, "torch.compile", lacks)
+        yield Finding(NEUTRAL, "attention", "training computes all scores: rung 6 saves no memory")
     else:
-        problem = compile_problem(device)
-        need = "a C++ compiler (Linux: apt install g++)" if device == "cpu" else "Triton and a C compiler"
+        triton = "Triton, " if device == "cuda" else ""
         yield finding(problem is None, "torch.compile", "works, for rung 5 and up",
-                      f"does not work, rungs 5 and up run eagerly: {problem}; install {need}", BAD)
-        q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))  # (B, nh, T, hs)
+                      f"does not work, {lacks}; install {triton}a C++ compiler and Python's "
+                      "headers (Linux: apt install g++ python3-dev)", BAD)
+        # (B, nh, T, hs)
+        q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))
         kernel = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
         yield finding(kernel != "MATH", "attention", f"torch chooses {kernel} here: rung 6 gains",
                       "torch chooses MATH here: rung 6 computes all scores and gains nothing")
-    yield finding(device in torch.utils._foreach_utils._get_fused_kernels_supported_devices(), "fused AdamW",
-                  "rung 10 gains", "not on this device")
+    fused = torch.utils._foreach_utils._get_fused_kernels_supported_devices()
+    yield finding(device in fused, "fused AdamW", "rung 10 gains", "not on this device")
 
 
 def check_ranks(device):
@@ -100,8 +130,10 @@ def check_ranks(device):
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     yield finding(count > 1, "GPUs for ddp_run.py", str(count),
                   f"{count}: it can run 2 processes on the CPU, over gloo")
-    yield finding(nccl, "NCCL", "works", "not in this torch, nor on Windows (WSL has it): DDP uses gloo, slow on GPUs",
+    yield finding(nccl, "NCCL", "works", "not in this torch: DDP uses gloo, slow on GPUs",
                   BAD if count > 1 else NEUTRAL)
+    if sys.platform == "win32":
+        yield Finding(NEUTRAL, "torchrun", NO_TORCHRUN)
 
 
 def check_data(folder):
@@ -111,8 +143,6 @@ def check_data(folder):
         source, tokenizer = meta["source"], meta["tokenizer"]
     except FileNotFoundError:
         return Finding(NEUTRAL, "data", "not yet: the first run prepares it (python data/prepare.py)")
-    except (ValueError, KeyError, TypeError) as error:
-        return Finding(BAD, "data", f"{folder}/meta.json is damaged ({error}); run python data/prepare.py")
     fallback = source == "python_topics" or tokenizer == "gpt2-bytes"
     advice = "; prepared without a network: with one, python data/prepare.py makes Tiny Shakespeare in gpt2 tokens"
     detail = f"{source} ({tokenizer} tokens) in {folder}"
@@ -134,9 +164,6 @@ def check_files():
     disk = f"{free / 1e9:.0f} GB"
     yield finding(free > 2e9, "free disk", disk, f"{disk}: a saved gpt2 takes 0.5 GB; make room", BAD)
     yield check_data(Path("data/tokens"))
-    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir()) / "data-gym-cache")
-    yield finding(cache.is_dir() and any(cache.iterdir()), "tokenizer", f"in {cache}",
-                  "not yet: tiktoken downloads it once; else tokens are bytes")
 
 
 def check_machine(device=None):

@@ -18,7 +18,7 @@ from ladder.measure.rates import cpu_name
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
 # A line of a child's output; torchrun's own, about its child, says nothing.
-COMPLAINT = re.compile(r"(\[rank\d+\]: )?(?!.*ChildFailedError)(error:|WARNING:|[\w.]*(Error|Exception)\b)")
+COMPLAINT = re.compile(r"(\[rank\d+\]: )?(?!.*ChildFailedError)(error:|[\w.]*(Error|Exception)\b)")
 SIGKILL = 9  # which the kernel sends when memory runs out; Windows' signal module lacks the name
 
 
@@ -86,10 +86,9 @@ def record(job, env, peak):
     threads = env.get("OMP_NUM_THREADS", threads)
     words = [f"machine: {cpu_name()} ({threads} threads)", f"allocator: {allocator.name_of(env)}",
              f"process memory: {peak / 1e9:.2f} GB"]
-    with contextlib.suppress(OSError):  # a full disk, of which the script has warned
-        if job.log.exists():
-            with open(job.log, "a", encoding="utf-8") as file:
-                file.write(f"# {' | '.join(words)}\n")
+    if job.log.exists():
+        with open(job.log, "a", encoding="utf-8") as file:
+            file.write(f"# {' | '.join(words)}\n")
 
 
 class Child:
@@ -127,14 +126,14 @@ class Child:
 
     def judge(self, code, lines):
         """The status and the reason of an exit code, after this output."""
-        errors = [line.strip() for line in lines if COMPLAINT.match(line)]
         if code == 0:
             if self.device == "cpu":
                 record(self.job, self.env, self.peak)
-            return "ok", "; ".join(errors)
+            return "ok", ""
+        errors = [line.strip() for line in lines if COMPLAINT.match(line)]
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         final = errors[-1] if errors else last
-        if code == -SIGKILL or "out of memory" in final:
+        if code == -SIGKILL or re.search("out of memory|CUBLAS_STATUS_ALLOC_FAILED", final):
             return "out of memory", final
         return "failed", "; ".join(errors) or last or f"exit code {code}"
 

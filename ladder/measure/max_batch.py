@@ -7,7 +7,7 @@ import pandas
 
 from ladder.count.memory import largest_fitting
 from ladder.measure.jobs import MEMORY_SHARE, Job, run_job
-from ladder.measure.runner import check_flags, command_for, run_module, split_flags
+from ladder.measure.runner import command_for, run_module, settings_of, split_flags
 from ladder.show.logs import read_log
 from ladder.show.terminal import print_texts
 
@@ -18,7 +18,7 @@ def largest_batch(stage, flags, seconds, processes, say):
     The search starts at the B that the memory model predicts, since every B costs a compilation. An attempt may take
     `seconds`.
     """
-    settings = check_flags([stage], flags)
+    settings = settings_of(stage, flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
     ranks = processes if stage.torchrun else 1
     shares = ranks if settings.device == "cpu" else 1  # how many ranks share the memory

@@ -1,18 +1,23 @@
 """`python -m ladder run`: the rungs or a race, between two measurements of the machine, and the table at the end."""
 import shutil
+import sys
 
 from ladder.errors import UserError
+from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.max_batch import print_largest
 from ladder.measure.race import check_race, n_jobs, race
-from ladder.measure.runner import Runner, check_flags, check_same_machine, locked, plan
+from ladder.measure.runner import Runner, check_flags, check_same_machine, eager_flags, locked, plan
 from ladder.scripts.choose import parse_rungs
+from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import has_steps
 from ladder.show.outputs import print_report
 from ladder.show.report import build_report
 
 
-def check_together(args):
-    """Refuse flags of `run` that say different things."""
+def check_together(args, stages):
+    """Refuse flags of `run` that say different things, and what cannot start on Windows."""
+    if sys.platform == "win32" and any(stage.torchrun for stage in stages):
+        raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
     instead = "--race" if args.race else "--max-batch" if args.max_batch else None
     for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1),
                         ("--max-batch", args.race and args.max_batch), ("--logs", args.max_batch and args.logs)):
@@ -25,10 +30,12 @@ def check_together(args):
 def run(args, logs, console):
     """Do what the parsed `args` of `run` say, into the folder `logs`; returns the exit code."""
     stages = parse_rungs(args.rungs)
-    check_together(args)
+    check_together(args, stages)
     if args.race:  # before check_flags, which prepares the data where there is none
         check_race(stages, args.flags)
     settings = check_flags(stages, args.flags)
+    compiled = [*stages, BY_LABEL["10"]] if args.peers else stages  # the peer is another rung 10
+    args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
         return print_largest(stages, args.flags, args.time_limit, args.processes, console)
     runner, interrupted = Runner(settings.device, logs, args.time_limit, console, args.resume), False

@@ -20,6 +20,7 @@ from rich.progress import Progress
 from ladder.count.memory import free_memory
 from ladder.errors import UserError
 from ladder.files import write_whole
+from ladder.measure.check import compile_problem, nvidia_problem
 from ladder.measure.jobs import MEMORY_SHARE, Job, Outcome, run_jobs
 from ladder.measure.rates import device_name, nvidia_gpus
 from ladder.scripts.stages import BY_LABEL, ROOT, load_script
@@ -66,8 +67,28 @@ def settings_of(stage, flags):
     return load_script(stage).parse_args(own_flags(stage, flags, Path()))
 
 
+def check_gpu(flags):
+    """Refuse to measure a CPU unasked beside an NVIDIA GPU that torch cannot use."""
+    problem = None if split_flags(flags, "--device")[0] == ["cpu"] else nvidia_problem()
+    if problem:
+        raise UserError(f"--device: torch cannot use the NVIDIA GPU: {problem}; or --device cpu")
+
+
+def eager_flags(stages, flags, device, console):
+    """`flags`, with --compile-mode none where torch cannot compile for the device; says so."""
+    compiled = any("compile_mode" in defaults(stage) for stage in stages)
+    if not compiled or split_flags(flags, "--compile-mode")[0]:
+        return flags
+    problem = compile_problem(device)
+    if problem is None:
+        return flags
+    console.print(f"rungs 5 and up get --compile-mode none: {problem}", soft_wrap=True)
+    return [*flags, "--compile-mode", "none"]
+
+
 def check_flags(stages, flags):
-    """The settings of the first stage, whose script also checks the data, before anything else is written."""
+    """The settings of the first stage, whose script checks the data, before anything is written."""
+    check_gpu(flags)
     if any(split_flags(flags, "--log-dir", "--save")[0]):
         raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
     settings = [settings_of(stage, flags) for stage in stages][0]
@@ -198,15 +219,9 @@ class Runner:
     def finish(self, job, outcome):
         """Keep the outcome, and print one line about it."""
         say = self.progress.console.print
-        try:
-            run = read_log(job.log) if outcome.status == "ok" else None
-        except UserError as error:  # for example a full disk, of which the script has warned
-            run, outcome = None, Outcome(job.name, "failed", outcome.reason or str(error))
         self.outcomes.append(outcome)
-        if run is None:
+        if outcome.status != "ok":
             say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red")
             return
-        name = (job.log_dir / job.name).relative_to(self.log_dir)
+        run, name = read_log(job.log), (job.log_dir / job.name).relative_to(self.log_dir)
         say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step")
-        if outcome.reason:
-            say(f"  {outcome.reason}", style="yellow")

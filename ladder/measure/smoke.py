@@ -21,10 +21,10 @@ import torch
 
 from ladder.count.memory import free_memory
 from ladder.files import write_whole
-from ladder.measure.check import check_machine
+from ladder.measure.check import check_machine, compile_problem
 from ladder.measure.jobs import Job, run_jobs
 from ladder.measure.rates import describe, rung_10
-from ladder.measure.runner import defaults, locked, split_flags
+from ladder.measure.runner import check_gpu, defaults, locked, split_flags
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
 from ladder.show.logs import STEP_LINE
 
@@ -56,7 +56,7 @@ def training(settings, scratch, label, how="", like="", within=SAME, **changes):
     ranks, T = (2, 64) if on_cpu else (min(2, max(1, torch.cuda.device_count())), 256)
     flags = dict(model=settings.model, device=settings.device, data=settings.data, B=B, T=T, steps=STEPS,
                  total_batch=2 * B * T, loss_chunk=T, recompute_blocks=1, val_every=2, val_sequences=2,
-                 checkpoint_every=STEPS // 2,
+                 checkpoint_every=STEPS // 2, compile_mode=settings.compile_mode,
                  float8_from=1, log_dir=scratch / name, checkpoint_dir=scratch / name, save=scratch / name / "model.pt")
     start = ["-m", "ladder.measure.smoke", how, label] if how in PATCHES else [str(stage.path)]
     if how == "torchrun":
@@ -109,7 +109,8 @@ def plan(settings, scratch):
         trial = train(stage.label, like=stage.before, within=same) if same else train(stage.label)
         uses = using(trial, device, stage.exports_to) if stage in forms else []
         chains.append([trial, *uses, *([resuming(trial)] if stage.label in ("24", "27") else [])])
-    for stage in STAGES if device != "mps" else []:  # where torch has no DDP
+    ranks = device != "mps" and sys.platform != "win32"  # where torch has no DDP, or no torchrun
+    for stage in STAGES if ranks else []:
         if stage.torchrun or stage.label == "24" or stage.label in ("25", "29") and device == "cuda":
             trial = train(stage.label, "torchrun", like=stage.label)
             resumes = stage.torchrun and "--checkpoint-dir" in trial.command
@@ -118,7 +119,7 @@ def plan(settings, scratch):
     alone = [train("3", "float16"), train("10", "float16"), train("24", "float16", like="24"),
              train("24", place, like="24"), train("26", place, like="26"),
              train("24", "eager", like="24", compile_mode="none")]
-    if device == "cuda":
+    if device == "cuda" and settings.compile_mode != "none":
         alone.append(train("10", "graphs", like="10", compile_mode="reduce-overhead"))
     return [*chains, *([trial] for trial in alone), own_text(settings, scratch)]
 
@@ -204,9 +205,11 @@ def write_summary(path, trials, device):
 
 def smoke(flags, out, console):
     """Try everything on this machine, into the new folder `out`; returns the exit code."""
+    check_gpu(flags)
     baseline, cores = load_script(BY_LABEL["0"]), os.cpu_count()
     settings = baseline.parse_args(flags)
     device = settings.device
+    settings.compile_mode = "none" if compile_problem(device) else "default"
     if not split_flags(flags, "--model")[0]:
         settings.model = "tiny" if device == "cpu" else "mini"
     baseline.load_tokens(settings.data, "train", 4096)  # prepared now, once

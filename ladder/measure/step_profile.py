@@ -19,7 +19,7 @@ from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import (
-    check_flags, check_same_machine, locked, own_flags, split_flags, write_machine)
+    check_flags, check_same_machine, eager_flags, locked, own_flags, split_flags, write_machine)
 from ladder.count.flops import flops_per_token
 from ladder.scripts.stages import BY_LABEL, BY_NAME, load_script
 from ladder.show.logs import has_steps, read_folder, read_log
@@ -203,6 +203,7 @@ def profile_and_show(stages, flags, folder, console, repeat):
     from ladder.show.plots import profile_picture, save
 
     settings = check_profile(stages, flags, folder)  # before creating the folder
+    flags = eager_flags(stages, flags, settings.device, console)
     with locked(folder, resume=True):
         failed = profile_ladder(stages, flags, settings, folder, console, repeat)
     if found := read_profile(folder):

@@ -68,7 +68,7 @@ def survey(minutes, out, flags, do, console):
     """
     deadline = time.monotonic() + 60 * minutes
     flags = with_defaults(flags, minutes)
-    settings = check_flags([BY_LABEL["10"]], flags)
+    settings = settings_of(BY_LABEL["10"], flags)
     console.record = True
     with locked(out, resume=False, flag="--out"):
         console.print(run_module("ladder", "check"), soft_wrap=True)

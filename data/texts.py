@@ -1,0 +1,262 @@
+"""Read text: files and Hugging Face datasets become documents, and these become short pieces.
+
+A .txt file is a document, or several with <|endoftext|> between them; each line of a .jsonl file is
+one, as is each row of a .parquet file or dataset. Memory does not grow with the text.
+"""
+import codecs
+import contextlib
+import io
+import json
+import re
+import sys
+from collections import Counter
+from typing import NamedTuple
+
+try:
+    from data import vocabulary
+except ImportError:  # started as data/prepare.py
+    import vocabulary
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+SEPARATOR = vocabulary.SEPARATOR
+PIECE_CHARACTERS = 16384  # far below the million blanks in a row that make tiktoken panic
+# No token spans a letter or digit and the blank after it; of GPT-2's tokens,
+# none spans any non-blank and the blank after it.
+LAST_CUT = re.compile(r".*[^\W_](?=[ \t\r\n])|.*\S(?=[ \t\r\n])", re.DOTALL)
+MAGIC = {  # how files begin that are not text
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+    b"%PDF": "PDF",
+    b"PAR1": "parquet",
+}
+
+
+class Dataset(NamedTuple):
+    """A Hugging Face dataset: its name on the hub or its folder, a configuration, a split."""
+    path: str
+    config: str | None = None
+    split: str = "train"
+
+
+def warn(message):
+    print(f"WARNING: {message}", file=sys.stderr, flush=True)
+
+
+def files_in(folder):
+    """The text files in a folder, in name order; one line says what is left out."""
+    files = {}
+    left_out = Counter()
+    for path in sorted(folder.rglob("*")):
+        suffix = path.suffix.lower()
+        if path.is_dir() and not path.is_symlink():
+            continue
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            left_out["hidden"] += 1
+        elif path.is_dir():
+            left_out["linked folder"] += 1
+        elif suffix not in SUFFIXES:
+            left_out[suffix or "without suffix"] += 1
+        elif not path.is_file():
+            sys.exit(f"error: {path}: not a file, or a link to nothing; restore or delete it")
+        elif path.resolve() in files:
+            left_out["linked twice"] += 1
+        else:
+            files[path.resolve()] = path
+    if left_out:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
+        warn(f"{folder}: files left out: {left_out.total()} ({counts});"
+             " only .txt, .jsonl and .parquet are read")
+    return list(files.values())
+
+
+def sources_of(text, field, encoding):
+    """The files that --text names, each of them looked at; exits if one cannot be used."""
+    if text.is_dir():
+        files = files_in(text)
+    elif text.is_file():
+        files = [text]
+        if text.suffix.lower() not in SUFFIXES:
+            warn(f"{text}: read as plain text")
+    elif text.exists():  # a pipe would be empty at the second reading
+        sys.exit(f"error: --text {text}: not a file; save the text to a file first")
+    else:
+        sys.exit(f"error: --text {text}: no such file or folder; check the path")
+    for path in files:
+        if path.suffix.lower() == ".parquet":
+            open_parquet(path, field)
+        else:
+            check_is_text(path, encoding)
+    return files
+
+
+def check_is_text(path, encoding):
+    """Exit if a file begins as one of another kind, or as UTF-16 where UTF-8 is expected."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4096)
+    except OSError as error:
+        sys.exit(f"error: {path}: cannot be read ({error.strerror}); check the file")
+    for magic, kind in MAGIC.items():
+        if start.startswith(magic):
+            sys.exit(f"error: {path}: a {kind} file, not text; unpack or convert it first")
+    if encoding == "utf-8-sig" and start.count(0) > len(start) / 10:
+        has_mark = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        likely = "utf-16" if has_mark else "utf-16-le"
+        sys.exit(f"error: {path}: not UTF-8 (full of zero bytes);"
+                 f" give its --encoding, for example {likely}")
+
+
+@contextlib.contextmanager
+def open_text(path, encoding):
+    """Open a text file; exits with the place of the first byte that is not in its encoding."""
+    with open(path, encoding=encoding, newline="\n") as file:  # "\n": nothing is translated
+        try:
+            yield file
+        except UnicodeError as error:
+            place = ""
+            if isinstance(error, UnicodeDecodeError):
+                # error.object: the bytes that were read last
+                position = file.buffer.tell() - len(error.object) + error.start
+                place = f" (byte 0x{error.object[error.start]:02x} at position {position:,})"
+            name = encoding.removesuffix("-sig").upper()
+            sys.exit(f"error: {path}: not {name}{place};"
+                     " correct it, or give its --encoding, for example latin-1 or utf-16")
+
+
+def read_jsonl(path, field, encoding):
+    """Yield the texts of a .jsonl file."""
+    # `datasets` would fail where a line has a key that the first 10 MB lack
+    with open_text(path, encoding) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                sys.exit(f"error: {path}: line {number} is not JSON ({error.msg});"
+                         " write each document as one line (jq -c .)")
+            yield text_of(record, field, f"{path}: line {number}")
+
+
+def open_parquet(path, field):
+    """A .parquet file; exits if it is damaged or lacks the field."""
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        file = ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        why = vocabulary.reason(error)
+        sys.exit(f"error: {path}: not a .parquet file, or a damaged one ({why}); check the file")
+    if field not in file.schema_arrow.names:
+        columns = [column.name for column in file.schema_arrow if column.type == "string"]
+        refuse_field(path, field, columns)
+    return file
+
+
+def read_parquet(path, field):
+    """Yield the texts of a .parquet file."""
+    # `datasets` would decode whole row groups: often all of a file at once
+    file = open_parquet(path, field)
+    number = 0
+    try:
+        for batch in file.iter_batches(batch_size=8, columns=[field]):
+            for record in batch.to_pylist():
+                number += 1
+                yield text_of(record, field, f"{path}: row {number}")
+    except (OSError, ValueError) as error:
+        why = vocabulary.reason(error)
+        sys.exit(f"error: {path}: damaged after row {number} ({why}); check the file")
+
+
+def read_dataset(dataset, field):
+    """Yield the texts of a Hugging Face dataset, without storing it."""
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our line says it
+    place = f"--hf {dataset.path}"
+    number = 0
+    try:
+        stream = datasets.load_dataset(
+            dataset.path, dataset.config, split=dataset.split, streaming=True)
+        if stream.info.builder_name == "text":
+            sys.exit(f"error: {place}: each line of its .txt files would be a document;"
+                     " give it as --text")
+        for table in stream.with_format("arrow").iter(batch_size=64):
+            for record in table.to_pylist():
+                number += 1
+                yield text_of(record, field, f"{place}: document {number}")
+    except (OSError, ValueError, RuntimeError) as error:
+        # no such name, configuration or split; no network; a data set that is a program
+        why = " ".join(str(error).split())
+        sys.exit(f"error: {place}: document {number + 1} cannot be read"
+                 f" ({type(error).__name__}: {why:.300}); check the flags and the network")
+
+
+def text_of(record, field, place):
+    """The text in a field of a record, "" where it is null; exits if there is none."""
+    if not isinstance(record, dict):
+        record = {}
+    if field in record and record[field] is None:
+        return ""
+    texts = [key for key, value in record.items() if isinstance(value, str)]
+    if field not in texts:
+        refuse_field(place, field, texts)
+    # JSON may hold halves of surrogate pairs
+    return record[field].encode(errors="replace").decode()
+
+
+def refuse_field(place, field, others):
+    """Exit: a field does not hold text; `others` do."""
+    cure = 'no field of it does: write each document as {"text": "..."}'
+    if others:
+        cure = f"choose a --field, of {', '.join(others)}"
+    sys.exit(f"error: {place}: field {field!r} does not hold a text; {cure}")
+
+
+def cut(file, separated):
+    """Yield (does a document begin here?, piece) of an open text file.
+
+    Encoded one by one, the pieces give the tokens of their document. If the file is `separated`,
+    <|endoftext|> ends a document; else the file is one document, and <|endoftext|> is text.
+    """
+    begins = True
+    rest = ""
+    for block in iter(lambda: file.read(PIECE_CHARACTERS), ""):
+        rest += block
+        if separated:
+            *ended, rest = rest.split(SEPARATOR)
+            for text in ended:
+                if text:
+                    yield begins, text
+                begins = True
+        if len(rest) >= PIECE_CHARACTERS:
+            match = LAST_CUT.match(rest)
+            # without a blank: anywhere, but not within a separator
+            end = match.end() if match else len(rest) - len(SEPARATOR)
+            yield begins, rest[:end]
+            begins = False
+            rest = rest[end:]
+    if rest:
+        yield begins, rest
+
+
+def read(source, field, encoding):
+    """Yield (does a document begin here?, piece) of a file, a Dataset, or a text itself."""
+    if isinstance(source, str):
+        yield from cut(io.StringIO(source), separated=True)
+        return
+    if isinstance(source, Dataset):
+        texts = read_dataset(source, field)
+    elif source.suffix.lower() == ".parquet":
+        texts = read_parquet(source, field)
+    elif source.suffix.lower() == ".jsonl":
+        texts = read_jsonl(source, field, encoding)
+    else:
+        with open_text(source, encoding) as file:
+            yield from cut(file, separated=True)
+        return
+    for text in texts:
+        yield from cut(io.StringIO(text), separated=False)
