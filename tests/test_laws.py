@@ -123,7 +123,7 @@ def test_lessons_are_short():
     lengths = {stage.label: len(changed_lines(before(stage), SOURCES[stage.file])) for stage in STAGES[1:]}
     assert statistics.median(lengths[str(number)] for number in range(1, 11)) <= 10, lengths
     most = {str(number): 20 for number in range(1, 11)} | {"3": 35, "5": 22}  # each is born with a function of its own
-    most |= {"14": 111, "15": 70, "18": 74, "25": 80, "27": 61, "33": 65, "fsdp": 111}  # a class is born or grows
+    most |= {"14": 112, "15": 70, "18": 74, "25": 80, "27": 61, "33": 65, "fsdp": 111}  # a class is born or grows
     assert {label: n for label, n in lengths.items() if n > most.get(label, 60)} == {}
 
 
