@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    ROOT, as_program, cut_in_half, data_with, load_module, losses, rung, rungs_that_change, saved_model, tokens_of, train)
+    ROOT, as_program, cut_in_half, data_with, load_module, losses, rung, rungs_that_change, saved_model, tokens_of,
+    train)
 
 from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
