@@ -494,9 +494,8 @@ class Checkpoints:
         weights, moments = get_state_dict(self.model, self.optimizer)
         try:
             dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
-        except dcp.CheckpointException as error:
-            sys.exit(f"error: --resume: {path} cannot be read ({error}); if it is damaged,"
-                     " delete it to resume from the older one")
+        except dcp.CheckpointException:
+            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
         set_state_dict(
             self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
 

@@ -133,7 +133,8 @@ def test_tokens_per_second_that_are_something_else_are_called_so(header, ms, spe
 def test_a_step_below_its_cards_arithmetic_is_called_impossible(device, gpu, ms, fast, tmp_path, call):
     header = "# model: gpt2\n" + (f"# device: {device}\n" if device else "") + "# batch: B=2 T=1024 | steps: 3\n"
     logs = [write_log(tmp_path / f"{side}.log", [ms] * 3, header=header) for side in "ab"]
-    for words in (["compare", *logs], ["report", write_log(tmp_path / "one" / "a.log", [ms] * 3, header=header).parent]):
+    folder = write_log(tmp_path / "one" / "a.log", [ms] * 3, header=header).parent
+    for words in (["compare", *logs], ["report", folder]):
         out = call(*words, *(["--gpu", gpu] if gpu else []))[1]
         assert ("matrix products alone take 22.0 ms" in " ".join(out.split())) == fast
 

@@ -9,7 +9,7 @@ CLOCK = "an impossible measurement: the clock was probably read before the GPU h
 
 
 def logged_tokens(run):
-    """(fewest, most) tokens of a step by the log's own tokens/sec times dt, as exact as its digits; None without them."""
+    """(fewest, most) tokens of a step by the log's own tokens/sec times dt, as exact as its digits; or None."""
     if run.last_speed is None:
         return None
     ends = []

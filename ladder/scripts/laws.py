@@ -88,7 +88,7 @@ def foreign(sources):
         if not (used[method] or method.startswith("__") or name.startswith("if ")):
             yield f"below the banner: {name} is not used by {STAGES[0].file}"
     later = set.union(*(flags(source) for source in sources.values())) - flags(first)
-    words = [*LATER, *sorted(later), *(f"settings.{flag[2:].replace('-', '_')}" for flag in sorted(later))]
+    words = [*LATER, *sorted(later), *(f"args.{flag[2:].replace('-', '_')}" for flag in sorted(later))]
     yield from (f"below the banner: {word!r} is a later rung's business" for word in words if word in below)
     if (n_lines := len(below.splitlines())) > MOST_LINES:
         yield f"below the banner: {n_lines} lines, more than {MOST_LINES}"

@@ -123,7 +123,8 @@ rung("27", "beyond/rung_27_best_checkpoint.py", "best checkpoint", "26",
 rung("28", "beyond/rung_28_dropout.py", "dropout", "27",
      "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "optimizer_step", "build_model")
 rung("29", "beyond/rung_29_documents_apart.py", "documents apart", "28",
-     "imports", "boolean_mask", "block_mask", "CausalSelfAttention.forward", "Block.forward", "GPT.__init__", "GPT.forward",
+     "imports", "boolean_mask", "block_mask", "CausalSelfAttention.forward",
+     "Block.forward", "GPT.__init__", "GPT.forward",
      "build_model", "train")
 # Past Qwen3: fewer tokens to the same loss.
 rung("30", "beyond/rung_30_frequency_prior.py", "frequency prior", "24",
@@ -140,6 +141,6 @@ rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "imports", "GPT.__init__", "GPT.forward", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save",
      "shard", "gather", "compile_parts", "optimizer_step", "build_model", "train", torchrun=True)
 rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
-     "imports", "Checkpoints", "train", same_losses=0.01, torchrun=True)
+     "imports", "Checkpoints", same_losses=0.01, torchrun=True)
 
 BY_NAME = {stage.name: stage for stage in STAGES}

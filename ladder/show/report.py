@@ -13,7 +13,7 @@ import pandas
 
 from ladder.count.flops import mfu
 from ladder.errors import UserError
-from ladder.judge.chance import FEWEST_ROUNDS, speed_p
+from ladder.judge.chance import speed_p
 from ladder.judge.compare import MIN_COUNTED
 from ladder.judge.impossible import CLOCK, impossible
 from ladder.judge.race_table import read_race

@@ -19,9 +19,10 @@ from ladder.show.terminal import print_texts
 NOTHING = "–"  # where a log does not say
 NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
-HEADINGS = (f"× before: with * beyond chance, p < {BEYOND_CHANCE} in a paired test over {FEWEST_ROUNDS} rounds or more; "
-            "else no measurable gain, or with ? too few rounds to tell. s to: seconds to the first step, or validation, with this "
-            "loss, the lowest that all reach. 1st step: with compilation, unless its graphs were in torch's cache")
+HEADINGS = (f"× before: with * significant, p < {BEYOND_CHANCE} in a paired test over {FEWEST_ROUNDS} rounds or more; "
+            "else no measurable gain, or with ? too few rounds to tell. s to: seconds to the first step, or "
+            "validation, with this loss, the lowest that all reach. 1st step: with compilation, unless its graphs were "
+            "in torch's cache")
 # The columns of the Markdown tables, and their headings; the first ones are words, the others numbers.
 README = {"file": "file", "title": "the one change", "range": "tokens/sec", "times_baseline": "× baseline",
           "a100": "A100: floor / published, ms"}
