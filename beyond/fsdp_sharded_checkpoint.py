@@ -706,7 +706,7 @@ def build_model(args, loader):
     if dist.is_initialized():
         shard(model, args.device)
     model.to(args.device)
-    model.recompute_blocks = args.recompute_blocks
+    model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
     model.loss_chunk = args.loss_chunk
     return model
 
@@ -732,7 +732,7 @@ def train(args):
         compile_parts(model, args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
-    notes["recomputed_blocks"] = f"{args.recompute_blocks} of {model.config.n_layer}"
+    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
     notes["batches"] = "on the device" if loader.on_device else "prefetched"
     if args.val_every:
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")

@@ -734,7 +734,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
 def build_model(args, loader):
     """The model on its device, with what the flags say about training it."""
     model = new_model(args, loader).to(args.device)
-    model.recompute_blocks = args.recompute_blocks
+    model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
     model.loss_chunk = args.loss_chunk
     return model
 
@@ -766,7 +766,7 @@ def train(args):
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
     notes["float8"] = f"{n_float8} linear layers (0: no GPU for it, or B * T not a multiple of 16)"
-    notes["recomputed_blocks"] = f"{args.recompute_blocks} of {model.config.n_layer}"
+    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
     notes["batches"] = "on the device" if loader.on_device else "prefetched"
     if args.val_every:
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")

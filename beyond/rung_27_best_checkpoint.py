@@ -728,7 +728,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
 def build_model(args, loader):
     """The model on its device, with what the flags say about training it."""
     model = new_model(args, loader).to(args.device)
-    model.recompute_blocks = args.recompute_blocks
+    model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
     model.loss_chunk = args.loss_chunk
     return model
 
@@ -758,7 +758,7 @@ def train(args):
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
-    notes["recomputed_blocks"] = f"{args.recompute_blocks} of {model.config.n_layer}"
+    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
     notes["batches"] = "on the device" if loader.on_device else "prefetched"
     if args.val_every:
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
