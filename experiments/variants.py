@@ -20,12 +20,12 @@ from pathlib import Path
 from rich.console import Console
 
 from ladder.errors import UserError
-from ladder.judge.race_table import read_logs
-from ladder.judge.standings import show_rates
 from ladder.measure.race import n_jobs, race
 from ladder.measure.runner import Runner, check_flags
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
+from ladder.show.race_table import read_logs
+from ladder.show.standings import show_rates
 
 BASE = BY_LABEL["24"]  # the last rung of the race
 PATCHES = Path(__file__).parent / "patches"

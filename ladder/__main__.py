@@ -113,7 +113,7 @@ def report(args):
 def compare(args):
     """two logs, step by step"""
     from ladder.count.cards import find_card
-    from ladder.judge.compare import print_comparison
+    from ladder.show.compare import print_comparison
     from ladder.show.logs import read_log
 
     print_comparison(*map(read_log, args.logs), console, args.gpu and find_card(args.gpu))

@@ -6,9 +6,9 @@ import pytest
 from conftest import ROOT
 from log_files import MEDIAN, write_log
 
-from ladder.judge.compare import compare
-from ladder.judge.impossible import impossible
 from ladder.scripts.stages import BY_LABEL
+from ladder.show.compare import compare
+from ladder.show.impossible import impossible
 from ladder.show.logs import read_log
 
 HEADER = """\

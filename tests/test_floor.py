@@ -12,7 +12,7 @@ from ladder.count import floor
 from ladder.count.cards import CARDS, card_of, find_card
 from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
 from ladder.scripts.stages import BY_LABEL, LADDER
-from ladder.judge.impossible import fastest_ms
+from ladder.show.impossible import fastest_ms
 from ladder.show.logs import read_log
 
 B, T = 2, 64

@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 
 from ladder.errors import UserError
-from ladder.judge.race_table import FILE, read_logs, read_race, write_csv
-from ladder.judge.standings import chances, print_race, race_curves, race_texts, standings, steps_to
 from ladder.measure import race as race_module
 from ladder.measure.race import MOST_RATES, default_rates, race, search
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.plots import all_pictures, write_plots
+from ladder.show.race_table import FILE, read_logs, read_race, write_csv
 from ladder.show.report import build_report
+from ladder.show.standings import chances, print_race, race_curves, race_texts, standings, steps_to
 
 ADAMW, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("16", "18", "19"))
 STEPS = (10, 20, 30, 40)  # of the validations

@@ -16,10 +16,10 @@ import math
 from functools import partial
 
 from ladder.errors import UserError
-from ladder.measure.runner import Job, command_for, defaults, settings_of, split_flags
 from ladder.files import write_whole
-from ladder.judge.race_table import FILE, RATES, best_of, last_val_loss, read_logs, read_rates, write_csv
-from ladder.judge.standings import neighbors, show_rates
+from ladder.measure.runner import Job, command_for, defaults, settings_of, split_flags
+from ladder.show.race_table import FILE, RATES, best_of, last_val_loss, read_logs, read_rates, write_csv
+from ladder.show.standings import neighbors, show_rates
 
 MOST_RATES = 12  # that a search tries
 SEED = 1337  # of the first round, and of the search for the learning rates

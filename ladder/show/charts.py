@@ -4,10 +4,10 @@ A bar is a dictionary: title, label (of its rung), parts (one length, or one for
 text at its end), tip (lines "name: text"), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
-from ladder.judge.standings import race_curves
 from ladder.scripts.stages import BY_NAME
-from ladder.show.profile import KINDS, is_reliable
 from ladder.show.logs import stage_of
+from ladder.show.profile import KINDS, is_reliable
+from ladder.show.standings import race_curves
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black.

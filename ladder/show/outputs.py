@@ -3,11 +3,11 @@ import math
 
 from ladder.count.cards import find_card
 from ladder.errors import UserError
-from ladder.judge.chance import BEYOND_CHANCE, speed_p
-from ladder.judge.standings import print_race
 from ladder.scripts.stages import ROOT
+from ladder.show.chance import BEYOND_CHANCE, speed_p
 from ladder.show.profile import print_profile
 from ladder.show.report import build_report
+from ladder.show.standings import print_race
 from ladder.show.tables import print_table, where
 
 

@@ -17,19 +17,19 @@ from pygments import lex
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
-from ladder.errors import UserError
-from ladder.files import write_whole
 from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
 from ladder.count.published import read_published
+from ladder.errors import UserError
+from ladder.files import write_whole
 from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.logs import stage_of
 from ladder.show.report import warnings
+from ladder.show.standings import IN_A_LINK, KEY, race_texts, standings
 from ladder.show.tables import HEADINGS, fastest, shown_texts, where
-from ladder.judge.standings import IN_A_LINK, KEY, race_texts, standings
 
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",

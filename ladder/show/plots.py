@@ -18,9 +18,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from ladder.errors import UserError
-from ladder.judge.standings import standings
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.logs import ORDER, PEER, stage_of
+from ladder.show.standings import standings
 from ladder.show.tables import conditions, data_of, machine_of, race_name, races_of
 
 RACES, LEAD = "races.png", "lead.png"  # the pictures of all races

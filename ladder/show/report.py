@@ -13,14 +13,14 @@ import pandas
 
 from ladder.count.flops import mfu
 from ladder.errors import UserError
-from ladder.judge.chance import speed_p
-from ladder.judge.compare import MIN_COUNTED
-from ladder.judge.impossible import CLOCK, impossible
-from ladder.judge.race_table import read_race
 from ladder.scripts.stages import BY_LABEL
+from ladder.show.chance import speed_p
+from ladder.show.compare import MIN_COUNTED
+from ladder.show.impossible import CLOCK, impossible
 from ladder.show.logs import read_folder, stage_of
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
+from ladder.show.race_table import read_race
 
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
 # The columns of a log, and what becomes of them in the row of a rung. ms, seconds, GB (1e9 bytes), nats.

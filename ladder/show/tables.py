@@ -9,11 +9,11 @@ from ladder.count.floor import floor_data
 from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.judge.chance import BEYOND_CHANCE, FEWEST_ROUNDS
-from ladder.judge.standings import KEY, WIDE, race_texts
 from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.show.logs import stage_of
 from ladder.show.report import allocators, cores_of, warnings
+from ladder.show.standings import KEY, WIDE, race_texts
 from ladder.show.terminal import print_texts
 
 NOTHING = "–"  # where a log does not say

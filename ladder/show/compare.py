@@ -3,9 +3,9 @@ from collections import namedtuple
 
 import pandas
 
-from ladder.judge.chance import FEWEST_ROUNDS
-from ladder.judge.impossible import impossible
 from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.show.chance import FEWEST_ROUNDS
+from ladder.show.impossible import impossible
 from ladder.show.logs import ORDER
 from ladder.show.terminal import print_texts
 

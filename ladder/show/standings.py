@@ -8,9 +8,9 @@ import textwrap
 
 import pandas
 
-from ladder.judge.chance import BEYOND_CHANCE, FEWEST_SEEDS, paired_p
-from ladder.judge.race_table import rates_of
+from ladder.show.chance import BEYOND_CHANCE, FEWEST_SEEDS, paired_p
 from ladder.show.logs import stage_of
+from ladder.show.race_table import rates_of
 from ladder.show.terminal import print_texts
 
 FEWEST_STEPS = 50  # of a race: below, most of a run is warm-up

@@ -1,1 +1,0 @@
-"""What judges: two logs step by step, the standings of a race."""
