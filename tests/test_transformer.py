@@ -151,6 +151,21 @@ def test_24_only_the_projections_differ_from_23_and_they_learn():
     assert not any(torch.equal(start[name], parameter) for name, parameter in after.named_parameters())
 
 
+@pytest.mark.parametrize("shape, capability, flex", [
+    ("1x2x64", (7, 5), False), ("1x2x64", (8, 0), True), ("1x2x64", (12, 0), True),
+    ("1x2x16", (9, 0), False), ("1x2x512", (9, 0), False)])
+def test_29_flex_attention_from_ampere_on(shape, capability, flex, byte_tokens, monkeypatch):
+    """A T4 has a kernel, which does not use its tensor cores; heads of 8 or 256 have none, or not on every GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    module = rung("29")
+    module.GPT.to = lambda model, device: model  # there is none
+    loader = module.DataLoaderLite(byte_tokens, 1, 16, "cpu")
+    args = module.parse_args(["--model", shape, "--device", "cpu"])
+    assert not module.build_model(args, loader).use_flex_attention
+    args.device = "cuda"
+    assert module.build_model(args, loader).use_flex_attention is flex
+
+
 @pytest.mark.parametrize("label", ["30", "31"])
 @torch.no_grad()
 def test_30_at_first_the_model_is_rung_24s(label):
