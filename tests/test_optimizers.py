@@ -35,10 +35,9 @@ def muon_and_torch(dtype, steps=3):
     torch.manual_seed(0)
     ours, theirs = new_gpt(module, vocab_size=257), new_gpt(module, vocab_size=257)
     theirs.load_state_dict(ours.state_dict())
-    optimizer = ours.configure_optimizers(weight_decay=0.1)
-    rates = [2e-3, 1e-3, 1e-3]
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
+    optimizer = ours.configure_optimizers(lr=1e-3, muon_lr=2e-3, weight_decay=0.1)
+    for group in optimizer.param_groups:
+        group["lr"] = group["max_lr"]
     parts = {"matrix": {}, "embedding": {}, "vector": {}}
     for name, parameter in theirs.named_parameters():
         kind = "vector" if parameter.dim() == 1 else "matrix" if ".h." in name else "embedding"
@@ -66,6 +65,21 @@ def test_18_updates_are_those_of_torch_muon_and_adamw(dtype, share):
         matrix = ours.dim() == 2 and ".h." in name
         error = (ours - theirs).detach().square().mean().sqrt()
         assert error < (share * 0.2 * lr if matrix else 1e-6), name
+
+
+@pytest.mark.parametrize("label", ["18", "33"])
+def test_18_a_matrix_without_a_gradient_shrinks_by_its_decay(label):
+    """By lr * weight_decay of itself: the momentum is zero, too, so nothing else moves it."""
+    model = new_gpt(rung(label), vocab_size=257)
+    optimizer = model.configure_optimizers(lr=0.5, muon_lr=0.25, weight_decay=0.125)
+    muon = optimizer.param_groups[0]
+    muon["lr"] = muon["max_lr"]
+    before = [torch.nn.init.normal_(p).clone() for p in muon["params"]]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for p, old in zip(muon["params"], before, strict=True):
+        assert torch.allclose(p, (1 - 0.25 * 0.125) * old, rtol=1e-6, atol=0)
 
 
 def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypatch):

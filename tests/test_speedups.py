@@ -134,18 +134,24 @@ def test_05_the_model_is_one_graph(label, tmp_path, byte_tokens, monkeypatch):
     assert saved_model(module, tmp_path / "model.pt")(torch.tensor([[1, 2, 3]])).shape == (1, 3, 257)
 
 
-def test_05_runs_eagerly_where_nothing_can_be_compiled(tmp_path, byte_tokens):
-    """The probe meets a real missing compiler; its other causes (no Triton, an old Python) raise as it does."""
-    with torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}), fresh_cache():
-        log = train(rung("5"), tmp_path / "default", byte_tokens, *FEW, compile_mode="default")
-    assert "# compile: not possible here" in log.read_text()
-    assert losses(log) == losses(train(rung("5"), tmp_path / "none", byte_tokens, *FEW))
+@pytest.mark.parametrize("label", ["5", "ddp", "24", "fsdp"])
+def test_05_ends_where_nothing_can_be_compiled(label, tmp_path, byte_tokens):
+    """With one line, before the first step. A real missing compiler; no Triton or an old Python raise as it does."""
+    module = rung(label)
+    line = r"error: torch.compile does not work here \([^\n]+\): --compile-mode none trains without it; [^\n]+"
+    with (torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}), fresh_cache(),
+          pytest.raises(SystemExit, match=f"^{line}$")):
+        train(module, tmp_path, byte_tokens, *known_flags(module, B=1, T=32, total_batch=32), compile_mode="default")
+    assert not list(tmp_path.glob("*.log"))
 
 
-def test_05_leaves_apple_gpus_and_those_who_do_not_want_it_alone(monkeypatch):
+def test_05_nothing_is_compiled_for_those_who_do_not_want_it(tmp_path, byte_tokens, monkeypatch):
+    """Nor, unless it is asked for, on an Apple GPU."""
     monkeypatch.setattr(torch, "compile", None)  # must not be called
-    module, model = rung("5"), torch.nn.Linear(1, 1)
-    assert module.compile_model(model, "default", "mps")[0] is module.compile_model(model, "none", "cpu")[0] is model
+    assert "# compile: none\n" in train(rung("5"), tmp_path, byte_tokens, *FEW).read_text()
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    assert rung("5").parse_args([]).compile_mode == "none"
+    assert rung("5").parse_args(["--compile-mode", "default"]).compile_mode == "default"
 
 
 def attention_pair(T=64):
@@ -225,7 +231,7 @@ def test_10_decays_matrices_only():
     module = rung("10")
     with torch.device("meta"):
         model = module.GPT(module.GPTConfig())
-    decayed, others = model.configure_optimizers(weight_decay=0.1).param_groups
+    decayed, others = model.configure_optimizers(lr=6e-4, weight_decay=0.1).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert (len(decayed["params"]), len(others["params"])) == (50, 98)
     # 124,475,904 parameters: biases are 2304 + 768 + 3072 + 768 a layer, LayerNorms 25 x 2 x 768

@@ -57,10 +57,11 @@ def test_20_scores_depend_on_distance_alone(label, attended):
 
 def test_20_angles_are_in_float32():
     with torch.autocast("cpu", torch.bfloat16):
-        cos, sin = rung("20").rotary_angles(1024, 64)
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (1024, 64)
-    assert cos[1000, 0].item() == pytest.approx(math.cos(1000), abs=1e-5)
-    assert sin[1000, 48].item() == pytest.approx(math.sin(10.0), abs=1e-5)  # 10,000 ** -0.5 radians per token
+        angles, model = rung("20").rotary_angles(1024, 64), tiny("20")
+    assert angles.dtype == model.cos.dtype == model.sin.dtype == torch.float32 and angles.shape == (1024, 32)
+    assert angles[1000, [0, 16]].tolist() == pytest.approx([1000, 10], rel=1e-6)  # 10,000 ** -0.5 radians per token
+    assert model.cos[1000, 0].item() == pytest.approx(math.cos(1000), abs=1e-5)
+    assert model.sin[1000, 8].item() == pytest.approx(math.sin(10), abs=1e-5)
 
 
 @pytest.mark.parametrize("label", ["20", "25"])
@@ -69,7 +70,7 @@ def test_20_the_angles_are_in_no_checkpoint_and_on_every_device(label):
     with torch.device("meta"):
         model = tiny(label)
     assert not {"cos", "sin"} & model.state_dict().keys()
-    assert {name: buffer.shape for name, buffer in model.named_buffers()} == {"cos": (1024, 32), "sin": (1024, 32)}
+    assert {name: buffer.shape for name, buffer in model.named_buffers()} == {"cos": (1024, 16), "sin": (1024, 16)}
     assert model.cos.device.type == "meta"
 
 
@@ -142,12 +143,27 @@ def test_24_only_the_projections_differ_from_23_and_they_learn():
     for name, parameter in start.items():
         expected = torch.zeros(()) if name.endswith(ends) else before.get_parameter(name)
         assert torch.equal(parameter, expected.expand_as(parameter))
-    optimizer = after.configure_optimizers(weight_decay=0.0)
+    optimizer = after.configure_optimizers(lr=1e-3, muon_lr=1e-3, weight_decay=0.0)
     for _ in range(2):  # in the first step what is behind a projection of zeros has no gradient
         optimizer.zero_grad()
         after(IDS, y).backward()
         optimizer.step()
     assert not any(torch.equal(start[name], parameter) for name, parameter in after.named_parameters())
+
+
+@pytest.mark.parametrize("shape, capability, flex", [
+    ("1x2x64", (7, 5), False), ("1x2x64", (8, 0), True), ("1x2x64", (12, 0), True),
+    ("1x2x16", (9, 0), False), ("1x2x512", (9, 0), False)])
+def test_29_flex_attention_from_ampere_on(shape, capability, flex, byte_tokens, monkeypatch):
+    """A T4 has a kernel, which does not use its tensor cores; heads of 8 or 256 have none, or not on every GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    module = rung("29")
+    module.GPT.to = lambda model, device: model  # there is none
+    loader = module.DataLoaderLite(byte_tokens, 1, 16, "cpu")
+    args = module.parse_args(["--model", shape, "--device", "cpu"])
+    assert not module.build_model(args, loader).use_flex_attention
+    args.device = "cuda"
+    assert module.build_model(args, loader).use_flex_attention is flex
 
 
 @pytest.mark.parametrize("label", ["30", "31"])
@@ -229,27 +245,29 @@ def test_31_rows_of_pairs_and_triples():
     Also of a sequence of one token, as sample.py begins without a prompt.
     """
     model, seen = tiny("31"), []
-    for table in model.n_grams:
-        torch.nn.init.normal_(table.weight)
+    pairs, triples = model.pairs.weight, model.triples.weight
+    for table in (pairs, triples):
+        torch.nn.init.normal_(table)
     model.transformer.h[0].register_forward_pre_hook(lambda block, inputs: seen.append(inputs[0]))
     model(IDS)
     model(IDS[:, :1])
-    pairs, triples = model.n_grams
     expected = model.transformer.wte(IDS)
     for b, tokens in enumerate(IDS.tolist()):
         for t, token in enumerate(tokens):
             one, two = (tokens[t - n] if t >= n else 0 for n in (1, 2))
-            expected[b, t] += pairs.weight[(36313 * token + one) % 8191]
-            expected[b, t] += triples.weight[(36313 * (36313 * token + one) + two) % 8191]
+            expected[b, t] += pairs[(36313 * token + one) % 8191]
+            expected[b, t] += triples[(36313 * (36313 * token + one) + two) % 8191]
     assert torch.allclose(seen[0], expected, atol=1e-6) and torch.allclose(seen[1], expected[:, :1], atol=1e-6)
 
 
 def test_31_the_tables_are_adamws():
     """The embeddings' group, with their decay: Muon would make rows that no token has met as long as the others."""
     model = tiny("31")
-    matrices, others, embeddings = (group["params"] for group in model.configure_optimizers(0.1).param_groups)
-    assert {id(p) for p in model.n_grams.parameters()} <= {id(p) for p in embeddings}
-    assert sum(map(len, (matrices, others, embeddings))) == len(list(model.parameters()))
+    groups = model.configure_optimizers(lr=1e-3, muon_lr=2e-3, weight_decay=0.1).param_groups
+    assert [(group["max_lr"], group["weight_decay"]) for group in groups] == [(2e-3, 0.1), (1e-3, 0.0), (1e-3, 0.1)]
+    assert {id(p) for p in groups[2]["params"]} == {id(table.weight) for table in (
+        model.lm_head, model.pairs, model.triples)}
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("label", ["30", "31"])
