@@ -494,7 +494,8 @@ class Checkpoints:
         try:
             dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
         except dcp.CheckpointException as error:
-            sys.exit(f"error: --resume: {path} cannot be read ({error}); if it is damaged,"
+            reason = str(error).strip().splitlines()[-1]  # above it is a traceback
+            sys.exit(f"error: --resume: {path} cannot be read ({reason}); if it is damaged,"
                      " delete it to resume from the older one")
         set_state_dict(
             self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -523,7 +524,10 @@ class Checkpoints:
             return
         log.line(f"# checkpoint: step {step} in {self.folder}")
         notes = {"step": step, "run": self.run, "scaler": self.scaler.state_dict()}
-        (partial / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
+        with open(partial / "notes.json", "w", encoding="utf-8") as file:
+            json.dump(notes, file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave it empty
         partial.replace(self.folder / f"step_{step:07}")
         for older in self.paths()[:-2]:
             shutil.rmtree(older)
