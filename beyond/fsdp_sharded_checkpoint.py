@@ -233,17 +233,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 is_target = rows == ids[:, None]  # (chunk, n_rows)
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # divided by 64, so that the sum over a chunk stays in the range of float16
-                part_of_grad = logits_grad.T @ (x_part / 64)  # (n_rows, chunk) @ (chunk, C)
-                weight_grad += 64 * part_of_grad.float()
+                # (n_rows, chunk) @ (chunk, C), divided by 64, so that a chunk's sum fits into float16
+                weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses (a 64th)
         scale = loss_grad / len(x_grad)
-        return x_grad * scale, weight_grad * scale, None, None, None
+        return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
 
 class GPT(nn.Module):
@@ -494,8 +493,10 @@ class Checkpoints:
         weights, moments = get_state_dict(self.model, self.optimizer)
         try:
             dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
-        except dcp.CheckpointException:
-            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
+        except dcp.CheckpointException as error:
+            reason = str(error).strip().splitlines()[-1]  # above it is a traceback
+            sys.exit(f"error: --resume: {path} cannot be read ({reason}); if it is damaged,"
+                     " delete it to resume from the older one")
         set_state_dict(
             self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
 
@@ -523,7 +524,10 @@ class Checkpoints:
             return
         log.line(f"# checkpoint: step {step} in {self.folder}")
         notes = {"step": step, "run": self.run, "scaler": self.scaler.state_dict()}
-        (partial / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
+        with open(partial / "notes.json", "w", encoding="utf-8") as file:
+            json.dump(notes, file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave it empty
         partial.replace(self.folder / f"step_{step:07}")
         for older in self.paths()[:-2]:
             shutil.rmtree(older)

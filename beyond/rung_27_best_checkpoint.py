@@ -237,17 +237,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 is_target = rows == ids[:, None]  # (chunk, n_rows)
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # divided by 64, so that the sum over a chunk stays in the range of float16
-                part_of_grad = logits_grad.T @ (x_part / 64)  # (n_rows, chunk) @ (chunk, C)
-                weight_grad += 64 * part_of_grad.float()
+                # (n_rows, chunk) @ (chunk, C), divided by 64, so that a chunk's sum fits into float16
+                weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses (a 64th)
         scale = loss_grad / len(x_grad)
-        return x_grad * scale, weight_grad * scale, None, None, None
+        return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
 
 class GPT(nn.Module):

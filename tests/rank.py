@@ -3,9 +3,9 @@
     torchrun ... tests/rank.py FOLDER        # FOLDER/runs.json: {name of the run: [label, dtype, [flags]]}
 
 To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: a digest of the
-parameters that this rank has in the end and, of FSDP, what it held and moved in the last step, in bytes. In float16 the
-first gradient of rank 1 overflows. With DIE_RANK and DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th
-batch, once: the file FOLDER/died tells. With NAN_RANK a weight of that rank is not a number after each step.
+parameters that this rank has in the end, how much was compiled and, of FSDP, what an eager run held and moved in the
+last step, in bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th
+batch, once: the file FOLDER/died tells.
 """
 import contextlib
 import hashlib
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from conftest import builds_on, known_flags, main, rung
 from tensor_bytes import Watch, local_bytes
+from torch._dynamo.utils import counters
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -65,14 +66,15 @@ def run(name, label, dtype, flags):
         found["optimizer"] = local_bytes(t for state in optimizer.state.values() for t in state.values())
         found["moved"], found["peak"] = watch.moved, watch.peak
         watch.moved, watch.peak = [], 0
-        if str(rank) == os.environ.get("NAN_RANK"):
-            parameters[0].to_local().data[0, 0] = torch.nan
 
     script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_ = dying_batch, overflow
     hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
     own = [*flags, *known_flags(script, log_dir=folder / name, checkpoint_dir=folder / name / "checkpoints")]
-    with watch if sharded else contextlib.nullcontext():
+    eager = script.parse_args(own).compile_mode == "none"
+    counters.clear()
+    with watch if sharded and eager else contextlib.nullcontext():  # Dynamo does not trace under it
         main(script, *own)
+    found["graphs"], found["breaks"] = counters["stats"]["unique_graphs"], len(counters["graph_break"])
     for hook in hooks:
         hook.remove()
     torch.amp.GradScaler.unscale_ = unscale

@@ -229,6 +229,38 @@ def test_30_loss_and_gradients_are_those_of_torch(bias):
         assert torch.allclose(got, expected, atol=1e-6)
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="new in torch 2.13")
+def test_17_loss_and_gradients_are_those_of_torchs_chunks():
+    """Whose F.linear_cross_entropy knows no padding: here there is none."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 32, generator=generator, requires_grad=True)
+    weight = torch.randn(1024, 32, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 1024, (50,), generator=generator)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=7)
+    theirs = F.linear_cross_entropy(x, weight, targets, options=options)
+    expected = torch.autograd.grad(theirs, (x, weight))
+    for label in ("17", "fsdp"):
+        ours = rung(label).ChunkedCrossEntropy.apply(x, weight, targets, 1024, 7)
+        assert torch.allclose(ours, theirs, rtol=1e-6)
+        for got, truth in zip(torch.autograd.grad(ours, (x, weight)), expected, strict=True):
+            assert torch.allclose(got, truth, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("label", ["17", "30", "fsdp"])
+def test_17_a_chunk_of_zero_is_the_cross_entropy_of_all_logits(label, byte_tokens, monkeypatch):
+    """Bit by bit, padding left out; else there is none of it."""
+    module, calls, cross_entropy = rung(label), [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *args: calls.append(args) or cross_entropy(*args))
+    loader = module.DataLoaderLite(byte_tokens, 2, 16, "cpu")
+    x, y = loader.batch(0)
+    for chunk in (0, 24):
+        words = ["--model", "tiny", "--device", "cpu", "--loss-chunk", str(chunk)]
+        model = module.build_model(module.parse_args(words), loader)
+        loss, expected = model(x, y), cross_entropy(model(x).flatten(0, 1), y.flatten())
+        assert torch.equal(loss, expected) if chunk == 0 else torch.allclose(loss, expected)
+        assert len(calls) == 1
+
+
 @torch.no_grad()
 def test_30_sampling_knows_the_prior():
     """The logits that the loss is computed from are those that a sample is drawn from."""
