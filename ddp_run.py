@@ -98,7 +98,7 @@ def model_config(args, vocab_size):
     if n_embd % n_head != 0:
         sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
     return GPTConfig(
-        block_size=max(1024, args.T),
+        block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size,
         n_layer=n_layer,
         n_head=n_head,
@@ -123,6 +123,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        # nh heads of size hs each
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
@@ -168,7 +169,8 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304, full tiles of 128
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
+        # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -184,7 +186,8 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                std *= (2 * self.config.n_layer) ** -0.5  # two branches per layer
+                # 2 * n_layer branches: so their sum does not grow with the depth
+                std *= (2 * self.config.n_layer) ** -0.5
             nn.init.normal_(module.weight, mean=0.0, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
@@ -214,11 +217,12 @@ class GPT(nn.Module):
             {"params": matrices, "weight_decay": weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
+        # fused: one kernel updates everything, instead of about ten operations for each tensor
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file, which may be larger than memory."""
+    """Batches of consecutive tokens from a memory-mapped file, which may be larger than memory."""
 
     def __init__(self, folder, B, T):
         self.B, self.T = B, T
@@ -232,7 +236,7 @@ class DataLoaderLite:
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
-        chunk = torch.from_numpy(chunk.astype(np.int64))
+        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
 
@@ -296,8 +300,10 @@ def train(args):
     rank, world_size = init_ranks(device)
     tokens_per_step = args.B * args.T * world_size
     torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")  # TF32, where the device has it
+    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
+    # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
     # Only for float16, whose range is small: the scaler multiplies the loss, so that small
     # gradients do not underflow, and divides the gradients again. Else it passes them through.
@@ -307,10 +313,11 @@ def train(args):
     model = new_model(args, loader).to(device)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
-    step_model = model
+    step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
-        # the gradients become views of the buckets in which they travel: no second copy
-        step_model = DDP(model, gradient_as_bucket_view=True)
+        # backward() will also average the gradients over the ranks, so that all make the same
+        # step; they are views of the buckets in which they travel, so there is no second copy
+        step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
         step_model = torch.compile(step_model, mode=args.compile_mode)
@@ -364,7 +371,7 @@ def load_tokens(folder, split, n_needed):
     meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
     if (folder / "tokenizer.json").exists():
         meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"
+    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"  # little-endian, 2 or 4 bytes
     tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
     if len(tokens) != meta[f"{split}_tokens"]:
         sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")

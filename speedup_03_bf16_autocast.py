@@ -93,7 +93,7 @@ def model_config(args, vocab_size):
     if n_embd % n_head != 0:
         sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
     return GPTConfig(
-        block_size=max(1024, args.T),
+        block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size,
         n_layer=n_layer,
         n_head=n_head,
@@ -113,13 +113,14 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.n_head = config.n_head
-        # (block_size, block_size), True where a token may attend
+        # (block_size, block_size), True where a token may attend; not a part of the model's file
         mask = torch.ones(config.block_size, config.block_size, dtype=torch.bool).tril()
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        # nh heads of size hs each
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
@@ -166,6 +167,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -201,7 +203,7 @@ class GPT(nn.Module):
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file, which may be larger than memory."""
+    """Batches of consecutive tokens from a memory-mapped file, which may be larger than memory."""
 
     def __init__(self, folder, B, T):
         self.B, self.T = B, T
@@ -215,7 +217,7 @@ class DataLoaderLite:
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
-        chunk = torch.from_numpy(chunk.astype(np.int64))
+        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
 
@@ -239,8 +241,10 @@ def train(args):
     """Train for args.steps steps; print and log each one."""
     device = args.device
     torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")  # TF32, where the device has it
+    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
+    # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
     # Only for float16, whose range is small: the scaler multiplies the loss, so that small
     # gradients do not underflow, and divides the gradients again. Else it passes them through.
@@ -284,7 +288,7 @@ def load_tokens(folder, split, n_needed):
     meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
     if (folder / "tokenizer.json").exists():
         meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"
+    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"  # little-endian, 2 or 4 bytes
     tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
     if len(tokens) != meta[f"{split}_tokens"]:
         sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")

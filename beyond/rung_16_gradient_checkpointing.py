@@ -87,7 +87,7 @@ def add_flags(parser):
     flag("--save", type=Path, help="write the trained model to this file")
 
 
-# Flags that change only the speed, or what is written: --resume does not compare them.
+# Flags that --resume does not compare: they change speed, rounding, or what is written.
 MAY_CHANGE = {
     "B", "device", "compile_mode", "data", "log_dir", "save",
     "checkpoint_every", "checkpoint_dir", "resume", "val_every", "val_sequences",
@@ -116,7 +116,7 @@ def model_config(args, vocab_size):
     if n_embd % n_head != 0:
         sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
     return GPTConfig(
-        block_size=max(1024, args.T),
+        block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size,
         n_layer=n_layer,
         n_head=n_head,
@@ -141,6 +141,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        # nh heads of size hs each
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
@@ -187,7 +188,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.recompute_blocks = 0  # build_model sets it
-        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304, full tiles of 128
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
+        # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -203,7 +205,8 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                std *= (2 * self.config.n_layer) ** -0.5  # two branches per layer
+                # 2 * n_layer branches: so their sum does not grow with the depth
+                std *= (2 * self.config.n_layer) ** -0.5
             nn.init.normal_(module.weight, mean=0.0, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
@@ -237,6 +240,7 @@ class GPT(nn.Module):
             {"params": matrices, "weight_decay": weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
+        # fused: one kernel updates everything, instead of about ten operations for each tensor
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -247,8 +251,9 @@ class DataLoaderLite:
         self.B, self.T, self.device = B, T, device
         self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
-        # A small file moves to the device as a whole: there a batch is a slice, and no copy is
-        # needed. Of a larger one the next batch is fetched while the device computes this one.
+        # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
+        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
+        # batch is fetched while the device computes this one.
         self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
         if self.on_device:
             self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
@@ -386,6 +391,7 @@ class Checkpoints:
         saved["optimizer"] = self.optimizer.state_dict()
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
+        # no data position and no RNG state: batches follow from the step, and no step draws numbers
         self.write(saved, self.folder / f"step_{step:07}.pt")
         for older in self.paths()[:-2]:
             older.unlink()
@@ -464,6 +470,10 @@ def catch_signals():
 
     def catch(number, frame):
         caught.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
+        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
+            sys.stdout = open(os.devnull, "w")
 
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
@@ -511,7 +521,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
     for i in numbers:
         x, y = loader.batch(i)  # (B, T) each
         # DDP averages the gradients of the ranks once, in the last backward pass
-        averages_later = contextlib.nullcontext()
+        averages_later = contextlib.nullcontext()  # does nothing
         if dist.is_initialized() and i != numbers[-1]:
             averages_later = model.no_sync()
         with averages_later:
@@ -541,8 +551,10 @@ def train(args):
     rank, world_size = init_ranks(device)
     n_batches = batches_per_step(args, world_size)
     torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")  # TF32, where the device has it
+    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
+    # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
     # Only for float16, whose range is small: the scaler multiplies the loss, so that small
     # gradients do not underflow, and divides the gradients again. Else it passes them through.
@@ -552,10 +564,11 @@ def train(args):
     model = build_model(args, loader)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
-    step_model = model
+    step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
-        # the gradients become views of the buckets in which they travel: no second copy
-        step_model = DDP(model, gradient_as_bucket_view=True)
+        # backward() will also average the gradients over the ranks, so that all make the same
+        # step; they are views of the buckets in which they travel, so there is no second copy
+        step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
         step_model = torch.compile(step_model, mode=args.compile_mode)
@@ -574,9 +587,9 @@ def train(args):
     if rank == 0:
         log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
-    first_step = step + 1
+    steps_left = range(step + 1, args.steps + 1)
     signals = []
-    for step in range(first_step, args.steps + 1):
+    for step in steps_left:
         t0 = time.perf_counter()
         lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
         for group in optimizer.param_groups:
@@ -588,10 +601,11 @@ def train(args):
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        # after the clock: the mean loss, and whether any rank is to end
+        # after the clock: the mean loss, and whether any rank is to end. All must end after the
+        # same step, or they would wait for each other forever.
         mean_loss = loss.item() / world_size
         loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
-        if step == first_step:  # not earlier: while the first step compiles, a signal ends the run
+        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
             signals = catch_signals()
         if rank == 0:
             seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
@@ -600,6 +614,7 @@ def train(args):
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
+            # the uncompiled model: it has the same weights, and needs no second compilation
             loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
             seconds = time.perf_counter() - t0
             if rank == 0:
@@ -607,6 +622,8 @@ def train(args):
         last = last or n_signals > 0
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
             checkpoints.save(step, log)
+        if n_signals > 0 and rank == 0:
+            log.line(f"# ended by a signal after step {step}")
         if last:
             break
 
@@ -633,7 +650,7 @@ def load_tokens(folder, split, n_needed):
     meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
     if (folder / "tokenizer.json").exists():
         meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"
+    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"  # little-endian, 2 or 4 bytes
     tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
     if len(tokens) != meta[f"{split}_tokens"]:
         sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")

@@ -86,7 +86,7 @@ def add_flags(parser):
     flag("--save", type=Path, help="write the trained model to this file")
 
 
-# Flags that change only the speed, or what is written: --resume does not compare them.
+# Flags that --resume does not compare: they change speed, rounding, or what is written.
 MAY_CHANGE = {
     "B", "device", "compile_mode", "data", "log_dir", "save",
     "checkpoint_every", "checkpoint_dir", "resume", "val_every", "val_sequences",
@@ -105,7 +105,7 @@ class GPTConfig:
     n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
 
     def __post_init__(self):
-        if self.n_hidden == 0:
+        if self.n_hidden == 0:  # three matrices have as many weights as two with 4 n_embd
             self.n_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
 
 
@@ -119,8 +119,10 @@ def model_config(args, vocab_size):
         sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
     if n_embd % n_head != 0:
         sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
+    if n_embd // n_head % 2 != 0:
+        sys.exit(f"error: --model {args.model}: RoPE needs pairs, so width / heads must be even")
     return GPTConfig(
-        block_size=max(1024, args.T),
+        block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size,
         n_layer=n_layer,
         n_head=n_head,
@@ -159,11 +161,14 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cos, sin):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        # nh heads of size hs each
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        q = self.q_norm(q.float())  # in float32, so that the length is exact
+        # so that no score grows with the length of a query or key; normalized in float32
+        q = self.q_norm(q.float())
         k = self.k_norm(k.float())
+        # a score then depends on the two positions only through their distance
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
         # (B, nh, T, hs); the (T, T) scores exist only in tiles
@@ -192,6 +197,7 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
         self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
@@ -206,7 +212,8 @@ class Block(nn.Module):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
 
-    x (N, C), weight (n_rows, C), targets (N,). The forward pass also computes the gradients.
+    x (N, C), weight (n_rows, C), targets (N,). The forward pass computes the gradients, too, while
+    the logits exist.
     """
 
     @staticmethod
@@ -230,7 +237,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 is_target = rows == ids[:, None]  # (chunk, n_rows)
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C), divided by 64, so that a chunk's sum fits into float16
+                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
                 weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
@@ -250,7 +257,8 @@ class GPT(nn.Module):
         self.config = config
         self.recompute_blocks = 0  # build_model sets it
         self.loss_chunk = 0  # and this
-        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304, full tiles of 128
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
+        # the embedding of tokens, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
             h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
@@ -268,7 +276,8 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                std *= (2 * self.config.n_layer) ** -0.5  # two branches per layer
+                # 2 * n_layer branches: so their sum does not grow with the depth
+                std *= (2 * self.config.n_layer) ** -0.5
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
     def forward(self, idx, targets=None):
@@ -310,11 +319,14 @@ class GPT(nn.Module):
 
 
 def orthogonalize(matrix):
-    """(m, n) -> (m, n): the same singular vectors, all singular values near 1."""
+    """(m, n) -> (m, n): the same singular vectors, all singular values near 1.
+
+    So no direction dominates the update.
+    """
     if matrix.size(0) > matrix.size(1):
         return orthogonalize(matrix.mT).mT  # so that x @ x.mT has the shorter side
-    x = matrix / (matrix.norm() + 1e-7)  # every singular value is at most 1
-    # so float16 has the range for them, and it has three more bits than bfloat16
+    x = matrix / (matrix.norm() + 1e-7)  # so every singular value is at most 1
+    # float16 has the range for that, and three more bits than bfloat16
     x = x.to(torch.float16 if x.is_cuda else autocast_dtype("cpu"))
     # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
     # more than triple, large ones stay near 1.
@@ -331,6 +343,7 @@ def muon_update(grad, momentum):
     """The update of a matrix (m, n), from its gradient and its momentum."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = grad.lerp(momentum, 0.95)
+    # scaled so that its entries are about as large as those of an update of AdamW
     return 0.2 * max(ahead.shape) ** 0.5 * orthogonalize(ahead)
 
 
@@ -361,8 +374,9 @@ class DataLoaderLite:
         self.B, self.T, self.device = B, T, device
         self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
-        # A small file moves to the device as a whole: there a batch is a slice, and no copy is
-        # needed. Of a larger one the next batch is fetched while the device computes this one.
+        # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
+        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
+        # batch is fetched while the device computes this one.
         self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
         if self.on_device:
             self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
@@ -507,6 +521,7 @@ class Checkpoints:
         saved["optimizer"] = self.optimizer.state_dict()
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
+        # no data position and no RNG state: batches follow from the step, and no step draws numbers
         self.write(saved, self.folder / f"step_{step:07}.pt")
         for older in self.paths()[:-2]:
             older.unlink()
@@ -553,7 +568,7 @@ def set_learning_rates(optimizer, step, args):
     for group in optimizer.param_groups:
         group["lr"] = get_lr(
             step, args.steps, group["max_lr"], args.warmup_steps, args.decay_share)
-    return group["lr"]
+    return optimizer.param_groups[-1]["lr"]
 
 
 PRECISION = {  # for the log
@@ -596,6 +611,10 @@ def catch_signals():
 
     def catch(number, frame):
         caught.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
+        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
+            sys.stdout = open(os.devnull, "w")
 
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
@@ -643,7 +662,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
     for i in numbers:
         x, y = loader.batch(i)  # (B, T) each
         # DDP averages the gradients of the ranks once, in the last backward pass
-        averages_later = contextlib.nullcontext()
+        averages_later = contextlib.nullcontext()  # does nothing
         if dist.is_initialized() and i != numbers[-1]:
             averages_later = model.no_sync()
         with averages_later:
@@ -674,8 +693,10 @@ def train(args):
     rank, world_size = init_ranks(device)
     n_batches = batches_per_step(args, world_size)
     torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")  # TF32, where the device has it
+    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
+    # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
     # Only for float16, whose range is small: the scaler multiplies the loss, so that small
     # gradients do not underflow, and divides the gradients again. Else it passes them through.
@@ -684,10 +705,11 @@ def train(args):
     loader = DataLoaderLite(args.data, args.B, args.T, device)
     model = build_model(args, loader)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
-    step_model = model
+    step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
-        # the gradients become views of the buckets in which they travel: no second copy
-        step_model = DDP(model, gradient_as_bucket_view=True)
+        # backward() will also average the gradients over the ranks, so that all make the same
+        # step; they are views of the buckets in which they travel, so there is no second copy
+        step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
         step_model = torch.compile(step_model, mode=args.compile_mode)
@@ -706,9 +728,9 @@ def train(args):
     if rank == 0:
         log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
-    first_step = step + 1
+    steps_left = range(step + 1, args.steps + 1)
     signals = []
-    for step in range(first_step, args.steps + 1):
+    for step in steps_left:
         t0 = time.perf_counter()
         lr = set_learning_rates(optimizer, step, args)
         # the batches of this step; the ranks take them in turn
@@ -718,10 +740,11 @@ def train(args):
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        # after the clock: the mean loss, and whether any rank is to end
+        # after the clock: the mean loss, and whether any rank is to end. All must end after the
+        # same step, or they would wait for each other forever.
         mean_loss = loss.item() / world_size
         loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
-        if step == first_step:  # not earlier: while the first step compiles, a signal ends the run
+        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
             signals = catch_signals()
         if rank == 0:
             seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
@@ -730,6 +753,7 @@ def train(args):
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
+            # the uncompiled model: it has the same weights, and needs no second compilation
             loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
             seconds = time.perf_counter() - t0
             if rank == 0:
@@ -737,6 +761,8 @@ def train(args):
         last = last or n_signals > 0
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
             checkpoints.save(step, log)
+        if n_signals > 0 and rank == 0:
+            log.line(f"# ended by a signal after step {step}")
         if last:
             break
 
@@ -763,7 +789,7 @@ def load_tokens(folder, split, n_needed):
     meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
     if (folder / "tokenizer.json").exists():
         meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"
+    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"  # little-endian, 2 or 4 bytes
     tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
     if len(tokens) != meta[f"{split}_tokens"]:
         sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")

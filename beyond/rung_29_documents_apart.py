@@ -94,10 +94,11 @@ def add_flags(parser):
     flag("--save", type=Path, help="write the trained model to this file")
 
 
-# Flags that change only the speed, or what is written: --resume does not compare them.
+# Flags that --resume does not compare: they change speed, rounding, or what is written.
 MAY_CHANGE = {
     "B", "device", "compile_mode", "data", "log_dir", "save",
-    "checkpoint_every", "checkpoint_dir", "resume", "val_every", "patience",
+    "checkpoint_every", "checkpoint_dir", "resume", "patience",
+    "val_every",  # but not val_sequences, on which it depends which model is the best
     "recompute_blocks", "loss_chunk",
 }
 
@@ -113,7 +114,7 @@ class GPTConfig:
     n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
 
     def __post_init__(self):
-        if self.n_hidden == 0:
+        if self.n_hidden == 0:  # three matrices have as many weights as two with 4 n_embd
             self.n_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
 
 
@@ -127,8 +128,10 @@ def model_config(args, vocab_size):
         sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
     if n_embd % n_head != 0:
         sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
+    if n_embd // n_head % 2 != 0:
+        sys.exit(f"error: --model {args.model}: RoPE needs pairs, so width / heads must be even")
     return GPTConfig(
-        block_size=max(1024, args.T),
+        block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size,
         n_layer=n_layer,
         n_head=n_head,
@@ -183,20 +186,22 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cos, sin, mask):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        # nh heads of size hs each
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        q = self.q_norm(q.float())  # in float32, so that the length is exact
+        # so that no score grows with the length of a query or key; normalized in float32
+        q = self.q_norm(q.float())
         k = self.k_norm(k.float())
+        # a score then depends on the two positions only through their distance
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        # (B, nh, T, hs); the (T, T) scores exist only in tiles
         if isinstance(mask, BlockMask):
             q, k = q.type_as(v), k.type_as(v)  # all in autocast's type
             y = flex_attention(q, k, v, block_mask=mask)
         elif mask is not None:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        else:
+        else:  # (B, nh, T, hs); the (T, T) scores exist only in tiles
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
         return self.c_proj(y)
@@ -222,6 +227,7 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
         self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
@@ -237,7 +243,8 @@ class Block(nn.Module):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
 
-    x (N, C), weight (n_rows, C), targets (N,). The forward pass also computes the gradients.
+    x (N, C), weight (n_rows, C), targets (N,). The forward pass computes the gradients, too, while
+    the logits exist.
     """
 
     @staticmethod
@@ -261,7 +268,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 is_target = rows == ids[:, None]  # (chunk, n_rows)
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C), divided by 64, so that a chunk's sum fits into float16
+                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
                 weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
@@ -284,7 +291,8 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(0.0)  # and its p
         self.end_of_text = None  # and this; None: all tokens are of one document, as in sample.py
         self.use_flex_attention = False  # and this
-        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304, full tiles of 128
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
+        # the embedding of tokens, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
             h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
@@ -302,7 +310,7 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                std = 0.0
+                std = 0.0  # the block starts as the identity; these weights do get gradients
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
     def forward(self, idx, targets=None):
@@ -316,6 +324,7 @@ class GPT(nn.Module):
         if self.end_of_text is not None:
             # the number of each token's document in its sequence: <|endoftext|> begins a new one
             document = (idx == self.end_of_text).cumsum(1)  # (B, T)
+            # uncompiled, FlexAttention would compute and store all (T, T) scores
             if self.use_flex_attention and torch.compiler.is_compiling():
                 mask = block_mask(document)
             else:
@@ -353,11 +362,14 @@ class GPT(nn.Module):
 
 
 def orthogonalize(matrix):
-    """(m, n) -> (m, n): the same singular vectors, all singular values near 1."""
+    """(m, n) -> (m, n): the same singular vectors, all singular values near 1.
+
+    So no direction dominates the update.
+    """
     if matrix.size(0) > matrix.size(1):
         return orthogonalize(matrix.mT).mT  # so that x @ x.mT has the shorter side
-    x = matrix / (matrix.norm() + 1e-7)  # every singular value is at most 1
-    # so float16 has the range for them, and it has three more bits than bfloat16
+    x = matrix / (matrix.norm() + 1e-7)  # so every singular value is at most 1
+    # float16 has the range for that, and three more bits than bfloat16
     x = x.to(torch.float16 if x.is_cuda else autocast_dtype("cpu"))
     # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
     # more than triple, large ones stay near 1.
@@ -374,6 +386,7 @@ def muon_update(grad, momentum):
     """The update of a matrix (m, n), from its gradient and its momentum."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = grad.lerp(momentum, 0.95)
+    # scaled so that its entries are about as large as those of an update of AdamW
     return 0.2 * max(ahead.shape) ** 0.5 * orthogonalize(ahead)
 
 
@@ -403,14 +416,16 @@ class DataLoaderLite:
     def __init__(self, folder, B, T, device, split="train", seed=None):
         self.B, self.T, self.device = B, T, device
         self.seed = seed  # of the windows' order; None: that of the file
-        self.epoch = None
+        self.epoch = None  # whose window_starts are in self.starts
+        self.starts = None
         self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_windows = (len(self.tokens) - 1) // T
         if seed is not None and self.n_windows > 1:
-            self.n_windows -= 1  # room to move them
+            self.n_windows -= 1  # room to move them, in window_starts
         self.n_batches = math.ceil(self.n_windows / B)
-        # A small file moves to the device as a whole: there a batch is a slice, and no copy is
-        # needed. Of a larger one the next batch is fetched while the device computes this one.
+        # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
+        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
+        # batch is fetched while the device computes this one.
         self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
         if self.on_device:
             self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
@@ -604,6 +619,7 @@ class Checkpoints:
         saved["scaler"] = self.scaler.state_dict()
         saved["best"] = self.best.state_dict()
         saved["run"] = self.run
+        # no data position and no RNG state: batches follow from the step, and no step draws numbers
         self.write(saved, self.folder / f"step_{step:07}.pt")
         if self.best.step > 0:
             best = model_file(self.best.model, self.loader, self.best.step)
@@ -653,7 +669,7 @@ def set_learning_rates(optimizer, step, args):
     for group in optimizer.param_groups:
         group["lr"] = get_lr(
             step, args.steps, group["max_lr"], args.warmup_steps, args.decay_share)
-    return group["lr"]
+    return optimizer.param_groups[-1]["lr"]
 
 
 PRECISION = {  # for the log
@@ -696,6 +712,10 @@ def catch_signals():
 
     def catch(number, frame):
         caught.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
+        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
+            sys.stdout = open(os.devnull, "w")
 
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
@@ -742,9 +762,9 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
     loss = torch.zeros((), device=loader.device)
     for i in numbers:
         x, y = loader.batch(i)  # (B, T) each
-        torch.manual_seed(loader.seed + 1 + i)  # a batch's masks depend only on its number
+        torch.manual_seed(loader.seed + 1 + i)  # so a resumed run draws the same masks
         # DDP averages the gradients of the ranks once, in the last backward pass
-        averages_later = contextlib.nullcontext()
+        averages_later = contextlib.nullcontext()  # does nothing
         if dist.is_initialized() and i != numbers[-1]:
             averages_later = model.no_sync()
         with averages_later:
@@ -786,8 +806,10 @@ def train(args):
     rank, world_size = init_ranks(device)
     n_batches = batches_per_step(args, world_size)
     torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")  # TF32, where the device has it
+    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
+    # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
     # Only for float16, whose range is small: the scaler multiplies the loss, so that small
     # gradients do not underflow, and divides the gradients again. Else it passes them through.
@@ -796,10 +818,11 @@ def train(args):
     loader = DataLoaderLite(args.data, args.B, args.T, device, seed=args.seed)
     model = build_model(args, loader)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
-    step_model = model
+    step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
-        # the gradients become views of the buckets in which they travel: no second copy
-        step_model = DDP(model, gradient_as_bucket_view=True)
+        # backward() will also average the gradients over the ranks, so that all make the same
+        # step; they are views of the buckets in which they travel, so there is no second copy
+        step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
         step_model = torch.compile(step_model, mode=args.compile_mode)
@@ -820,12 +843,11 @@ def train(args):
     if rank == 0:
         log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
-    first_step = step + 1
+    steps_left = range(step + 1, args.steps + 1)
     signals = []
-    last_step = args.steps
     if best.is_out_of_patience(step):  # the run that is resumed had ended
-        last_step = step
-    for step in range(first_step, last_step + 1):
+        steps_left = range(0)
+    for step in steps_left:
         t0 = time.perf_counter()
         lr = set_learning_rates(optimizer, step, args)
         # the batches of this step; the ranks take them in turn
@@ -835,10 +857,11 @@ def train(args):
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        # after the clock: the mean loss, and whether any rank is to end
+        # after the clock: the mean loss, and whether any rank is to end. All must end after the
+        # same step, or they would wait for each other forever.
         mean_loss = loss.item() / world_size
         loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
-        if step == first_step:  # not earlier: while the first step compiles, a signal ends the run
+        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
             signals = catch_signals()
         if rank == 0:
             seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
@@ -847,6 +870,7 @@ def train(args):
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
+            # the uncompiled model: it has the same weights, and needs no second compilation
             loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
             seconds = time.perf_counter() - t0
             if rank == 0:
@@ -855,6 +879,8 @@ def train(args):
         last = last or n_signals > 0 or best.is_out_of_patience(step)
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
             checkpoints.save(step, log)
+        if n_signals > 0 and rank == 0:
+            log.line(f"# ended by a signal after step {step}")
         if last:
             break
 
@@ -885,7 +911,7 @@ def load_tokens(folder, split, n_needed):
     meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
     if (folder / "tokenizer.json").exists():
         meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"
+    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"  # little-endian, 2 or 4 bytes
     tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
     if len(tokens) != meta[f"{split}_tokens"]:
         sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")

@@ -49,7 +49,7 @@ def assert_refused(run, line):
 def what_it_says(log):
     """The lines of a log, without times and without those of a run's interruptions."""
     lines = [re.sub(r"(dt|tokens/sec|left|time): [^|]*", "", line) for line in log.read_text().splitlines()]
-    return [line for line in lines if not line.startswith(("# checkpoint", "# resumed", "median"))]
+    return [line for line in lines if not line.startswith(("# checkpoint", "# resumed", "# ended", "median"))]
 
 
 def assert_same_run(folder, whole, label="15"):
@@ -322,11 +322,30 @@ def test_15_a_signal_saves_and_ends_well(number, byte_tokens, whole, tmp_path, m
     run = six_steps(byte_tokens, tmp_path)
     assert run.returncode == 0, run.stderr
     stopped = len(losses(tmp_path / log_name("15")))
-    assert stopped in (3, 4) and f"# checkpoint: step {stopped} in " in run.stdout
+    log = (tmp_path / log_name("15")).read_text()
+    assert stopped in (3, 4) and f"# checkpoint: step {stopped} in " in log
+    assert f"# ended by a signal after step {stopped}" in log
     monkeypatch.undo()
     run = six_steps(byte_tokens, tmp_path, "15", "--resume")
     assert f"# resumed after step {stopped} of 6" in run.stdout
     assert_same_run(tmp_path, whole)
+
+
+def test_15_a_second_interrupt_ends_the_run_at_once(monkeypatch):
+    """In a long validation, or where a rank hangs. A second SIGTERM does not: torchrun may send one, too."""
+    caught = rung("15").catch_signals()
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    assert caught == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL != signal.getsignal(signal.SIGTERM)
+
+
+def test_15_after_a_hangup_nothing_is_printed(monkeypatch):
+    """To a closed terminal it would fail, before the checkpoint is written."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    rung("15").catch_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert sys.stdout.name == os.devnull
 
 
 def test_15_an_ignored_hangup_stays_ignored(monkeypatch):

@@ -42,17 +42,22 @@ def test_the_law_notices_what_the_baseline_does_not_need(line, edited, verdict):
     assert any(verdict in text for text in found), found
 
 
+def code(lines):
+    """Without comments and blank lines: they cost a reader nothing."""
+    return [line for line in lines if line.strip() and not line.strip().startswith("#")]
+
+
 @EACH
 def test_train_is_readable(stage):
-    """At most 45 lines up to rung 10, 90 in every script: that of rung 29 is the longest."""
-    train = next(node for node in ast.parse(SOURCES[stage.file]).body if getattr(node, "name", "") == "train")
-    assert train.end_lineno - train.lineno + 1 <= (45 if stage.label.isdigit() and int(stage.label) <= 10 else 90)
+    """At most 40 lines of code up to rung 10, 81 in every script: that of rung 29 is the longest."""
+    lines = definitions(SOURCES[stage.file])["train"].splitlines()
+    assert len(code(lines)) <= (40 if stage.label.isdigit() and int(stage.label) <= 10 else 81)
 
 
 def test_scripts_are_short():
     """Lines, docstring included: whoever opens the first file should see nothing that it does not need."""
     lines = {stage.label: len(SOURCES[stage.file].splitlines()) for stage in STAGES}
-    most = {"0": 390, "10": 470, "ddp": 510, "24": 910, "29": 1030}
+    most = {"0": 390, "10": 475, "ddp": 515, "24": 930, "29": 1050}
     assert {label: lines[label] for label in most if lines[label] > most[label]} == {}
 
 
@@ -111,11 +116,11 @@ def test_the_law_notices_a_missing_or_second_banner():
 
 
 def changed_lines(before, after):
-    """The lines of a lesson: all that differ between docstring and banner, each with its "+" or "-"."""
+    """The lines of code of a lesson: what differs between docstring and banner, each with its "+" or "-"."""
     lesson, banner, _ = after.partition("\n" + BANNER)
     after = lesson + banner + before.partition("\n" + BANNER)[2]
     old, new = (source.splitlines()[ast.parse(source).body[0].end_lineno :] for source in (before, after))
-    return [line for line in difflib.unified_diff(old, new, n=0, lineterm="") if line[0] in "+-"][2:]
+    return [line for line in difflib.unified_diff(code(old), code(new), n=0, lineterm="") if line[0] in "+-"][2:]
 
 
 def test_lessons_are_short():
@@ -123,7 +128,7 @@ def test_lessons_are_short():
     lengths = {stage.label: len(changed_lines(before(stage), SOURCES[stage.file])) for stage in STAGES[1:]}
     assert statistics.median(lengths[str(number)] for number in range(1, 11)) <= 10, lengths
     most = {str(number): 20 for number in range(1, 11)} | {"3": 35, "5": 22}  # each is born with a function of its own
-    most |= {"14": 112, "15": 70, "18": 74, "25": 80, "27": 61, "33": 65, "fsdp": 111}  # a class is born or grows
+    most |= {"14": 112, "15": 70, "18": 74, "25": 80, "27": 61, "33": 65, "fsdp": 111, "dcp": 63}  # a class is born or grows
     assert {label: n for label, n in lengths.items() if n > most.get(label, 60)} == {}
 
 

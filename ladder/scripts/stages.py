@@ -105,7 +105,7 @@ rung("18", "beyond/rung_18_muon.py", "Muon", "17",
 rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18",
      "add_flags", "Checkpoints.refuse_other_run", "last_step_at_max_lr", "get_lr", "set_learning_rates")
 rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
-     "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None)
+     "model_config", "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None)
 rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
      "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT")
 rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
