@@ -141,8 +141,8 @@ def rotary_angles(T, head_size, theta=10_000.0):
 
 def rotate(x, cos, sin):
     """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
-    a, b = x.chunk(2, dim=-1)  # 2 x (B, nh, T, hs/2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
+    return x * cos + partner * sin
 
 
 class CausalSelfAttention(nn.Module):
@@ -272,8 +272,10 @@ class GPT(nn.Module):
         # one parameter (n_rows, n_embd) under two names
         self.transformer.wte.weight = self.lm_head.weight
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
-        self.register_buffer("cos", angles.cos(), persistent=False)  # (block_size, hs/2)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
+        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -289,7 +291,7 @@ class GPT(nn.Module):
         With targets (B, T): only the mean cross-entropy, in nats per token.
         """
         B, T = idx.shape
-        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs/2) each
+        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
         x = self.transformer.wte(idx)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:

@@ -61,7 +61,7 @@ def test_20_angles_are_in_float32():
     assert angles.dtype == model.cos.dtype == model.sin.dtype == torch.float32 and angles.shape == (1024, 32)
     assert angles[1000, [0, 16]].tolist() == pytest.approx([1000, 10], rel=1e-6)  # 10,000 ** -0.5 radians per token
     assert model.cos[1000, 0].item() == pytest.approx(math.cos(1000), abs=1e-5)
-    assert model.sin[1000, 8].item() == pytest.approx(math.sin(10), abs=1e-5)
+    assert model.sin[1000, [8, 24]].tolist() == pytest.approx([-math.sin(10), math.sin(10)], abs=1e-5)
 
 
 @pytest.mark.parametrize("label", ["20", "25"])
@@ -70,7 +70,7 @@ def test_20_the_angles_are_in_no_checkpoint_and_on_every_device(label):
     with torch.device("meta"):
         model = tiny(label)
     assert not {"cos", "sin"} & model.state_dict().keys()
-    assert {name: buffer.shape for name, buffer in model.named_buffers()} == {"cos": (1024, 16), "sin": (1024, 16)}
+    assert {name: buffer.shape for name, buffer in model.named_buffers()} == {"cos": (1024, 32), "sin": (1024, 32)}
     assert model.cos.device.type == "meta"
 
 
