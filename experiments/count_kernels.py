@@ -61,8 +61,8 @@ CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)  # of a foreach launc
 
 
 NO_KERNELS = {"add_flags", "model_config", "DataLoaderLite", "free_memory", "get_lr", "set_learning_rates",
-              "last_step_at_max_lr", "init_ranks", "batches_per_step", "check_compiler", "catch_signals", "sum_over_ranks",
-              "Checkpoints", "Best", "evaluate"}  # definitions that launch none in a step
+              "last_step_at_max_lr", "init_ranks", "batches_per_step", "check_compiler", "catch_signals",
+              "sum_over_ranks", "Checkpoints", "Best", "evaluate"}  # definitions that launch none in a step
 
 
 def lesson_hash(label):
