@@ -216,7 +216,7 @@ def compiled_kernels(function, *shapes):
     module.forward = function
     with kernels.recording(recorder):
         args = [torch.empty(shape) for shape in shapes]
-        kernels.compiler(recorder)(module, "default", "cpu")
+        kernels.compiler(recorder)(module, mode="default")
         recorder.on = True
         module(*args)
     return recorder.kernels
