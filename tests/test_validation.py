@@ -1,10 +1,13 @@
 """Rung 13: the loss of val.bin, and nothing of it in training. Rung 11's sums of micro-batches are here, too."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from conftest import (
     new_gpt, norm_of, read_steps, rung, rungs_that_change, saved_model, tokens_of, train, train_in_float32,
     val_losses, watch)
+from tensor_bytes import Watch
 from torch.nn import functional as F
 
 EVALUATES = pytest.mark.parametrize("label", ["13", "29", "31", "fsdp"])
@@ -36,6 +39,18 @@ def test_11_total_batch_must_fit(tmp_path, byte_tokens):
     with pytest.raises(SystemExit, match=r"^error: --total-batch 100: not a multiple of B \* T \* ranks = 64"):
         train(rung("11"), tmp_path, byte_tokens, "-B", 2, "-T", 32, "--total-batch", 100)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("label", ["13", "fsdp"])
+def test_13_validation_holds_the_logits_of_one_sequence(label):
+    """However many it reads, so that a run that trains does not end at its first validation."""
+    module, T = rung(label), 64
+    model, ids = new_gpt(module), torch.randint(50257, (8, T))
+    loader = SimpleNamespace(device="cpu", batch=lambda i: (ids[i : i + 1], ids[i : i + 1]))
+    with Watch() as seen:
+        module.evaluate(model, loader, 8, torch.autocast("cpu", torch.bfloat16), 0, 1)
+    weights = 2 * sum(p.numel() for p in model.parameters())  # autocast's copies, in bfloat16
+    assert T * 50304 * 6 < seen.peak - weights < T * 50304 * 12  # 10 bytes a logit
 
 
 @pytest.mark.parametrize("free, asked", [(0, 0), (1e12, 100)])
