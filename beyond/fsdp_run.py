@@ -16,7 +16,6 @@ one file as before, gathered on rank 0. Without torchrun use rung 24.
 Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
 """
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -235,8 +234,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 is_target = rows == ids[:, None]  # (chunk, n_rows)
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C), divided by 64, so that a chunk's sum fits into float16
-                weight_grad += logits_grad.T @ (x_part / 64)
+                # divided by 64, so that the sum over a chunk stays in the range of float16
+                weight_grad += logits_grad.T @ (x_part / 64)  # (n_rows, chunk) @ (chunk, C)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 

@@ -300,8 +300,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 is_target = rows == ids[:, None]  # (chunk, n_rows)
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C), divided by 64, so that a chunk's sum fits into float16
-                weight_grad += logits_grad.T @ (x_part / 64)
+                # divided by 64, so that the sum over a chunk stays in the range of float16
+                weight_grad += logits_grad.T @ (x_part / 64)  # (n_rows, chunk) @ (chunk, C)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 

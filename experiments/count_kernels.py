@@ -60,8 +60,10 @@ BYTES = {  # of operations that do not simply read their inputs and write their 
 CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)  # of a foreach launch: ATen/native/cuda/MultiTensorApply.cuh
 
 
-NO_KERNELS = {"add_flags", "model_config", "DataLoaderLite", "free_memory", "get_lr", "init_ranks", "compile_model",
-              "Checkpoints", "Best", "evaluate", "save_best"}  # definitions that launch none in a step
+NO_KERNELS = {  # definitions that launch none in a step
+    "add_flags", "model_config", "DataLoaderLite", "free_memory", "count_log_frequencies", "batches_per_step",
+    "init_ranks", "check_compiler", "get_lr", "set_learning_rates", "last_step_at_max_lr", "catch_signals",
+    "sum_over_ranks", "evaluate", "Best", "Checkpoints"}
 
 
 def lesson_hash(label):
@@ -222,7 +224,9 @@ def lower(graph_module, inputs, options):
 
 
 def compiler(recorder):
-    """The scripts' compile_model; what it compiles computes on fake tensors and records Inductor's kernels."""
+    """A torch.compile, whose models compute on fake tensors and record Inductor's kernels."""
+    torch_compile = torch.compile
+
     def lower_and_run(graph_module, inputs, **options):
         outputs = [node and node.meta["val"] for node in graph_module.graph.output_node().args[0]]
         with _disable_current_modes():
@@ -235,17 +239,15 @@ def compiler(recorder):
 
         return make_boxed_func(run)
 
-    def compile_model(model, mode, device):
-        if mode == "none":
-            return model, mode
-        compiled = torch.compile(model.forward, backend=functools.partial(compile_fx, inner_compile=lower_and_run))
+    def compile_model(model, mode):
+        compiled = torch_compile(model.forward, backend=functools.partial(compile_fx, inner_compile=lower_and_run))
 
         def forward(*args):
             with _disable_current_modes():  # Dynamo does not trace under a mode
                 return compiled(*args)
 
         model.forward = forward
-        return model, mode
+        return model
 
     return compile_model
 
@@ -268,6 +270,7 @@ def as_on_a_gpu():
                             regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048)
     return {
         "torch.Tensor.item": lambda tensor: 1.0,
+        "torch.Tensor.tolist": lambda tensor: len(tensor) * [0.0],  # no signals
         "torch.nn.Module._apply": lambda module, function, recurse=True: module,  # to(device): it is there
         "torch.cpu._is_avx512_bf16_supported": lambda: True,
         **{f"torch.nn.functional.{name}": in_float32(getattr(torch.nn.functional, name))
@@ -306,27 +309,27 @@ def write_tokens(folder, n):
     for split in ("train", "val"):
         np.zeros(n, "<u2").tofile(folder / f"{split}.bin")
     (folder / "meta.json").write_text(json.dumps({
-        "source": "zeros", "tokenizer": "gpt2", "vocab_size": VOCAB_SIZE, "end_of_text": VOCAB_SIZE - 1,
+        "source": "zeros", "sha256": "", "tokenizer": "gpt2", "vocab_size": VOCAB_SIZE, "end_of_text": VOCAB_SIZE - 1,
         "documents": 1, "train_tokens": n, "val_tokens": n}))
 
 
 def count(label, model, B, T, **more):
-    """The kernels of a training step of the rung `label`: {Kernel: how many}; `more` settings of the script."""
+    """The kernels of a training step of the rung `label`: {Kernel: how many}; `more` arguments of the script."""
     script, recorder = load_script(BY_LABEL[label]), Recorder()
 
     def after_step(log, step, *values, **notes):
         recorder.on = step == 1  # the second step is recorded; the first compiles, and makes the optimizer's states
 
     script.Log.step, script.Log.finish = after_step, lambda log, step: None
-    script.compile_model = compiler(recorder)
-    settings = script.parse_args(["--device", "cpu"])
+    script.check_compiler = lambda device: None
+    args = script.parse_args(["--device", "cpu"])
     with TemporaryDirectory(ignore_cleanup_errors=True) as name, contextlib.redirect_stdout(io.StringIO()):
         folder = Path(name)
         write_tokens(folder, B * T + 1)
-        vars(settings).update(model=model, B=B, T=T, steps=2, data=folder, log_dir=folder, total_batch=B * T,
-                              val_every=0, checkpoint_every=0, checkpoint_dir=folder, **more)
-        with recording(recorder):
-            script.train(settings)
+        vars(args).update(model=model, B=B, T=T, steps=2, data=folder, log_dir=folder, total_batch=B * T,
+                          val_every=0, checkpoint_every=0, checkpoint_dir=folder, **more)
+        with recording(recorder), mock.patch("torch.compile", compiler(recorder)):
+            script.train(args)
     return recorder.kernels
 
 

@@ -4,8 +4,8 @@
 
 To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: a digest of the
 parameters that this rank has in the end, how much was compiled and, of FSDP, what an eager run held and moved in the
-last step, in bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th
-batch, once: the file FOLDER/died tells.
+last step, in bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and DIE_BATCH that rank kills
+itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells.
 """
 import contextlib
 import hashlib

@@ -234,7 +234,12 @@ def test_checkpoints_resume_on_other_numbers_of_ranks(label, suffix, one_process
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, byte_tokens, monkeypatch):
     """After a power cut a file of a renamed folder that was not written through may be empty."""
     synced, fsync, folder = [], os.fsync, tmp_path / "checkpoints" / "step_0000001"
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_size, folder.exists())) or fsync(file))
+
+    def watched_fsync(file):
+        synced.append((os.fstat(file).st_size, folder.exists()))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
     flags = ["-B", 1, "-T", 16, "--total-batch", 16, "--steps", 1, "--val-every", 0]
     train(rung("dcp"), tmp_path, byte_tokens, *flags)
     assert {(path.stat().st_size, False) for path in folder.iterdir()} == set(synced)

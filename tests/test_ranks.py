@@ -151,7 +151,8 @@ def test_the_backend_and_the_gpu_of_a_rank(label, device, nccl, expected, monkey
 
 @pytest.mark.parametrize("label", ["ddp", "15"])
 @pytest.mark.parametrize("device, gpus, reason", [
-    ("mps", 0, "--device mps: .*use --device cpu"), ("cuda", 1, "--nproc_per_node: there are 1 GPUs; use at most as many")])
+    ("mps", 0, "--device mps: .*use --device cpu"),
+    ("cuda", 1, "--nproc_per_node: there are 1 GPUs; use at most as many")])
 def test_what_cannot_work_under_torchrun_is_refused(label, device, gpus, reason, monkeypatch):
     """As the second process of two; and without torchrun it is not."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
