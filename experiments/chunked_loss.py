@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m experiments.chunked_loss --tokens 16384 --width 384
 
-The three compute the same: all logits at once (--loss-chunk 0), rung 17's chunks of 4,096 tokens, and torch's
-F.linear_cross_entropy, which chunks, too. Each runs in a process of its own, under the autocast that the rung has on
-this device; its memory is the most that the process has had, less what it had before. On Linux, on a CPU.
+All compute the same: all logits at once (--loss-chunk 0), rung 17's chunks of 4,096 tokens, and
+F.linear_cross_entropy's, new in torch 2.13. Each runs in a process of its own, under the rung's
+autocast; its memory is the most that the process has had, less what it had before. Linux, on a CPU.
 """
 import argparse
 import multiprocessing
@@ -21,7 +21,8 @@ from ladder.scripts.stages import BY_LABEL, load_script
 VOCAB_SIZE = 50304  # without padding, which F.linear_cross_entropy does not know
 ROUNDS = 3
 LOSSES = {
-    "F.cross_entropy": lambda script, x, weight, targets: F.cross_entropy(F.linear(x, weight), targets),
+    "F.cross_entropy": lambda script, x, weight, targets: F.cross_entropy(
+        F.linear(x, weight), targets),
     "rung 17": lambda script, x, weight, targets: script.ChunkedCrossEntropy.apply(
         x, weight, targets, VOCAB_SIZE, 4096),
     # autocast does not reach into it: it computes in the type that it is given
@@ -32,10 +33,10 @@ LOSSES = {
 }
 
 
-def megabytes(field):
-    """VmRSS or VmHWM of this process: what it has, and the most that it has had."""
+def gigabytes(field):
+    """VmRSS or VmHWM of this process: what it has, or the most that it has had."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1024
+    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1e9
 
 
 def measure(name, n_tokens, n_embd):
@@ -46,7 +47,7 @@ def measure(name, n_tokens, n_embd):
     x = torch.randn(n_tokens, n_embd, requires_grad=True)
     weight = torch.nn.Parameter(0.02 * torch.randn(VOCAB_SIZE, n_embd))
     targets = torch.randint(0, VOCAB_SIZE, (n_tokens,))
-    before = megabytes("VmRSS")
+    before = gigabytes("VmRSS")
     seconds = []
     for _ in range(ROUNDS + 1):  # the first warms up
         x.grad = weight.grad = None
@@ -55,9 +56,10 @@ def measure(name, n_tokens, n_embd):
             loss = LOSSES[name](script, x, weight, targets)
         loss.backward()
         seconds.append(time.perf_counter() - started)
-    times = f"{statistics.median(seconds[1:]):.2f} s ({min(seconds[1:]):.2f} to {max(seconds[1:]):.2f})"
-    memory = (megabytes("VmHWM") - before) / 1000
-    print(f"{name}: {memory:.2f} GB, {times}, loss {loss.item():.4f}, {ROUNDS} rounds, {dtype}", flush=True)
+    rest = seconds[1:]
+    times = f"{statistics.median(rest):.2f} s ({min(rest):.2f} to {max(rest):.2f})"
+    memory = gigabytes("VmHWM") - before
+    print(f"{name}: {memory:.2f} GB, {times}, loss {loss.item():.4f}", flush=True)
 
 
 if __name__ == "__main__":
@@ -65,9 +67,9 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--width", type=int, default=384)
     args = parser.parse_args()
-    print(f"{args.tokens} tokens x {args.width} -> {VOCAB_SIZE}, {torch.get_num_threads()} threads, "
-          f"torch {torch.__version__}", flush=True)
+    print(f"{args.tokens} tokens x {args.width} -> {VOCAB_SIZE}, {ROUNDS} rounds", flush=True)
+    spawn = multiprocessing.get_context("spawn")
     for name in LOSSES:
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=(name, args.tokens, args.width))
+        process = spawn.Process(target=measure, args=(name, args.tokens, args.width))
         process.start()
         process.join()

@@ -21,9 +21,9 @@ from ladder.scripts.stages import BY_LABEL, load_script
 
 def median_wait(module, flags):
     """Median milliseconds from zero_grad() to the model's start over a run's steps, the first two left out."""
-    settings = module.parse_args(flags)
-    settings.compile_mode, settings.total_batch = "none", settings.B * settings.T
-    synchronize = torch.get_device_module(settings.device).synchronize
+    args = module.parse_args(flags)
+    args.compile_mode, args.total_batch = "none", args.B * args.T
+    synchronize = torch.get_device_module(args.device).synchronize
     zero_grad, forward = torch.optim.AdamW.zero_grad, module.GPT.forward
     started, waits = [], []
 
@@ -39,8 +39,8 @@ def median_wait(module, flags):
 
     with (tempfile.TemporaryDirectory() as folder, mock.patch.object(torch.optim.AdamW, "zero_grad", timed_zero_grad),
           mock.patch.object(module.GPT, "forward", timed_forward)):
-        settings.log_dir = Path(folder)
-        module.train(settings)
+        args.log_dir = Path(folder)
+        module.train(args)
     return statistics.median(waits[2:] or waits)
 
 

@@ -53,18 +53,18 @@ def bytes_of(tensor):
     return tensor.nbytes
 
 
-def train(make_optimizer, settings):
+def train(make_optimizer, args):
     """Run rung 10 with another optimizer. Returns the bytes of its state."""
     configure, made = rung_10.GPT.configure_optimizers, []
 
-    def configure_optimizers(self, weight_decay):
-        groups = configure(self, weight_decay).param_groups
+    def configure_optimizers(self, lr, weight_decay):
+        groups = configure(self, lr, weight_decay).param_groups
         made.append(make_optimizer([{name: group[name] for name in ("params", "weight_decay")} for group in groups]))
         return made[0]
 
     torch.compiler.reset()  # each run compiles its own step
     with mock.patch.object(rung_10.GPT, "configure_optimizers", configure_optimizers):
-        rung_10.train(settings)
+        rung_10.train(args)
     return sum(bytes_of(value) for state in made[0].state.values() for value in state.values()
                if torch.is_tensor(value))
 
@@ -72,6 +72,6 @@ def train(make_optimizer, settings):
 if __name__ == "__main__":
     logging.disable(logging.WARNING)  # torchao tells which GPU kernels it lacks, and of deprecations in torch
     for make_optimizer in (own_adamw, torchao_adamw, bitsandbytes_adamw):
-        settings = rung_10.parse_args(sys.argv[1:])
-        settings.log_dir = Path("logs/eight_bit_adamw") / make_optimizer.__name__
-        print(f"{make_optimizer.__name__}: {train(make_optimizer, settings) / 1e6:,.1f} MB of state")
+        args = rung_10.parse_args(sys.argv[1:])
+        args.log_dir = Path("logs/eight_bit_adamw") / make_optimizer.__name__
+        print(f"{make_optimizer.__name__}: {train(make_optimizer, args) / 1e6:,.1f} MB of state")

@@ -15,7 +15,7 @@ ROUNDS = 3
 
 def optimizers(model):
     """{name: [optimizer, ...]} that train all parameters of a model."""
-    ours = model.configure_optimizers(weight_decay=0.1)
+    ours = model.configure_optimizers(lr=6e-4, muon_lr=2e-3, weight_decay=0.1)
     matrices, *rest = (group["params"] for group in ours.param_groups)
     rest = [p for params in rest for p in params]
     return {

@@ -28,7 +28,8 @@ def main():
         module = load_script(BY_LABEL[label])
         torch.manual_seed(0)  # the same weights and gradients on all ranks
         model = module.GPT(module.model_config(module.parse_args(["--model", args.model]), 50257)).to(device)
-        contestants[label] = model, model.configure_optimizers(weight_decay=0.1), []
+        optimizer = model.configure_optimizers(lr=6e-4, muon_lr=2e-3, weight_decay=0.1)
+        contestants[label] = model, optimizer, []
     for _ in range(args.rounds + 1):  # the first warms up
         for model, optimizer, seconds in contestants.values():
             for p in model.parameters():

@@ -22,13 +22,13 @@ aten = torch.ops.aten
 
 @pytest.fixture(scope="module")
 def counted():
-    """counted(label, **settings): a step of the tiny model; each is counted once."""
+    """counted(label, **args): a step of the tiny model; each is counted once."""
     found = {}
 
-    def counted(label, **settings):
-        if (label, *settings) not in found:
-            found[label, *settings] = kernels.count(label, "tiny", B, T, **settings)
-        return found[label, *settings]
+    def counted(label, **args):
+        if (label, *args) not in found:
+            found[label, *args] = kernels.count(label, "tiny", B, T, **args)
+        return found[label, *args]
 
     return counted
 
