@@ -123,17 +123,6 @@ def test_17_the_flag_is_the_chunk(label, byte_tokens):
     assert chunks == [24]  # 0: F.cross_entropy
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it from 2.13 on")
-def test_17_equals_torchs_linear_cross_entropy():
-    """In chunks, too; the loss and both gradients."""
-    x, weight, targets = output_layer(vocab_size=1024)
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=16)
-    theirs = F.linear_cross_entropy(x, weight, targets, options=options)
-    ours = chunked(x, weight, targets, 1024, 16)
-    for one, other in zip(*(loss_and_gradients(loss, x, weight) for loss in (ours, theirs)), strict=True):
-        assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
-
-
 def test_17_validation_computes_no_gradients():
     """One product per chunk, not three; the loss is the same."""
     x, weight, targets = output_layer()
