@@ -218,7 +218,7 @@ class GPT(nn.Module):
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a memory-mapped file, which may be larger than memory."""
+    """Batches of consecutive tokens from a token file, memory-mapped: it may exceed the memory."""
 
     def __init__(self, folder, B, T):
         self.B, self.T = B, T
