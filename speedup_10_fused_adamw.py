@@ -273,6 +273,8 @@ def check_compiler(device):
 
 def train(args):
     """Train for args.steps steps; print and log each one."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun started several of them
+        sys.exit("error: this script trains in one process; torchrun starts ddp_run.py")
     device = args.device
     torch.manual_seed(args.seed)
     # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23

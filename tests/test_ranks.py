@@ -164,6 +164,13 @@ def test_what_cannot_work_under_torchrun_is_refused(label, device, gpus, reason,
         module.init_ranks(device)
 
 
+@pytest.mark.parametrize("label", [label for label in BY_LABEL if not builds_on(label, "ddp")])
+def test_torchrun_on_a_script_of_one_process_names_the_one_for_several(label, monkeypatch, tmp_path, byte_tokens):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="^error: .*torchrun starts ddp_run.py$"):
+        train(rung(label), tmp_path, byte_tokens)
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_no_cuda_graphs(mode, capsys):
     """They do not take tied weights under DDP, and from rung 11 on they would overwrite gradients that accumulate."""
