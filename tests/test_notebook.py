@@ -2,6 +2,8 @@
 import re
 import shlex
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import nbformat
 import pytest
@@ -42,8 +44,27 @@ def test_the_tool_has_each_command_of_the_notebook(notebook):
             load_script(stage).parse_args(args.flags)
 
 
+class Sessions(BaseHTTPRequestHandler):
+    """Colab's list of open notebooks: one, opened from GitHub."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'[{"path": "fileId=https%3A%2F%2Fgithub.com%2Fsomeone%2Fladder%2Fblob%2Fmain%2Fa.ipynb"}]')
+
+
+@pytest.fixture
+def colab(monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Sessions) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("COLAB_JUPYTER_IP", "127.0.0.1")
+        monkeypatch.setenv("KMP_TARGET_PORT", str(server.server_port))
+        yield
+        server.shutdown()
+
+
 @pytest.mark.slow
-def test_the_notebook_runs_in_a_clone_that_it_makes(notebook, tokens, tmp_path, monkeypatch):
+def test_the_notebook_runs_in_a_clone_that_it_makes(notebook, colab, tokens, tmp_path, monkeypatch):
     """All of it but smoke and the survey, as on Colab, where it lies outside the repository."""
     origin, folder = tmp_path / "origin", tmp_path / "content"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "logs", "checkpoints", "*.bin", "meta.json", "tokenizer.json")
@@ -54,7 +75,9 @@ def test_the_notebook_runs_in_a_clone_that_it_makes(notebook, tokens, tmp_path, 
     monkeypatch.setenv("LADDER_FLAGS", f"--model tiny -T 64 --steps 4 --device cpu --compile-mode none --data {tokens}")
     monkeypatch.setenv("LADDER_RECIPE", "--model 1x2x32 -B 1 -T 64 --steps 4 --val-every 2 --val-sequences 4 "
                                         "--device cpu --compile-mode none")
-    notebook.cells[1].source = notebook.cells[1].source.replace('REPOSITORY = ""', f"REPOSITORY = {str(origin)!r}")
+    for name, value in (("COUNT", "1"), ("KEY_0", f"url.{origin}.insteadOf"),
+                        ("VALUE_0", "https://github.com/someone/ladder")):
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
     printed = run_notebook(notebook, folder)
     assert "+ torch: " in printed and "flash attention" in printed and "Rung 3, bfloat16 autocast" in printed
     assert "val : step 4 |" in printed and "ROMEO:" in printed and "bits per byte: " in printed
