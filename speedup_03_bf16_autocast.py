@@ -3,8 +3,9 @@
 bfloat16 is float32 cut in half: the same 8 bits of exponent, 7 bits of mantissa. Under
 torch.autocast each operation picks its type: matrix products run in bfloat16; the loss, which needs
 the precision, in float32 (on GPUs softmax and LayerNorm too). Parameters, gradients, optimizer
-states and the residual stream stay float32, and TF32 stays on for products that remain in float32.
-The backward pass uses the forward pass's types: it stays outside the `with` block.
+states and the residual stream (the vectors that all blocks add to) stay float32, and TF32 stays on
+for products that remain in float32. The backward pass uses the forward pass's types: it stays
+outside the `with` block.
 
 Gain: half the bytes to move for activations, and matrix units that run 16-bit products faster than
 32-bit ones.

@@ -1,10 +1,10 @@
 """Rung 5, torch.compile: the operations between the matrix products are fused into a few kernels.
 Starts from rung 4.
 
-Run eagerly, each operation launches a kernel, which reads its inputs from memory and writes its
-output back, with Python in between. torch.compile traces the model once, then generates code
-(Triton on a GPU, C++ on a CPU) that fuses elementwise operations, normalizations and reductions, so
-that many intermediate results never go to memory.
+Run eagerly, each operation launches a kernel, a small program that reads its inputs from memory and
+writes its output back, with Python in between. torch.compile traces the model once, then generates
+code (Triton on a GPU, C++ on a CPU) that fuses elementwise operations, normalizations and
+reductions, so that many intermediate results never go to memory.
 
 Gain: fewer kernels, less memory traffic, no Python between operations. Matrix products still run in
 cuBLAS, or on a CPU in MKL or oneDNN.

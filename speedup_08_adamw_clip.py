@@ -11,7 +11,7 @@ size, so a large gradient makes no larger step by itself; but it would dominate 
 averages, and with them the direction and the size of many steps to come.
 
 Gain: a gradient norm in the log, the first place to look when a run diverges. This rung is about
-how the loss falls in long runs (not measured here); speed and memory stay the same, but for one
+how the loss falls in long runs (not measured here); speed and memory stay the same, except for one
 pass over the gradients.
 Cost: that pass.
 Under float16 the gradients carry the scaler's factor, which is divided out first: clipping needs

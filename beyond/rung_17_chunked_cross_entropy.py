@@ -6,14 +6,13 @@ are recomputed (rung 16). But the loss is a mean over tokens, and the gradient o
 with respect to its logits depends on no other token: it is the softmax, minus 1 at the target. So
 the forward pass takes --loss-chunk tokens at a time and, while a chunk's logits exist, also adds
 its share to the gradients of the output matrix and of the hidden vectors. The backward pass only
-scales those. With --loss-chunk 0 the loss is F.cross_entropy, as before: the way back for who
-changes the loss. Up to --loss-chunk tokens (-B 4 -T 1024) are one chunk, which saves no memory, so
-try
+scales those. With --loss-chunk 0 the loss is F.cross_entropy, as before: use that if you change the
+loss. Up to --loss-chunk tokens (-B 4 -T 1024) are one chunk, which saves no memory, so try
 
     python beyond/rung_17_chunked_cross_entropy.py -B 16
 
-Gain: memory, not speed. That of the logits no longer grows with B or T: a 12M model with 16,384
-tokens peaks at 1.7 GB instead of 4.3 (measured, experiments/README.md).
+Gain: memory, not speed. That of the logits no longer grows with B or T: a 12M model on
+micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured, experiments/README.md).
 Cost: no extra matrix products: the existing three are split into chunks, which must stay large
 enough to be efficient. The gradient of the output matrix exists from the forward pass on.
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al.

@@ -8,7 +8,7 @@ hs^0.5, and no score can exceed hs^0.5.
 The norm, in float32, comes before the rotation (rung 20), which changes no length. All heads of a
 block share the gain.
 
-Gain: scores bounded by the learned gains, however long q and k become. In our race (docs/race.md)
+Gain: scores bounded by the learned gains, however long q and k become. In the race of docs/race.md
 the final loss falls from 1.871 to 1.847 nats per byte (p = 0.002).
 Cost: two norms over hs numbers per head and token, and 2 * hs parameters per block.
 
@@ -75,9 +75,9 @@ def add_flags(parser):
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    flag("--muon-lr", type=float, default=2e-3, help="the same of the blocks' matrices")
+    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="share of the steps in which it falls")
+    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")

@@ -6,8 +6,8 @@ down. It can multiply features with each other, where GELU only sees one sum at 
 hidden width of 8/3 * C, rounded up to a multiple of 64 for whole tiles (rung 7), three matrices
 have as many parameters as the two had, 8 * C^2, and take as much arithmetic.
 
-Gain: products of features, with as many parameters. Measured in our race (docs/race.md): no
-detectable difference in the final loss (p = 0.88).
+Gain: products of features, with as many parameters. Measured in docs/race.md: no significant
+difference in the final loss (p = 0.88).
 Cost: one more elementwise operation and its tensors.
 With rungs 20 to 22 this is Qwen3's architecture, with one key-value head per query head:
 transformers' Qwen3ForCausalLM computes the same logits. convert.py turns one into the other
@@ -74,9 +74,9 @@ def add_flags(parser):
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    flag("--muon-lr", type=float, default=2e-3, help="the same of the blocks' matrices")
+    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="share of the steps in which it falls")
+    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")

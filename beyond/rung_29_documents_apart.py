@@ -9,7 +9,7 @@ that are masked entirely. Elsewhere, in an eager model, and with heads narrower 
 than 128 (for which FlexAttention has no kernel, or not on every GPU) attention takes a boolean
 mask. In a text of one document nothing changes.
 
-Measured: no difference beyond the seeds', with a small model and short documents
+Measured: no larger difference than between seeds, with a small model and short documents
 (experiments/own_text.py).
 Cost: without FlexAttention the mask, B * T * T bytes, and a copy of it in each block in the type of
 the queries; a CPU no longer skips the half of the scores above the diagonal.
@@ -82,9 +82,9 @@ def add_flags(parser):
          help="stop this many validations after the best one; 0: never")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    flag("--muon-lr", type=float, default=2e-3, help="the same of the blocks' matrices")
+    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="share of the steps in which it falls")
+    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")

@@ -10,7 +10,7 @@ blocks are the identity they predict that a token repeats: its logit is their st
 times n_embd, 15 in GPT-2 with rung 24's 0.02, which training would have to unlearn. So these
 weights start smaller, which keeps that logit at or below 1.
 
-Gain: a faster start. In our race over 0.25 million of GPT-2's tokens (docs/race.md) it reaches rung
+Gain: a faster start. In a race over 0.25 million of GPT-2's tokens (docs/race.md) it reaches rung
 16's final loss in 18 % of its seconds (rung 24: 64 %), and its own final loss is 0.19 lower than
 rung 24's (p < 0.001). On another text its final loss is no lower, over 0.25 (one seed) or 2.5
 million tokens. On bytes no gain: their frequencies are learned at once.
@@ -81,9 +81,9 @@ def add_flags(parser):
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    flag("--muon-lr", type=float, default=2e-3, help="the same of the blocks' matrices")
+    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="share of the steps in which it falls")
+    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")

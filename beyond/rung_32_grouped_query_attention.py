@@ -7,9 +7,9 @@ Text is generated token by token, and each new token attends to all before it: t
 are kept (the cache). In long texts and large batches reading them costs more than reading the
 weights. With n_kv_head heads of keys and values in place of n_head, the cache and the matrices that
 compute it are smaller by a factor of n_head / n_kv_head; query head i attends to key and value head
-i * n_kv_head // n_head. With head sizes other than n_embd / n_head (--head-size) and another base
-of RoPE's angles (rope_theta, of a converted model), too, the model takes the shape of the published
-Qwen3s: docs/modern.md has the commands to convert one and train it further.
+i * n_kv_head // n_head. With head sizes other than n_embd / n_head (--head-size) and the base of
+RoPE's angles of a converted model (rope_theta), the model takes the shape of the published Qwen3s:
+docs/modern.md has the commands to convert one and train it further.
 
 Gain: a cache that is n_head / n_kv_head times smaller, and fewer parameters. Training is barely
 faster.
@@ -79,9 +79,9 @@ def add_flags(parser):
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    flag("--muon-lr", type=float, default=2e-3, help="the same of the blocks' matrices")
+    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="share of the steps in which it falls")
+    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")

@@ -5,7 +5,7 @@
 Under DDP all ranks have the same gradients, and until here all of them compute the same update from
 the same moments. Here each parameter has one owner, which keeps its moments and updates it, Muon's
 products included; then the owners send their new weights to the others. That is the first stage of
-ZeRO; fsdp_run.py shards gradients and weights, too.
+ZeRO; fsdp_run.py also shards gradients and weights.
 
 Gain: the optimizer's memory and time are shared, by size: the owner of the embedding gets fewer of
 Muon's matrices.
@@ -76,9 +76,9 @@ def add_flags(parser):
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    flag("--muon-lr", type=float, default=2e-3, help="the same of the blocks' matrices")
+    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="share of the steps in which it falls")
+    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
