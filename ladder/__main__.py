@@ -134,6 +134,17 @@ def diff(args):
         print_effect(before, stage, reference_folders(), console)
 
 
+def try_(args):
+    """an exercise: your script in the place of a rung; unknown flags go to the scripts
+
+    Runs the tests of lesson N on FILE and shows a hint for each that is red. Once all pass: both scripts in turns, and
+    what each changes in the rung before. docs/exercises.md has the exercises.
+    """
+    from ladder.measure.exercise import try_file
+
+    return try_file(find_rung(args.rung), args.file, args.rounds, args.flags, new_folder("logs/try"), console)
+
+
 def floor(args):
     """the least a step can cost on any GPU, counted; no GPU is needed
 
@@ -177,7 +188,7 @@ VERBS = PARSER.add_subparsers(dest="verb", required=True, metavar="VERB")
 def verb(function):
     """Add a verb, whose help is the first line of the function's docstring; returns what adds its flags."""
     title, _, more = function.__doc__.partition("\n")
-    parser = VERBS.add_parser(function.__name__, help=title, description=more or title)
+    parser = VERBS.add_parser(function.__name__.rstrip("_"), help=title, description=more or title)
     parser.set_defaults(do=function)
     return parser.add_argument
 
@@ -229,6 +240,10 @@ flag("logs", nargs=2, type=Path, metavar="LOG")
 flag("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
 flag = verb(diff)
 flag("rungs", nargs="+", metavar="N")
+flag = verb(try_)
+flag("rung", metavar="N", help="of the lesson, or its file")
+flag("file", type=Path, metavar="FILE", help="your script: a copy of the rung before, with the change made")
+flag("--rounds", type=COUNT, metavar="ROUNDS", help="of both scripts, in turns (default: 3, once the tests pass)")
 flag = verb(floor)
 flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
      "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
@@ -241,9 +256,9 @@ flag("--until", metavar="RUNG", help="the last rung to carry it to (default: the
 def parse_args(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     args, rest = PARSER.parse_known_args(argv)
-    if rest and args.do not in (run, profile, survey):  # which pass them on to the scripts
+    if rest and args.do not in (run, profile, survey, try_):  # which pass them on to the scripts
         VERBS.choices[args.verb].error(f"unknown: {' '.join(rest)}")
-    args.flags, args.argv = rest, argv
+    args.flags, args.argv = [word for word in rest if word != "--"], argv
     return args
 
 

@@ -1,0 +1,230 @@
+"""`python -m ladder try N FILE`: a reader's script in the place of rung N. Its tests, its losses and times beside ours.
+
+The tests are those of tests/test_exercises.py whose names begin with the rung; a test's docstring is its hint. What
+needs torch is imported only after them: a reader sees the first red test some seconds earlier.
+"""
+import ast
+import importlib.util
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+
+from ladder.errors import UserError
+from ladder.scripts.lessons import diff_hunks, print_hunks, split_docstring
+from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, speed_p
+from ladder.show.logs import read_log
+
+TESTS = ROOT / "tests" / "test_exercises.py"
+SHORT = ["--model", "tiny", "-T", "128", "--steps", "10"]  # of the runs side by side, unless flags say otherwise
+ROUNDS = 3
+START = """
+import json, os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from ladder.scripts.stages import load_script
+sys.path.insert(0, os.path.dirname(sys.argv[1]))  # as for a script that is run
+script = load_script(SimpleNamespace(name="tried", path=Path(sys.argv[1])))
+script.train
+print("\\n" + json.dumps(sorted(vars(script.parse_args([])))))
+"""
+
+
+def exercise_of(stage):
+    """{test: hint} of a rung's exercise. Raises UserError if it has none."""
+    if not TESTS.exists() or not importlib.util.find_spec("pytest"):
+        raise UserError("try: needs tests/ of the repository and pytest; pip install -r requirements-dev.txt")
+    body = ast.parse(TESTS.read_text(encoding="utf-8")).body
+    tests = {node.name: ast.get_docstring(node) for node in body if getattr(node, "name", "").startswith("test_")}
+    found = {name: hint for name, hint in tests.items() if name.split("_")[1] == stage.label.zfill(2)}
+    if not found:
+        labels = list(dict.fromkeys(name.split("_")[1].lstrip("0") for name in tests))
+        raise UserError(f"try: rung {stage.label} has no exercise; try one of {', '.join(labels)}")
+    return found
+
+
+def check_file(file):
+    """(the source, the flags) of a script. Raises UserError where it is none, does not compile or does not start."""
+    if file.suffix != ".py" or not file.is_file():
+        raise UserError(f"{file}: no such script; give a copy of the rung before, as a .py file")
+    try:
+        source = file.read_text(encoding="utf-8")
+        compile(source, file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        where = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        raise UserError(f"{file}: {where}{error.args[0]}; correct it, and try again") from None
+    try:
+        child = subprocess.run([sys.executable, "-c", START, file.resolve()], cwd=ROOT, capture_output=True, text=True,
+                               timeout=120, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{file}: its import does not end; train only under `if __name__ == \"__main__\"`") from None
+    if child.returncode:
+        reason = (child.stderr.strip() or f"exit code {child.returncode}").splitlines()[-1]
+        lines = re.findall(rf'File "{re.escape(str(file.resolve()))}", line (\d+)', child.stderr)
+        where = f"line {lines[-1]}: " if lines else ""
+        raise UserError(f"{file}: does not start: {where}{reason}; correct it, and try again")
+    return source, json.loads(child.stdout.splitlines()[-1])
+
+
+def run_tests(stage, file, folder, each):
+    """Run a rung's tests on a file: each(test, outcome, reason) as they end, also for each of a test's parameters."""
+    results, output, number = folder / "results.jsonl", folder / "tests.txt", stage.label.zfill(2)
+    results.touch()
+    env = os.environ | {"LADDER_TRY": f"{stage.label}={file.resolve()}", "LADDER_TRY_RESULTS": str(results.resolve()),
+                        "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", TESTS, "-k", f"test_{number}_", "-vv", "-o", "addopts=",
+               "-p", "no:cacheprovider", "--basetemp", (folder / "tmp").resolve()]
+    ended, n_results = False, 0
+    with open(output, "w") as log, open(results, encoding="utf-8") as lines:
+        child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while not ended:
+                ended = child.poll() is not None  # before the last look
+                while line := lines.readline():
+                    each(*json.loads(line))
+                    n_results += 1
+                time.sleep(0.1)
+        except BaseException:  # Ctrl-C
+            from ladder.measure.jobs import stop
+
+            stop(child)
+            raise
+        finally:
+            shutil.rmtree(folder / "tmp", ignore_errors=True)
+    if n_results == 0:
+        last = re.findall(r"(?m)^E +(.+)$", output.read_text()) or [f"exit code {child.returncode}"]
+        raise UserError(f"pytest: {last[-1]}; see {output}, or pip install -r requirements-dev.txt")
+
+
+def code(source):
+    """(The lines below a script's docstring, if it has one; the number of the first)."""
+    return (source.splitlines(), 1) if ast.get_docstring(ast.parse(source)) is None else split_docstring(source)[1:]
+
+
+def same_code(one, other):
+    """Whether two scripts differ at most in their docstrings, comments and layout."""
+    def statements(source):
+        tree = ast.parse(source)
+        return ast.dump(ast.Module(tree.body[ast.get_docstring(tree) is not None :], []))
+
+    return statements(one) == statements(other)
+
+
+def show_diffs(stage, file, source, console):
+    """What a reader has changed in the rung before, and what the rung itself changes."""
+    before, ours = (one.path.read_text(encoding="utf-8") for one in (BY_LABEL[stage.before], stage))
+    if same_code(source, ours):
+        console.print(f"{file.name} is {stage.file}, line for line, but for comments.", soft_wrap=True)
+        return
+    old, old_first = code(before)
+    for title, text in ((f"{file.name}, against rung {stage.before}", source), (f"ours: {stage.file}", ours)):
+        console.print(f"\n{title}", style="bold")
+        new, new_first = code(text)
+        print_hunks(diff_hunks(old, new, old_first, new_first), console)
+
+
+def run_both(stage, file, known, flags, folder, rounds, console):
+    """Run our script and a reader's in turns, and say how losses and times compare. Whether both ran to their ends."""
+    from ladder.measure.jobs import Job
+    from ladder.measure.runner import Runner, check_flags, command_for, eager_flags, split_flags
+
+    device = check_flags([stage], flags).device
+    if stage.label == "5":
+        flags = eager_flags([stage], flags, device, console)
+    jobs = []
+    for number in range(1, rounds + 1):
+        for name, path in (("ours", stage.path), ("yours", file.resolve())):
+            logs = folder / name / f"round_{number}"
+            own = flags if path == stage.path or "compile_mode" in known else split_flags(flags, "--compile-mode")[1]
+            words = command_for(stage, own, logs)
+            jobs.append(Job(path.stem, [str(path) if word == str(stage.path) else word for word in words], logs))
+    logs = {name: [job.log for job in jobs if job.log_dir.parent.name == name] for name in ("ours", "yours")}
+    with Runner(device, folder, 3600, console, n_jobs=len(jobs)) as runner:
+        runner.run(jobs)
+        runner.progress.update(runner.bar, completed=1, total=1, description="both scripts")
+    if runner.failed():
+        return False
+    ours, yours = ([read_log(log) for log in logs[name]] for name in ("ours", "yours"))
+    for sentence in sentences(ours, yours):
+        console.print(sentence, soft_wrap=True)
+    return True
+
+
+def sentences(ours, yours):
+    """How the losses, and the times of a step, of the Runs of some rounds compare."""
+    pairs = list(zip(ours[0].steps, ours[0].losses, yours[0].losses, strict=False))
+    apart = max(abs(a - b) for _, a, b in pairs)
+    losses = ", ".join(f"{a:.6f} and {b:.6f} in step {step}" for step, a, b in (pairs[0], pairs[-1]))
+    yield f"Loss, ours and yours: {losses}; {f'up to {apart:.6f} apart' if apart else 'the same to the last digit'}."
+    ratios = sorted(b.median_ms / a.median_ms for a, b in zip(ours, yours, strict=True))
+    p, doubt, verdict = speed_p(ours, yours), "", "A step of yours takes"
+    if p < BEYOND_CHANCE:
+        verdict = f"Yours is {'slower' if statistics.median(ratios) > 1 else 'faster'} (p = {p:.1g}): a step takes"
+    elif ratios[0] <= 1 <= ratios[-1]:
+        verdict = "About the same speed: a step of yours takes"
+    elif len(ratios) < FEWEST_ROUNDS:
+        doubt = f"; --rounds {FEWEST_ROUNDS} tells whether that is chance"
+    yield f"{verdict} {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as ours ({len(ratios)} rounds){doubt}."
+
+
+def show_tests(stage, file, tests, folder, console):
+    """Run the tests and show those that are red, each with its hint, as they end. The names of those that are."""
+    failed, ended = [], set()
+
+    def show(test, outcome, reason):
+        ended.add(test)
+        status.update(f"{len(ended)} of {len(tests)} tests")
+        if outcome != "passed" and test not in failed:
+            failed.append(test)
+            console.print(f"  RED  {sentence_of(test)}", style="red", soft_wrap=True)
+            console.print(f"       look: {tests[test]}", soft_wrap=True)
+            console.print(f"       found: {reason}", style="dim", soft_wrap=True)
+
+    with console.status("pytest starts") as status:
+        run_tests(stage, file, folder, show)
+        for test in [test for test in tests if test not in ended]:
+            show(test, "missing", "it did not run")
+    for test in [test for test in tests if test not in failed]:
+        console.print(f"  ok   {sentence_of(test)}", style="green", soft_wrap=True)
+    return failed
+
+
+def sentence_of(test):
+    """What the name of a test says."""
+    return " ".join(test.split("_")[2:])
+
+
+def try_file(stage, file, rounds, flags, folder, console):
+    """Do all that `try` does; the exit code."""
+    tests, (source, known) = exercise_of(stage), check_file(file)
+    if stage.torchrun and sys.platform == "win32":
+        from ladder.measure.check import NO_TORCHRUN
+
+        raise UserError(f"try: torchrun {NO_TORCHRUN}")
+    if flags:
+        from ladder.measure.runner import settings_of
+
+        settings_of(stage, flags)  # exits if they are wrong
+    flags = [*SHORT, *([] if stage.label == "5" else ["--compile-mode", "none"]), *flags]
+    folder.mkdir(parents=True)
+    console.print(f"Exercise {stage.label}, {stage.title}: {file} in the place of {stage.file}", style="bold",
+                  soft_wrap=True)
+    failed = show_tests(stage, file, tests, folder, console)
+    if failed:
+        if same_code(source, BY_LABEL[stage.before].path.read_text(encoding="utf-8")):
+            console.print(f"{file.name} is still rung {stage.before}: only comments differ.", soft_wrap=True)
+        console.print(f"{len(failed)} of {len(tests)} tests are red; their output: {folder / 'tests.txt'}. Our change, "
+                      f"when you want to see it: python -m ladder diff {stage.label}", soft_wrap=True)
+    else:
+        console.print(f"All {len(tests)} tests pass.", style="bold")
+    ran = True
+    if rounds or not failed:
+        ran = run_both(stage, file, known, flags, folder, rounds or ROUNDS, console)
+    if not failed:
+        show_diffs(stage, file, source, console)
+    return 1 if failed or not ran else 0

@@ -1,0 +1,782 @@
+"""What each exercise asks for: `python -m ladder try 6 FILE` runs the tests of rung 6 with the file in its place.
+
+A name says what must be true; the docstring is the hint for a test that is red: where to look, not what to write. The
+tests look at what a script does, through torch's hooks and its log, so that any right solution passes;
+docs/exercises.md names the few functions and flags that they need.
+"""
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    Crash, assert_same_weights, crash_in_step, known_flags, losses, new_gpt, norm_of, on_ranks, read_steps, rung,
+    saved_model, tokens_of, train, val_losses, watch)
+from tensor_bytes import Watch
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+SMALL = {"B": 2, "T": 32, "steps": 3, "total_batch": 64, "val_every": 0, "checkpoint_every": 0}
+BFLOAT16_TOLERANCE = 0.02  # it keeps 8 bits: each activation is off by up to 0.2 %, and so is a loss of up to 10.8
+
+
+def script(label, dtype=torch.float32):
+    """A rung whose products are in this type, from rung 3 on."""
+    module = rung(label)
+    module.autocast_dtype = lambda device: dtype
+    return module
+
+
+def run(label, folder, data, *words, dtype=torch.float32, **settings):
+    """What a short run of a rung shows, see `watch`; and its `log`, with the numbers of its `steps`."""
+    module = script(label, dtype)
+    with watch() as seen:
+        seen.log = train(module, folder, data, *known_flags(module, **SMALL | settings), *words)
+    seen.steps = read_steps(seen.log)
+    return seen
+
+
+def tiny(label, size="tiny", vocab_size=257):
+    """A fresh small model of a rung."""
+    torch.manual_seed(0)
+    return new_gpt(rung(label), size, vocab_size)
+
+
+def ids(*shape, vocab_size=257):
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def draw_anew(model, std=1.0):
+    """Give all matrices of the blocks random numbers: zeros would hide what a part does."""
+    for parameter in model.transformer.h.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=std)
+
+
+# ---- 1 to 10 ---------------------------------------------------------------------------------------------------------
+
+def test_01_embedding_and_output_layer_share_one_parameter():
+    """Both modules, wte and lm_head, have a `weight`: is it the same object? A misspelled attribute raises no error."""
+    model = tiny("1")
+    shared = [name for name, p in model.named_parameters(remove_duplicate=False) if p is model.lm_head.weight]
+    assert shared == ["transformer.wte.weight", "lm_head.weight"]
+
+
+def test_01_there_are_124_439_808_parameters():
+    """Rung 0 has 163,037,184. How many numbers are in the matrix that is not needed any more? Has something grown?"""
+    with torch.device("meta"):
+        model = new_gpt(rung("1"), "gpt2")
+    n_parameters = sum(p.numel() for p in model.parameters())
+    assert n_parameters == 124_439_808
+
+
+def test_02_products_of_float32_may_run_in_tf32(tmp_path, byte_tokens):
+    """torch has one setting for the precision of float32 matrix products. Which value has it when a step begins?"""
+    assert {kind[4] for kind in run("2", tmp_path, byte_tokens).forward} == {"high"}
+
+
+def test_02_nothing_else_changes(tmp_path, byte_tokens):
+    """TF32 is no type of a tensor: weights, activations and the loss stay float32, and on a CPU so do all numbers."""
+    before, after = (run(label, tmp_path / label, byte_tokens) for label in "12")
+    assert {kind[2:4] for kind in after.forward} == {(torch.float32, torch.float32)}
+    assert losses(after.log) == losses(before.log)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_03_the_forward_pass_runs_in_16_bits(dtype, tmp_path, byte_tokens):
+    """autocast_dtype(device) names the type. Is the model called inside `with torch.autocast(...)`, with that type?"""
+    assert {kind[2] for kind in run("3", tmp_path, byte_tokens, dtype=dtype).forward} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_03_the_loss_stays_close_to_that_of_float32(dtype, tmp_path, byte_tokens):
+    """Weights, gradients and the loss stay float32: autocast casts copies, nothing needs .to(...) or .half()."""
+    before, after = run("2", tmp_path / "2", byte_tokens), run("3", tmp_path / "3", byte_tokens, dtype=dtype)
+    assert {kind[3] for kind in after.forward} == {torch.float32}
+    assert losses(after.log) == pytest.approx(losses(before.log), abs=BFLOAT16_TOLERANCE)
+
+
+def test_03_where_autocast_dtype_is_float32_nothing_changes(tmp_path, byte_tokens):
+    """CPUs that would have to emulate bfloat16: torch.autocast has an argument to switch it off."""
+    before, after = (run(label, tmp_path / label, byte_tokens) for label in "23")
+    assert losses(after.log) == losses(before.log)
+
+
+def test_03_in_float16_a_step_that_overflows_is_skipped(tmp_path, byte_tokens, monkeypatch):
+    """torch.amp.GradScaler: it scales the loss before backward(), makes the optimizer's step, and then adapts."""
+    scaler_class, scalers = torch.amp.GradScaler, []
+
+    def with_huge_scale(*args, **kwargs):
+        scalers.append(scaler_class(*args, init_scale=2.0**60, **kwargs))
+        return scalers[-1]
+
+    monkeypatch.setattr(torch.amp, "GradScaler", with_huge_scale)
+    seen = run("3", tmp_path, byte_tokens, dtype=torch.float16, steps=2, save=tmp_path / "model.pt")
+    assert [scaler.get_scale() for scaler in scalers] == [2.0**58], "the scale is not halved at each overflow"
+    torch.manual_seed(1337)
+    start = new_gpt(rung("3"), vocab_size=257)
+    torch.save({"model": start.state_dict()}, tmp_path / "start.pt")
+    assert len(seen.steps) == 2
+    assert_same_weights(tmp_path / "model.pt", tmp_path / "start.pt")
+
+
+def stds(label):
+    """{name: standard deviation} of the matrices of a model of six layers."""
+    module = rung(label)
+    model = module.GPT(module.GPTConfig(vocab_size=2048, n_layer=6, n_head=4, n_embd=128))
+    return {name: p.std().item() for name, p in model.named_parameters() if p.dim() == 2}
+
+
+def test_04_projections_that_end_a_residual_branch_start_smaller():
+    """By 1 / sqrt(N), where N counts what is added to the stream, not the layers. Which two layers end a branch?"""
+    found = {name: std for name, std in stds("4").items() if name.endswith("c_proj.weight")}
+    assert found == pytest.approx(dict.fromkeys(found, 0.02 / 12**0.5), rel=0.03) and len(found) == 12
+
+
+def test_04_all_other_matrices_start_as_before():
+    """N(0, 0.02): _init_weights sees every module. How does it know the ones that end a branch?"""
+    found = {name: std for name, std in stds("4").items() if not name.endswith("c_proj.weight")}
+    assert found == pytest.approx(dict.fromkeys(found, 0.02), rel=0.05)
+
+
+def test_05_the_training_loop_calls_the_compiled_model(tmp_path, byte_tokens, monkeypatch):
+    """torch.compile returns a new object, and compiles when it is first called. Which one does the loop call?"""
+    compile_, compiled = torch.compile, []
+
+    def see(function=None, **options):  # with a backend that writes no C++
+        compiled.append(function)
+        return compile_(function, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", see)
+    counters.clear()
+    module = rung("5")
+    train(module, tmp_path, byte_tokens, "-B", 1, "-T", 8, "--steps", 2, compile_mode="default")
+    assert compiled, "torch.compile is not called"
+    assert counters["stats"]["unique_graphs"] == len(compiled) and not counters["graph_break"]
+
+
+def test_05_the_saved_model_keeps_its_names(tmp_path, byte_tokens, monkeypatch):
+    """The compiled model shares its weights with the one that it was made of, and puts a prefix before their names."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager"))
+    module = rung("5")
+    flags = ("-B", 1, "-T", 8, "--steps", 1, "--save", tmp_path / "model.pt")
+    train(module, tmp_path, byte_tokens, *flags, compile_mode="default")
+    assert saved_model(module, tmp_path / "model.pt")(ids(1, 4)).shape == (1, 4, 257)
+
+
+def attention_pair(T=48):
+    """The attention of rung 5, written out, and that of rung 6 with its weights; and an input."""
+    explicit, flash = rung("5"), rung("6")
+    config = explicit.GPTConfig(n_head=4, n_embd=64, block_size=T)
+    torch.manual_seed(0)
+    one, other = explicit.CausalSelfAttention(config), flash.CausalSelfAttention(config)
+    other.load_state_dict(one.state_dict())
+    return one, other, torch.randn(2, T, 64)
+
+
+def test_06_the_future_is_hidden():
+    """As the mask did: the kernel has an argument for it. Here the last 8 of 48 tokens are others."""
+    _, attention, x = attention_pair()
+    changed = x.clone()
+    changed[:, 40:] += 1
+    differences = (attention(x) - attention(changed)).abs().amax((0, 2))
+    assert differences[:40].max().item() == 0, "earlier tokens' outputs change by up to this"
+
+
+def test_06_output_and_gradients_are_those_of_the_explicit_attention():
+    """Same weights, same input. Which axis holds the heads before the kernel, and after? Is the scale hs**-0.5?"""
+    one, other, x = attention_pair()
+    results = []
+    for attention in (one, other):
+        inputs = x.clone().requires_grad_()
+        output = attention(inputs)
+        output.square().sum().backward()
+        results.append([output, inputs.grad, *(p.grad for p in attention.parameters())])
+    for expected, actual in zip(*results, strict=True):
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+def test_06_no_matrix_of_scores_is_kept():
+    """Of T x T, for the backward pass. A mask that is handed to the kernel counts, too."""
+    T, kept = 48, []
+    _, attention, x = attention_pair(T)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        attention(x.requires_grad_())
+    assert [shape for shape in kept if shape[-2:] == (T, T)] == []
+
+
+def test_06_no_mask_is_stored():
+    """In __init__: what does the module still register that nobody uses?"""
+    _, attention, _ = attention_pair()
+    assert {name: tuple(buffer.shape) for name, buffer in attention.named_buffers()} == {}
+
+
+@pytest.mark.parametrize("vocab_size, rows", [(50257, 50304), (257, 384), (256, 256)])
+def test_07_the_matrix_has_a_multiple_of_128_rows(vocab_size, rows):
+    """The next one, whatever the vocabulary: --data may have another tokenizer than GPT-2's."""
+    with torch.device("meta"):
+        model = new_gpt(rung("7"), vocab_size=vocab_size)
+    assert len(model.lm_head.weight) == len(model.transformer.wte.weight) == rows
+
+
+def test_07_padding_changes_no_logit_loss_or_gradient():
+    """The extra rows belong to no token: may the caller see their logits, and may the softmax?"""
+    before, after = tiny("6"), tiny("7")
+    weights = before.state_dict()
+    extra = len(after.lm_head.weight) - 257
+    for name in ("lm_head.weight", "transformer.wte.weight"):
+        weights[name] = F.pad(weights[name], (0, 0, 0, extra), value=1.0)
+    after.load_state_dict(weights)
+    x, y = ids(2, 2, 16)
+    assert after(x).shape == before(x).shape
+    torch.testing.assert_close(after(x), before(x))
+    for model in (before, after):
+        model(x, y).backward()
+    torch.testing.assert_close(after(x, y), before(x, y))
+    gradient = after.lm_head.weight.grad
+    torch.testing.assert_close(gradient[:257], before.lm_head.weight.grad)
+    assert not gradient[257:].any()
+
+
+def test_08_the_optimizer_gets_gradients_of_norm_1_at_most(tmp_path, byte_tokens):
+    """Clip between backward() and the optimizer's step, all parameters as one vector."""
+    assert norm_of(run("7", tmp_path / "7", byte_tokens).gradients[0]) > 1.5  # there is something to clip
+    norms = [norm_of(gradients) for gradients in run("8", tmp_path / "8", byte_tokens).gradients]
+    assert norms == pytest.approx([1, 1, 1], abs=1e-3)
+
+
+def test_08_the_log_has_the_norm_before_clipping(tmp_path, byte_tokens):
+    """log.step takes more fields, norm=... What does the function that clips return?"""
+    before, after = (run(label, tmp_path / label, byte_tokens) for label in "78")
+    assert after.steps[0].get("norm") == pytest.approx(norm_of(before.gradients[0]), rel=1e-3)
+
+
+def test_08_the_betas_are_gpt3s(tmp_path, byte_tokens):
+    """Its appendix B. AdamW's argument has both; the second decides over how many steps squares are averaged."""
+    groups = [group for groups in run("8", tmp_path, byte_tokens).groups for group in groups]
+    assert {tuple(group["betas"]) for group in groups} == {(0.9, 0.95)}
+
+
+def test_08_in_float16_the_norm_is_that_of_unscaled_gradients(tmp_path, byte_tokens):
+    """The scaler's factor, 65536 at first, is still in the gradients after backward(): it can divide it out itself."""
+    exact = run("8", tmp_path / "float32", byte_tokens, steps=1)
+    seen = run("8", tmp_path / "float16", byte_tokens, steps=1, dtype=torch.float16)
+    assert norm_of(seen.gradients[0]) == pytest.approx(norm_of(exact.gradients[0]), rel=BFLOAT16_TOLERANCE)
+    assert seen.steps[0].get("norm") == pytest.approx(exact.steps[0].get("norm", 1), rel=BFLOAT16_TOLERANCE)
+
+
+def rates(label, folder, data, **settings):
+    """The learning rates of all steps, as the optimizer finds them and as the log says, in shares of the highest."""
+    seen = run(label, folder, data, **settings, max_lr=1e-3)
+    logged = [step.get("lr") for step in seen.steps]
+    return [round(1000 * groups[-1]["lr"], 3) for groups in seen.groups], [lr and round(1000 * lr, 3) for lr in logged]
+
+
+COSINE = {"steps": 12, "warmup_steps": 4}
+
+
+def test_09_the_rate_climbs_linearly_to_the_peak(tmp_path, byte_tokens):
+    """Over --warmup-steps, to --max-lr. Steps count from 1: is the first one's rate zero? Which step is at the peak?"""
+    found, _ = rates("9", tmp_path, byte_tokens, **COSINE)
+    assert found[:4] == [0.25, 0.5, 0.75, 1]
+
+
+def test_09_then_it_follows_half_a_cosine_to_a_tenth_of_the_peak(tmp_path, byte_tokens):
+    """From the end of the warm-up to the last step: what is the progress at both, and half-way? What is the lowest?"""
+    found, _ = rates("9", tmp_path, byte_tokens, **COSINE)
+    assert found[4:] == [round(0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)), 3) for n in range(1, 9)]
+
+
+@pytest.mark.parametrize("steps, warmup_steps, expected", [(2, 0, [0.55, 0.1]), (2, 4, [0.25, 0.5])])
+def test_09_without_a_warm_up_and_in_a_run_that_ends_inside_of_it(steps, warmup_steps, expected, tmp_path, byte_tokens):
+    """--warmup-steps 0 must not divide by it; a run shorter than the warm-up only climbs."""
+    found, _ = rates("9", tmp_path, byte_tokens, steps=steps, warmup_steps=warmup_steps)
+    assert found == expected
+
+
+def test_09_the_log_has_the_rate(tmp_path, byte_tokens):
+    """That of its step: log.step takes more fields, lr=f"{lr:.4e}"."""
+    found, logged = rates("9", tmp_path, byte_tokens, **COSINE)
+    assert logged == found
+
+
+@pytest.fixture
+def groups_of_10(tmp_path, byte_tokens):
+    """The groups of the optimizer in a run of rung 10, and how many parameters its model has."""
+    seen = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer.param_groups))
+    run("10", tmp_path, byte_tokens, steps=1)
+    handle.remove()
+    return seen[0]
+
+
+def test_10_matrices_decay_by_a_tenth_and_vectors_do_not(groups_of_10):
+    """AdamW takes groups of parameters, each with a weight_decay. How many dimensions has a bias, how many wte?"""
+    decays = {(p.dim() >= 2, group["weight_decay"]) for group in groups_of_10 for p in group["params"]}
+    assert decays == {(True, 0.1), (False, 0.0)}
+
+
+def test_10_each_parameter_is_in_one_group(groups_of_10):
+    """Also LayerNorms and biases, which do not decay, are trained. Tied weights count once."""
+    parameters = [id(p) for group in groups_of_10 for p in group["params"]]
+    assert len(set(parameters)) == len(parameters) == len(list(tiny("10").parameters()))
+
+
+def test_10_one_kernel_makes_the_update(groups_of_10):
+    """An argument of torch.optim.AdamW."""
+    assert [group["fused"] for group in groups_of_10] == [True] * len(groups_of_10)
+
+
+# ---- ddp to 14 -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, byte_tokens):
+    """The folder of a run of ddp on two ranks, with what it printed as printed.txt."""
+    folder = tmp_path_factory.mktemp("two")
+    flags = ["-B", 2, "-T", 32, "--steps", 4, "--save", folder / "model.pt"]
+    done = on_ranks(2, folder, byte_tokens, {"run": ("ddp", "float32", flags)})
+    if done.returncode:
+        errors = re.findall(r"(?m)^(?:\[rank\d\]: )?((?:\w+Error|error): .+)$", done.stderr)
+        pytest.fail(f"the ranks do not reach the end: {errors[0] if errors else done.stderr[-2000:]}")
+    (folder / "printed.txt").write_text(done.stdout)
+    return folder
+
+
+def test_ddp_only_rank_0_prints(two_ranks):
+    """Every rank runs the whole script. What must only one of them do? The log, its header, its last line, --save."""
+    assert (two_ranks / "printed.txt").read_text().count("step : 1 |") == 1
+
+
+def test_ddp_both_ranks_end_with_the_same_weights(two_ranks):
+    """DDP averages gradients in its own forward and backward pass: is it the wrapped model that the loop calls?"""
+    digests = {json.loads((two_ranks / "run" / f"rank{rank}.json").read_text())["digest"] for rank in (0, 1)}
+    assert len(digests) == 1
+
+
+def test_ddp_two_ranks_learn_as_one_process_with_twice_the_batch(two_ranks, tmp_path, byte_tokens):
+    """Each rank takes other batches: which, so that together they read the text as one does? The loss is their mean."""
+    alone = run("10", tmp_path, byte_tokens, B=4, steps=4, save=tmp_path / "model.pt")
+    log, = (two_ranks / "run").glob("*.log")
+    assert losses(log) == pytest.approx(losses(alone.log), abs=1e-4)
+    assert_same_weights(two_ranks / "model.pt", tmp_path / "model.pt", atol=3e-5)
+
+
+def test_ddp_the_tokens_of_both_ranks_count(two_ranks):
+    """tokens/sec: how many tokens are in a step of all ranks?"""
+    log, = (two_ranks / "run").glob("*.log")
+    step = read_steps(log)[-1]
+    assert step["tokens_per_second"] * step["ms"] / 1000 == pytest.approx(2 * 2 * 32, rel=0.01)
+
+
+def test_ddp_without_torchrun_it_is_rung_10(tmp_path, byte_tokens):
+    """What tells a process that torchrun has started it?"""
+    before, after = (run(label, tmp_path / label, byte_tokens) for label in ("10", "ddp"))
+    assert losses(after.log) == losses(before.log)
+
+
+def test_11_micro_batches_add_up_to_the_gradient_of_one_batch(tmp_path, byte_tokens):
+    """--total-batch 256 is one batch of 8 x 32 or four of 2 x 32: what scales each loss? When are gradients cleared?"""
+    one, parts = (run("11", tmp_path / str(B), byte_tokens, B=B, total_batch=256, steps=1) for B in (8, 2))
+    assert [len(seen.inputs) for seen in (one, parts)] == [1, 4], "forward passes in a step"
+    for expected, actual in zip(one.gradients[0], parts.gradients[0], strict=True):
+        assert (actual - expected).norm() <= 1e-5 * expected.norm() + 1e-12
+
+
+def test_11_the_log_has_the_loss_and_the_norm_of_the_whole_batch(tmp_path, byte_tokens):
+    """The mean over the micro-batches, not the last one's; clipping comes once, after all of them."""
+    one, parts = (run("11", tmp_path / str(B), byte_tokens, B=B, total_batch=256).steps for B in (8, 2))
+    for key in ("loss", "norm"):
+        assert [step[key] for step in parts] == pytest.approx([step[key] for step in one], abs=2e-4)
+
+
+def test_11_the_logged_loss_keeps_no_activations(tmp_path, byte_tokens, monkeypatch):
+    """A sum of losses with a graph keeps all micro-batches in memory until it is gone."""
+    item, graphs = torch.Tensor.item, []
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: graphs.append(tensor.grad_fn) or item(tensor))
+    run("11", tmp_path, byte_tokens, total_batch=128, steps=1)
+    assert graphs and set(graphs) == {None}
+
+
+def test_11_gradients_cross_the_ranks_once_a_step(tmp_path, byte_tokens, group_of_one, monkeypatch):
+    """DDP averages in each backward pass unless `no_sync` is on. In which micro-steps should it be?"""
+    forward, synchronized = DistributedDataParallel.forward, []
+
+    def see(ddp, *args, **kwargs):
+        synchronized.append(ddp.require_backward_grad_sync)
+        return forward(ddp, *args, **kwargs)
+
+    monkeypatch.setattr(DistributedDataParallel, "forward", see)
+    run("11", tmp_path, byte_tokens, B=1, T=16, total_batch=64, steps=2)
+    assert synchronized == [False, False, False, True] * 2
+
+
+def test_13_the_loss_is_that_of_val_bin(tmp_path, byte_tokens):
+    """After the update of every second step and of the last: the mean over all of the file, --val-sequences 0."""
+    text = np.fromfile(byte_tokens / "train.bin", dtype="<u2")
+    folder = tokens_of(tmp_path / "tokens", text[:1000], text[1000:1257], vocab_size=257)
+    seen = run("13", tmp_path, folder, val_every=2, val_sequences=0, save=tmp_path / "model.pt")
+    found = val_losses(seen.log)
+    assert list(found) == [2, 3], "the steps that are validated after"
+    model, val = saved_model(rung("13"), tmp_path / "model.pt"), torch.from_numpy(text[1000:1257].astype(np.int64))
+    with torch.no_grad():
+        expected = F.cross_entropy(model(val[:256].view(8, 32)).flatten(0, 1), val[1:])
+    assert found[3] == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_13_it_runs_without_gradients_in_evaluation_mode(tmp_path, byte_tokens):
+    """And training goes on in training mode."""
+    seen = run("13", tmp_path, byte_tokens, val_every=1, val_sequences=2)
+    assert {kind[:2] for kind in seen.forward} == {(True, True), (False, False)}  # (training?, gradients?)
+
+
+def test_13_training_does_not_notice(tmp_path, byte_tokens):
+    """The same batches, the same weights: does validation take a batch of training, or leave gradients?"""
+    plain, validated = (run("13", tmp_path / str(n), byte_tokens, val_every=n, val_sequences=2) for n in (0, 1))
+    assert losses(validated.log) == losses(plain.log)
+    assert list(val_losses(plain.log)) == [] and len(val_losses(validated.log)) == 3
+
+
+SIX = {"steps": 6, "checkpoint_every": 2}
+
+
+def crash(folder, data, module):
+    with pytest.raises(Crash):
+        train(module, folder, data, *known_flags(module, **SMALL | SIX))
+
+
+def test_14_a_resumed_run_repeats_only_what_came_after_the_checkpoint(tmp_path, byte_tokens):
+    """Which step is saved in a checkpoint of --checkpoint-every 2? With which does the loop go on after --resume?"""
+    module = script("14")
+    crash_in_step(module, 6)
+    crash(tmp_path, byte_tokens, module)
+    seen = run("14", tmp_path, byte_tokens, "--resume", **SIX)
+    assert [step["step"] for step in seen.steps][-2:] == [5, 6]
+    assert len(seen.inputs) == 2, "how many steps it computes"
+
+
+def test_14_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, byte_tokens):
+    """To the last digit. What does the next step depend on beside the weights? Which batch comes next?"""
+    whole = run("14", tmp_path / "whole", byte_tokens, **SIX, save=tmp_path / "whole.pt")
+    module = script("14")
+    crash_in_step(module, 6)
+    crash(tmp_path, byte_tokens, module)
+    seen = run("14", tmp_path, byte_tokens, "--resume", **SIX, save=tmp_path / "model.pt")
+    assert losses(seen.log)[-2:] == losses(whole.log)[-2:]
+    assert_same_weights(tmp_path / "model.pt", tmp_path / "whole.pt")
+
+
+def test_14_a_crash_while_a_checkpoint_is_written_costs_only_that_one(tmp_path, byte_tokens, monkeypatch):
+    """Half of a file must never have the name that --resume looks for: write it aside, then rename it."""
+    save, calls = torch.save, []
+
+    def half_of_the_second(contents, file, **options):
+        calls.append(file)
+        if len(calls) == 1:
+            return save(contents, file, **options)
+        file.write(b"half") if hasattr(file, "write") else Path(file).write_bytes(b"half")
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", half_of_the_second)
+        crash(tmp_path, byte_tokens, script("14"))
+    seen = run("14", tmp_path, byte_tokens, "--resume", **SIX)
+    assert len(seen.inputs) == 4, "how many steps it computes after the first checkpoint, of step 2"
+
+
+# ---- 16 to 32 --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("blocks, calls", [(0, 2), (1, 3), (9, 4)])
+def test_16_each_checkpointed_block_runs_twice(blocks, calls, tmp_path, byte_tokens, monkeypatch):
+    """Once in the forward pass, again in the backward pass; --recompute-blocks says how many, of two here."""
+    module, seen = rung("16"), []
+    forward = module.Block.forward
+    module.Block.forward = lambda block, *args: seen.append(block.training) or forward(block, *args)
+    train(module, tmp_path, byte_tokens, *known_flags(module, **SMALL | {"steps": 1, "recompute_blocks": blocks}))
+    assert len(seen) == calls
+
+
+def test_16_validation_recomputes_nothing(tmp_path, byte_tokens):
+    """There is no backward pass."""
+    module, seen = rung("16"), []
+    forward = module.Block.forward
+    module.Block.forward = lambda block, *args: seen.append(block.training) or forward(block, *args)
+    flags = SMALL | {"steps": 2, "recompute_blocks": 2, "val_every": 1, "val_sequences": 1}
+    train(module, tmp_path, byte_tokens, *known_flags(module, **flags))
+    assert seen == ([True] * 4 + [False] * 2) * 2
+
+
+def peak(label, folder, data, **settings):
+    """(the most bytes that the tensors of a run held at once, what it showed)."""
+    with Watch() as bytes_held:
+        seen = run(label, folder, data, **settings)
+    return bytes_held.peak, seen
+
+
+def test_16_memory_falls_and_gradients_do_not_change(tmp_path, byte_tokens):
+    """A checkpointed block keeps only its input, (B, T, C). Is all of the block inside, and is it in training mode?"""
+    big = {"B": 8, "T": 64, "total_batch": 512, "steps": 1}
+    (plain, one), (lean, other) = (
+        peak("16", tmp_path / str(n), byte_tokens, **big, recompute_blocks=n) for n in (0, 2))
+    assert plain - lean > 8 * (8 * 64 * 64) * 4, "bytes saved: at least 8 tensors of (B, T, C)"
+    for expected, actual in zip(one.gradients[0], other.gradients[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("chunk", [24, 4096])
+def test_17_loss_and_gradients_are_those_of_all_logits_at_once(chunk, tmp_path, byte_tokens):
+    """The mean is over all tokens, not over a chunk's; the last chunk may be smaller; padding gets no probability."""
+    before = run("16", tmp_path / "16", byte_tokens, steps=1)
+    after = run("17", tmp_path / "17", byte_tokens, steps=1, loss_chunk=chunk)
+    assert losses(after.log) == pytest.approx(losses(before.log), abs=2e-6)
+    for expected, actual in zip(before.gradients[0], after.gradients[0], strict=True):
+        assert (actual - expected).norm() <= 1e-4 * expected.norm() + 1e-9
+
+
+def test_17_memory_falls_with_loss_chunk(tmp_path, tokens):
+    """With --loss-chunk 16 the logits of 16 tokens exist at once. Does the backward pass still need those of others?"""
+    (plain, _), (lean, _) = (
+        peak("17", tmp_path / str(chunk), tokens, T=64, total_batch=128, steps=1, loss_chunk=chunk)
+        for chunk in (128, 16))
+    assert plain - lean > 112 * 50304 * 4, "bytes saved: at least the logits of 112 of 128 tokens"
+
+
+@pytest.fixture(scope="module")
+def muon(tmp_path_factory, byte_tokens):
+    """{name: (weight before, after, as torch.optim.Muon or AdamW leaves it, first gradient, first update, rate)}."""
+    module, steps = script("18"), []
+
+    def before(optimizer, args, kwargs):
+        parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+        if all(p.grad is not None for p, _ in parameters):  # else it is a part of another optimizer's step
+            steps.append([optimizer, [(p, p.detach().clone(), p.grad.clone(), group["lr"]) for p, group in parameters]])
+
+    def after(optimizer, args, kwargs):
+        if steps and steps[-1][0] is optimizer:
+            steps[-1][2:] = [[p.detach().clone() for p, _, _, _ in steps[-1][1]]]  # of the outermost call
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    flags = SMALL | {"warmup_steps": 1, "muon_lr": 0.01, "max_lr": 1e-3}
+    train(module, tmp_path_factory.mktemp("muon"), byte_tokens, *known_flags(module, **flags))
+    for handle in handles:
+        handle.remove()
+    return steps
+
+
+def first_updates(steps):
+    """[(gradient, update without decay, rate)] of the first step."""
+    _, parts, after = steps[0]
+    return [(gradient, (old * (1 - 0.1 * rate * (old.dim() == 2)) - new) / rate, rate)
+            for (_, old, gradient, rate), new in zip(parts, after, strict=True)]
+
+
+def is_muons(tensor):
+    """Of the blocks: not the embeddings, whose rows are the tokens or positions."""
+    return tensor.dim() == 2 and len(tensor) not in (384, 1024)
+
+
+def test_18_the_update_of_a_blocks_matrix_is_orthogonal(muon):
+    """All singular values about 1, times 0.2 * max(m, n) ** 0.5: how many iterations, from a matrix of which norm?"""
+    compared = [(gradient, update) for gradient, update, _ in first_updates(muon) if is_muons(update)]
+    assert len(compared) >= 8
+    for gradient, update in compared:
+        values = torch.linalg.svdvals(update) / (0.2 * max(update.shape) ** 0.5)
+        kept = values[torch.linalg.svdvals(gradient) > 0.03 * gradient.norm()]  # smaller ones take more iterations
+        assert 0.65 < kept.min() and kept.max() < 1.25, f"singular values from {kept.min():.2f} to {kept.max():.2f}"
+
+
+def test_18_embeddings_and_vectors_stay_with_adamw(muon):
+    """Its first update is the sign of the gradient, whatever its size: which group are they in, at which rate?"""
+    compared = [(update, rate) for _, update, rate in first_updates(muon) if not is_muons(update)]
+    assert len(compared) >= 10
+    for update, rate in compared:
+        assert rate == pytest.approx(1e-3) and update.abs().max() == pytest.approx(1, abs=0.02)
+
+
+def test_18_three_steps_are_those_of_torch_muon(muon):
+    """With momentum 0.95, Nesterov's, and adjust_lr_fn="match_rms_adamw". What is kept from one step to the next?"""
+    for i, (p, start, _, first_rate) in enumerate(muon[0][1]):
+        if not is_muons(start):
+            continue
+        theirs = torch.nn.Parameter(start.clone())
+        torch_muon = torch.optim.Muon([theirs], lr=first_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for _, parts, _ in muon:
+            theirs.grad, torch_muon.param_groups[0]["lr"] = parts[i][2], parts[i][3]
+            torch_muon.step()
+        error = (p - theirs).detach().square().mean().sqrt()
+        assert first_rate == pytest.approx(0.01), "the rate of --muon-lr"
+        assert error < 0.25 * 0.2 * first_rate, f"off by {error / (0.2 * first_rate):.2f} of an update"
+
+
+TRAPEZOID = {"steps": 10, "warmup_steps": 2, "decay_share": 0.4, "muon_lr": 0.01}
+
+
+def test_19_after_the_warm_up_the_rate_stays_at_the_peak(tmp_path, byte_tokens):
+    """For how many of 10 steps, with --warmup-steps 2 and --decay-share 0.4?"""
+    found, _ = rates("19", tmp_path, byte_tokens, **TRAPEZOID)
+    assert found[:7] == [0.5, 1, 1, 1, 1, 1, 1]
+
+
+def test_19_then_it_falls_linearly_to_zero(tmp_path, byte_tokens):
+    """It would be zero after the last step, not in it: such a step would be wasted."""
+    found, _ = rates("19", tmp_path, byte_tokens, **TRAPEZOID)
+    assert found[7:] == [0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("settings, expected", [
+    ({"steps": 3, "warmup_steps": 1, "decay_share": 0.0}, [1, 1, 1]),
+    ({"steps": 5, "warmup_steps": 5, "decay_share": 1.0}, [0.2, 0.4, 0.6, 0.4, 0.2])])
+def test_19_without_a_decay_and_where_rise_and_fall_meet(settings, expected, tmp_path, byte_tokens):
+    """--decay-share 0 must not divide by it; a rate is never above the rise, nor above the fall."""
+    found, _ = rates("19", tmp_path, byte_tokens, **TRAPEZOID | settings)
+    assert found == expected
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """The queries and keys that the attention kernel gets: [(q, k)], (B, nh, T, hs) each."""
+    attention, seen = F.scaled_dot_product_attention, []
+
+    def see(q, k, v, **more):
+        seen.append((q.detach(), k.detach()))
+        return attention(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
+    return seen
+
+
+@torch.no_grad()
+def test_20_scores_depend_on_the_distance_alone(attended):
+    """One token at all positions: a query and a key, turned by the angles of their positions, in pairs of numbers."""
+    model = tiny("20")
+    draw_anew(model)
+    model(ids(1, 1).expand(1, 64))
+    q, k = (vectors[0, 0] for vectors in attended[0])
+    scores = q @ k.T
+    along = [scores.diagonal(-distance) for distance in range(64)]
+    for same in along:
+        torch.testing.assert_close(same, same[0].expand_as(same), rtol=1e-4, atol=1e-4 * scores.abs().max().item())
+    assert torch.stack([same[0] for same in along]).std() > 0.1, "they do not depend on it at all"
+
+
+@torch.no_grad()
+def test_20_a_rotation_changes_no_length(attended):
+    """cos for both numbers of a pair, sin with the sign of a rotation."""
+    model = tiny("20")
+    draw_anew(model)
+    model(ids(1, 1).expand(1, 64))
+    for vectors in attended[0]:
+        lengths = vectors[0, 0].norm(dim=-1)
+        torch.testing.assert_close(lengths, lengths[0].expand(64))
+
+
+def test_20_no_weight_belongs_to_a_position():
+    """What did the table of positions do that the rotation does now?"""
+    assert [name for name, weight in tiny("20").state_dict().items() if 1024 in weight.shape] == []
+
+
+@torch.no_grad()
+def test_21_norms_divide_by_the_root_mean_square():
+    """Two in a block, one at the end; with eps=1e-6, and without subtracting the mean."""
+    norms = [part for part in tiny("21").modules() if "Norm" in type(part).__name__]
+    assert len(norms) == 2 * 2 + 1
+    x = torch.randn(2, 3, 64) * torch.tensor([1e-4, 1.0, 1e4])[:, None]  # eps matters for the smallest
+    for norm in norms:
+        torch.testing.assert_close(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+
+
+def test_21_no_bias_is_left():
+    """In linear layers, too: only the norms still have a vector, their gains."""
+    model = tiny("21")
+    norms = [part for part in model.modules() if "Norm" in type(part).__name__]
+    vectors = [name for name, p in model.named_parameters() if p.dim() == 1]
+    assert not [name for name in vectors if "bias" in name] and len(vectors) == len(norms)
+
+
+def test_22_queries_and_keys_have_a_root_mean_square_of_1(attended):
+    """Whatever the weights are: each head's vector by itself, over hs numbers."""
+    model = tiny("22")
+    draw_anew(model, std=10.0)
+    model(ids(2, 12))
+    lengths = torch.stack([vectors.square().mean(-1).sqrt() for pair in attended for vectors in pair])
+    torch.testing.assert_close(lengths, torch.ones(4, 2, 2, 12), rtol=1e-3, atol=0)  # of two blocks: (B, nh, T)
+
+
+def test_22_each_block_has_a_gain_for_queries_and_one_for_keys():
+    """Of hs numbers: all heads share them."""
+    before, after = ([p.shape for p in tiny(label).parameters() if p.dim() == 1] for label in ("21", "22"))
+    assert sorted(after) == sorted([*before, *[torch.Size([32])] * 4])
+
+
+@torch.no_grad()
+def test_23_the_mlp_is_down_of_silu_of_gate_times_up():
+    """gate_proj, up_proj and down_proj are Qwen3's names. On which of the two products does SiLU act?"""
+    mlp, x = tiny("23").transformer.h[0].mlp, torch.randn(2, 3, 64)
+    for part in mlp.parameters():
+        torch.nn.init.normal_(part)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+
+
+@pytest.mark.parametrize("n_embd, hidden", [(64, 192), (768, 2048), (1024, 2752)])
+def test_23_three_matrices_have_as_many_weights_as_two_had(n_embd, hidden):
+    """A width of 8/3 n_embd, rounded up to a multiple of 64."""
+    module = rung("23")
+    with torch.device("meta"):
+        mlp = module.GPT(module.GPTConfig(vocab_size=257, n_layer=1, n_head=4, n_embd=n_embd)).transformer.h[0].mlp
+    expected = [(hidden, n_embd), (hidden, n_embd), (n_embd, hidden)]
+    assert sorted(tuple(p.shape) for p in mlp.parameters()) == sorted(expected)
+
+
+def test_24_every_block_starts_as_the_identity():
+    """What goes into the stream at the end of each branch? Of the two, has one been missed?"""
+    model, pairs = tiny("24"), []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda part, args, output: pairs.append((args[0], output)))
+    model(ids(2, 12))
+    assert len(pairs) == 2 and all(torch.equal(*pair) for pair in pairs)
+
+
+def test_24_everything_else_starts_as_before_and_learns(tmp_path, byte_tokens):
+    """With one seed the same random numbers: draw them also where they are then not used. And zeros get gradients."""
+    before, after = (dict(tiny(label).named_parameters()) for label in ("23", "24"))
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert len(before) - len(same) == 4, "the matrices that differ: two of each block"
+    run("24", tmp_path, byte_tokens, save=tmp_path / "model.pt")
+    trained = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    ends = [name for name in before if name not in same]
+    assert all(trained[name].any() for name in ends), "they stay zero"
+
+
+def grouped(n_kv_head):
+    """The attention of rung 32 with 4 heads of 16 numbers, of which keys and values have fewer."""
+    module = rung("32")
+    words = ["--model", "1x4x64", *known_flags(module, kv_heads=n_kv_head)]
+    return module.GPT(module.model_config(module.parse_args(words), 257)).transformer.h[0].attn
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
+def test_32_fewer_keys_and_values_are_computed(n_kv_head):
+    """--kv-heads: c_attn computes 4 heads of queries, and that many of keys and of values, one after the other."""
+    assert grouped(n_kv_head).c_attn.weight.shape == ((4 + 2 * n_kv_head) * 16, 64)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2])
+@torch.no_grad()
+def test_32_neighbours_among_the_query_heads_share_keys_and_values(n_kv_head):
+    """Of 4 query heads and 2 others, 0 and 1 use the first. As rung 24's attention does with rows that repeat."""
+    full, fewer = tiny("24", "1x4x64"), grouped(n_kv_head)
+    attention = full.transformer.h[0].attn
+    for part in fewer.parameters():
+        torch.nn.init.normal_(part, mean=float(part.dim() == 1), std=0.2)
+    heads = fewer.c_attn.weight.view(-1, 16, 64).split([4, n_kv_head, n_kv_head])
+    repeated = [part.repeat_interleave(4 // len(part), dim=0) for part in heads]
+    weights = fewer.state_dict() | {"c_attn.weight": torch.cat(repeated).flatten(0, 1)}
+    attention.load_state_dict(weights)
+    x, angles = torch.randn(2, 12, 64), [table[:12] for table in (full.cos, full.sin)]
+    torch.testing.assert_close(fewer(x, *angles), attention(x, *angles))

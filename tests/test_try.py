@@ -1,0 +1,120 @@
+"""python -m ladder try: which tests it runs, what it says, and what it refuses. The tests: test_exercises.py."""
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from run_tool import files_in, is_one_error
+
+from ladder.measure.exercise import TESTS, run_tests, sentences, exercise_of
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import Run
+
+EXERCISES = [*map(str, range(1, 11)), "ddp", "11", "13", "14", *map(str, range(16, 25)), "32"]
+
+
+def edited(label, path, *changes):
+    """A copy of a rung with (old, new) pieces of code, as a reader makes it."""
+    text = BY_LABEL[label].path.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", EXERCISES)
+def test_the_rung_before_is_not_a_solution(label, tmp_path):
+    """And is red because something is missing, not because a test broke. Ours is one: test_exercises.py."""
+    failed = {}
+    before = BY_LABEL[BY_LABEL[label].before].path
+    run_tests(BY_LABEL[label], before, tmp_path, lambda test, outcome, reason: (
+        failed.setdefault(test, reason) if outcome != "passed" else None))
+    assert failed
+    broken = ("TypeError", "KeyError", "IndexError", "ValueError", "UnboundLocalError", "NameError")
+    assert {test: reason for test, reason in failed.items() if reason.startswith(broken)} == {}
+
+
+def test_each_test_belongs_to_an_exercise_and_has_a_hint():
+    tests = {label: exercise_of(BY_LABEL[label]) for label in EXERCISES}
+    names = [name for of_label in tests.values() for name in of_label]
+    assert len(names) == len(set(names)) == TESTS.read_text().count("\ndef test_")
+    assert all(hint and "\n" not in hint for of_label in tests.values() for hint in of_label.values())
+
+
+def test_another_right_solution_passes(call, tmp_path, tokens, monkeypatch):
+    """Wherever the file is; then both scripts run, and the changes are shown. Nothing is written beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    edited("0", tmp_path / "elsewhere" / "my try.py", (
+        "        self.apply(self._init_weights)\n",
+        "        self.lm_head.weight = self.transformer.wte.weight\n        self.apply(self._init_weights)\n"))
+    before = files_in(tmp_path / "elsewhere")
+    words = ("--rounds", 1, "--", "--steps", 2, "-T", 16, "--data", tokens)
+    code, output, error = call("try", 1, "elsewhere/my try.py", *words)
+    assert code == 0 and error == ""
+    assert "All 2 tests pass." in output and "Loss, ours and yours: " in output
+    assert "+ self.lm_head.weight = self.transformer.wte.weight" in output  # what was changed, and
+    assert "+ self.transformer.wte.weight = self.lm_head.weight" in output  # what we change
+    assert files_in(tmp_path / "elsewhere") == before and {*os.listdir(tmp_path)} == {"elsewhere", "logs"}
+
+
+def test_what_is_red_comes_with_a_hint(call, tmp_path, monkeypatch):
+    """And neither with our solution, nor with a comparison of what does not work."""
+    monkeypatch.chdir(tmp_path)
+    edited("0", tmp_path / "mine.py", (
+        "        self.apply(self._init_weights)\n",
+        "        self.transformer.wte.weights = self.lm_head.weight\n        self.apply(self._init_weights)\n"))
+    code, output, _ = call("try", 1, "mine.py")
+    assert code == 1 and "2 of 2 tests are red" in output
+    assert "RED embedding and output layer share one parameter look: Both modules, wte and lm_head, have" in output
+    assert "found: assert 163037184 == 124439808" in output
+    assert "wte.weight = self.lm_head.weight" not in output and "Losses" not in output
+
+
+@pytest.mark.parametrize("label, text, reasons", [
+    (6, None, ["mine.py: no such script"]),
+    (6, "def f(:\n", ["mine.py: line 1: invalid syntax"]),
+    (6, "\n\nimport no_such_module\n", ["mine.py: does not start: line 3: ModuleNotFoundError: No module named"]),
+    (6, "import sys\nsys.exit('error: no GPU')\n", ["mine.py: does not start: error: no GPU; correct it"]),
+    (6, "x = 1\n", ["does not start: AttributeError", "'train'"]),
+    (12, "x = 1\n", ["rung 12 has no exercise; try one of 1, 2, 3"]),
+    (99, "x = 1\n", ["no rung 99"]),
+])
+def test_one_line_where_there_is_nothing_to_try(label, text, reasons, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("mine.py").write_text(text)
+    before = files_in(tmp_path)
+    assert is_one_error(call("try", label, "mine.py"), *reasons)
+    assert files_in(tmp_path) == before
+
+
+def test_without_pytest_it_says_what_to_install(call, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert is_one_error(call("try", 6, BY_LABEL["5"].path), "pytest; pip install -r requirements-dev.txt")
+
+
+def rounds(*ms, loss=4.0):
+    return [Run(Path(f"round_{n}", "x.log"), "x", {}, 1, 64, 1, [1, 2], [5.0, loss], [time, time])
+            for n, time in enumerate(ms)]
+
+
+@pytest.mark.parametrize("ours, yours, said", [
+    ((10, 11, 10), (10.1, 10.5, 10), ["About the same speed", "0.95 to 1.01 times as long as ours (3 rounds)."]),
+    ((10, 11, 10), (20, 21, 22), ["A step of yours takes 1.91 to 2.20", "(3 rounds); --rounds 5 tells whether"]),
+    ((10, 11, 10, 11, 10), (20, 21, 22, 20, 20), ["Yours is slower (p = "]),
+    ((20, 21, 22, 20, 20), (10, 11, 10, 11, 10), ["Yours is faster (p = "]),
+    ((10, 11, 10, 11, 10), (10.1, 11.2, 10.1, 12, 14), ["A step of yours takes 1.01 to 1.40 times"]),
+])
+def test_no_verdict_on_speed_that_the_rounds_do_not_carry(ours, yours, said):
+    text = " ".join(sentences(rounds(*ours), rounds(*yours)))
+    assert all(words in text for words in said), text
+    assert ("p = " in text) == any("p = " in words for words in said)
+
+
+@pytest.mark.parametrize("loss, said", [(4.0, "the same to the last digit"), (4.5, "up to 0.500000 apart")])
+def test_the_losses_are_compared(loss, said):
+    first = next(sentences(rounds(10), rounds(10, loss=loss)))
+    assert said in first and f"5.000000 and 5.000000 in step 1, 4.000000 and {loss:.6f} in step 2" in first
