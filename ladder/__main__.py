@@ -146,16 +146,18 @@ def floor(args):
 
 
 def propagate(args):
-    """carry the uncommitted fix in a rung through all later rungs"""
+    """carry the uncommitted fix in a rung through all later rungs, as far as it goes"""
     from ladder.scripts.propagate import propagate
 
-    stage, until = find_rung(args.rung), args.until and find_rung(args.until)
-    written = propagate(stage, until=until)
+    stage = find_rung(args.rung)
+    written, stops = propagate(stage)
     console.print(f"the fix in {stage.file} is now in {len(written)} later rungs:")
     for name, merged in written.items():
         console.print(f"  {name}")
         for line in merged:
             console.print(f"    merged within this line, please check: {line}", soft_wrap=True)
+    if stops:
+        raise UserError("\n".join(stops))
 
 
 def above_zero(kind):
@@ -235,7 +237,6 @@ flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090'
 flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
 flag = verb(propagate)
 flag("rung", help="its file, or N")
-flag("--until", metavar="RUNG", help="the last rung to carry it to (default: the ladder's last)")
 
 
 def parse_args(argv=None):

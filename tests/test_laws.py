@@ -96,7 +96,7 @@ STRAY_EDITS = [
     ("16", "@torch.no_grad()", "# without gradients", "rung_16_gradient_checkpointing.py: evaluate differs"),
     ("7", "class GPT(nn.Module):", "# a comment\nclass GPT(nn.Module):", "vocab_pad.py: Block.forward differs"),
     ("4", "def train(args):", "EXTRA = 1\n\n\ndef train(args):", "residual_scaling.py: EXTRA differs"),
-    ("ddp", "class Log:", "# a comment\nclass Log:", "ddp_run.py: below the banner it differs from baseline.py"),
+    ("ddp", "class Log:", "# a comment\nclass Log:", "ddp_run.py: below the banner it differs from speedup_10"),
 ]
 
 
