@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ladder.count.floor import STORED
+from ladder.count.flops import SHAPES
 from ladder.errors import UserError
 from ladder.scripts.choose import find_rung, parse_rungs
 from ladder.scripts.stages import BY_LABEL, ROOT
@@ -137,12 +139,23 @@ def diff(args):
 def floor(args):
     """the least a step can cost on any GPU, counted; no GPU is needed
 
-    Of GPT-2 (124M) at B=16 T=1024; another model or batch: python -m experiments.count_kernels
+    With another --model, -B or -T than the stored counts have, they are counted anew: some seconds for each rung.
     """
     from ladder.count.cards import find_card
-    from ladder.show.floors import show_floors
+    from ladder.show.floors import counted_rungs, print_floors, stored_kernels
 
-    show_floors(parse_rungs(args.rungs), [find_card(name) for name in args.gpu or ["A100"]], console)
+    cards = [find_card(name) for name in args.gpu or ["A100"]]
+    labels = counted_rungs(parse_rungs(args.rungs), console)
+    setting = {"model": args.model, "B": args.B, "T": args.T}
+    if args.T > STORED["T"]:
+        raise UserError(f"-T {args.T}: the model takes {STORED['T']} tokens; give a smaller -T")
+    if setting == STORED:
+        kernels = stored_kernels(labels)
+    else:
+        from experiments.count_kernels import count_all
+
+        kernels = count_all(labels, setting, console)
+    print_floors(kernels, cards, setting, console)
 
 
 def propagate(args):
@@ -235,6 +248,9 @@ flag = verb(floor)
 flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
      "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
 flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
+flag("--model", default=STORED["model"], choices=SHAPES, help="(default: %(default)s)")
+flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s)")
+flag("-T", type=COUNT, default=STORED["T"], help="(default: %(default)s, the most)")
 flag = verb(propagate)
 flag("rung", help="its file, or N")
 
