@@ -28,11 +28,11 @@ def newest_run(wanted=None):
     """The folder of the newest run that is `wanted`: by default that has a step, without which nothing can be shown."""
     from ladder.show.logs import has_steps
 
-    runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    folder = next(filter(wanted or has_steps, (path.parent for path in runs)), None)
-    if folder is None:
-        raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
-    return folder
+    wanted = wanted or has_steps
+    for path in sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        if wanted(path.parent):
+            return path.parent
+    raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
 
 
 def reference_folders():
@@ -57,7 +57,8 @@ def smoke(args):
     """does everything work here? every script, for four steps"""
     from ladder.measure.smoke import smoke
 
-    flags = [f"--{name}={value}" for name in ("device", "model", "data") if (value := getattr(args, name))]
+    given = {"device": args.device, "model": args.model, "data": args.data}
+    flags = [f"--{name}={value}" for name, value in given.items() if value]
     return smoke(flags, args.out or new_folder("logs/smoke"), console)
 
 
@@ -118,7 +119,8 @@ def compare(args):
     from ladder.show.compare import print_comparison
     from ladder.show.logs import read_log
 
-    print_comparison(*map(read_log, args.logs), console, args.gpu and find_card(args.gpu))
+    one, other = args.logs
+    print_comparison(read_log(one), read_log(other), console, args.gpu and find_card(args.gpu))
 
 
 def diff(args):
@@ -130,8 +132,8 @@ def diff(args):
         raise UserError("diff takes one rung, or two")
     stage = find_rung(args.rungs[-1])
     before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else BY_LABEL.get(stage.before)
-    old, new = (rung and rung.path.read_text(encoding="utf-8") for rung in (before, stage))
-    print_lesson(read_lesson(old, new), console)
+    old = before.path.read_text(encoding="utf-8") if before else None
+    print_lesson(read_lesson(old, stage.path.read_text(encoding="utf-8")), console)
     if before and REFERENCE.is_dir():
         print_effect(before, stage, reference_folders(), console)
 
@@ -211,12 +213,6 @@ flag("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(d
 flag("--repeat", type=COUNT, default=1, metavar="N", help="N interleaved rounds, to see the noise")
 flag("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
 flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
-flag("--race", type=COUNT, metavar="SEEDS", help="instead: find each rung's learning rates, then compare "
-     "over this many seeds the tokens and seconds to a validation loss (from rung 13)")
-flag("--race-jobs", type=COUNT, default=1, metavar="N", help="run N scripts of a race at a time, each on "
-     "its share of the cores; the timing at its end always runs one (default: %(default)s)")
-flag("--search-steps", type=COUNT, metavar="N", help="the length of the runs that find a race's learning rates "
-     "(default: --steps)")
 flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
 flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
 flag("--processes", type=COUNT, default=2, help="of ddp, fsdp and dcp (default: %(default)s)")

@@ -159,6 +159,24 @@ def test_the_lesson_comes_first(stage):
     assert names[-2:] == ["parse_args", 'if __name__ == "__main__":']
 
 
+ROOMS = ["scripts", "count", "show", "measure"]  # of the tool: each imports from itself and from those before it
+
+
+def test_the_rooms_of_the_tool_import_one_way():
+    for path in sorted((ROOT / "ladder").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        room = path.relative_to(ROOT / "ladder").parts[0]
+        for module in modules:
+            project, _, rest = module.partition(".")
+            inner = rest.partition(".")[0]
+            if room in ROOMS:
+                assert project not in ("experiments", "tests"), (path, module)
+            if room in ROOMS and project == "ladder" and inner in ROOMS:
+                assert ROOMS.index(inner) <= ROOMS.index(room), (path, module)
+
+
 def test_every_script_is_a_stage():
     scripts = {path.relative_to(ROOT).as_posix() for folder in (ROOT, ROOT / "beyond") for path in folder.glob("*.py")}
     assert scripts - {"sample.py", "convert.py", "evaluate.py"} == {stage.file for stage in STAGES}
