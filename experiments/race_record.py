@@ -18,7 +18,7 @@ from ladder.show.chance import FEWEST_SEEDS, paired_p
 from ladder.show.logs import ORDER, read_headers, read_lines, read_log, run_of
 from ladder.show.machine import read_json
 from ladder.show.report import Row, median, title_of
-from ladder.show.standings import Racer, stage_of
+from ladder.show.standings import Racer
 
 FILE = "race.csv"
 RATES = "rates.json"  # the learning rates that the searches have found

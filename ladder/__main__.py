@@ -144,13 +144,14 @@ def floor(args):
     With another --model, -B or -T than the stored counts have, they are counted anew: some seconds for each rung.
     """
     from ladder.count.cards import find_card
+    from ladder.count.memory import BLOCK_SIZE
     from ladder.show.floors import counted_rungs, print_floors, stored_kernels
 
     cards = [find_card(name) for name in args.gpu or ["A100"]]
     labels = counted_rungs(parse_rungs(args.rungs), console)
     setting = {"model": args.model, "B": args.B, "T": args.T}
-    if args.T > STORED["T"]:
-        raise UserError(f"-T {args.T}: the model takes {STORED['T']} tokens; give a smaller -T")
+    if args.T > BLOCK_SIZE:
+        raise UserError(f"-T {args.T}: the model takes {BLOCK_SIZE} tokens; give a smaller -T")
     if setting == STORED:
         kernels = stored_kernels(labels)
     else:

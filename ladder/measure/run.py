@@ -31,11 +31,16 @@ def run(args, logs, console):
     args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
         return print_largest(stages, args.flags, args.time_limit, args.processes, console)
-    runner, interrupted = Runner(settings.device, logs, args.time_limit, console, args.resume), False
+    jobs, interrupted = plan(stages, args.flags, logs, args.repeat, args.peers, args.processes), False
+    runner = Runner(settings.device, logs, args.time_limit, console, args.resume, len(jobs))
     with locked(logs, args.resume):
         check_same_machine(logs, "--resume --logs")
         try:
-            measure(args, stages, runner)
+            with runner:  # between two measurements of the machine
+                if not args.resume:
+                    runner.measure_machine(arguments=args.argv)
+                runner.run(jobs)
+                runner.measure_machine()
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -49,17 +54,6 @@ def run(args, logs, console):
     if interrupted:
         return 130
     return 1 if runner.failed() else 0
-
-
-def measure(args, stages, runner):
-    """Run the jobs, between two measurements of the machine."""
-    jobs = plan(stages, args.flags, runner.log_dir, args.repeat, args.peers, args.processes)
-    runner.n_jobs = len(jobs)
-    with runner:
-        if not args.resume:
-            runner.measure_machine(arguments=args.argv)
-        runner.run(jobs)
-        runner.measure_machine()
 
 
 def show_end(runner, console):

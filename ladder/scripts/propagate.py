@@ -134,8 +134,6 @@ def own_lines(merged, *sources):
 
 def check_start(stage, later, old, new):
     """Refuse a rung without a fix, one that breaks the law, and uncommitted changes that could be lost."""
-    if not later:
-        raise UserError(f"{stage.file}: no rung comes after it")
     dirty = [rung.file for rung in later if new[rung.file] != old[rung.file]]
     if dirty:
         raise UserError(f"{dirty[-1]} has uncommitted changes: commit or stash them first, so that nothing is lost; "

@@ -164,20 +164,17 @@ def markdown(rows, n_left):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def rounds_of(report):
-    return max(row.rounds for row in report.rows)
-
-
 def short_table(report):
     """README.md's: each rung's speed and its spread, and its counted and published times for an A100."""
     floors = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
+    rounds = max(row.rounds for row in report.rows)
     return (f"{markdown([short_row(row, floors) for row in report.rows], 2)}\n\n"
-            f"{where(report)}; the median of {rounds_of(report)} rounds, lowest to highest.")
+            f"{where(report)}; the median of {rounds} rounds, lowest to highest.")
 
 
 def long_table(report):
     """docs/results.md's."""
-    rounds = rounds_of(report)
+    rounds = max(row.rounds for row in report.rows)
     spread = f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else ""
     return (f"{markdown([long_row(row) for row in report.rows], 3)}\n\n{conditions(report)} ms/step is the "
             f"median{spread}, the loss that of step {last_steps(report)}.")
