@@ -120,8 +120,8 @@ def place_of(part, path, chosen):
         rates, number = [float(rate) for rate in path.parent.name.split("_")], 1
     else:
         rates, number = chosen[path.stem], int(path.parent.name.removeprefix("round_"))
-    max_lr, muon_lr = [*rates, math.nan][:2]
-    return {"part": part, "rung": path.stem, "max_lr": max_lr, "muon_lr": muon_lr, "round": number}
+    muon_lr = rates[1] if len(rates) > 1 else math.nan
+    return {"part": part, "rung": path.stem, "max_lr": rates[0], "muon_lr": muon_lr, "round": number}
 
 
 def place_in_table(column):

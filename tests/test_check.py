@@ -18,7 +18,7 @@ def findings(function, *arguments):
     return {one.what: f"{one.mark} {one.detail}" for one in function(*arguments)}
 
 
-def test_what_is_here():
+def test_check_says_what_is_here_and_recommends_a_run():
     run = ladder("check", CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR="/tmp/empty-inductor-cache")
     assert run.returncode == 0, run.stderr
     for word in ("device", "TF32", "bfloat16", "attention", "fused AdamW", "NCCL", "free disk"):
@@ -109,7 +109,7 @@ def test_a_product_has_two_operations_for_each_multiplication(monkeypatch):
     ("NVIDIA GeForce RTX 4090", (8, 9), "13.0", "-", "+"),  # whose TF32 is as fast as its float32
     ("AMD Instinct MI300X", (9, 4), None, "-", "-"),  # which numbers its cards otherwise
 ])
-def test_formats_of_gpus(name, capability, cuda, tf32, float8, monkeypatch):
+def test_a_gpu_gains_only_from_formats_that_it_has(name, capability, cuda, tf32, float8, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)

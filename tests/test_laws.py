@@ -180,10 +180,3 @@ def test_the_rooms_of_the_tool_import_one_way():
 def test_every_script_is_a_stage():
     scripts = {path.relative_to(ROOT).as_posix() for folder in (ROOT, ROOT / "beyond") for path in folder.glob("*.py")}
     assert scripts - {"sample.py", "convert.py", "evaluate.py"} == {stage.file for stage in STAGES}
-
-
-def test_the_ladder_is_one_chain():
-    """With branches from rung 24."""
-    branches = {stage.label for stage, before in zip(STAGES[1:], STAGES, strict=False) if stage.before != before.label}
-    assert branches == {"26", "30", "32", "33", "fsdp"} and all(BY_LABEL[label].before == "24" for label in branches)
-    assert len(BY_LABEL) == len(STAGES)

@@ -16,7 +16,7 @@ from ladder.show.report import build_report
     ("# batch: B=4 T=1024 | steps: 3\n", "\n", False),
     ("# batch: B=4 T=1024 | steps: 3\n", "\nstep : 4 | loss: 5 | dt: 1 ms", False),  # killed while it wrote this line
 ])
-def test_a_whole_run(header, tail, complete, tmp_path):
+def test_a_run_is_complete_with_its_median_line_and_the_last_step_that_it_promises(header, tail, complete, tmp_path):
     run = read_log(write_log(tmp_path / "a.log", header=header, tail=tail))
     assert run.steps == [1, 2, 3] and run.complete == complete
 

@@ -9,6 +9,7 @@ import pandas
 import pytest
 from conftest import ROOT
 from run_tool import flags
+from scipy.stats import ttest_1samp
 
 from experiments import race as race_module
 from experiments import race_docs
@@ -167,11 +168,11 @@ def test_a_run_that_diverges_is_never_the_best_and_a_resumed_race_keeps_its_rate
     ((9, 8, 7, 6), 7.5, 25), ((9, 8, 7, 6), 7, 30), ((9, 8, 7, 6), 9.5, 10), ((9, 8, 7, 6), 5.9, math.inf),
     ((9, 6, 8, 5), 7, 10 + 10 * 2 / 3), ((math.inf, 7, 7, 6), 7.5, 20),
 ])
-def test_steps_to_a_loss(val_losses, loss, steps):
+def test_steps_to_a_loss_lie_between_two_validations(val_losses, loss, steps):
     assert steps_to(pandas.DataFrame({"step": STEPS, "val_loss": val_losses}), loss) == pytest.approx(steps)
 
 
-def test_the_standings(tmp_path):
+def test_standings_are_medians_over_the_seeds(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 3, slow=["round_3"], **VAL_LOSSES)
     report = build_report(tmp_path)
     target, [first, second] = standings(report)
@@ -227,24 +228,13 @@ def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(t
     assert "ms/step of the same runs" in race_texts(report)[1]
 
 
-def by_seed(**ends):
-    """A Series by rung and seed, as `chances` takes it, of {rung: {seed: number}}."""
-    ends = {(name, seed): value for name, values in ends.items() for seed, value in values.items()}
-    return pandas.Series(ends.values(), pandas.MultiIndex.from_tuples(ends, names=["rung", "seed"]), dtype=float)
-
-
-def test_a_paired_t_test():
-    """Student's distribution with 4 degrees of freedom has a closed form; the pairs are found by their seed."""
-    before = dict(enumerate((6.10, 6.00, 5.90, 6.05, 5.97)))
-    gains = dict(enumerate((0.10, 0.02, 0.06, -0.01, 0.05)))
-    t = 0.044 / math.sqrt(sum((gain - 0.044) ** 2 for gain in gains.values()) / 4 / 5)
-    q = t * t / (1 + t * t / 4)
-    p = 1 - 0.75 * math.sqrt(q) * (1 - q / 12)
-    after = {n: before[n] - gain for n, gain in gains.items()}
-    for values in (after, dict(reversed(after.items())), after | {5: 1}):
-        assert chances(by_seed(a=before, b=values)) == [None, pytest.approx(p)]
-    assert chances(by_seed(a=before, b=before))[1] is None
-    assert chances(by_seed(a=before, b={n: loss - 0.5 for n, loss in before.items()}))[1] < 1e-9
+def test_rungs_are_compared_by_a_paired_t_test_over_the_seeds():
+    """The pairs are found by their seed; one that only a single rung has does not count."""
+    before, gains = {1: 6.10, 2: 6.00, 3: 5.90, 4: 6.05, 5: 5.97}, {1: 0.10, 2: 0.02, 3: 0.06, 4: -0.01, 5: 0.05}
+    after = {6: 1.0} | {seed: before[seed] - gains[seed] for seed in (5, 4, 3, 2, 1)}
+    for values, p in ((after, ttest_1samp([*gains.values()], 0).pvalue), (before, None)):
+        losses = pandas.concat({"a": pandas.Series(before), "b": pandas.Series(values)}, names=["rung", "seed"])
+        assert chances(losses) == [None, p and pytest.approx(p)]
 
 
 def test_a_rung_is_compared_with_the_row_before(tmp_path):
