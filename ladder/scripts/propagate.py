@@ -100,7 +100,7 @@ def merge(ours, base, theirs, names=("ours", "base", "theirs"), first_line=1):
     try:
         compile(merged, "merged", "exec")
     except SyntaxError as error:
-        raise Conflict(f"git merges it, but not to Python: {error.msg}: {error.text}") from None
+        raise Conflict(f"git merges it, but not to Python: {error.msg}: {(error.text or '').strip()}\n") from None
     return merged
 
 
@@ -155,21 +155,16 @@ def propagate(stage, root=ROOT):
     old = {rung.file: committed(rung.file, root) for rung in (stage, *later)}
     new = {rung.file: (root / rung.file).read_text(encoding="utf-8") for rung in STAGES}
     check_start(stage, later, old, new)
-    written, stops, waiting = {}, [], []
-    for rung in later:
-        before = BY_LABEL[rung.before]
-        if before in waiting:
-            waiting.append(rung)
-            continue
+    written, stops = {}, []
+    for rung in later:  # one that starts from a rung where the fix stopped finds nothing to carry
         try:
             new[rung.file] = carry(rung, old, new)
         except Conflict as conflict:
-            waiting.append(rung)
             stops.append(f"{rung.file}: the fix stops here, for {len(rungs_after(rung))} later rungs, too: {conflict}"
                          f"make it in {rung.file} by hand, then: python -m ladder propagate {rung.file}")
             continue
         if new[rung.file] != old[rung.file]:
-            written[rung.file] = own_lines(new[rung.file], old[rung.file], new[before.file])
+            written[rung.file] = own_lines(new[rung.file], old[rung.file], new[BY_LABEL[rung.before].file])
     for file in written:
         mode = (root / file).stat().st_mode
         write_whole(root / file, new[file])
