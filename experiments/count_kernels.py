@@ -1,7 +1,7 @@
-"""What is the least that a training step costs on a GPU? The floors of `python -m ladder floor`, counted, of any batch.
+"""What is the least that a training step costs on a GPU? The floors of `python -m ladder floor`, counted.
 
-    python -m experiments.count_kernels --rungs 10 --gpu "RTX 3080" -B 4
-    python -m experiments.count_kernels --rungs 0,1 --save          # into ladder/count/floors.json
+    python -m ladder floor --gpu "RTX 3080" -B 4 --rungs 10         # counts another batch than the stored one
+    python -m experiments.count_kernels --rungs 0,1                 # stores counts in ladder/count/floors.json
 
 No GPU is needed: the rung's own `train` runs on fake tensors, which have shapes but no memory, and the FLOPs, bytes and
 launches of every kernel are counted.
@@ -40,14 +40,13 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ladder.count.cards import find_card
-from ladder.count.floor import COUNTED, STORE, STORED, Kernel, read_store, row_of
-from ladder.count.flops import SHAPES, VOCAB_SIZE
+from ladder.count.floor import COUNTED, STORE, STORED, Kernel, read_store
+from ladder.count.flops import VOCAB_SIZE
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.scripts.choose import parse_rungs
 from ladder.scripts.stages import BANNER, BY_LABEL, load_script
-from ladder.show.floors import print_floors
+from ladder.show.floors import counted_rungs
 
 NO_KERNEL = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")  # views, allocation
 OVERWRITES = ("fill_", "zero_", "copy_", "ones_like", "zeros_like", "full_like")  # does not read its first argument
@@ -335,6 +334,15 @@ def count(label, model, B, T, **more):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+def count_all(labels, setting, console):
+    """{label: {Kernel: how many}} of rungs; `setting`: model, B and T."""
+    counted = {}
+    for label in labels:
+        with console.status(f"counting rung {label}"):
+            counted[label] = count(label, **setting)
+    return counted
+
+
 def save_store(counted):
     """Add {label: {Kernel: how many}}, counted at the stored setting, to floors.json."""
     rungs = read_store()
@@ -348,25 +356,10 @@ def save_store(counted):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rungs", default="0-10", help="of one card, without 25 (default: %(default)s)")
-    parser.add_argument("--gpu", nargs="+", default=["A100"], metavar="CARD")
-    parser.add_argument("--model", default=STORED["model"], choices=SHAPES)
-    parser.add_argument("-B", type=int, default=STORED["B"])
-    parser.add_argument("-T", type=int, default=STORED["T"], help="at most %(default)s")
-    parser.add_argument("--save", action="store_true", help="store the counts; with the default model, B and T")
-    args = parser.parse_args(argv)
-    setting = {"model": args.model, "B": args.B, "T": args.T}
-    if args.B < 1 or not 1 <= args.T <= STORED["T"] or args.save and setting != STORED:
-        parser.error(f"-B from 1, -T from 1 to {STORED['T']}; --save without --model, -B and -T")
-    cards, counted, console = [find_card(name) for name in args.gpu], {}, Console(highlight=False)
-    for label in [stage.label for stage in parse_rungs(args.rungs) if stage.label in COUNTED]:
-        with console.status(f"counting rung {label}"):
-            counted[label] = count(label, args.model, args.B, args.T)
-    if args.save:
-        save_store(counted)
-    rows = [row_of(label, kernels, cards) for label, kernels in counted.items()]
-    print_floors(rows, cards, "{model}, B={B} T={T}".format(**setting), console)
+    parser = argparse.ArgumentParser(description="Count the kernels of GPT-2 (124M) at B=16 T=1024, and store them.")
+    parser.add_argument("--rungs", required=True, help="of one card, without 25, such as 0-10")
+    args, console = parser.parse_args(argv), Console(highlight=False)
+    save_store(count_all(counted_rungs(parse_rungs(args.rungs), console), STORED, console))
 
 
 if __name__ == "__main__":

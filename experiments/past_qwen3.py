@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.race_record import last_val_loss
 from experiments.variants import BASE, patches, write_variant
 from ladder.errors import UserError
 from ladder.measure.runner import Job, Runner, check_flags, command_for
-from ladder.show.race_table import last_val_loss
 
 SEEDS = 1337, 1338, 1339  # of rung 24 itself: how far chance goes
 

@@ -6,7 +6,7 @@
         --val-every 33
 
 Each is a patch of rung 24's script in patches/variants/, or the folder that --patches names there. LOGS then holds what
-python -m ladder run --race leaves, without timings; rerun the same command to resume.
+python -m experiments.race leaves, without timings; rerun the same command to resume.
 """
 import argparse
 import os
@@ -19,12 +19,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.race import Contest, n_jobs
+from experiments.race_record import read_logs
 from ladder.errors import UserError
-from ladder.measure.race import n_jobs, race
 from ladder.measure.runner import Runner, check_flags
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
-from ladder.show.race_table import read_logs
 from ladder.show.standings import show_rates
 
 BASE = BY_LABEL["24"]  # the last rung of the race
@@ -63,8 +63,8 @@ def main():
     stages = [BASE, *(write_variant(patch, args.logs) for patch in patches(args.patches))]
     settings = check_flags([BASE], flags)
     with Runner(settings.device, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(stages, args.seeds)) as runner:
-        race(stages, flags, args.logs, args.seeds, runner.run, timed=False)
-    found = read_logs(args.logs)
+        Contest(stages, flags, args.logs, args.seeds, runner.run).race(timed=False)
+    found, _ = read_logs(args.logs)
     ends = found.part("round").groupby(["rung", "round"]).val_loss.last()
     for stage in stages:
         for log in sorted(args.logs.glob(f"round_*/{stage.name}.log")):

@@ -1,4 +1,4 @@
-"""The tool around the ladder: `scripts` knows the rungs, `measure` runs, `count` counts, `judge` judges, `show` shows.
+"""The tool around the ladder: `scripts` knows the rungs, `count` counts, `show` shows and compares, `measure` runs.
 
-Nothing that only reads logs imports torch.
+Each imports only from those before it. Nothing that only reads logs imports torch.
 """

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ladder.count.floor import STORED
+from ladder.count.flops import SHAPES
 from ladder.errors import UserError
 from ladder.scripts.choose import find_rung, parse_rungs
 from ladder.scripts.stages import BY_LABEL, ROOT
@@ -26,11 +28,11 @@ def newest_run(wanted=None):
     """The folder of the newest run that is `wanted`: by default that has a step, without which nothing can be shown."""
     from ladder.show.logs import has_steps
 
-    runs = sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    folder = next(filter(wanted or has_steps, (path.parent for path in runs)), None)
-    if folder is None:
-        raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
-    return folder
+    wanted = wanted or has_steps
+    for path in sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        if wanted(path.parent):
+            return path.parent
+    raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
 
 
 def reference_folders():
@@ -55,7 +57,8 @@ def smoke(args):
     """does everything work here? every script, for four steps"""
     from ladder.measure.smoke import smoke
 
-    flags = [f"--{name}={value}" for name in ("device", "model", "data") if (value := getattr(args, name))]
+    given = {"device": args.device, "model": args.model, "data": args.data}
+    flags = [f"--{name}={value}" for name, value in given.items() if value]
     return smoke(flags, args.out or new_folder("logs/smoke"), console)
 
 
@@ -116,7 +119,8 @@ def compare(args):
     from ladder.show.compare import print_comparison
     from ladder.show.logs import read_log
 
-    print_comparison(*map(read_log, args.logs), console, args.gpu and find_card(args.gpu))
+    one, other = args.logs
+    print_comparison(read_log(one), read_log(other), console, args.gpu and find_card(args.gpu))
 
 
 def diff(args):
@@ -128,8 +132,8 @@ def diff(args):
         raise UserError("diff takes one rung, or two")
     stage = find_rung(args.rungs[-1])
     before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else BY_LABEL.get(stage.before)
-    old, new = (rung and rung.path.read_text(encoding="utf-8") for rung in (before, stage))
-    print_lesson(read_lesson(old, new), console)
+    old = before.path.read_text(encoding="utf-8") if before else None
+    print_lesson(read_lesson(old, stage.path.read_text(encoding="utf-8")), console)
     if before and REFERENCE.is_dir():
         print_effect(before, stage, reference_folders(), console)
 
@@ -148,25 +152,39 @@ def try_(args):
 def floor(args):
     """the least a step can cost on any GPU, counted; no GPU is needed
 
-    Of GPT-2 (124M) at B=16 T=1024; another model or batch: python -m experiments.count_kernels
+    With another --model, -B or -T than the stored counts have, they are counted anew: some seconds for each rung.
     """
     from ladder.count.cards import find_card
-    from ladder.show.floors import show_floors
+    from ladder.count.memory import BLOCK_SIZE
+    from ladder.show.floors import counted_rungs, print_floors, stored_kernels
 
-    show_floors(parse_rungs(args.rungs), [find_card(name) for name in args.gpu or ["A100"]], console)
+    cards = [find_card(name) for name in args.gpu or ["A100"]]
+    labels = counted_rungs(parse_rungs(args.rungs), console)
+    setting = {"model": args.model, "B": args.B, "T": args.T}
+    if args.T > BLOCK_SIZE:
+        raise UserError(f"-T {args.T}: the model takes {BLOCK_SIZE} tokens; give a smaller -T")
+    if setting == STORED:
+        kernels = stored_kernels(labels)
+    else:
+        from experiments.count_kernels import count_all
+
+        kernels = count_all(labels, setting, console)
+    print_floors(kernels, cards, setting, console)
 
 
 def propagate(args):
-    """carry the uncommitted fix in a rung through all later rungs"""
+    """carry the uncommitted fix in a rung through all later rungs, as far as it goes"""
     from ladder.scripts.propagate import propagate
 
-    stage, until = find_rung(args.rung), args.until and find_rung(args.until)
-    written = propagate(stage, until=until)
+    stage = find_rung(args.rung)
+    written, stops = propagate(stage)
     console.print(f"the fix in {stage.file} is now in {len(written)} later rungs:")
     for name, merged in written.items():
         console.print(f"  {name}")
         for line in merged:
             console.print(f"    merged within this line, please check: {line}", soft_wrap=True)
+    if stops:
+        raise UserError("\n".join(stops))
 
 
 def above_zero(kind):
@@ -207,12 +225,6 @@ flag("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(d
 flag("--repeat", type=COUNT, default=1, metavar="N", help="N interleaved rounds, to see the noise")
 flag("--peers", action="store_true", help="add transformers' own GPT-2 with everything switched on")
 flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
-flag("--race", type=COUNT, metavar="SEEDS", help="instead: find each rung's learning rates, then compare "
-     "over this many seeds the tokens and seconds to a validation loss (from rung 13)")
-flag("--race-jobs", type=COUNT, default=1, metavar="N", help="run N scripts of a race at a time, each on "
-     "its share of the cores; the timing at its end always runs one (default: %(default)s)")
-flag("--search-steps", type=COUNT, metavar="N", help="the length of the runs that find a race's learning rates "
-     "(default: --steps)")
 flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
 flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
 flag("--processes", type=COUNT, default=2, help="of ddp, fsdp and dcp (default: %(default)s)")
@@ -248,9 +260,11 @@ flag = verb(floor)
 flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
      "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
 flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
+flag("--model", default=STORED["model"], choices=SHAPES, help="(default: %(default)s)")
+flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s)")
+flag("-T", type=COUNT, default=STORED["T"], help="(default: %(default)s, the most)")
 flag = verb(propagate)
 flag("rung", help="its file, or N")
-flag("--until", metavar="RUNG", help="the last rung to carry it to (default: the ladder's last)")
 
 
 def parse_args(argv=None):

@@ -16,7 +16,7 @@ def test_help_comes_without_torch():
     assert "argparse" in run.stderr and "torch" not in run.stderr and "pandas" not in run.stderr
 
 
-def test_rungs():
+def test_rungs_are_chosen_by_label_range_or_file():
     def labels(text):
         return [stage.label for stage in parse_rungs(text)]
 
@@ -33,19 +33,17 @@ def test_rungs():
 @pytest.mark.parametrize("words, reasons", [
     (["report", "/no/such/folder"], ["no such folder of logs"]),
     (["report", ROOT / "logs" / "reference"], ["holds no logs"]),  # several machines are not rounds
+    (["report", "x", "--readme"], ["--readme: shows all folders of logs/reference"]),
     (["compare", "/no/a.log", "/no/b.log"], ["a.log"]),
+    *((["floor", "--gpu", card], [f"--gpu {card}"]) for card in ("nonsense", "mine:1,2", "mine:1,2,3,-4")),
+    (["floor", "--rungs", "ddp,25"], ["--rungs ddp,25: floors are of"]), (["floor", "-T", "2048"], ["-T 2048"]),
     (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
     (["diff", "1", "2", "3"], ["one rung, or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),
-    (["run", "--save=x"], ["--save"]), (["run", "--race-jobs", "2"], ["--race-jobs, --search-steps: only with --race"]),
-    (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),
-    (["run", "--race", "2", "--max-batch"], ["--max-batch: not with --race"]),
-    (["run", "--race", "2", "--rungs", "10,16"], ["speedup_10_fused_adamw.py does not validate", "rungs from 13 on"]),
-    (["run", "--race", "2", "--rungs", "16", "--val-every", "0"], ["--val-every 0"]),
-    (["run", "--race", "2", "--rungs", "18", "--muon-lr=0.01"], ["--muon-lr: --race sets it itself"]),
+    (["run", "--save=x"], ["--save"]), (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),
     (["survey", "--compile-mode", "none"], ["--compile-mode", "not for a survey"]),
     (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps", "not for a profile"]),
 ])
-def test_wrong_words(words, reasons, tmp_path, monkeypatch, call):
+def test_wrong_words_end_in_one_line_before_anything_is_written(words, reasons, tmp_path, monkeypatch, call):
     """Before anything is written: here a script would prepare data/tokens."""
     monkeypatch.chdir(tmp_path)
     assert is_one_error(call(*words), *reasons) and not list(tmp_path.iterdir())

@@ -107,7 +107,7 @@ def test_different_allocators_are_named(one, other, different, compared):
     assert (f"Different allocator: {different}." in text) == bool(different) == ("may be the allocator's" in text)
 
 
-def test_the_table(tmp_path, call):
+def test_the_table_has_each_common_step_and_a_median_without_the_warm_up(tmp_path, call):
     code, out, _ = call("compare", write_log(tmp_path / "a.log"), write_log(tmp_path / "b.log", ms=(50, 25, 20)))
     assert code == 0 and "2 9.000000 9.000000 +0.000000 50.00 25.00 2.00" in out
     assert "median +0.000000 50.00 22.50 2.25" in out  # without the first step, in which both warm up

@@ -13,7 +13,7 @@ from experiments import causal_attention, variants
 from ladder.scripts.stages import BY_LABEL
 
 FOLDER = Path(variants.__file__).parent
-NO_FLAGS = {"count_kernels", "cpu_bfloat16", "floors"}
+NO_FLAGS = {"cpu_bfloat16", "floors", "race_record"}
 
 
 @pytest.mark.parametrize("patch", sorted(variants.PATCHES.glob("*/*.patch")), ids=lambda patch: patch.stem)

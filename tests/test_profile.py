@@ -134,12 +134,12 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
     ("Memcpy HtoD (Pageable -> Device)", [], [], "data"),
     ("autograd::engine::evaluate_function: MmBackward0", [], [], "waiting"),
 ])
-def test_kinds_of_real_names(name, shapes, around, kind):
+def test_an_operator_counts_for_its_kind_of_work(name, shapes, around, kind):
     assert kind_of(name, shapes, around, logit_widths(50257)) == kind
 
 
 @pytest.mark.slow
-def test_the_profiles_of_rungs(tokens, tmp_path):
+def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path):
     profile = [sys.executable, "-m", "ladder", "profile", "--logs", tmp_path, "--model", "tiny", "--device", "cpu",
                "-B", 2, "-T", 128]
     done = run_command(*profile, "--rungs", "0,5,10", "--repeat", 1, "--data", tokens, timeout=500)

@@ -1,4 +1,4 @@
-"""python -m ladder propagate: a fix in one rung becomes the same fix in all later ones, or nothing is touched."""
+"""python -m ladder propagate: a fix in one rung becomes the same fix in all later ones, as far as it goes."""
 import shutil
 import subprocess
 import sys
@@ -66,7 +66,8 @@ NATURAL_FIX = [  # of the baseline; the text is the same in all rungs, though be
 def test_a_natural_fix_is_carried_to_all_later_rungs(repository):
     edit(repository / "baseline.py", *NATURAL_FIX)
     (repository / STAGES[-1].file).chmod(0o755)  # a file stays executable
-    assert list(propagate(BASELINE, repository)) == [stage.file for stage in STAGES[1:]]
+    written, stops = propagate(BASELINE, repository)
+    assert list(written) == [stage.file for stage in STAGES[1:]] and stops == []
     for stage in STAGES:
         assert (repository / stage.file).read_text() == replaced(stage, *NATURAL_FIX), stage.file
     assert list(violations({stage.file: (repository / stage.file).read_text() for stage in STAGES})) == []
@@ -76,62 +77,76 @@ def test_a_natural_fix_is_carried_to_all_later_rungs(repository):
 def test_a_line_is_carried_through_what_rungs_change_in_it_up_to_where_it_moves(repository):
     """Indented, renamed: a later rung's line is its own but for the fix, and named to the user; 11 moves it."""
     edit(repository / "baseline.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
-    before = snapshot(repository)
-    with pytest.raises(UserError, match="(?s)rung_11_gradient_accumulation.py: the fix conflicts.*--until ddp"):
-        propagate(BASELINE, repository)
-    assert snapshot(repository) == before
-    written = propagate(BASELINE, repository, until=BY_LABEL["ddp"])
+    written, [stop] = propagate(BASELINE, repository)
     assert list(written) == [stage.file for stage in STAGES[1:12]]
     for stage in STAGES[1:12]:
         own = "step_model(x, y)" if STAGES.index(stage) >= 5 else "loss = model(x, y)"
         assert (repository / stage.file).read_text() == replaced(stage, (own, own.replace("y)", "targets=y)")))
+    for stage in STAGES[12:]:
+        assert (repository / stage.file).read_text() == stage.path.read_text()
     assert {file: lines for file, lines in written.items() if lines} == {
         "speedup_05_compile.py": ["loss = step_model(x, targets=y)"]}
+    assert stop.startswith(f"{BY_LABEL['11'].file}: the fix stops here, for {len(STAGES) - 13} later rungs, too: ")
 
 
 def test_only_what_starts_from_the_fixed_rung_is_touched(repository):
     """Rungs 30 and 31 start from 24, as 26 does."""
     edit(repository / "beyond/rung_27_best_checkpoint.py", ("0 < self.steps_of_patience", "1 < self.steps_of_patience"))
-    assert list(propagate(BY_LABEL["27"], repository)) == [BY_LABEL["28"].file, BY_LABEL["29"].file]
+    written, stops = propagate(BY_LABEL["27"], repository)
+    assert list(written) == [BY_LABEL["28"].file, BY_LABEL["29"].file] and stops == []
 
 
-def test_a_conflict_is_shown_and_nothing_is_written(repository):
+def test_a_conflict_is_shown_with_its_place_and_the_rest_follows_the_fix_by_hand(repository):
+    """All this uncommitted, as the messages say; what conflicts is not touched."""
     changes = ("F.softmax(att, dim=-1)", "att.softmax(dim=-1)"), ("not math.isfinite(loss)", "math.isnan(loss)")
     edit(repository / "baseline.py", *changes)
-    before = snapshot(repository)
-    with pytest.raises(UserError) as error:
-        propagate(BASELINE, repository)
-    first, *shown = str(error.value).splitlines()
-    assert first.startswith("speedup_06_flash_attn.py: ") and "--until 5," in first
-    for part in ("<<<<<<< speedup_06_", "att.softmax(dim=-1)"):
-        assert any(part in line for line in shown)
-    assert snapshot(repository) == before
+    written, [stop] = propagate(BASELINE, repository)
+    assert list(written) == [stage.file for stage in STAGES[1:6]]
+    flash = BY_LABEL["6"]
+    assert (repository / flash.file).read_text() == flash.path.read_text()
+    first, line, mark, text, *shown, last = stop.splitlines()
+    assert first.startswith("speedup_06_flash_attn.py: ") and stop.count("<<<<<<<") == 1 and mark.startswith("<<<<<<<")
+    number = 1 + flash.path.read_text().splitlines().index(text)
+    assert line == f"line {number}:" and "scores exist only in tiles" in text
+    assert any("att.softmax(dim=-1)" in text for text in shown)
+    assert last == f"make it in {flash.file} by hand, then: python -m ladder propagate {flash.file}"
 
-    # As the message says: up to there, then by hand, then on from there. All this uncommitted.
-    assert list(propagate(BASELINE, repository, until=BY_LABEL["5"])) == [stage.file for stage in STAGES[1:6]]
     with pytest.raises(UserError, match="uncommitted changes.*continue from there: .* propagate speedup_05_compile.py"):
         propagate(BASELINE, repository)
-    edit(repository / "speedup_06_flash_attn.py", changes[1])
-    assert list(propagate(BY_LABEL["6"], repository)) == [stage.file for stage in STAGES[7:]]
+    edit(repository / flash.file, changes[1])
+    written, stops = propagate(flash, repository)
+    assert list(written) == [stage.file for stage in STAGES[7:]] and stops == []
     for stage in STAGES:
         assert (repository / stage.file).read_text() == replaced(stage, *changes)
 
 
-def test_what_would_break_the_law_is_not_written(repository):
+def test_other_branches_get_a_fix_that_stops_in_one(repository):
+    """26 changes how a batch is found; 30, which starts from 24, too, does not wait for it, nor does 26 for 30."""
+    fix = "(i % self.n_batches) * self.B * self.T", "i % self.n_batches * self.B * self.T"
+    edit(repository / BY_LABEL["12"].file, fix)
+    written, [stop] = propagate(BY_LABEL["12"], repository)
+    waiting = [BY_LABEL[label] for label in ("26", "27", "28", "29")]
+    assert stop.startswith(f"{waiting[0].file}: the fix stops here, for 3 later rungs, too")
+    assert list(written) == [stage.file for stage in STAGES[14:] if stage not in waiting]
+    edit(repository / waiting[0].file, ("divmod(w, self.n_windows)", "divmod(w, self.n_windows + 0)"))
+    written, stops = propagate(waiting[0], repository)  # by hand; 30 has its fix
+    assert list(written) == [stage.file for stage in waiting[1:]] and stops == []
+
+
+def test_a_fix_stops_where_it_would_break_the_law(repository):
     """Rung 4 may change MLP.__init__, and has no Feed.__init__."""
     edit(repository / "baseline.py", ("class MLP(", "class Feed("), ("self.mlp = MLP(", "self.mlp = Feed("))
-    before = snapshot(repository)
-    with pytest.raises(UserError, match="nothing was written.*Feed.__init__ differs"):
-        propagate(BASELINE, repository)
-    assert snapshot(repository) == before
+    written, [stop] = propagate(BASELINE, repository)
+    assert list(written) == [stage.file for stage in STAGES[1:4]]
+    assert stop.startswith(BY_LABEL["4"].file) and "ladder's law" in stop and "Feed.__init__ differs" in stop
+    edit(repository / "speedup_05_compile.py", ("class Log:", "# a comment\nclass Log:"))
+    with pytest.raises(UserError, match="nothing was written; .*04.* -> speedup_05.*: set_aside differs"):
+        propagate(BY_LABEL["5"], repository)
 
 
 def test_propagate_refuses_what_it_cannot_do_safely(repository):
     with pytest.raises(UserError, match="no uncommitted change"):
         propagate(BASELINE, repository)
-    for label, until in (("dcp", None), ("5", "3"), ("26", "31")):  # 31 is on another branch
-        with pytest.raises(UserError, match=f"{BY_LABEL[label].file}: no rung comes after it"):
-            propagate(BY_LABEL[label], repository, until and BY_LABEL[until])
     source = (repository / "baseline.py").read_text()
     for broken, reason in (
         (source.replace("import json\n", "import json(\n"), "baseline.py: line "),
@@ -142,12 +157,13 @@ def test_propagate_refuses_what_it_cannot_do_safely(repository):
             propagate(BASELINE, repository)
 
 
-def test_the_verb_names_what_to_check(repository):
+def test_the_verb_names_what_to_check_and_what_to_do(repository):
     shutil.copytree(ROOT / "ladder", repository / "ladder")
     edit(repository / "speedup_03_bf16_autocast.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
-    done = subprocess.run([sys.executable, "-m", "ladder", "propagate", "3", "--until", "speedup_05_compile.py"],
-                          cwd=repository, capture_output=True, text=True)
-    assert done.returncode == 0 and "please check: loss = step_model(x, targets=y)\n" in done.stdout, done.stderr
+    done = subprocess.run([sys.executable, "-m", "ladder", "propagate", "3"], cwd=repository, capture_output=True,
+                          text=True)
+    assert "is now in 8 later rungs" in done.stdout and "please check: loss = step_model(x, targets=y)\n" in done.stdout
+    assert done.returncode == 1 and done.stderr.endswith("python -m ladder propagate " + BY_LABEL["11"].file + "\n")
 
 
 @pytest.mark.parametrize("base, ours, theirs, merged", [

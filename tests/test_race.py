@@ -1,20 +1,25 @@
-"""run --race: the search for learning rates, the seeds, the timing, the standings; on known losses, and for real."""
-import io
+"""A race: the search for learning rates, the seeds, the timing, the standings; on known losses, and for real."""
+import json
 import math
+import re
 from dataclasses import replace
 
+import PIL.Image
 import pandas
 import pytest
-from rich.console import Console
+from conftest import ROOT
+from run_tool import flags
+from scipy.stats import ttest_1samp
 
+from experiments import race as race_module
+from experiments import race_docs
+from experiments.race import MOST_RATES, Contest, check_race, default_rates, keep, search
+from experiments.race_record import chances, read_csv, read_logs, steps_to, write_standings
 from ladder.errors import UserError
-from ladder.measure import race as race_module
-from ladder.measure.race import MOST_RATES, default_rates, race, search
 from ladder.scripts.stages import BY_LABEL, BY_NAME
-from ladder.show.plots import all_pictures, write_plots
-from ladder.show.race_table import FILE, read_logs, read_race, write_csv
+from ladder.show.plots import digest, save
 from ladder.show.report import build_report
-from ladder.show.standings import chances, print_race, race_curves, race_texts, standings, steps_to
+from ladder.show.standings import race_curves, race_texts, standings
 
 ADAMW, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("16", "18", "19"))
 STEPS = (10, 20, 30, 40)  # of the validations
@@ -82,8 +87,10 @@ def run_race(folder, stages, seeds=2, best=BEST, slow=(), search_steps=None, **v
             write_log(job, end, MS.get(job.name, 100.0) * (1.2 if {*slow} & {*job.log_dir.parts} else 1))
             done.append(job)
 
-    race(stages, ["--model", "tiny", "--steps", "40", "--seed", "7"], folder, seeds, run, at_once=2,
-         search_steps=search_steps)
+    words = ["--model", "tiny", "--steps", "40"]
+    Contest(stages, words, folder, seeds, run, at_once=2, search_steps=search_steps).race()
+    record, _ = read_logs(folder)
+    write_standings(record, folder / "race.json")
     return done
 
 
@@ -135,8 +142,8 @@ def test_each_search_begins_at_the_best_of_the_one_before(tmp_path):
         assert {(job.name, rates_of(job)) for job in part_of(jobs, part)} == {
             (name, tuple(f"{rate:g}" for rate in rates)) for name, rates in BEST.items()}
     assert {(flag_of(job, "--steps"), flag_of(job, "--val-every")) for job in part_of(jobs, "timing")} == {("30", "0")}
-    assert read_logs(tmp_path).sweep[MUON.name][1.2e-3, 4e-3] == 4.0
-    assert [racer.rates for racer in standings(build_report(tmp_path))[1]] == [*BEST.values()]
+    assert read_logs(tmp_path)[0].sweep[MUON.name][1.2e-3, 4e-3] == 4.0
+    assert [tuple(racer.rates) for racer in standings(build_report(tmp_path))[1]] == [*BEST.values()]
 
 
 def test_a_search_may_be_shorter_than_the_rounds(tmp_path):
@@ -145,21 +152,14 @@ def test_a_search_may_be_shorter_than_the_rounds(tmp_path):
         assert {(flag_of(job, "--steps"), flag_of(job, "--val-every")) for job in part_of(jobs, part)} == {expected}
 
 
-def test_a_resumed_race_keeps_its_rates(tmp_path):
-    """Though a run of the search that had failed would now be the best: rounds of both rates would be one rung's."""
+def test_a_run_that_diverges_is_never_the_best_and_a_resumed_race_keeps_its_rates(tmp_path):
+    """Though the run that had diverged would now be the best: rounds of both rates would be one rung's."""
     lost = {ADAMW.name: lambda end, job: "nan" if flag_of(job, "--max-lr") == "0.0012" else end}
-    run_race(tmp_path, [ADAMW], **lost)
+    jobs = run_race(tmp_path, [ADAMW], **lost)
+    assert {rates_of(job) for job in part_of(jobs, "round")} == {("0.0006",)}
     jobs = run_race(tmp_path, [ADAMW, MUON])
     assert {job.name for job in part_of(jobs, "sweep")} == {MUON.name}
     assert {rates_of(job) for job in part_of(jobs, "round") if job.name == ADAMW.name} == {("0.0006",)}
-    rounds = read_logs(tmp_path).part("round")
-    assert set(rounds[rounds.rung == ADAMW.name].max_lr) == {0.0006}
-
-
-def test_a_run_that_diverges_is_never_the_best(tmp_path):
-    jobs = run_race(tmp_path, [ADAMW], **{
-        ADAMW.name: lambda end, job: "nan" if flag_of(job, "--max-lr") == "0.0012" else end})
-    assert {rates_of(job) for job in part_of(jobs, "round")} == {("0.0006",)}
     with pytest.raises(UserError, match="no run of beyond/rung_16.* ended with a loss"):
         run_race(tmp_path / "all", [ADAMW], **{ADAMW.name: lambda end, job: "inf"})
 
@@ -168,30 +168,25 @@ def test_a_run_that_diverges_is_never_the_best(tmp_path):
     ((9, 8, 7, 6), 7.5, 25), ((9, 8, 7, 6), 7, 30), ((9, 8, 7, 6), 9.5, 10), ((9, 8, 7, 6), 5.9, math.inf),
     ((9, 6, 8, 5), 7, 10 + 10 * 2 / 3), ((math.inf, 7, 7, 6), 7.5, 20),
 ])
-def test_steps_to_a_loss(val_losses, loss, steps):
+def test_steps_to_a_loss_lie_between_two_validations(val_losses, loss, steps):
     assert steps_to(pandas.DataFrame({"step": STEPS, "val_loss": val_losses}), loss) == pytest.approx(steps)
 
 
-def test_the_standings(tmp_path):
+def test_standings_are_medians_over_the_seeds(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 3, slow=["round_3"], **VAL_LOSSES)
     report = build_report(tmp_path)
     target, [first, second] = standings(report)
-    assert target == 6.0 and (first.rates, second.rates) == ((0.0012,), (0.0012, 0.004))
-    assert first.val_loss == (6.0, 5.9, 6.1) and first.tokens[0] == 40 * 64 and first.tokens[2] == math.inf
+    assert target == 6.0 and (first.rates, second.rates) == ([0.0012], [0.0012, 0.004])
+    assert first.val_loss == [6.0, 5.9, 6.1] and first.tokens[0] == 40 * 64 and first.tokens[2] == math.inf
     assert first.tokens[1] == pytest.approx(64 * (30 + 10 / 1.1))
-    assert second.val_loss == (4, 3.9, 4) and second.tokens == (25 * 64, 15 * 64, 30 * 64)
-    assert second.seconds == pytest.approx((2.75, 1.65, 3.3))  # as fast in all rounds, whatever the machine did
+    assert second.val_loss == [4, 3.9, 4] and second.tokens == [25 * 64, 15 * 64, 30 * 64]
+    assert second.seconds == pytest.approx([2.75, 1.65, 3.3])  # as fast in all rounds, whatever the machine did
     assert report.rows[0].peak_memory_gb == 4
     assert [*race_curves(report)][1] == (MUON.name, [*STEPS], pytest.approx([1.1, 2.2, 3.3, 4.4]), [8, 7, 5, 4])
     texts, caption = race_texts(report)
     assert list(texts["% of rung 16's"]) == ["100 (98–never)", "69 (41–82)"]
     assert list(texts["learning rates"]) == ["0.0012", "0.0012, 0.004"]
     assert "3 seeds; 4 to 8 tries" in caption and "timed 3 times, alone" in caption
-    for width in (80, 140):
-        console = Console(width=width, file=io.StringIO())
-        print_race(report, console)
-        output = console.file.getvalue()
-        assert "18 Muon" in output and "69" in output and max(map(len, output.splitlines())) <= width
 
 
 @pytest.mark.parametrize("ends, target", [([6.1, 6.0], 6.1), ([6.104] * 2, 6.11), ([1.1] * 2, 1.1)])
@@ -205,13 +200,13 @@ def test_the_target_is_the_median_rounded_up(ends, target, tmp_path):
 def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES)
     cut(tmp_path / "round_2" / f"{MUON.name}.log", 30)
-    report = build_report(tmp_path)
-    target, [_, muon] = standings(report)
-    assert target == 6.0 and muon.tokens == (22.5 * 64, 15 * 64, 30 * 64) and race_texts(report)
-    assert [f"round_2/{MUON.name}.log" in reason for reason in report.skipped] == [True]
+    assert [f"round_2/{MUON.name}.log" in reason for reason in keep(tmp_path)] == [True]
+    target, [_, muon] = standings(build_report(tmp_path))
+    assert target == 6.0 and muon.tokens == [22.5 * 64, 15 * 64, 30 * 64]
+    assert (tmp_path / "race.csv").exists() and (tmp_path / "race.png").exists()
     for path in tmp_path.glob("round_*/*.log"):
         cut(path, 8)
-    assert read_race(tmp_path) is None  # nothing to compare yet
+    assert read_logs(tmp_path)[0].rungs == []  # nothing to compare yet
 
 
 def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(tmp_path):
@@ -219,37 +214,27 @@ def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(t
     run_race(tmp_path, [ADAMW, MUON], 3, slow=["timing"], **VAL_LOSSES)
     odd = tmp_path / "timing" / "round_1" / f"{ADAMW.name}.log"  # the median of the three does not mind
     odd.write_text(odd.read_text().replace("dt: 120.0 ms", "dt: 12.0 ms"))
+    keep(tmp_path)
     report = build_report(tmp_path)
     _, racers = standings(report)
     assert [racer.ms for racer in racers] == [row.ms for row in report.rows] == pytest.approx([120, 132])
-    assert racers[1].seconds == pytest.approx((3.3, 1.98, 3.96)) and racers[1].val_loss == (4, 3.9, 4)
+    assert racers[1].seconds == pytest.approx([3.3, 1.98, 3.96]) and racers[1].val_loss == [4, 3.9, 4]
     assert report.rows[0].first_step_s == 0.12
     for path in tmp_path.glob(f"timing/*/{MUON.name}.log"):
         cut(path, 20)
+    keep(tmp_path)
     report = build_report(tmp_path)
-    assert report.race.timing == {} and [racer.ms for racer in standings(report)[1]] == [100, 110]
+    assert [racer.ms for racer in standings(report)[1]] == [100, 110]
     assert "ms/step of the same runs" in race_texts(report)[1]
 
 
-def by_seed(**ends):
-    """A Series by rung and seed, as `chances` takes it, of {rung: {seed: number}}."""
-    ends = {(name, seed): value for name, values in ends.items() for seed, value in values.items()}
-    return pandas.Series(ends.values(), pandas.MultiIndex.from_tuples(ends, names=["rung", "seed"]), dtype=float)
-
-
-def test_a_paired_t_test():
-    """Student's distribution with 4 degrees of freedom has a closed form; the pairs are found by their seed."""
-    before = dict(enumerate((6.10, 6.00, 5.90, 6.05, 5.97)))
-    gains = dict(enumerate((0.10, 0.02, 0.06, -0.01, 0.05)))
-    t = 0.044 / math.sqrt(sum((gain - 0.044) ** 2 for gain in gains.values()) / 4 / 5)
-    q = t * t / (1 + t * t / 4)
-    p = 1 - 0.75 * math.sqrt(q) * (1 - q / 12)
-    after = {n: before[n] - gain for n, gain in gains.items()}
-    for values in (after, dict(reversed(after.items())), after | {5: 1}):
-        none, found = chances(by_seed(a=before, b=values))
-        assert math.isnan(none) and found == pytest.approx(p)
-    assert math.isnan(chances(by_seed(a=before, b=before))[1])
-    assert chances(by_seed(a=before, b={n: loss - 0.5 for n, loss in before.items()}))[1] < 1e-9
+def test_rungs_are_compared_by_a_paired_t_test_over_the_seeds():
+    """The pairs are found by their seed; one that only a single rung has does not count."""
+    before, gains = {1: 6.10, 2: 6.00, 3: 5.90, 4: 6.05, 5: 5.97}, {1: 0.10, 2: 0.02, 3: 0.06, 4: -0.01, 5: 0.05}
+    after = {6: 1.0} | {seed: before[seed] - gains[seed] for seed in (5, 4, 3, 2, 1)}
+    for values, p in ((after, ttest_1samp([*gains.values()], 0).pvalue), (before, None)):
+        losses = pandas.concat({"a": pandas.Series(before), "b": pandas.Series(values)}, names=["rung", "seed"])
+        assert chances(losses) == [None, p and pytest.approx(p)]
 
 
 def test_a_rung_is_compared_with_the_row_before(tmp_path):
@@ -259,69 +244,91 @@ def test_a_rung_is_compared_with_the_row_before(tmp_path):
     run_race(tmp_path, stages, 3, **ends)
     report = build_report(tmp_path)
     _, [first, muon, trapezoid] = standings(report)
-    assert math.isnan(first.p_loss) and math.isnan(first.p_tokens)
+    assert first.p_loss is first.p_tokens is None
     assert muon.p_loss < 0.001 and trapezoid.p_loss > 0.1 and muon.p_loss != muon.p_tokens < 0.01
     assert list(race_texts(report)[0]["p of the loss"])[:2] == ["–", "<0.001*"]
     run_race(tmp_path / "one", stages, 1)
     assert {*race_texts(build_report(tmp_path / "one"))[0]["p of the loss"]} == {"–"}
 
 
-def test_the_record_says_what_the_logs_do(tmp_path, call):
-    """All that the report shows, also of a script outside of the ladder. A damaged record is one error."""
+def test_the_record_says_what_the_logs_do(tmp_path):
+    """Also of a script outside of the ladder; a file of given rates has no search."""
     run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES)
     for path in tmp_path.rglob(f"{MUON.name}.log"):
         (path.parent / "an_idea.log").write_text(path.read_text().replace(path.stem, "an_idea"))
+    rates = json.loads((tmp_path / "rates.json").read_text())
+    (tmp_path / "rates.json").write_text(json.dumps(rates | {"an_idea": rates[MUON.name]}))
     cut(tmp_path / "sweep" / "0.0024_0.002" / "an_idea.log", 1)
-    record = tmp_path / "record" / FILE
-    record.parent.mkdir()
-    write_csv(read_logs(tmp_path), record)
-    by_logs, by_csv = build_report(tmp_path), build_report(record.parent)
-    for shown in (standings, race_texts, lambda report: [*race_curves(report)], lambda report: report.rows):
-        assert repr(shown(by_csv)) == repr(shown(by_logs))
-    assert by_csv.race.sweep == by_logs.race.sweep and by_csv.setting == by_logs.setting
-    _, [_, muon, idea] = standings(by_csv)
-    assert idea.name == "an_idea" and idea[2:5] == muon[2:5] and idea.rates == (1.2e-3, 4e-3)
-    assert by_csv.race.sweep["an_idea"][2.4e-3, 2e-3] == math.inf
-    good = record.read_text()
-    record.write_text("".join(line for line in good.splitlines(keepends=True) if not line.startswith("search")))
-    bare = build_report(record.parent)
-    assert repr(standings(bare)) == repr(standings(by_csv)) and "3 seeds; rates given;" in race_texts(bare)[1]
-    for old, new in (("val_loss", "loss_val"), (",40,", ",forty,"), ("data", "\xff")):
-        record.write_bytes(good.replace(old, new).encode("latin-1"))
-        code, _, error = call("report", record.parent)
-        assert code == 1 and error.count("\n") == 1 and FILE in error, error
+    keep(tmp_path)
+    by_logs = (tmp_path / "race.json").read_text()
+    record = read_csv(tmp_path / "race.csv")
+    assert record.sweep["an_idea"][2.4e-3, 2e-3] == math.inf
+    write_standings(record, tmp_path / "race.json")
+    assert (tmp_path / "race.json").read_text() == by_logs
+    _, [_, muon, idea] = standings(build_report(tmp_path))
+    assert idea.name == "an_idea" and (idea.tokens, idea.rates) == (muon.tokens, [1.2e-3, 4e-3])
+    record.points = record.points[record.points.part != "search"]
+    write_standings(record, tmp_path / "race.json")
+    assert "3 seeds; rates given;" in race_texts(build_report(tmp_path))[1]
 
 
 def test_the_pictures_of_a_race_in_which_a_rung_never_gets_to_the_target(tmp_path):
-    run_race(tmp_path / "logs", [ADAMW, MUON], 3, **VAL_LOSSES | {MUON.name: [(9, 9, 9, 9)] * 3})
-    report = build_report(tmp_path / "logs")
+    run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES | {MUON.name: [(9, 9, 9, 9)] * 3})
+    report = build_report(tmp_path)
     report.setting["data"] = "text (bytes tokens)"
     larger = replace(report, name="b", setting=report.setting | {"model": "x9x9"})
-    paths = write_plots([larger, report], tmp_path / "png", "b_race.png".__ne__)
-    assert [path.name for path in paths] == ["logs_race.png", "races.png", "lead.png"]
-    panels = all_pictures([larger, report])["races.png"]["panels"]
+    pictures = race_docs.pictures([report, larger])
+    for name, picture in pictures.items():
+        save(picture, tmp_path / name)
+    panels = pictures["races.png"]["panels"]
     assert [panel["heading"] for panel in panels] == [f"text\n(bytes tokens)\n{model}" for model in ("tiny", "x9x9")]
     for first, never in (panel["bars"] for panel in panels):
         assert first["parts"] == [100] and first["end"] == "100 %"
         assert never["pale"] and never["open"] and never["end"] == "not reached"
 
 
+def test_what_docs_shows_of_races_is_up_to_date(tmp_path):
+    """Their standings are what the records say, and the table and the pictures what the standings say."""
+    records = sorted(ROOT.glob("logs/reference/*/race.csv"))
+    for path in records:
+        write_standings(read_csv(path), tmp_path / "race.json")
+        same = (tmp_path / "race.json").read_bytes() == path.with_name("race.json").read_bytes()
+        assert same, f"{path}: run python -m experiments.race_docs"
+    races = race_docs.races_of(path.parent for path in records)
+    (tmp_path / "docs").mkdir()
+    text = (ROOT / "docs" / "race.md").read_text(encoding="utf-8")
+    (tmp_path / "docs" / "race.md").write_text(re.sub(r"(?s)(:begin -->\n).*?(<!-- )", r"\1\2", text), encoding="utf-8")
+    race_docs.write_tables(races, tmp_path)
+    assert (tmp_path / "docs" / "race.md").read_text(encoding="utf-8") == text, "run python -m experiments.race_docs"
+    for name, picture in race_docs.pictures(races).items():
+        assert PIL.Image.open(ROOT / "docs" / name).text["Digest"] == digest(picture), name
+
+
+@pytest.mark.parametrize("labels, words, reason", [
+    (["10", "16"], [], "speedup_10_fused_adamw.py does not validate; take rungs from 13 on"),
+    (["16"], ["--val-every", "0"], "--val-every 0"), (["18"], ["--muon-lr=0.01"], "--muon-lr: a race sets it itself")])
+def test_a_race_refuses_what_it_cannot_compare(labels, words, reason):
+    with pytest.raises(UserError, match=reason):
+        check_race([BY_LABEL[label] for label in labels], words)
+
+
 @pytest.mark.slow
 def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):
-    """--resume repeats nothing of the three parts."""
+    """The same command resumes, and repeats nothing of the three parts; with others the folder is refused."""
     monkeypatch.setattr(race_module, "MOST_RATES", 3)
     monkeypatch.setattr(race_module, "TIMINGS", 2)
-    words = ["--model", "tiny", "--device", "cpu", "--data", tokens, "-B", 2, "-T", 16, "--total-batch", 32,
-             "--steps", 4, "--val-every", 2, "--val-sequences", 2, "--compile-mode", "none", "--warmup-steps", 0]
     logs, name = tmp_path / "race", ADAMW.name
-    code, output, error = call("run", "--race", 1, "--race-jobs", 2, "--rungs", "16", "--logs", logs, *words)
-    assert code == 0 and "To the same validation loss" in output, output + error
-    report = build_report(logs)
-    assert len(report.race.sweep[name]) == 3 and len(report.race.timing[name]) == 2
-    assert [run.val_steps for run in report.runs[name]] == [[2, 4]]
+    words = [str(logs), "--seeds", "1", "--jobs", "2", "--rungs", "16", *flags(tokens), "--total-batch", "32",
+             "--val-every", "2", "--val-sequences", "2", "--compile-mode", "none", "--warmup-steps", "0"]
+    assert race_module.main(words) == 0
+    [racer] = build_report(logs).race.racers
+    assert racer.steps == [2, 4] and "3 tries of rates; timed 2 times" in build_report(logs).race.caption
+    assert "To the same validation loss" in call("report", logs)[1]
     gone = [logs / "round_1" / f"{name}.log", logs / "timing" / "round_2" / f"{name}.log"]
     for path in gone:
         path.unlink()
     kept = {path: path.stat().st_mtime_ns for path in logs.rglob("*.log")}
-    assert call("run", "--resume", "--logs", logs)[0] == 0 and all(path.exists() for path in gone)
+    assert race_module.main(words) == 0 and all(path.exists() for path in gone)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    with pytest.raises(UserError, match="holds the race of other arguments"):
+        race_module.main([*words, "--steps", "5"])

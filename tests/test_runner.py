@@ -43,7 +43,7 @@ LOSS = re.compile(r"loss: ([\d.]+)")
     ("print('begun'); print('Killed.'); sys.exit(3)", "failed", "Killed."),
     ("time.sleep(60)", "timed out", "no end after 2 s"),
 ])
-def test_how_a_job_ends(code, status, reason, tmp_path):
+def test_a_job_ends_with_a_status_and_the_complaint_that_matters(code, status, reason, tmp_path):
     command = [sys.executable, "-c", f"import os, signal, sys, time; {code}"]
     outcome = run_job(Job("job", command, tmp_path), 2 if "sleep" in code else 60, "cuda")
     assert (outcome.name, outcome.status, outcome.reason) == ("job", status, reason)
@@ -57,7 +57,7 @@ def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_p
     assert run_job(job, 60, "cpu").status == "out of memory" and run_job(job, 60, "cuda").status == "ok"
 
 
-def test_commands():
+def test_a_rung_gets_the_flags_that_it_has_and_saves_no_checkpoints():
     def command(label, *flags, **more):
         return command_for(BY_LABEL[label], list(flags), Path("x"), **more)[1:]
 
@@ -69,8 +69,7 @@ def test_commands():
     assert command_for(None, [], Path("x"))[1].endswith("peer_transformers.py")
 
 
-def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_run, monkeypatch,
-                                                                         tmp_path):
+def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_run, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(runner, "compile_problem", check.compile_problem)
@@ -80,23 +79,13 @@ def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_ru
         modes[job.name] = split_flags(job.command, "--compile-mode")[0]
         write_log(job.log, tail=MEDIAN)
 
+    assert eager_flags([BY_LABEL["5"]], [], "mps", tool.console) == ["--compile-mode", "none"]
+    assert eager_flags([BY_LABEL["4"]], [], "mps", tool.console) == []  # which has no such flag
+    assert "152155" in capsys.readouterr().out
     code, output, _ = fake_run(do, "--rungs", "4,5", "--peers")
     assert code == 0
     assert modes == {BY_LABEL["4"].name: [], BY_LABEL["5"].name: ["none"], PEER: ["none"]}
     assert output.count("--compile-mode none") == 1 and "No working C++ compiler" in output
-
-
-@pytest.mark.parametrize("labels, device, flags, added", [
-    (["4", "5"], "mps", ["-B", "1"], True),
-    (["4"], "mps", ["-B", "1"], False),  # which has no such flag
-    (["5"], "mps", ["--compile-mode", "reduce-overhead"], False),  # the script says that it cannot
-    (["5"], "cpu", ["-B", "1"], False),
-])
-def test_an_apple_gpu_runs_eagerly(labels, device, flags, added, monkeypatch, capsys):
-    monkeypatch.setattr(check, "problem_of", lambda code: None)  # a CPU that compiles
-    words = eager_flags([BY_LABEL[label] for label in labels], flags, device, tool.console)
-    assert words == [*flags, *["--compile-mode", "none"] * added]
-    assert ("152155" in capsys.readouterr().out) == added
 
 
 @pytest.mark.parametrize("words", [["--rungs", "10,ddp"], ["--max-batch", "--rungs", "fsdp"]])

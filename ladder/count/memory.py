@@ -34,11 +34,11 @@ RUN_BY_DEFAULT = [stage.label for stage in LADDER]  # the labels of `python -m l
 def step_bytes(model, B, T, label):
     """Bytes that training on the rung `label` takes at its peak."""
     stage, (n_layer, n_head, n_embd) = BY_LABEL[label], shape_of(model)
-    n_embeddings = (VOCAB_SIZE * (1 if stage.tied else 2) + BLOCK_SIZE) * n_embd
-    parameters = n_embeddings + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
+    n_matrices = 1 if stage.tied else 2  # of the vocabulary
+    parameters = (n_matrices * VOCAB_SIZE + BLOCK_SIZE) * n_embd + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
     a, v, s = stage.memory
-    logits = v * VOCAB_SIZE * (min(B * T, LOSS_CHUNK) if stage.chunked else B * T)
-    kept = B * T * a * n_layer * n_embd + logits + s * B * n_layer * n_head * T * T
+    tokens_with_logits = min(B * T, LOSS_CHUNK) if stage.chunked else B * T
+    kept = B * T * a * n_layer * n_embd + v * VOCAB_SIZE * tokens_with_logits + s * B * n_layer * n_head * T * T
     return PROCESS_BYTES + 16 * parameters + kept
 
 
@@ -76,7 +76,9 @@ def card_bytes(model, B, T, ranks, sharded, n_layer=None):
     state = state_bytes(model, ranks if sharded else 1, n_layer)
     unsharded = 10 * embedding + (10 * block if sharded else 2 * block * n_layer)
     a, v, _ = BY_LABEL["fsdp"].memory
-    kept = B * T * ((2 if sharded else 4) * n_layer + a) * shape_of(model)[2] + v * VOCAB_SIZE * min(B * T, LOSS_CHUNK)
+    _, _, n_embd = shape_of(model)
+    vectors = (2 if sharded else 4) * n_layer + a
+    kept = B * T * vectors * n_embd + v * VOCAB_SIZE * min(B * T, LOSS_CHUNK)
     return PROCESS_BYTES + state + unsharded + kept
 
 
@@ -99,7 +101,8 @@ def sent_bytes(model, ranks, sharded, micro_steps=1):
 def largest_model(memory_bytes, ranks, sharded):
     """(the largest --model that fits a card at B=1 T=1024, or None; how many blocks of gpt2-xl's width fit)."""
     fitting = [name for name in SHAPES if card_bytes(name, 1, 1024, ranks, sharded) <= memory_bytes]
-    first, second = (card_bytes("gpt2-xl", 1, 1024, ranks, sharded, n_layer) for n_layer in (1, 2))
+    first = card_bytes("gpt2-xl", 1, 1024, ranks, sharded, n_layer=1)
+    second = card_bytes("gpt2-xl", 1, 1024, ranks, sharded, n_layer=2)
     return fitting[-1] if fitting else None, max(0, int((memory_bytes - first) // (second - first)) + 1)
 
 

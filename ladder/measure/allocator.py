@@ -37,7 +37,9 @@ def keeping_freed_memory():
 def name_of(environment):
     """What hands out a CPU's memory under these variables; "default" is what the system and this torch have."""
     preloaded = re.search(r"lib(tcmalloc|jemalloc|mimalloc)", environment.get("LD_PRELOAD", ""))
-    return preloaded[1] if preloaded else "glibc, memory kept" if KEPT.keys() <= environment.keys() else "default"
+    if preloaded:
+        return preloaded[1]
+    return "glibc, memory kept" if KEPT.keys() <= environment.keys() else "default"
 
 
 if __name__ == "__main__":

@@ -190,9 +190,10 @@ def plan_cards(gpus, memories):
     rows = []
     for memory, (n, sharded) in itertools.product(memories, ways):
         model, n_blocks = largest_model(0.9e9 * memory, n, sharded)
+        alone = "DDP" if n > 1 else "one"
         rows.append({
             "GPUs": f"{n} x {memory:g} GB",
-            "": "FSDP" if sharded else "DDP" if n > 1 else "one",
+            "": "FSDP" if sharded else alone,
             "largest\n--model": model or "none",
             "GB\na GPU": f"{card_bytes(model, 1, 1024, n, sharded) / 1e9:.1f}" if model else "–",
             "GB sent\na step": f"{sent_bytes(model, n, sharded) / 1e9:.1f}" if model else "–",

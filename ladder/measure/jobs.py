@@ -155,7 +155,8 @@ def run_jobs(jobs, seconds, device, at_once, ended, show=lambda running: None):
                     running.append(Child(jobs.pop(0), seconds, device, Path(folder, str(n_started))))
                     n_started += 1
                 for child in list(running):
-                    if outcome := child.outcome():
+                    outcome = child.outcome()
+                    if outcome:
                         running.remove(child)
                         ended(child.job, outcome)
                 show(running)

@@ -1,11 +1,10 @@
-"""`python -m ladder run`: the rungs or a race, between two measurements of the machine, and the table at the end."""
+"""`python -m ladder run`: the rungs, between two measurements of the machine, and the table at the end."""
 import shutil
 import sys
 
 from ladder.errors import UserError
 from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.max_batch import print_largest
-from ladder.measure.race import check_race, n_jobs, race
 from ladder.measure.runner import Runner, check_flags, check_same_machine, eager_flags, locked, plan
 from ladder.scripts.choose import parse_rungs
 from ladder.scripts.stages import BY_LABEL
@@ -18,31 +17,30 @@ def check_together(args, stages):
     """Refuse flags of `run` that say different things, and what cannot start on Windows."""
     if sys.platform == "win32" and any(stage.torchrun for stage in stages):
         raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
-    instead = "--race" if args.race else "--max-batch" if args.max_batch else None
-    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1),
-                        ("--max-batch", args.race and args.max_batch), ("--logs", args.max_batch and args.logs)):
-        if given and instead:
-            raise UserError(f"{flag}: not with {instead}; leave it out")
-    if (args.race_jobs > 1 or args.search_steps) and not args.race:
-        raise UserError("--race-jobs, --search-steps: only with --race; leave them out")
+    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1), ("--logs", args.logs)):
+        if given and args.max_batch:
+            raise UserError(f"{flag}: not with --max-batch; leave it out")
 
 
 def run(args, logs, console):
     """Do what the parsed `args` of `run` say, into the folder `logs`; returns the exit code."""
     stages = parse_rungs(args.rungs)
     check_together(args, stages)
-    if args.race:  # before check_flags, which prepares the data where there is none
-        check_race(stages, args.flags)
     settings = check_flags(stages, args.flags)
     compiled = [*stages, BY_LABEL["10"]] if args.peers else stages  # the peer is another rung 10
     args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
         return print_largest(stages, args.flags, args.time_limit, args.processes, console)
-    runner, interrupted = Runner(settings.device, logs, args.time_limit, console, args.resume), False
+    jobs, interrupted = plan(stages, args.flags, logs, args.repeat, args.peers, args.processes), False
+    runner = Runner(settings.device, logs, args.time_limit, console, args.resume, len(jobs))
     with locked(logs, args.resume):
         check_same_machine(logs, "--resume --logs")
         try:
-            measure(args, stages, runner)
+            with runner:  # between two measurements of the machine
+                if not args.resume:
+                    runner.measure_machine(arguments=args.argv)
+                runner.run(jobs)
+                runner.measure_machine()
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -53,26 +51,9 @@ def run(args, logs, console):
         again = f"python -m ladder run --resume --logs {logs} continues" if kept else "there is nothing to resume"
         console.print(f"stopped; {again}", soft_wrap=True)
     show_end(runner, console)
-    return 130 if interrupted else 1 if runner.failed() else 0
-
-
-def measure(args, stages, runner):
-    """Run the jobs, between two measurements of the machine."""
-    if args.race:
-        runner.n_jobs = n_jobs(stages, args.race)
-        runner.console.print(f"race: at least {runner.n_jobs} runs")
-    else:
-        jobs = plan(stages, args.flags, runner.log_dir, args.repeat, args.peers, args.processes)
-        runner.n_jobs = len(jobs)
-    with runner:
-        if not args.resume:
-            runner.measure_machine(arguments=args.argv)
-        if args.race:
-            race(stages, args.flags, runner.log_dir, args.race, runner.run, args.processes, args.race_jobs,
-                 search_steps=args.search_steps)
-        else:
-            runner.run(jobs)
-        runner.measure_machine()
+    if interrupted:
+        return 130
+    return 1 if runner.failed() else 0
 
 
 def show_end(runner, console):
@@ -81,8 +62,9 @@ def show_end(runner, console):
         print_report(build_report(runner.log_dir), console)
         console.print(f"logs: {runner.log_dir}")
     else:
-        console.print("no rung finished a step, or a round of a race, so there is no table")
-    if failed := runner.failed():
+        console.print("no rung finished a step, so there is no table")
+    failed = runner.failed()
+    if failed:
         console.print(f"{len(failed)} of {runner.n_jobs} runs did not finish:", style="red")
         for outcome in failed:
             console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}")

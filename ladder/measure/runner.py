@@ -9,7 +9,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -17,11 +17,10 @@ import filelock
 import torch
 from rich.progress import Progress
 
-from ladder.count.memory import free_memory
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.check import compile_problem, nvidia_problem
-from ladder.measure.jobs import MEMORY_SHARE, Job, Outcome, run_jobs
+from ladder.measure.jobs import Job, Outcome, run_jobs
 from ladder.measure.rates import device_name, nvidia_gpus
 from ladder.scripts.stages import BY_LABEL, ROOT, load_script
 from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
@@ -197,10 +196,7 @@ class Runner:
         write_machine(self.log_dir, self.device, **more)
 
     def run(self, jobs, at_once=1):
-        """Run the jobs, `at_once` at a time with an equal share of the cores and the memory."""
-        if at_once > 1:
-            threads, memory = max(1, torch.get_num_threads() // at_once), MEMORY_SHARE * free_memory("cpu") / at_once
-            jobs = [replace(job, env={"OMP_NUM_THREADS": str(threads)}, memory=memory) for job in jobs]
+        """Run the jobs, `at_once` at a time."""
         finished = [job for job in jobs if self.resume and is_finished(job.log)]
         self.outcomes += [Outcome(job.name, "ok") for job in finished]
         jobs = [job for job in jobs if job not in finished]

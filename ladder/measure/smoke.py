@@ -50,21 +50,36 @@ class Trial(Job):
     losses: dict = field(default_factory=dict)  # {step: loss}
 
 
+def words_of(stage, flags):
+    """The command line of {setting: value}, as far as the stage's script has them."""
+    words = []
+    for name, value in flags.items():
+        if name in defaults(stage):
+            flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+            words += [flag, str(value)]
+    return words
+
+
 def training(settings, scratch, label, how="", like="", within=SAME, **changes):
     """The trial of a rung as it is, or run as `how` says. `settings`: baseline.py's; `scratch`: for what it writes."""
-    stage, name, on_cpu, B = BY_LABEL[label], f"{label}-{how}".strip("-"), settings.device == "cpu", 4
-    ranks, T = (2, 64) if on_cpu else (min(2, max(1, torch.cuda.device_count())), 256)
-    flags = dict(model=settings.model, device=settings.device, data=settings.data, B=B, T=T, steps=STEPS,
-                 total_batch=2 * B * T, loss_chunk=T, recompute_blocks=1, val_every=2, val_sequences=2,
-                 checkpoint_every=STEPS // 2, compile_mode=settings.compile_mode,
-                 float8_from=1, log_dir=scratch / name, checkpoint_dir=scratch / name, save=scratch / name / "model.pt")
-    start = ["-m", "ladder.measure.smoke", how, label] if how in PATCHES else [str(stage.path)]
+    stage, name = BY_LABEL[label], f"{label}-{how}" if how else label
+    folder = scratch / name
+    B, T = 4, 64 if settings.device == "cpu" else 256
+    flags = {
+        "model": settings.model, "device": settings.device, "data": settings.data, "B": B, "T": T, "steps": STEPS,
+        "total_batch": 2 * B * T, "loss_chunk": T, "recompute_blocks": 1, "val_every": 2, "val_sequences": 2,
+        "checkpoint_every": STEPS // 2, "compile_mode": settings.compile_mode, "float8_from": 1,
+        "log_dir": folder, "checkpoint_dir": folder, "save": folder / "model.pt",
+    }
+    start = [str(stage.path)]
+    if how in PATCHES:
+        start = ["-m", "ladder.measure.smoke", how, label]
     if how == "torchrun":
+        ranks = 2 if settings.device == "cpu" else min(2, max(1, torch.cuda.device_count()))
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *start]
         flags["B"] = B // ranks  # a step has the same tokens as in one process
-    words = [word for key, value in (flags | changes).items() if key in defaults(stage)
-             for word in ("-" * min(len(key), 2) + key.replace("_", "-"), str(value))]
-    return Trial(name, [sys.executable, *start, *words], scratch / name, first=1, like=like, within=within)
+    command = [sys.executable, *start, *words_of(stage, flags | changes)]
+    return Trial(name, command, folder, first=1, like=like, within=within)
 
 
 def resuming(trial):
@@ -95,33 +110,50 @@ def own_text(settings, scratch):
             script(train, "evaluate.py", train.log_dir / "model.pt", "--data", data, "--device", device)]
 
 
+def rung_chain(train, stage, device):
+    """A rung from its command line; what uses its model, for the last rung of each kind of model; two resume."""
+    same = SAME if stage.torchrun else stage.same_losses  # without torchrun it is the rung before
+    if "autocast_dtype" in stage.may_change and rung_10.autocast_dtype(device) is torch.float16:
+        same = None  # float16's scaler skips the first steps
+    trial = train(stage.label, like=stage.before, within=same) if same else train(stage.label)
+    chain = [trial]
+    if stage in {(other.exports_to, other.tied): other for other in STAGES}.values():
+        chain += using(trial, device, stage.exports_to)
+    if stage.label in ("24", "27"):
+        chain.append(resuming(trial))
+    return chain
+
+
+def torchrun_chains(train, device):
+    """The rungs that start as several ranks: none where torch has no DDP, or no torchrun."""
+    if device == "mps" or sys.platform == "win32":
+        return
+    labels = ["24", "25", "29"] if device == "cuda" else ["24"]
+    for stage in STAGES:
+        if not stage.torchrun and stage.label not in labels:
+            continue
+        trial = train(stage.label, "torchrun", like=stage.label)
+        resumes = stage.torchrun and "--checkpoint-dir" in trial.command
+        yield [trial, resuming(trial)] if resumes else [trial]
+
+
 def plan(settings, scratch):
     """All trials for a device, in lists: those of one list use the files of its first.
 
     Each rung runs from the command line, then as scripts run elsewhere or when asked.
     """
-    train, device, chains = partial(training, settings, scratch), settings.device, []
-    forms = {(stage.exports_to, stage.tied): stage for stage in STAGES}.values()  # of models: the last of each
-    skips = rung_10.autocast_dtype(device) is torch.float16  # its scaler skips the first steps, so losses differ
-    for stage in STAGES:
-        same = SAME if stage.torchrun else stage.same_losses  # without torchrun it is the rung before
-        same = None if skips and "autocast_dtype" in stage.may_change else same
-        trial = train(stage.label, like=stage.before, within=same) if same else train(stage.label)
-        uses = using(trial, device, stage.exports_to) if stage in forms else []
-        chains.append([trial, *uses, *([resuming(trial)] if stage.label in ("24", "27") else [])])
-    ranks = device != "mps" and sys.platform != "win32"  # where torch has no DDP, or no torchrun
-    for stage in STAGES if ranks else []:
-        if stage.torchrun or stage.label == "24" or stage.label in ("25", "29") and device == "cuda":
-            trial = train(stage.label, "torchrun", like=stage.label)
-            resumes = stage.torchrun and "--checkpoint-dir" in trial.command
-            chains.append([trial, *([resuming(trial)] if resumes else [])])
+    train, device = partial(training, settings, scratch), settings.device
+    chains = [rung_chain(train, stage, device) for stage in STAGES]
+    chains += torchrun_chains(train, device)
     place = "on-device" if device == "cpu" else "pinned"
-    alone = [train("3", "float16"), train("10", "float16"), train("24", "float16", like="24"),
-             train("24", place, like="24"), train("26", place, like="26"),
-             train("24", "eager", like="24", compile_mode="none")]
+    chains += [
+        [train("3", "float16")], [train("10", "float16")], [train("24", "float16", like="24")],
+        [train("24", place, like="24")], [train("26", place, like="26")],
+        [train("24", "eager", like="24", compile_mode="none")],
+    ]
     if device == "cuda" and settings.compile_mode != "none":
-        alone.append(train("10", "graphs", like="10", compile_mode="reduce-overhead"))
-    return [*chains, *([trial] for trial in alone), own_text(settings, scratch)]
+        chains.append([train("10", "graphs", like="10", compile_mode="reduce-overhead")])
+    return [*chains, own_text(settings, scratch)]
 
 
 def prepare(trial):
@@ -136,7 +168,10 @@ def prepare(trial):
 def judge(trial, outcome):
     """Write into a trial how it ended."""
     trial.status, trial.reason, trial.seconds = outcome.status, outcome.reason, outcome.seconds
-    trial.losses = {int(found[1]): float(found[2]) for found in map(STEP_LINE.match, outcome.lines) if found}
+    for line in outcome.lines:
+        step = STEP_LINE.match(line)
+        if step:
+            trial.losses[int(step[1])] = float(step[2])
     steps = list(range(trial.first, STEPS + 1)) if trial.first else []
     if trial.status == "ok" and list(trial.losses) != steps:
         trial.status, trial.reason = "failed", f"it logged the steps {list(trial.losses)}, not {steps}"
@@ -173,23 +208,31 @@ def describe_trial(trial):
     return f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {trial.reason or losses}".rstrip()
 
 
+def largest_gap(trial, other):
+    """(how far apart the losses of two trials are, the first step where they are so far apart)."""
+    gaps = {step: abs(loss - other.losses[step]) for step, loss in trial.losses.items()}
+    step = max(gaps, key=gaps.get)
+    return gaps[step], step
+
+
 def summarize(trials, seconds, say):
     """Say what failed and what disagrees; returns the exit code."""
-    problems = [f"failed: {trial.name}: {trial.reason}" for trial in trials if trial.status not in ("ok", "not run")]
-    n_failed, gaps = len(problems), []
+    failed = [f"failed: {trial.name}: {trial.reason}" for trial in trials if trial.status not in ("ok", "not run")]
     by_name = {trial.name: trial for trial in trials if trial.status == "ok"}
-    for trial in by_name.values():
-        if other := by_name.get(trial.like):
-            gap, step = max((abs(loss - other.losses[step]), step) for step, loss in trial.losses.items())
-            gaps.append(gap)
-            if gap > trial.within:
-                problems.append(f"disagrees: {trial.name} and {other.name}: loss {trial.losses[step]:.3f} and "
-                                f"{other.losses[step]:.3f} at step {step}, more than {trial.within} apart")
-    say(f"\n{len(trials)} trials in {seconds:.0f} s, {n_failed} failed.\n{len(gaps)} must have the same losses as "
-        f"another, {len(problems) - n_failed} disagree; the largest difference is {max(gaps, default=0):.4f}.")
-    for problem in problems:
+    gaps, disagree = [0.0], []
+    compared = [trial for trial in by_name.values() if trial.like in by_name]
+    for trial in compared:
+        other = by_name[trial.like]
+        gap, step = largest_gap(trial, other)
+        gaps.append(gap)
+        if gap > trial.within:
+            disagree.append(f"disagrees: {trial.name} and {other.name}: loss {trial.losses[step]:.3f} and "
+                            f"{other.losses[step]:.3f} at step {step}, more than {trial.within} apart")
+    say(f"\n{len(trials)} trials in {seconds:.0f} s, {len(failed)} failed.\n{len(compared)} must have the same losses "
+        f"as another, {len(disagree)} disagree; the largest difference is {max(gaps):.4f}.")
+    for problem in [*failed, *disagree]:
         say(problem)
-    return 1 if problems else 0
+    return 1 if failed or disagree else 0
 
 
 def write_summary(path, trials, device):
@@ -203,22 +246,34 @@ def write_summary(path, trials, device):
     write_whole(path, json.dumps(found, indent=1) + "\n")
 
 
-def smoke(flags, out, console):
-    """Try everything on this machine, into the new folder `out`; returns the exit code."""
+def smoke_settings(flags):
+    """The baseline's settings for these flags, with a small model and eager where torch cannot compile."""
     check_gpu(flags)
-    baseline, cores = load_script(BY_LABEL["0"]), os.cpu_count()
+    baseline = load_script(BY_LABEL["0"])
     settings = baseline.parse_args(flags)
-    device = settings.device
-    settings.compile_mode = "none" if compile_problem(device) else "default"
+    settings.compile_mode = "none" if compile_problem(settings.device) else "default"
     if not split_flags(flags, "--model")[0]:
-        settings.model = "tiny" if device == "cpu" else "mini"
+        settings.model = "tiny" if settings.device == "cpu" else "mini"
     baseline.load_tokens(settings.data, "train", 4096)  # prepared now, once
+    return settings
+
+
+def share_cores(device):
+    """How many trials run at once; tells them, by the environment, how many cores each may use."""
+    cores = os.cpu_count()
     workers = max(2, min(8, cores // 2))
     if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
     else:
         workers = int(max(1, min(workers, free_memory(device) // 2e9)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // workers)))
+    return workers
+
+
+def smoke(flags, out, console):
+    """Try everything on this machine, into the new folder `out`; returns the exit code."""
+    settings = smoke_settings(flags)
+    device, workers = settings.device, share_cores(settings.device)
     started, done = time.monotonic(), []
     say, console.record = partial(console.print, soft_wrap=True), True
     with locked(out, resume=False, flag="--out"), TemporaryDirectory(ignore_cleanup_errors=True) as scratch:

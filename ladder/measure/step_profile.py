@@ -206,7 +206,8 @@ def profile_and_show(stages, flags, folder, console, repeat):
     flags = eager_flags(stages, flags, settings.device, console)
     with locked(folder, resume=True):
         failed = profile_ladder(stages, flags, settings, folder, console, repeat)
-    if found := read_profile(folder):
+    found = read_profile(folder)
+    if found:
         print_profile(found, console)
         save(profile_picture(found), folder / "profile.png")
         console.print(f"{folder}/profile.json, profile.png")

@@ -90,18 +90,22 @@ def foreign(sources):
     later = set.union(*(flags(source) for source in sources.values())) - flags(first)
     words = [*LATER, *sorted(later), *(f"args.{flag[2:].replace('-', '_')}" for flag in sorted(later))]
     yield from (f"below the banner: {word!r} is a later rung's business" for word in words if word in below)
-    if (n_lines := len(below.splitlines())) > MOST_LINES:
+    n_lines = len(below.splitlines())
+    if n_lines > MOST_LINES:
         yield f"below the banner: {n_lines} lines, more than {MOST_LINES}"
 
 
+def rung_violations(stage, before, after):
+    """The breaches of the laws between the sources of a rung and of the one that it starts from, one line each."""
+    start = BY_LABEL[stage.before].file
+    for name in sorted(forbidden_changes(before, after, stage.may_change)):
+        yield f"{start} -> {stage.file}: {name} differs, which this rung may not change"
+    if plumbing(after) != plumbing(before):
+        yield f"{stage.file}: below the banner it differs from {start}"
+
+
 def violations(sources):
-    """The breaches of the laws among the sources of the first rungs or all ({file: text}), one line each."""
+    """The breaches of the laws among the sources of all rungs ({file: text}), one line each."""
     yield from foreign(sources)
     for stage in STAGES[1:]:
-        if stage.file not in sources:
-            continue
-        before = BY_LABEL[stage.before]
-        for name in sorted(forbidden_changes(sources[before.file], sources[stage.file], stage.may_change)):
-            yield f"{before.file} -> {stage.file}: {name} differs, which this rung may not change"
-        if plumbing(sources[stage.file]) != plumbing(sources[STAGES[0].file]):
-            yield f"{stage.file}: below the banner it differs from {STAGES[0].file}"
+        yield from rung_violations(stage, sources[BY_LABEL[stage.before].file], sources[stage.file])

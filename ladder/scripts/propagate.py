@@ -1,9 +1,11 @@
-"""Carry a fix made in one rung through all later ones.
+"""Carry a fix made in one rung through all later ones, as far as it goes.
 
-The fix is the uncommitted change of FILE, except its docstring. It goes from rung to rung along the tree: git merges it
-with what the rung itself changes, line by line, and where both changed the same lines, word by word. Nothing is written
-unless every merge succeeds and the ladder's law still holds.
+The fix is the uncommitted change of a rung's file, except its docstring. It goes from rung to rung along the tree: git
+merges it with what the rung itself changes, line by line, and where both changed the same lines, word by word. A rung
+where that is not possible, or where the result would break the ladder's law, stays as it is, as do those that start
+from it: the fix is made there by hand, and carried on from there.
 """
+import difflib
 import json
 import re
 import subprocess
@@ -12,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.laws import plumbing, violations
+from ladder.scripts.laws import foreign, plumbing, rung_violations
 from ladder.scripts.lessons import split_docstring
 from ladder.scripts.stages import BY_LABEL, ROOT, STAGES
 
@@ -21,7 +23,7 @@ WORD = re.compile(r"\d[\w.]*(?:(?<=[eE])[-+]\d+)?|\w+|\n|[^\S\n]+|.")  # a numbe
 
 
 class Conflict(Exception):
-    """Texts that do not merge; its text is what git shows of them."""
+    """Where and why a fix does not go on, as the user reads it."""
 
 
 def git(*words, folder=None):
@@ -48,85 +50,123 @@ def split(file, source):
     return "".join(lines[:end]), "".join(lines[end:])
 
 
-def merge_lines(texts, names):
-    """git's merge of (ours, base, theirs), and how many conflicts are in it; `names` are what it calls the three."""
+def merge_lines(ours, base, theirs, names=("ours", "base", "theirs")):
+    """git's merge of three texts, with the conflicts in it; `names` are what it calls the three."""
     with TemporaryDirectory() as folder:
-        paths = [Path(folder, side) for side in ("ours", "base", "theirs")]
-        for path, text in zip(paths, texts, strict=True):
-            path.write_text(text, encoding="utf-8", newline="")
-        labels = [word for name in names for word in ("-L", name)]
-        done = git("merge-file", "-p", "--diff3", *labels, *map(str, paths))
-    return done.stdout, done.returncode
+        words = []
+        for side, text, name in zip("abc", (ours, base, theirs), names, strict=True):
+            Path(folder, side).write_text(text, encoding="utf-8", newline="")
+            words += ["-L", name]
+        return git("merge-file", "-p", "--diff3", *words, "a", "b", "c", folder=folder).stdout
 
 
-def merge_words(texts):
-    """The same for the words of three texts: one word to a line. Raises Conflict."""
-    lines = ["".join(f"{json.dumps(word)}\n" for word in WORD.findall(text)) for text in texts]
-    merged, n_conflicts = merge_lines(lines, ("ours", "base", "theirs"))
-    if n_conflicts:
-        raise Conflict
-    return "".join(map(json.loads, merged.splitlines()))
+def merge_words(ours, base, theirs):
+    """The merge of three texts word by word; None where they conflict. For git each word gets a line, as JSON."""
+    lines = []
+    for text in (ours, base, theirs):
+        lines.append("".join(json.dumps(word) + "\n" for word in WORD.findall(text)))
+    merged = merge_lines(*lines)
+    if CONFLICT.search(merged):
+        return None
+    return "".join(json.loads(line) for line in merged.splitlines())
 
 
-def merge(ours, base, theirs, names=("ours", "base", "theirs")):
-    """`ours` with what changes `base` to `theirs`; raises Conflict, also where the result would not be Python."""
-    by_line, _ = merge_lines((ours, base, theirs), names)
+def line_in(ours, by_line, conflict):
+    """How many lines of `ours` stand before a conflict of git's merge `by_line`."""
+    with_ours = CONFLICT.sub(r"\1", by_line).splitlines()
+    place = CONFLICT.sub(r"\1", by_line[: conflict.start()]).count("\n")
+    matcher = difflib.SequenceMatcher(None, ours.splitlines(), with_ours, autojunk=False)
+    last = [block for block in matcher.get_matching_blocks() if block.b <= place][-1]
+    return last.a + min(place - last.b, last.size)
+
+
+def merge(ours, base, theirs, names=("ours", "base", "theirs"), first_line=1):
+    """`ours` with what changes `base` to `theirs`; raises Conflict, also where the result would not be Python.
+
+    `first_line` is the number that the first line of `ours` has in its file.
+    """
+    by_line = merge_lines(ours, base, theirs, names)
+    merged, end, hunks = "", 0, []
+    for conflict in CONFLICT.finditer(by_line):
+        words = merge_words(*conflict.groups())
+        if words is None:
+            hunks.append(f"line {first_line + line_in(ours, by_line, conflict)}:\n{conflict[0]}")
+        else:
+            merged += by_line[end : conflict.start()] + words
+            end = conflict.end()
+    if hunks:
+        raise Conflict("it conflicts with what this rung changes\n" + "".join(hunks))
+    merged += by_line[end:]
     try:
-        merged = CONFLICT.sub(lambda conflict: merge_words(conflict.groups()), by_line)
         compile(merged, "merged", "exec")
-    except (Conflict, SyntaxError) as error:
-        hunks = "\n".join(conflict[0] for conflict in CONFLICT.finditer(by_line))
-        raise Conflict(hunks or f"git merges it, but not to Python: {error.msg}: {error.text}") from None
+    except SyntaxError as error:
+        raise Conflict(f"git merges it, but not to Python: {error.msg}: {(error.text or '').strip()}\n") from None
     return merged
 
 
-def rungs_after(stage, until=None):
-    """The rungs that start from `stage`, directly or not, up to and including `until`."""
+def rungs_after(stage):
+    """The rungs that start from `stage`, directly or not."""
     found = [stage]
     for rung in STAGES:
-        if until not in found[1:] and BY_LABEL.get(rung.before) in found:
+        if BY_LABEL.get(rung.before) in found:
             found.append(rung)
     return found[1:]
 
 
-def propagate(stage, root=ROOT, until=None):
-    """Carry the uncommitted change of a rung through all that start from it, or up to and including `until`.
+def carry(rung, old, new):
+    """The text of `rung` with what has changed in the rung that it starts from; raises Conflict."""
+    before = BY_LABEL[rung.before].file
+    docstring, ours = split(rung.file, old[rung.file])
+    _, base = split(before, old[before])
+    _, theirs = split(before, new[before])
+    names = rung.file, f"{before} before the fix", f"{before} with it"
+    text = docstring + merge(ours, base, theirs, names, first_line=docstring.count("\n") + 1)
+    for broken in rung_violations(rung, new[before], text):
+        raise Conflict(f"the result would break the ladder's law: {broken}\n")
+    return text
 
-    Returns {file: [lines that were merged word by word]} of the files written.
-    """
-    later = rungs_after(stage, until)
-    if not later or until not in (None, later[-1]):
-        raise UserError(f"{stage.file}: no rung comes after it" + (f" up to --until {until.label}" if until else ""))
-    old = {rung.file: committed(rung.file, root) for rung in (stage, *later)}
-    new = {rung.file: (root / rung.file).read_text(encoding="utf-8") for rung in STAGES}
-    if dirty := [rung.file for rung in later if new[rung.file] != old[rung.file]]:
+
+def own_lines(merged, *sources):
+    """The lines of a merged text that none of the others has."""
+    known = {line.strip() for source in sources for line in source.splitlines()}
+    return [line.strip() for line in merged.splitlines() if line.strip() not in known]
+
+
+def check_start(stage, later, old, new):
+    """Refuse a rung without a fix, one that breaks the law, and uncommitted changes that could be lost."""
+    dirty = [rung.file for rung in later if new[rung.file] != old[rung.file]]
+    if dirty:
         raise UserError(f"{dirty[-1]} has uncommitted changes: commit or stash them first, so that nothing is lost; "
                         f"if they are this fix, continue from there: python -m ladder propagate {dirty[-1]}")
     if split(stage.file, old[stage.file])[1] == split(stage.file, new[stage.file])[1]:
         raise UserError(f"{stage.file} has no uncommitted change outside its docstring: make the fix there first")
+    before = BY_LABEL.get(stage.before)
+    for broken in rung_violations(stage, new[before.file], new[stage.file]) if before else foreign(new):
+        raise UserError(f"nothing was written; the fix breaks the ladder's law: {broken}")
 
-    written = {}
-    for rung in later:
-        before = BY_LABEL[rung.before]
-        docstring, ours = split(rung.file, old[rung.file])
-        base, theirs = (split(before.file, sources[before.file])[1] for sources in (old, new))
+
+def propagate(stage, root=ROOT):
+    """Carry the uncommitted change of a rung to all that start from it, as far as it goes.
+
+    Returns {file: its lines that were merged word by word} of the files written, and a text for each rung where it
+    stops: those that start from there wait, too.
+    """
+    later = rungs_after(stage)
+    old = {rung.file: committed(rung.file, root) for rung in (stage, *later)}
+    new = {rung.file: (root / rung.file).read_text(encoding="utf-8") for rung in STAGES}
+    check_start(stage, later, old, new)
+    written, stops = {}, []
+    for rung in later:  # one that starts from a rung where the fix stopped finds nothing to carry
         try:
-            merged = merge(ours, base, theirs, (rung.file, f"{before.file} before the fix", f"{before.file} with it"))
+            new[rung.file] = carry(rung, old, new)
         except Conflict as conflict:
-            way = f"carry it up to there with --until {before.label}, " if before != stage else ""
-            raise UserError(f"{rung.file}: the fix conflicts with what this rung changes, and nothing was written; "
-                            f"{way}make it in {rung.file} by hand, then python -m ladder propagate {rung.file}\n"
-                            f"{conflict}") from None
-        if merged != ours:
-            new[rung.file] = docstring + merged
-            known = {line.strip() for line in (ours + theirs).splitlines()}
-            written[rung.file] = [line.strip() for line in merged.splitlines() if line.strip() not in known]
-    not_yet = {rung.file for rung in rungs_after(stage)} - old.keys()
-    if broken := list(violations({file: text for file, text in new.items() if file not in not_yet})):
-        raise UserError(f"nothing was written; the result would break the ladder's law: {broken[0]}")
-
+            stops.append(f"{rung.file}: the fix stops here, for {len(rungs_after(rung))} later rungs, too: {conflict}"
+                         f"make it in {rung.file} by hand, then: python -m ladder propagate {rung.file}")
+            continue
+        if new[rung.file] != old[rung.file]:
+            written[rung.file] = own_lines(new[rung.file], old[rung.file], new[BY_LABEL[rung.before].file])
     for file in written:
         mode = (root / file).stat().st_mode
         write_whole(root / file, new[file])
         (root / file).chmod(mode)
-    return written
+    return written, stops

@@ -8,24 +8,28 @@ FEWEST_SEEDS = 3  # of a race
 
 
 def paired_p(before, after, fewest):
-    """p of a two-sided paired t-test of two lists of numbers; NaN for fewer than `fewest` pairs."""
+    """p of a two-sided paired t-test of two lists of numbers; None for fewer than `fewest` pairs."""
     from scipy.stats import ttest_rel
 
     if len(before) < fewest:
-        return math.nan
+        return None
     with warnings.catch_warnings():  # about differences that are all the same
         warnings.simplefilter("ignore")
-        return float(ttest_rel(before, after).pvalue)
+        p = float(ttest_rel(before, after).pvalue)
+    return None if math.isnan(p) else p
 
 
 def speed_p(before, after):
     """p of the difference in speed between two rungs, from the logarithms of their rounds' times per token.
 
-    `before` and `after` are the Runs of the rounds; NaN for too few of them, or where a log does not say its batch.
+    `before` and `after` are the Runs of the rounds; None for too few of them, or where a log does not say its batch.
     """
-    by_round = []
-    for runs in (before, after):
-        known = (run for run in runs if run.tokens_per_step)
-        by_round.append({run.path.parent.name: math.log(run.median_ms / run.tokens_per_step) for run in known})
-    shared = sorted(by_round[0].keys() & by_round[1].keys())
-    return paired_p(*([times[name] for name in shared] for times in by_round), FEWEST_ROUNDS)
+    first, second = log_times(before), log_times(after)
+    shared = sorted(first.keys() & second.keys())
+    return paired_p([first[name] for name in shared], [second[name] for name in shared], FEWEST_ROUNDS)
+
+
+def log_times(runs):
+    """{round: the logarithm of its time per token}."""
+    known = [run for run in runs if run.tokens_per_step and run.ms]
+    return {run.path.parent.name: math.log(run.median_ms / run.tokens_per_step) for run in known}

@@ -28,12 +28,15 @@ def speed_tip(row):
 def speed_bars(report):
     """Tokens per second of each rung, with the ratio to the baseline and MFU."""
     for row in report.rows:
-        if row.tokens_per_second:
-            work = row.tokens_per_second * row.ms
-            ratio = f"  ×{row.times_baseline:.2f}" if row.times_baseline else ""
-            yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.tokens_per_second],
-                   "low": work / row.ms_high, "high": work / row.ms_low, "end": f"{row.tokens_per_second:,.0f}",
-                   "more": ratio + (f"  MFU {row.mfu:.0%}" if row.mfu else ""), "tip": speed_tip(row)}
+        if not row.tokens_per_second:
+            continue
+        work = row.tokens_per_second * row.ms
+        more = f"  ×{row.times_baseline:.2f}" if row.times_baseline else ""
+        if row.mfu:
+            more += f"  MFU {row.mfu:.0%}"
+        yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.tokens_per_second],
+               "low": work / row.ms_high, "high": work / row.ms_low, "end": f"{row.tokens_per_second:,.0f}",
+               "more": more, "tip": speed_tip(row)}
 
 
 def memory_bars(report):
@@ -48,15 +51,22 @@ def profile_bars(profile):
     """Milliseconds of each rung's step by kind of work, and its floor; [] for None."""
     rungs = profile["rungs"] if profile else []
     digits = 0 if any(sum(rung["parts_ms"].values()) >= 200 for rung in rungs) else 1
-    for rung in rungs:
-        whole, sure = sum(rung["parts_ms"].values()), is_reliable(rung)
-        tip = [f"{kind}: {ms:,.{digits}f} ms, {100 * ms / whole:.0f} %" for kind, ms in rung["parts_ms"].items()]
-        tip += [f"{what}: {ms:,.{digits}f} ms" for what, ms in (
-            ("the whole step", whole), ("floor", rung["floor_ms"]), ("without the profiler", rung["plain_ms"]))]
-        yield {"title": BY_NAME[rung["name"]].title, "label": BY_NAME[rung["name"]].label,
-               "parts": list(rung["parts_ms"].values()), "floor": rung["floor_ms"], "pale": not sure,
-               "end": f"{whole:,.{digits}f}" + ("" if sure else " (!)"),
-               "tip": tip + ([] if sure else ["unreliable: the two differ by more than 10 %"])}
+    return [profile_bar(rung, digits) for rung in rungs]
+
+
+def profile_bar(rung, digits):
+    stage, parts = BY_NAME[rung["name"]], rung["parts_ms"]
+    whole, sure = sum(parts.values()), is_reliable(rung)
+    end = f"{whole:,.{digits}f}"
+    tip = [f"{kind}: {ms:,.{digits}f} ms, {100 * ms / whole:.0f} %" for kind, ms in parts.items()]
+    tip.append(f"the whole step: {end} ms")
+    tip.append(f"floor: {rung['floor_ms']:,.{digits}f} ms")
+    tip.append(f"without the profiler: {rung['plain_ms']:,.{digits}f} ms")
+    if not sure:
+        end += " (!)"
+        tip.append("unreliable: the two differ by more than 10 %")
+    return {"title": stage.title, "label": stage.label, "parts": list(parts.values()), "floor": rung["floor_ms"],
+            "pale": not sure, "end": end, "tip": tip}
 
 
 def curves(report):

@@ -11,7 +11,8 @@ from ladder.show.terminal import print_texts
 
 SAME_RUN_TOLERANCE = 1.5e-6  # a unit of the last digit of a log, with float's rounding
 MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
-
+DIGITS = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
+          "A / B": "{:.2f}"}
 
 # The common steps (a DataFrame), how many times faster the second log is, the verdicts.
 Comparison = namedtuple("Comparison", "rows faster sentences")
@@ -33,7 +34,7 @@ def loss_tolerance(one, other):
 
 def common_steps(one, other):
     """The steps that both runs have, with both losses (nats) and times (ms)."""
-    a, b = (pandas.DataFrame({"step": run.steps, "loss": run.losses, "ms": run.ms}) for run in (one, other))
+    a, b = [pandas.DataFrame({"step": run.steps, "loss": run.losses, "ms": run.ms}) for run in (one, other)]
     rows = a.merge(b, on="step", suffixes=(" A", " B"))
     rows["B - A"] = rows["loss B"] - rows["loss A"]
     rows["A / B"] = rows["ms A"] / rows["ms B"]
@@ -58,14 +59,17 @@ def loss_verdict(one, other, rows):
 
 def differing(one, other):
     """{what: (A's, B's)} for the settings in which two runs are known to differ."""
+    a, b = one.setting(), other.setting()
+    a["tokens per step"], b["tokens per step"] = one.tokens_per_step, other.tokens_per_step
+    a["seed"], b["seed"] = one.headers.get("seed"), other.headers.get("seed")
     scheduled = ORDER[ORDER.index(BY_LABEL["9"].name) :]  # whose learning rate depends on --steps
-    steps = {one.name, other.name} & {*scheduled}
-    a, b = (run.setting() | {"tokens per step": run.tokens_per_step, "seed": run.headers.get("seed"),
-                             "steps": run.headers.get("steps") if steps else None} for run in (one, other))
-    known = {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
-    allocators = tuple(run.allocator or "unknown" for run in (one, other))
-    on_gpu = "torch" in allocators  # which has no other
-    return known | ({"allocator": allocators} if len(set(allocators)) > 1 and not on_gpu else {})
+    if one.name in scheduled or other.name in scheduled:
+        a["steps"], b["steps"] = one.headers.get("steps"), other.headers.get("steps")
+    different = {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
+    allocators = one.allocator or "unknown", other.allocator or "unknown"
+    if allocators[0] != allocators[1] and "torch" not in allocators:  # a GPU's, which has no other
+        different["allocator"] = allocators
+    return different
 
 
 def counted_steps(run):
@@ -76,9 +80,11 @@ def speed_verdict(one, other, faster, different):
     unit = "tokens/sec" if one.tokens_per_step and other.tokens_per_step else "steps/sec"
     word = f"{faster:.2f} times the {unit} of" if abs(faster - 1) >= 0.005 else f"the same {unit} as"
     verdict = f"The second has {word} the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms/step, medians)"
-    if work := [what for what in ("model", "B", "T") if what in different]:
+    work = [what for what in ("model", "B", "T") if what in different]
+    if work:
         return f"{verdict}, with a different {' and '.join(work)}: this does not measure a change in the code."
-    if too_few := [run for run in (one, other) if counted_steps(run) < MIN_COUNTED]:
+    too_few = [run for run in (one, other) if counted_steps(run) < MIN_COUNTED]
+    if too_few:
         counts = " and ".join(f"{run.path} has {counted_steps(run)}" for run in too_few)
         return f"{verdict}: too few steps to say. After the warm-up {counts}; at least {MIN_COUNTED} are needed."
     memory = "; part of it may be the allocator's" if "allocator" in different else ""
@@ -86,41 +92,52 @@ def speed_verdict(one, other, faster, different):
             "(python -m ladder run --rungs N,M --repeat 5).")
 
 
+def how_many_times_faster(one, other):
+    """The ratio of two runs' tokens per second; of their steps per second, where a log does not tell its tokens."""
+    if one.tokens_per_step and other.tokens_per_step:
+        return one.median_ms / one.tokens_per_step / (other.median_ms / other.tokens_per_step)
+    return one.median_ms / other.median_ms
+
+
+def losses_sentence(one, other, rows, different):
+    apart = [what for what in different if what not in ("device", "allocator")]
+    if rows.empty:
+        return "The logs have no step in common."
+    if apart == ["B"]:  # compensated by ranks or micro-steps
+        gap = rows["B - A"].abs().max()
+        return f"The losses of the same tokens, in batches of different B, are at most {gap:.6f} apart."
+    if apart:
+        return f"The losses do not compare step by step: different {', '.join(apart)}."
+    return loss_verdict(one, other, rows)
+
+
 def compare(one, other, card=None):
     """Compare two runs over the steps that both have; `card` is the GPU of logs that name none."""
     rows, different = common_steps(one, other), differing(one, other)
-    known = one.tokens_per_step and other.tokens_per_step
-    work = (one.tokens_per_step, other.tokens_per_step) if known else (1, 1)
-    faster = one.median_ms / work[0] / (other.median_ms / work[1])
-    apart = [what for what in different if what not in ("device", "allocator")]
-    if rows.empty:
-        losses = "The logs have no step in common."
-    elif apart == ["B"]:  # compensated by ranks or micro-steps
-        gap = rows["B - A"].abs().max()
-        losses = f"The losses of the same tokens, in batches of different B, are at most {gap:.6f} apart."
-    elif apart:
-        losses = f"The losses do not compare step by step: different {', '.join(apart)}."
-    else:
-        losses = loss_verdict(one, other, rows)
-    return Comparison(rows, faster, [
-        *(f"Different {what}: {a} against {b}." for what, (a, b) in different.items()),
-        *(f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}."
-          for run in (one, other) if not run.complete),
-        *(f"{run.path}: {found}." for run in (one, other) for found in impossible(run, card)),
-        losses,
-        speed_verdict(one, other, faster, different),
-    ])
+    faster = how_many_times_faster(one, other)
+    sentences = [f"Different {what}: {a} against {b}." for what, (a, b) in different.items()]
+    for run in (one, other):
+        if not run.complete:
+            sentences.append(f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}.")
+    for run in (one, other):
+        sentences += [f"{run.path}: {found}." for found in impossible(run, card)]
+    sentences.append(losses_sentence(one, other, rows, different))
+    sentences.append(speed_verdict(one, other, faster, different))
+    return Comparison(rows, faster, sentences)
+
+
+def last_of_warm_up(run):
+    """The last step that the median leaves out; 0 without one."""
+    return run.steps[run.warm_up - 1] if run.warm_up else 0
 
 
 def print_comparison(one, other, console, card=None):
     result = compare(one, other, card)
-    counted = result.rows[result.rows["step"] > max(run.steps[run.warm_up - 1] if run.warm_up else 0
-                                                    for run in (one, other))]
+    counted = result.rows[result.rows["step"] > max(last_of_warm_up(one), last_of_warm_up(other))]
     median = (counted if len(counted) else result.rows).median().to_frame().T
-    digits = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
-              "A / B": "{:.2f}"}
-    texts = pandas.DataFrame({name: pandas.concat([result.rows, median])[name].map(form.format)
-                              for name, form in digits.items()})
+    rows, texts = pandas.concat([result.rows, median]), pandas.DataFrame()
+    for name, form in DIGITS.items():
+        texts[name] = rows[name].map(form.format)
     texts.insert(0, "step", [*result.rows["step"].map(str), "median"])
     texts.iloc[-1, 1:3] = ""
     print_texts(texts, console, f"{one.path}  against  {other.path}")

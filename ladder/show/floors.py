@@ -1,33 +1,48 @@
 """Counted floors in a terminal."""
 import pandas
 
-from ladder.count.floor import COUNTED, NOT_COUNTED, STORED, floor_data
+from ladder.count.floor import COUNTED, NOT_COUNTED, read_store, row_of
 from ladder.errors import UserError
 from ladder.show.terminal import print_texts
 
 
-def print_floors(rows, cards, setting, console):
-    """One line per rung: what was counted, and the floor on each card; for a single card, also its parts and FLOPs."""
-    texts, alone = [], len(cards) == 1
-    for row in rows:
-        text = {"rung": f"{row['label']} {row['title']}"}
-        if alone:
-            text["TFLOP"] = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
-        text |= {"GB": f"{row['gb']:,.1f}", "launches": f"{row['launches']:,}"}
-        text |= {f"{card.name}, ms": f"{row['ms'][card.name]['floor']:,.1f}" for card in cards}
-        if alone:
-            text |= {part: f"{row['ms'][cards[0].name][part]:,.1f}" for part in ("products", "traffic")}
-        texts.append(text)
+def counted_rungs(stages, console):
+    """The labels of those stages that floors are counted of; UserError without one, and says which others are left."""
+    labels = [stage.label for stage in stages]
+    counted = [label for label in labels if label in COUNTED]
+    if not counted:
+        raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")
+    left_out = [label for label in labels if label not in COUNTED]
+    if left_out:
+        console.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}")
+    return counted
+
+
+def stored_kernels(labels):
+    """{label: {Kernel: how many}} as floors.json has them."""
+    return {label: rung["kernels"] for label, rung in read_store().items() if label in labels}
+
+
+def floor_texts(row, cards):
+    """One rung as {heading: text}: what was counted, the floor on each card; for a single one also its parts."""
+    alone = cards[0].name if len(cards) == 1 else None
+    texts = {"rung": f"{row['label']} {row['title']}"}
+    if alone:
+        texts["TFLOP"] = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
+    texts["GB"] = f"{row['gb']:,.1f}"
+    texts["launches"] = f"{row['launches']:,}"
+    for card in cards:
+        texts[f"{card.name}, ms"] = f"{row['ms'][card.name]['floor']:,.1f}"
+    if alone:
+        texts["products"] = f"{row['ms'][alone]['products']:,.1f}"
+        texts["traffic"] = f"{row['ms'][alone]['traffic']:,.1f}"
+    return texts
+
+
+def print_floors(kernels, cards, setting, console):
+    """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
+    texts = [floor_texts(row_of(label, counted, cards), cards) for label, counted in kernels.items()]
     caption = "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
-    print_texts(pandas.DataFrame(texts), console, f"Floors, counted: {setting}", caption)
-
-
-def show_floors(stages, cards, console):
-    """The stored floors of some rungs; UserError where none is counted."""
-    labels = [stage.label for stage in stages]
-    if not (rows := floor_data(cards, labels)["rungs"]):
-        raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")
-    if left_out := [label for label in labels if label not in COUNTED]:
-        console.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}")
-    print_floors(rows, cards, "{model}, B={B} T={T}".format(**STORED), console)
+    title = "Floors, counted: {model}, B={B} T={T}".format(**setting)
+    print_texts(pandas.DataFrame(texts), console, title, caption)

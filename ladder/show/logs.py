@@ -74,7 +74,8 @@ class Run:
     @property
     def tokens_per_step(self):
         """Tokens over all ranks and micro-steps."""
-        if total := re.match(rf"{COUNT} tokens", self.headers.get("total batch", "")):
+        total = re.match(rf"{COUNT} tokens", self.headers.get("total batch", ""))
+        if total:
             return int(total[1])
         return None if self.B is None or self.T is None else self.B * self.T * self.ranks
 
@@ -111,7 +112,8 @@ class Run:
     @property
     def allocator(self):
         """What hands out the device's memory: torch on an accelerator; on a CPU None where nobody has recorded it."""
-        return self.headers.get("allocator") or (None if self.on_cpu or "device" not in self.headers else "torch")
+        default = None if self.on_cpu or "device" not in self.headers else "torch"
+        return self.headers.get("allocator", default)
 
     @property
     def data(self):
@@ -121,8 +123,10 @@ class Run:
     def vocab_size(self):
         """How many tokens the vocabulary has, as far as its name says so; None for others."""
         name = re.search(r" \((\S+) tokens\)", self.data or " (gpt2 tokens)")
-        trained = re.fullmatch(r"bpe-(\d+)(-\w+)?", name[1]) if name else None
-        return int(trained[1]) if trained else {"gpt2": 50257, "gpt2-bytes": 50257, "bytes": 257}.get(name and name[1])
+        if not name:
+            return None
+        trained = re.fullmatch(r"bpe-(\d+)(-\w+)?", name[1])
+        return int(trained[1]) if trained else {"gpt2": 50257, "gpt2-bytes": 50257, "bytes": 257}.get(name[1])
 
     def setting(self):
         """What two runs must share to be compared, None where it is not known."""
@@ -131,8 +135,10 @@ class Run:
 
     def seconds_to(self, loss, steps, losses):
         """Seconds of training until one of the `losses`, at `steps`, is first at or below `loss`; None if none is."""
-        reached = (step for step, now in zip(steps, losses, strict=True) if loss is not None and now <= loss)
-        return self.seconds.get(next(reached, None))
+        for step, now in zip(steps, losses, strict=True):
+            if loss is not None and now <= loss:
+                return self.seconds.get(step)
+        return None
 
 
 def stage_of(name):
@@ -164,29 +170,28 @@ def read_lines(path):
     return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
 
 
+def run_of(path, headers):
+    """A Run as its headers tell it, without a step."""
+    batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
+    B, T = map(int, batch.groups()) if batch else (None, None)
+    ranks = re.fullmatch(COUNT, headers.get("ranks", "1"))
+    if not ranks or int(ranks[1]) < 1:
+        raise UserError(f"{path} is damaged: {headers['ranks']!r} is not a number of ranks")
+    return Run(path, Path(headers.get("script", "")).stem or path.stem, headers, B, T, int(ranks[1]))
+
+
 def read_log(path):
     """Read one log file. Raises UserError if it has no step line, an impossible number, or the lines of two runs."""
     path = Path(path)
     lines = read_lines(path)
-    headers = read_headers(lines)
-    batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
-    ranks = re.fullmatch(COUNT, headers.get("ranks", "1"))
-    if not ranks or int(ranks[1]) < 1:
-        raise UserError(f"{path} is damaged: {headers['ranks']!r} is not a number of ranks")
-    run = Run(
-        path=path,
-        name=Path(headers.get("script", "")).stem or path.stem,
-        headers=headers,
-        B=int(batch[1]) if batch else None,
-        T=int(batch[2]) if batch else None,
-        ranks=int(ranks[1]),
-    )
+    run = run_of(path, read_headers(lines))
     for line in lines:
         add_line(run, line)
     if not run.ms:
         raise UserError(f"{path} has no step line: not the log of a training run, or of one without a step")
-    if impossible := [ms for ms in run.ms if not 0 < ms < math.inf]:
-        raise UserError(f"{path} is damaged: a step takes {impossible[0]} ms")
+    for ms in run.ms:
+        if not 0 < ms < math.inf:
+            raise UserError(f"{path} is damaged: a step takes {ms} ms")
     for before, step in itertools.pairwise(run.steps):
         if step <= before:
             raise UserError(f"{path} is damaged: step {step} follows step {before}, as when two runs write one log; "
@@ -196,17 +201,19 @@ def read_log(path):
 
 def add_line(run, line):
     """Add what a line of the log says about a step, a validation or the median; other lines say nothing."""
-    if match := STEP_LINE.match(line):
-        run.steps.append(int(match[1]))
-        run.losses.append(float(match[2]))
-        run.ms.append(float(match[3]))
-        run.last_speed = (match[3], match[4]) if match[4] else None
-    elif match := VAL_LINE.match(line):
-        run.val_steps.append(int(match[1]))
-        run.val_losses.append(float(match[2]))
-    elif match := MEDIAN_LINE.match(line):
-        run.first_counted_step = int(match[1])
-    if (peak := PEAK.search(line)) and math.isfinite(float(peak[1] or peak[2])):
+    step, validation, median = STEP_LINE.match(line), VAL_LINE.match(line), MEDIAN_LINE.match(line)
+    if step:
+        run.steps.append(int(step[1]))
+        run.losses.append(float(step[2]))
+        run.ms.append(float(step[3]))
+        run.last_speed = (step[3], step[4]) if step[4] else None
+    if validation:
+        run.val_steps.append(int(validation[1]))
+        run.val_losses.append(float(validation[2]))
+    if median:
+        run.first_counted_step = int(median[1])
+    peak = PEAK.search(line)
+    if peak and math.isfinite(float(peak[1] or peak[2])):
         run.peak_memory_gb = float(peak[1] or peak[2])
 
 

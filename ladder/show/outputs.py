@@ -1,6 +1,4 @@
 """What the tool prints and writes of reports: the table, files, or the measured effect of one lesson."""
-import math
-
 from ladder.count.cards import find_card
 from ladder.errors import UserError
 from ladder.scripts.stages import ROOT
@@ -40,7 +38,7 @@ def write_reports(args, newest_run, reference_folders, console, messages):
 
         write_tables(reports)
         messages.print("README.md, docs/*.md: tables rewritten")
-        write_plots(reports, ROOT / "docs", shown_in_docs(ROOT).__contains__)
+        write_plots(reports, ROOT / "docs", only=shown_in_docs(ROOT))
     if args.png:
         from ladder.show.plots import write_plots
 
@@ -57,24 +55,33 @@ def write_reports(args, newest_run, reference_folders, console, messages):
         print(as_csv(reports), end="")
 
 
+def times_text(row):
+    return f"{row.ms:,.0f} ({row.ms_low:,.0f}–{row.ms_high:,.0f})"
+
+
+def loss_effect(old, new):
+    """The losses that both rungs end with: those of validations, where both have them."""
+    if old.last_val_loss and new.last_val_loss:
+        return f"validation loss: {old.last_val_loss:.3f} -> {new.last_val_loss:.3f}"
+    return f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}"
+
+
+def verdict(p):
+    if p is None:
+        return "too few rounds to tell a gain from chance"
+    return f"p = {p:.2g}" if p < BEYOND_CHANCE else f"no measurable gain: p = {p:.2g}"
+
+
 def print_effect(before, stage, folders, console):
     """What a rung's change did, a line for each reference machine that has both; `before` is the other rung's stage."""
-    def times(row):
-        return f"{row.ms:,.0f} ({row.ms_low:,.0f}–{row.ms_high:,.0f})"
-
     for reference in map(build_report, folders):
-        rows = {row.name: row for row in reference.rows}
+        rows, runs = {row.name: row for row in reference.rows}, reference.runs
         if not {before.name, stage.name} <= rows.keys():
             continue
         old, new = rows[before.name], rows[stage.name]
-        loss, kind = ("last_val_loss", "validation loss") if new.last_val_loss and old.last_val_loss else (
-            "last_loss", f"loss at step {new.last_step}")
         memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
-        ratio = f"{new.tokens_per_second / old.tokens_per_second:.2f} x the tokens/sec"
-        p = speed_p(reference.runs[before.name], reference.runs[stage.name])
-        verdict = "too few rounds to tell a gain from chance"
-        if not math.isnan(p):
-            verdict = f"p = {p:.2g}" if p < BEYOND_CHANCE else f"no measurable gain: p = {p:.2g}"
+        ratio = new.tokens_per_second / old.tokens_per_second
+        chance = verdict(speed_p(runs[before.name], runs[stage.name]))
         console.print(f"Measured, {where(reference)}:", style="bold", soft_wrap=True)
-        console.print(f"  {times(old)} -> {times(new)} ms/step ({ratio}; {verdict}){memory}, {kind}: "
-                      f"{getattr(old, loss):.3f} -> {getattr(new, loss):.3f}", soft_wrap=True)
+        console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({ratio:.2f} x the tokens/sec; {chance})"
+                      f"{memory}, {loss_effect(old, new)}", soft_wrap=True)

@@ -163,7 +163,8 @@ def write_page(reports, path):
         raise UserError(f"--html {path} is a folder: name a file")
     # First a machine with a profile, the most rungs, and of these the one where they gain the most.
     reports = sorted(reports, reverse=True, key=lambda report: (
-        report.profile is not None, len(report.runs.keys() & BY_NAME), report.table["times_baseline"].fillna(0).max()))
+        report.profile is not None, len(report.runs.keys() & BY_NAME),
+        max(row.times_baseline or 0 for row in report.rows)))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

@@ -1,11 +1,10 @@
-"""Pictures of a report: where a step's time goes, the ladder of tokens/sec, the losses, the memory, a race.
+"""Pictures of a report: where a step's time goes, the ladder of tokens/sec, the losses, the memory.
 
 A picture is a dictionary: title, caption, height, and panels of bars or curves. Its file holds a digest of all that, so
 that a test can tell whether it is up to date.
 """
 import hashlib
 import json
-import math
 import re
 
 import matplotlib
@@ -19,12 +18,9 @@ from matplotlib.ticker import EngFormatter, NullFormatter
 
 from ladder.errors import UserError
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
-from ladder.show.logs import ORDER, PEER, stage_of
-from ladder.show.standings import standings
-from ladder.show.tables import conditions, data_of, machine_of, race_name, races_of
+from ladder.show.logs import PEER
+from ladder.show.tables import conditions
 
-RACES, LEAD = "races.png", "lead.png"  # the pictures of all races
-LEADERS = {"24": "#4f7fc4", "30": "#c95a2e", "31": "#35ab72"}  # the colors of the rungs in the second one, by label
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 
 plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formula
@@ -55,8 +51,9 @@ def draw_bars(axes, bars, xlabel, rows=None):
             start = max(start, bar["high"])
         if bar.get("open"):
             axes.plot(start, place, ">", color="0.4", markersize=4)
-        for color, width in (("white", 3.5), ("black", 1.5)) if "floor" in bar else ():
-            axes.vlines(bar["floor"], place - 0.46, place + 0.46, color=color, linewidth=width)
+        if "floor" in bar:  # a black line with white edges
+            axes.vlines(bar["floor"], place - 0.46, place + 0.46, color="white", linewidth=3.5)
+            axes.vlines(bar["floor"], place - 0.46, place + 0.46, color="black", linewidth=1.5)
         axes.annotate(bar["end"] + bar.get("more", ""), (start, place), (6, 0), textcoords="offset points",
                       va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), rows, fontsize=9)
@@ -74,8 +71,9 @@ def draw_bars(axes, bars, xlabel, rows=None):
 def draw_curves(axes, curves, x, xlabel, ylabel="loss (nats)", xscale="linear"):
     """Losses against `x`, a key of the curves; those of validations dotted, in black."""
     for curve in curves:
-        style = {"color": "black", "linestyle": ":", "marker": "o", "markersize": 3} if curve.get("val") else {}
-        style = {"color": curve["color"], "linestyle": curve.get("style", "-")} | style
+        style = {"color": curve["color"], "linestyle": curve.get("style", "-")}
+        if curve.get("val"):
+            style = {"color": "black", "linestyle": ":", "marker": "o", "markersize": 3}
         axes.plot(curve[x], curve["loss"], label=curve["title"], linewidth=1.2, **style)
         if "end" in curve:
             end = curve[x][-1], curve["loss"][-1]
@@ -96,8 +94,12 @@ def draw(picture):
     figure.text(0.01, -0.01, picture["caption"], fontsize=7, color="grey", va="top", wrap=True)
     for one, panel in zip(axes[0], panels, strict=True):
         one.spines[["top", "right"]].set_visible(False)
-        (draw_bars if "bars" in panel else draw_curves)(one, **{key: panel[key] for key in panel if key != "heading"})
-        one.set_title(panel.get("heading"), fontsize=9, loc="left")
+        shown = dict(panel)
+        one.set_title(shown.pop("heading", None), fontsize=9, loc="left")
+        if "bars" in panel:
+            draw_bars(one, **shown)
+        else:
+            draw_curves(one, **shown)
         one.label_outer()
     if picture.get("legend") == "kinds":
         draw_kinds(axes[0, 0])
@@ -116,7 +118,6 @@ def draw_kinds(axes):
 
 
 def bar_picture(title, caption, bars, xlabel, **more):
-    bars = list(bars)
     return {"title": title, "caption": caption, "height": 1.4 + 0.36 * max(4, len(bars)),
             "panels": [{"bars": bars, "xlabel": xlabel}], **more}
 
@@ -133,84 +134,33 @@ def profile_picture(profile):
 
 def loss_picture(report):
     """The loss against steps and against seconds of training."""
-    colors = dict(zip(report.table["title"], colors_of(report.runs).values(), strict=False))
-    shown = [curve | {"color": colors.get(curve["title"])} for curve in curves(report)]
+    colors = colors_of(report.runs)
+    by_title = {row.title: colors[row.name] for row in report.rows}
+    shown = [curve | {"color": by_title.get(curve["title"])} for curve in curves(report)]
     return {"title": "Loss", "caption": conditions(report), "height": 4.2, "panels": [
         {"curves": shown, "x": "steps", "xlabel": "step"},
         {"curves": shown, "x": "seconds", "xlabel": "seconds of training, the first step included"},
     ], "legend": "curves"}
 
 
-def race_panel(report, names):
-    """The share of the first rung's seconds that each rung needs to the target; colored as in `names`."""
-    (target, racers), colors, runs = standings(report), colors_of(names), report.runs
-    seconds, bars = racers[0].seconds[0], []
-    for racer in racers:
-        whole = runs[racer.name][0].steps[-1] * racer.ms / 10 / seconds  # where a run that never gets there ends
-        middle, low, high = (min(percent, whole) for percent in racer.percent)
-        reached = math.isfinite(racer.percent[0])
-        bars.append({
-            "title": racer.title, "label": racer.label, "parts": [middle], "low": low, "high": high,
-            "open": racer.percent[2] == math.inf, "pale": not reached, "color": colors[racer.name],
-            "end": f"{middle:.0f} %" if reached else "not reached"})
-    return {"bars": bars, "xlabel": f"% of {seconds:,.0f} s to {target:.2f} nats"}
-
-
-def races_picture(reports):
-    """The bars of races side by side, those of the same rung in one row."""
-    raced = dict.fromkeys(name for report in reports for name in report.runs)
-    names = sorted(raced, key=[*ORDER, *raced].index)
-    rows = [f"{stage_of(name).title}  {stage_of(name).label}" for name in names]
-    headings = (re.sub(r" (?=\()|(?<=\)), ", "\n", race_name(report)) for report in reports)
-    panels = [race_panel(report, names) | {"rows": rows, "heading": heading}
-              for report, heading in zip(reports, headings, strict=True)]
-    return {"title": "Seconds to the same loss, rung by rung", "height": 1.5 + 0.28 * len(rows), "panels": panels,
-            "caption": "The share of the first rung's seconds, the median of the seeds; thin lines: lowest to highest, "
-            "with an arrow where a seed never got there. No bar: not raced. Measured on "
-            + "; ".join(dict.fromkeys(machine_of(report) for report in reports)) + "."}
-
-
-def lead_curves(report):
-    """Yields how far some rungs are below the first one's loss after the same tokens, the medians of the seeds."""
-    losses = report.race.part("round").groupby(["rung", "tokens"], sort=False).val_loss.median()
-    first, *others = losses.index.unique("rung")
-    leads = {stage_of(name).label: losses[first] - losses[name] for name in others if stage_of(name).label in LEADERS}
-    for place, label in enumerate(sorted(leads, key=lambda label: leads[label].iloc[-1])):
-        yield {"title": label, "end": label, "tokens": leads[label].index.tolist(), "loss": leads[label].tolist(),
-               "color": LEADERS[label], "shift": 7 * place - 3.5 * (len(leads) - 1)}  # names that can be told apart
-
-
-def lead_picture(reports):
-    """The lead over the first rung against tokens: a panel for each kind of tokens, a kind of line for each text."""
-    kinds, styles = {}, {}
-    for report in reports:
-        text, _, kind = data_of(report).partition(" (")
-        style = styles.setdefault(f"{text}, {report.setting['model']}", ["solid", "dashed", "dotted"][len(styles) % 3])
-        kinds.setdefault(kind.rstrip(")"), []).extend(curve | {"style": style} for curve in lead_curves(report))
-    panels = [{"heading": kind, "curves": curves, "x": "tokens", "xlabel": "tokens trained on", "xscale": "log",
-               "ylabel": "nats below the first rung"} for kind, curves in kinds.items()]
-    firsts = "/".join(sorted({stage_of(report.table["name"][0]).label for report in reports}))
-    return {"title": f"The lead over rung {firsts}, after the same tokens", "height": 4.2, "panels": panels,
-            "caption": "Validation losses, the medians of the seeds; "
-            + "; ".join(f"{style}: {text}" for text, style in styles.items())}
-
-
 def pictures_of(report):
     """{kind: picture} of a report, without those that its logs say nothing of."""
+    pictures = {"loss": loss_picture(report)}
     if report.race:
-        return {"race": races_picture([report])}
-    pictures = {
-        "ladder": bar_picture("Tokens per second", conditions(report), speed_bars(report),
-                              "tokens/sec; the thin lines show the spread"),
-        "loss": loss_picture(report),
-        "memory": bar_picture("Peak memory", conditions(report), memory_bars(report), "GB (1e9 bytes)"),
-    }
-    pictures |= {"profile": profile_picture(report.profile)} if report.profile else {}
-    return {kind: picture for kind, picture in pictures.items() if picture["panels"][0].get("bars") != []}
+        return pictures
+    speeds, memory = list(speed_bars(report)), list(memory_bars(report))
+    if speeds:
+        pictures["ladder"] = bar_picture("Tokens per second", conditions(report), speeds,
+                                         "tokens/sec; the thin lines show the spread")
+    if memory:
+        pictures["memory"] = bar_picture("Peak memory", conditions(report), memory, "GB (1e9 bytes)")
+    if report.profile:
+        pictures["profile"] = profile_picture(report.profile)
+    return pictures
 
 
 def all_pictures(reports):
-    """{file name: picture} of several reports, and of their races together."""
+    """{file name: picture} of several reports."""
     pictures = {}
     for report in reports:
         for kind, picture in pictures_of(report).items():
@@ -218,8 +168,7 @@ def all_pictures(reports):
             if name in pictures:
                 raise UserError(f"two log folders are called {report.name}: plot them into separate folders")
             pictures[name] = picture
-    races = races_of(reports)
-    return pictures | ({RACES: races_picture(races), LEAD: lead_picture(races)} if len(races) > 1 else {})
+    return pictures
 
 
 def digest(picture):
@@ -234,13 +183,14 @@ def save(picture, path):
     plt.close(figure)
 
 
-def write_plots(reports, folder, wanted=lambda name: True):
-    """Write the PNG files whose names are `wanted` to `folder`; returns their paths."""
+def write_plots(reports, folder, only=None):
+    """Write the PNG files, of a set of names `only` those in it, to `folder`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {folder / name: picture for name, picture in all_pictures(reports).items() if wanted(name)}
-    for path, picture in pictures.items():
-        save(picture, path)
-    return list(pictures)
+    pictures = all_pictures(reports)
+    names = [name for name in pictures if only is None or name in only]
+    for name in names:
+        save(pictures[name], folder / name)
+    return [folder / name for name in names]
 
 
 def shown_in_docs(root):

@@ -13,8 +13,7 @@ from ladder.scripts.stages import BY_LABEL, ROOT
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.show.logs import stage_of
 from ladder.show.report import allocators, cores_of, warnings
-from ladder.show.standings import KEY, WIDE, race_texts
-from ladder.show.terminal import print_texts
+from ladder.show.terminal import WIDE, print_texts
 
 NOTHING = "–"  # where a log does not say
 NO_TEST = "?"  # after a ratio that too few rounds tell from chance
@@ -23,12 +22,6 @@ HEADINGS = (f"× before: with * significant, p < {BEYOND_CHANCE} in a paired tes
             "else no measurable gain, or with ? too few rounds to tell. s to: seconds to the first step, or "
             "validation, with this loss, the lowest that all reach. 1st step: with compilation, unless its graphs were "
             "in torch's cache")
-# The columns of the Markdown tables, and their headings; the first ones are words, the others numbers.
-README = {"file": "file", "title": "the one change", "range": "tokens/sec", "times_baseline": "× baseline",
-          "a100": "A100: floor / published, ms"}
-RESULTS = {"label": "", "file": "file", "title": "the one change", "ms": "ms/step", "spread": "spread",
-           "speed": "tokens/sec", "times_baseline": "× baseline", "mfu": "MFU", "causal": "causal", "memory": "peak GB",
-           "loss": "loss"}
 
 
 def data_of(report):
@@ -38,10 +31,13 @@ def data_of(report):
 
 def machine_of(report):
     """The device, of a CPU its cores and allocator."""
-    cores = cores_of(report)
+    device, details, cores = report.setting["device"] or "unknown device", [], cores_of(report)
+    if cores:
+        details.append(f"{cores} cores")
     known = [name for name in allocators(report) if name not in ("unknown", "torch")]
-    details = [f"{cores} cores"] * (cores > 0) + [f"allocator: {' and '.join(known)}"] * bool(known)
-    return (report.setting["device"] or "unknown device") + (f" ({', '.join(details)})" if details else "")
+    if known:
+        details.append(f"allocator: {' and '.join(known)}")
+    return f"{device} ({', '.join(details)})" if details else device
 
 
 def batch_of(report):
@@ -67,57 +63,87 @@ def conditions(report):
     return f"{where(report)}. {fastest(report)}".strip()
 
 
-def texts_of(report):
-    """The report as short strings: a DataFrame with fixed column names, one row per rung."""
-    table, rows = report.table, report.rows
-    stages = [stage_of(row.name) for row in rows]
+def text_of(value, pattern):
+    return NOTHING if value is None else pattern.format(value)
 
-    def column(name, pattern):
-        return [NOTHING if pandas.isna(value) else pattern.format(value) for value in table[name]]
 
-    work = table["tokens_per_second"] * table["ms"]
-    slow, fast = work / table["ms_high"], work / table["ms_low"]
-    marks = [NO_TEST if pandas.isna(p) else "*" * (p < BEYOND_CHANCE) for p in table["p_before"]]
-    floors = {row["label"]: f"{row['ms']['A100']['floor']:,.0f}" for row in floor_data([CARDS["A100"]])["rungs"]}
-    return pandas.DataFrame({
-        "label": [stage.label for stage in stages],
-        "file": [f"[`{stage.file}`]({stage.file})" for stage in stages],
-        "title": table["title"],
-        "ms": [f"{row.ms:,.1f}" if row.ms < 1000 else f"{row.ms:,.0f}" for row in rows],
-        "spread": [f"{row.ms_low:,.0f}–{row.ms_high:,.0f}" for row in rows],
-        "speed": column("tokens_per_second", "{:,.0f}"),
-        "range": [f"{row.tokens_per_second or 0:,.0f} ({low:,.0f}–{high:,.0f})"
-                  for row, low, high in zip(rows, slow, fast, strict=True)],
-        "times_baseline": column("times_baseline", "{:.2f}"),
-        "times_before": [text + mark if text != NOTHING else text
-                         for text, mark in zip(column("times_before", "{:.2f}"), marks, strict=True)],
-        "mfu": [text + " (!)" * (share > 1) for text, share in zip(column("mfu", "{:.0%}"), table["mfu"], strict=True)],
-        "causal": column("mfu_causal", "{:.0%}"),
-        "memory": column("peak_memory_gb", "{:.2f}"),
-        "loss": [f"{loss:.3f}" for loss in table["last_loss"]],
-        "seconds": column("seconds_to_common_loss", "{:,.0f}"),
-        "first_step": column("first_step_s", "{:,.1f}"),
-        "val_loss": column("last_val_loss", "{:.3f}"),
-        "val_seconds": column("seconds_to_common_val_loss", "{:,.0f}"),
-        "a100": [f"{floors[stage.label]} / {stage.lecture_ms or NOTHING}" if stage.label in floors else NOTHING
-                 for stage in stages],
-    })
+def link_to(row):
+    file = stage_of(row.name).file
+    return f"[`{file}`]({file})"
+
+
+def ms_of(row):
+    return f"{row.ms:,.1f}" if row.ms < 1000 else f"{row.ms:,.0f}"
+
+
+def loss_of(row):
+    return "nan" if row.last_loss is None else f"{row.last_loss:.3f}"
+
+
+def mfu_of(row):
+    return text_of(row.mfu, "{:.0%} (!)" if row.mfu and row.mfu > 1 else "{:.0%}")
+
+
+def speed_range(row):
+    """Tokens per second, and those of the slowest and the fastest round."""
+    speed = row.tokens_per_second or 0
+    slowest, fastest = speed * row.ms / row.ms_high, speed * row.ms / row.ms_low
+    return f"{speed:,.0f} ({slowest:,.0f}–{fastest:,.0f})"
+
+
+def times_before(row):
+    """The ratio to the rung before, with what a paired test says of it."""
+    if row.times_before is None:
+        return NOTHING
+    mark = "*" if row.p_before is not None and row.p_before < BEYOND_CHANCE else ""
+    return f"{row.times_before:.2f}{NO_TEST if row.p_before is None else mark}"
+
+
+def short_row(row, floors):
+    """README.md's; `floors` are the ms of {label: an A100's counted floor}."""
+    stage = stage_of(row.name)
+    a100 = f"{floors[stage.label]:,.0f} / {stage.lecture_ms or NOTHING}" if stage.label in floors else NOTHING
+    return {"file": link_to(row), "the one change": row.title, "tokens/sec": speed_range(row),
+            "× baseline": text_of(row.times_baseline, "{:.2f}"), "A100: floor / published, ms": a100}
+
+
+def long_row(row):
+    """docs/results.md's."""
+    return {"": stage_of(row.name).label, "file": link_to(row), "the one change": row.title, "ms/step": ms_of(row),
+            "spread": f"{row.ms_low:,.0f}–{row.ms_high:,.0f}",
+            "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"),
+            "× baseline": text_of(row.times_baseline, "{:.2f}"), "MFU": mfu_of(row),
+            "causal": text_of(row.mfu_causal, "{:.0%}"), "peak GB": text_of(row.peak_memory_gb, "{:.2f}"),
+            "loss": loss_of(row)}
+
+
+def shown_row(row, report):
+    """A terminal's and the page's."""
+    return {
+        "rung": row.title,
+        "ms/step": ms_of(row),
+        "spread": f"{row.ms_low:,.0f}–{row.ms_high:,.0f}",
+        "tokens/s": text_of(row.tokens_per_second, "{:,.0f}"),
+        "× base": text_of(row.times_baseline, "{:.2f}"),
+        "× before": times_before(row),
+        "MFU": mfu_of(row),
+        "causal": text_of(row.mfu_causal, "{:.0%}"),
+        "GB": text_of(row.peak_memory_gb, "{:.2f}"),
+        f"loss @{last_steps(report)}": loss_of(row),
+        f"s to {report.common_loss or 0:.2f}": text_of(row.seconds_to_common_loss, "{:,.0f}"),
+        "1st step s": f"{row.first_step_s:,.1f}",
+        "val loss": text_of(row.last_val_loss, "{:.3f}"),
+        f"s to val {report.common_val_loss or 0:.2f}": text_of(row.seconds_to_common_val_loss, "{:,.0f}"),
+    }
 
 
 def last_steps(report):
-    return "/".join(map(str, sorted(report.table["last_step"].unique())))
+    return "/".join(map(str, sorted({row.last_step for row in report.rows})))
 
 
 def shown_texts(report):
-    """What a terminal and the page show of texts_of: the columns with values, under headings."""
-    headings = {
-        "title": "rung", "ms": "ms/step", "spread": "spread", "speed": "tokens/s", "times_baseline": "× base",
-        "times_before": "× before", "mfu": "MFU", "causal": "causal", "memory": "GB",
-        "loss": f"loss @{last_steps(report)}", "seconds": f"s to {report.common_loss or 0:.2f}",
-        "first_step": "1st step s", "val_loss": "val loss",
-        "val_seconds": f"s to val {report.common_val_loss or 0:.2f}",
-    }
-    texts = texts_of(report)[list(headings)].rename(columns=headings)
+    """What a terminal and the page show: a DataFrame of short strings, without columns that have no value."""
+    texts = pandas.DataFrame([shown_row(row, report) for row in report.rows])
     return texts.loc[:, (texts != NOTHING).any()]
 
 
@@ -131,42 +157,27 @@ def print_table(report, console, card=None):
         console.print(f"! {warning}", style="yellow")
 
 
-def markdown(texts, headings, n_left):
-    """The columns {name: heading} of `texts` in Markdown: the first `n_left` are words, the others numbers."""
-    rows = [headings.values(), ["---"] * n_left + ["--:"] * (len(headings) - n_left), *texts[list(headings)].to_numpy()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def markdown(rows, n_left):
+    """Rows, each {heading: text}, in Markdown: the first `n_left` columns are words, the others numbers."""
+    lines = [list(rows[0]), ["---"] * n_left + ["--:"] * (len(rows[0]) - n_left)]
+    lines += [row.values() for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def short_table(report):
     """README.md's: each rung's speed and its spread, and its counted and published times for an A100."""
-    return (f"{markdown(texts_of(report), README, 2)}\n\n"
-            f"{where(report)}; the median of {report.table['rounds'].max()} rounds, lowest to highest.")
+    floors = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
+    rounds = max(row.rounds for row in report.rows)
+    return (f"{markdown([short_row(row, floors) for row in report.rows], 2)}\n\n"
+            f"{where(report)}; the median of {rounds} rounds, lowest to highest.")
 
 
 def long_table(report):
     """docs/results.md's."""
-    rounds = report.table["rounds"].max()
+    rounds = max(row.rounds for row in report.rows)
     spread = f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else ""
-    return (f"{markdown(texts_of(report), RESULTS, 3)}\n\n{conditions(report)} ms/step is the median{spread}, "
-            f"the loss that of step {last_steps(report)}.")
-
-
-def race_name(report):
-    """A race's text, its tokens, and the model."""
-    return f"{data_of(report)}, {report.setting['model']}"
-
-
-def races_of(reports):
-    """The races among reports: those of the same kind of tokens together, those of many rungs first."""
-    races = (report for report in reports if report.race)
-    return sorted(races, key=lambda race: (data_of(race).partition(" (")[2], -len(race.table), race.setting["model"]))
-
-
-def race_table(report):
-    """docs/race.md's."""
-    texts, caption = race_texts(report)
-    table = markdown(texts, {name: "" if name == "label" else name for name in texts if name != "rung"}, 2)
-    return f"### {race_name(report)}\n\n{table}\n\n{machine_of(report)}, {batch_of(report)}. {caption}"
+    return (f"{markdown([long_row(row) for row in report.rows], 3)}\n\n{conditions(report)} ms/step is the "
+            f"median{spread}, the loss that of step {last_steps(report)}.")
 
 
 def published_table():
@@ -175,29 +186,31 @@ def published_table():
     remarks = rows["remark"].where(rows["remark"] == "", ": " + rows["remark"])
     rows["source"] = "[" + rows["who"] + "](" + rows["link"] + ")" + remarks
     columns = ["GPU", "B", "what", "ms", "tokens/sec", "source"]
-    return markdown(rows.replace("", NOTHING), dict(zip(columns, columns, strict=True)), len(columns))
+    return markdown(rows[columns].replace("", NOTHING).to_dict("records"), len(columns))
+
+
+def write_between(path, name, tables):
+    """Put tables between the marks called `name` of a document; UserError where it lacks them."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    parts = re.split(f"(?s)(?<={begin}\n).*(?={end})", path.read_text(encoding="utf-8"))
+    if len(parts) != 2:
+        raise UserError(f"{path.name} must hold {begin} and then {end} around the table, on lines of their own")
+    text = "\n\n".join(tables)
+    if path.parent.name == "docs":
+        text = re.sub(r"\]\((?!https:)", "](../", text)
+    write_whole(path, f"{parts[0]}{text}\n{parts[1]}")
 
 
 def write_tables(reports, root=ROOT):
-    """Put all tables between their marks in README.md and docs/; raises UserError where the marks are missing.
+    """Put the tables between their marks in README.md and docs/.
 
     The README shows the machine with the most rungs; among several, the one where they gain the most.
     """
-    ladder = sorted((report for report in reports if BY_LABEL["0"].name in report.runs),
-                    key=lambda report: (-len(report.table), -report.table["times_baseline"].max()))
-    for file, name, tables in [
-        ("README.md", "ladder", [short_table(report) for report in ladder[:1]]),
-        ("docs/results.md", "ladder", [long_table(report) for report in ladder]),
-        ("docs/race.md", "race", [*map(race_table, races_of(reports)), KEY]),
-        ("docs/floors.md", "published", [published_table()]),
-    ]:
-        if file.startswith("docs/"):
-            tables = [re.sub(r"\]\((?!https:)", "](../", table) for table in tables]
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        parts = re.split(f"(?s)(?<={begin}\n).*(?={end})", (root / file).read_text(encoding="utf-8"))
-        if len(parts) != 2:
-            raise UserError(f"{file} must hold {begin} and then {end} around the table, on lines of their own")
-        write_whole(root / file, "\n\n".join(tables).join([parts[0], "\n" + parts[1]]))
+    ladder = [report for report in reports if BY_LABEL["0"].name in report.runs]
+    ladder.sort(key=lambda report: (-len(report.rows), -max(row.times_baseline or 0 for row in report.rows)))
+    write_between(root / "README.md", "ladder", [short_table(report) for report in ladder[:1]])
+    write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in ladder])
+    write_between(root / "docs" / "floors.md", "published", [published_table()])
 
 
 def as_json(reports):

@@ -2,6 +2,8 @@
 from rich import box
 from rich.table import Table
 
+WIDE = 130  # characters of a terminal wide enough for all columns
+
 
 def print_texts(texts, console, title, caption=None, min_width=None, **style):
     """A DataFrame of strings under its headings: the first column are words, the others numbers.
