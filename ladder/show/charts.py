@@ -4,7 +4,9 @@ A bar is a dictionary: title, label (of its rung), parts (one length, or one for
 text at its end), tip (lines "name: text"), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
-from ladder.scripts.stages import BY_NAME
+from ladder.count.cards import CARDS
+from ladder.count.floor import floor_data
+from ladder.scripts.stages import BY_LABEL, BY_NAME, LADDER
 from ladder.show.logs import stage_of
 from ladder.show.profile import KINDS, is_reliable
 from ladder.show.standings import race_curves
@@ -37,6 +39,23 @@ def speed_bars(report):
         yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.tokens_per_second],
                "low": work / row.ms_high, "high": work / row.ms_low, "end": f"{row.tokens_per_second:,.0f}",
                "more": more, "tip": speed_tip(row)}
+
+
+def step_bars(report):
+    """Milliseconds of a step, of the rungs 0 to 10."""
+    for row in report.rows:
+        if stage_of(row.name) not in LADDER:
+            continue
+        yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.ms], "low": row.ms_low,
+               "high": row.ms_high, "end": ms_text(row.ms)}
+
+
+def lecture_bars():
+    """Milliseconds of a step on an A100, B=16 T=1024: the lecture's as bars, the counted least times as floors."""
+    for row in floor_data([CARDS["A100"]])["rungs"]:
+        published = BY_LABEL[row["label"]].lecture_ms
+        yield {"title": row["title"], "label": row["label"], "parts": [published or 0],
+               "floor": row["ms"]["A100"]["floor"], "end": str(published or "")}
 
 
 def memory_bars(report):

@@ -17,9 +17,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from ladder.errors import UserError
-from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
+from ladder.scripts.stages import LADDER
+from ladder.show.charts import KIND_COLORS, curves, lecture_bars, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.logs import PEER
-from ladder.show.tables import conditions
+from ladder.show.tables import batch_of, conditions, where
 
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 
@@ -132,6 +133,20 @@ def profile_picture(profile):
     return bar_picture("Where a step's time goes", caption, bars, "ms per step", legend="kinds")
 
 
+def step_picture(report):
+    """The milliseconds of a step, rung by rung: of an A100, as published and counted, and of the report's machine."""
+    measured = list(step_bars(report))
+    rows = [heading(bar) for bar in measured]
+    published = [bar for bar in lecture_bars() if heading(bar) in rows]
+    return {"title": "A training step, rung by rung", "height": 1.6 + 0.3 * len(rows), "panels": [
+        {"heading": "One A100, B=16 T=1024\npublished; black: the least time, counted",
+         "bars": published, "xlabel": "ms a step", "rows": rows},
+        {"heading": f"{report.setting['device']}, {batch_of(report)}\nmeasured; thin lines: lowest to highest",
+         "bars": measured, "xlabel": "ms a step", "rows": rows},
+    ], "caption": "Left: GPT-2 (124M), the lecture's scripts; it has no time for rungs 1, 4, 8 and 9. "
+                  f"Right: {where(report)}."}
+
+
 def loss_picture(report):
     """The loss against steps and against seconds of training."""
     colors = colors_of(report.runs)
@@ -152,6 +167,8 @@ def pictures_of(report):
     if speeds:
         pictures["ladder"] = bar_picture("Tokens per second", conditions(report), speeds,
                                          "tokens/sec; the thin lines show the spread")
+    if {stage.name for stage in LADDER} <= set(report.runs):
+        pictures["step"] = step_picture(report)
     if memory:
         pictures["memory"] = bar_picture("Peak memory", conditions(report), memory, "GB (1e9 bytes)")
     if report.profile:
