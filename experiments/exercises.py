@@ -3,8 +3,7 @@
     python data/prepare.py --tokenizer bytes --out data/bytes    # once
     OMP_NUM_THREADS=1 python -m experiments.exercises            # all of them, or the labels of some: 7 9 ddp
 
-Short runs are `--model tiny -T 256` on data/tokens (50 steps), longer ones 300 steps on data/bytes; where a longer one
-has three numbers, they are those of three seeds.
+Short runs are `--model tiny -T 256` on data/tokens (50 steps); longer ones are 200 steps on data/bytes, three seeds.
 """
 import argparse
 import contextlib
@@ -25,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from ladder.scripts.stages import BY_LABEL, load_script
 
 QUICK = {"model": "tiny", "T": 256, "compile_mode": "none", "total_batch": 256, "val_every": 0, "checkpoint_every": 0}
-LONG = QUICK | {"data": "data/bytes", "B": 8, "T": 128, "steps": 300, "total_batch": 1024, "max_lr": 3e-3,
-                "muon_lr": 0.01, "val_every": 300, "val_sequences": 200}
+LONG = QUICK | {"data": "data/bytes", "B": 8, "T": 64, "steps": 200, "total_batch": 512, "max_lr": 3e-3,
+                "muon_lr": 0.01, "val_every": 200, "val_sequences": 100}
 SEEDS = (1, 2, 3)
+LONG_RUNS = {}  # of this process: what long_run has found
 
 
 # ---- scripts, changed and run ------------------------------------------------------------------------------------------
@@ -77,13 +77,14 @@ def run(module, **settings):
                            val=(numbers("loss", vals) or [None])[-1], weights=weights)
 
 
-def long_run(module, **settings):
+def long_run(label, *edits, **settings):
     """Of a longer run its validation loss, or before rung 13 the mean loss of the last 20 steps; of three seeds."""
-    found = []
-    for seed in SEEDS:
-        done = run(module, **LONG | settings, seed=seed)
-        found.append(done.val or sum(done.losses[-20:]) / 20)
-    return " ".join(f"{loss:.3f}" for loss in found)
+    key = str((label, edits, settings))
+    if key not in LONG_RUNS:
+        done = [run(script(label, *edits), **LONG | settings, seed=seed) for seed in SEEDS]
+        losses = [each.val or sum(each.losses[-20:]) / 20 for each in done]
+        LONG_RUNS[key] = " ".join(f"{loss:.3f}" for loss in losses)
+    return LONG_RUNS[key]
 
 
 def new_model(module, size="tiny", vocab_size=50257, seed=1337):
@@ -105,19 +106,22 @@ def first_loss(label, size, T):
         return new_model(script(label), size)(*loader.batch(0)).item()
 
 
-def kept(function):
-    """What a function keeps for the backward pass: the shapes and the bytes, without parameters."""
-    shapes, seen = [], set()
+def kept(function, part):
+    """What a function keeps for the backward pass: [(shape, bytes)], without the parameters of `part`."""
+    shapes = []
+    seen = {p.untyped_storage().data_ptr() for p in part.parameters()}
 
     def see(tensor):
-        if not isinstance(tensor, torch.nn.Parameter) and tensor.untyped_storage().data_ptr() not in seen:
-            seen.add(tensor.untyped_storage().data_ptr())
-            shapes.append((tuple(tensor.shape), tensor.nbytes))
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            shapes.append((tuple(tensor.shape), storage.nbytes()))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-        result = function()
-    return shapes, result
+        result = function()  # alive until here, so that no storage's address is used twice
+    del result
+    return shapes
 
 
 # ---- the exercises -----------------------------------------------------------------------------------------------------
@@ -209,7 +213,7 @@ def exercise_5():
 def attention_bytes(label, T):
     module = script(label)
     attention = module.CausalSelfAttention(module.GPTConfig(block_size=T))
-    shapes, _ = kept(lambda: attention(torch.zeros(1, T, 768, requires_grad=True)))
+    shapes = kept(lambda: attention(torch.zeros(1, T, 768, requires_grad=True)), attention)
     return sum(n_bytes for _, n_bytes in shapes)
 
 
@@ -217,14 +221,9 @@ def exercise_6():
     for T in (256, 512, 1024, 2048):
         print(f"T={T}: attention of one layer keeps {attention_bytes('5', T) / 1e6:.1f} MB,"
               f" flash {attention_bytes('6', T) / 1e6:.1f} MB (B=1, float32)")
-    call = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
     losses = [run(script(label)).losses for label in ("5", "6")]
     apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
     print(f"losses of rungs 5 and 6, 50 steps: most apart {apart:.4f}")
-    for name, new in (("as it is", call), ("is_causal=False", call.replace("True", "False")),
-                      ("scale=1.0", call.replace("True", "True, scale=1.0"))):
-        module = script("6", *([] if new == call else [(call, new)]))
-        print(f"{name}: {long_run(module, T=32, B=32)} (T=32)")
 
 
 def exercise_7():
@@ -248,20 +247,11 @@ def exercise_8():
     print("norms:", *after.norms)
     print("losses of rung 7:", *before.losses)
     print("losses of rung 8:", *after.losses)
-    betas, clip = ("betas=(0.9, 0.95)", "betas=(0.9, 0.999)"), ("parameters(), 1.0)", "parameters(), 0.01)")
-    for name, edits in (("as it is", []), ("beta2 0.999", [betas]), ("clipped to 0.01", [clip])):
-        print(f"{name}: {long_run(script('8', *edits))}")
 
 
 def exercise_9():
     done = run(script("9"), max_lr=6e-4)
     print("rates of steps 1, 5, 10, 30, 50:", *(done.lrs[step - 1] for step in (1, 5, 10, 30, 50)))
-    rate = ("get_lr(step, args.steps, args.max_lr, args.warmup_steps)", "args.max_lr")
-    constant = [(f"lr = {rate[0]}", f"lr = {rate[1]}")]
-    for max_lr in (6e-4, 3e-3, 0.03):
-        print(f"max_lr {max_lr}: cosine {long_run(script('9'), max_lr=max_lr)},"
-              f" no warm-up {long_run(script('9'), max_lr=max_lr, warmup_steps=0)},"
-              f" constant {long_run(script('9', *constant), max_lr=max_lr)}")
 
 
 def exercise_10():
@@ -276,9 +266,6 @@ def exercise_10():
     rows = ours.weights["lm_head.weight"][50257:]
     print(f"sum of the rates {sum(ours.lrs):.5f}; product of 1 - 0.1 lr: {factor:.6f};"
           f" a padding row after 50 steps: {(rows / start).mean():.6f} of itself")
-    every = [("p.dim() >= 2]", "p.dim() >= 1]"), ("p.dim() < 2]", "p.dim() < 1]")]
-    for name, edits in (("as it is", []), ("all decay", every)):
-        print(f"{name}: {long_run(script('10', *edits))}")
 
 
 def two_ranks(source, *flags):
@@ -318,9 +305,6 @@ def exercise_13():
     loader = script("13").DataLoaderLite(Path("data/tokens"), 1, 1024, "cpu", "val")
     short = script("13").DataLoaderLite(Path("data/tokens"), 1, 256, "cpu", "val")
     print(f"val.bin: {len(loader.tokens):,} tokens, {loader.n_batches} sequences of 1024, {short.n_batches} of 256")
-    train_loss = ('args.T, device, "val")', 'args.T, device, "train")')
-    for name, edits in (("val.bin", []), ("train.bin", [train_loss])):
-        print(f"{name}: {long_run(script('13', *edits))}")
 
 
 def exercise_14():
@@ -351,8 +335,7 @@ def exercise_16():
     checkpointed = torch.utils.checkpoint.checkpoint
     for name, call in (("plain", lambda: block(x)),
                        ("checkpointed", lambda: checkpointed(block, x, use_reentrant=False))):
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            shapes, output = kept(call)
+        shapes = kept(call, block)
         print(f"{name}: a block keeps {len(shapes)} tensors, {sum(n for _, n in shapes) / x.nbytes:.2f} times its input:",
               *(("x".join(map(str, shape))) for shape, _ in shapes))
     for blocks in (0, 2):
@@ -393,17 +376,11 @@ def exercise_18():
         values = torch.linalg.svdvals(update)
         print(f"{n} iterations: singular values {values.min():.3f} to {values.max():.3f}, RMS"
               f" {update.square().mean().sqrt():.4f} (192 ** -0.5 = {192**-0.5:.4f})")
-    rung_17 = long_run(script("17"))
-    print(f"validation: rung 17 {rung_17}, rung 18 {long_run(script('18'))},"
-          f" with one iteration {long_run(script('18', ('range(5):', 'range(1):')))}")
 
 
 def exercise_19():
     lrs = run(script("19"), max_lr=6e-4).lrs
     print("rates of steps 10, 31, 32, 41, 50:", *(lrs[step - 1] for step in (10, 31, 32, 41, 50)))
-    for share in (0.0, 0.2, 0.4, 1.0):
-        print(f"decay_share {share}: {long_run(script('19'), decay_share=share)}")
-    print(f"rung 18, cosine: {long_run(script('18'))}")
 
 
 def exercise_20():
@@ -412,11 +389,6 @@ def exercise_20():
     print("1000 and 1001 in bfloat16:", *torch.tensor([1000.0, 1001.0]).bfloat16().tolist())
     print(f"tokens for a full turn, hs=64: first pair {2 * math.pi:.1f},"
           f" last pair {2 * math.pi * 10000 ** (62 / 64):,.0f}")
-    none = [("        q = rotate(q, cos, sin)\n        k = rotate(k, cos, sin)\n", "")]
-    values = [("        k = rotate(k, cos, sin)\n", "        k = rotate(k, cos, sin)\n        v = rotate(v, cos, sin)\n")]
-    for name, label, edits in (("wpe (rung 19)", "19", []), ("RoPE", "20", []), ("no positions at all", "20", none),
-                               ("values rotated, too", "20", values)):
-        print(f"{name}: {long_run(script(label, *edits))}")
 
 
 def exercise_21():
@@ -427,7 +399,6 @@ def exercise_21():
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
     for name, norm in (("LayerNorm", torch.nn.LayerNorm(4)), ("RMSNorm", torch.nn.RMSNorm(4, eps=1e-6))):
         print(f"of (1, 2, 3, 4): {name}", *(f"{number:.2f}" for number in norm(x).tolist()))
-    print(f"validation: rung 20 {long_run(script('20'))}, rung 21 {long_run(script('21'))}")
 
 
 def largest_score(label, factor):
@@ -454,19 +425,12 @@ def exercise_22():
     for factor in (1, 10, 100):
         print(f"c_attn times {factor}: largest score {largest_score('21', factor):.2f}, with the norms"
               f" {largest_score('22', factor):.2f}")
-    print(f"validation: rung 21 {long_run(script('21'))}, rung 22 {long_run(script('22'))}")
 
 
 def exercise_23():
     for n in (64, 768):
         hidden = math.ceil(8 * n / 3 / 64) * 64
         print(f"n_embd {n}: hidden {hidden}, {3 * n * hidden:,} weights; before {8 * n * n:,}")
-    silu = "F.silu(self.gate_proj(x))"
-    for name, new in (("as it is", silu), ("gate without SiLU", "self.gate_proj(x)"),
-                      ("no gate: up only", "F.silu(torch.ones_like(self.gate_proj(x)))")):
-        module = script("23", *([] if new == silu else [(silu, new)]))
-        print(f"{name}: {long_run(module)}")
-    print(f"rung 22: {long_run(script('22'))}")
 
 
 def exercise_24():
@@ -480,15 +444,86 @@ def exercise_24():
     zeros = ("            std = 0.02\n", "            std = 0.0\n")
     losses = run(script("24", zeros)).losses
     print("everything zero: steps 1, 2, 50:", losses[0], losses[1], losses[-1])
-    print(f"validation: rung 23 {long_run(script('23'))}, rung 24 {long_run(script('24'))}")
 
 
 def exercise_32():
     print("cache of Qwen3-0.6B, numbers a token:", 2 * 28 * 8 * 128, "with 16 heads:", 2 * 28 * 16 * 128)
     print("c_attn of gpt2 with 4 of 12 heads:", (12 + 2 * 4) * 64, "rows; parameters less:",
           f"{12 * 768 * (2304 - 20 * 64):,}")
-    for heads in (4, 2, 1):
-        print(f"--model 2x4x64 --kv-heads {heads}: {long_run(script('32'), model='2x4x64', kv_heads=heads)}")
+
+
+def exercise_change():
+    last = "        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))\n"
+    smooth = (last, last.replace("(B * T))", "(B * T), label_smoothing=0.1)"))
+    for chunk in (4096, 0):
+        ours, changed = (run(script("24", *edits), steps=3, loss_chunk=chunk).losses for edits in ([], [smooth]))
+        print(f"label_smoothing=0.1 in the last line of forward, --loss-chunk {chunk}:", *changed, "without it:", *ours)
+
+
+# ---- longer runs: (what, rung, edits, settings) ------------------------------------------------------------------------
+
+SDPA = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+ROTATED = "        q = rotate(q, cos, sin)\n        k = rotate(k, cos, sin)\n"
+GATE = "F.silu(self.gate_proj(x))"
+CONSTANT = ("lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)", "lr = args.max_lr")
+LONGER = {
+    "6": [
+        ("as it is", "6", [], {}),
+        ("is_causal=False", "6", [(SDPA, SDPA.replace("True", "False"))], {}),
+        ("scale=1.0", "6", [(SDPA, SDPA.replace("True", "True, scale=1.0"))], {}),
+    ],
+    "8": [
+        ("rung 7", "7", [], {}),
+        ("as it is", "8", [], {}),
+        ("beta2 0.999", "8", [("betas=(0.9, 0.95)", "betas=(0.9, 0.999)")], {}),
+        ("clipped to 0.01", "8", [("parameters(), 1.0)", "parameters(), 0.01)")], {}),
+    ],
+    "9": [
+        ("0.003, cosine", "9", [], {}),
+        ("0.003, constant", "9", [CONSTANT], {}),
+        ("0.03, cosine", "9", [], {"max_lr": 0.03}),
+        ("0.03, cosine, no warm-up", "9", [], {"max_lr": 0.03, "warmup_steps": 0}),
+        ("0.03, constant", "9", [CONSTANT], {"max_lr": 0.03}),
+    ],
+    "10": [
+        ("as it is", "10", [], {}),
+        ("all decay", "10", [("p.dim() >= 2]", "p.dim() >= 1]"), ("p.dim() < 2]", "p.dim() < 1]")], {}),
+    ],
+    "13": [
+        ("val.bin", "13", [], {}),
+        ("train.bin", "13", [('args.T, device, "val")', 'args.T, device, "train")')], {}),
+    ],
+    "18": [
+        ("rung 17", "17", [], {}),
+        ("as it is", "18", [], {}),
+        ("one iteration", "18", [("range(5):\n        gram", "range(1):\n        gram")], {}),
+    ],
+    "19": [
+        ("rung 18, cosine", "18", [], {}),
+        ("--decay-share 0", "19", [], {"decay_share": 0.0}),
+        ("--decay-share 0.4", "19", [], {}),
+        ("--decay-share 1", "19", [], {"decay_share": 1.0}),
+    ],
+    "20": [
+        ("rung 19, wpe", "19", [], {}),
+        ("as it is", "20", [], {}),
+        ("no positions", "20", [(ROTATED, "")], {}),
+        ("values rotated, too", "20", [(ROTATED, ROTATED + "        v = rotate(v, cos, sin)\n")], {}),
+    ],
+    "21": [("rung 20", "20", [], {}), ("as it is", "21", [], {})],
+    "22": [("rung 21", "21", [], {}), ("as it is", "22", [], {})],
+    "23": [
+        ("rung 22", "22", [], {}),
+        ("as it is", "23", [], {}),
+        ("gate without SiLU", "23", [(GATE, "self.gate_proj(x)")], {}),
+        ("constant gate", "23", [(GATE, "torch.ones_like(self.gate_proj(x))")], {}),
+    ],
+    "24": [("rung 23", "23", [], {}), ("as it is", "24", [], {})],
+    "32": [
+        (f"--model 2x4x64 --kv-heads {heads}", "32", [], {"model": "2x4x64", "kv_heads": heads})
+        for heads in (4, 2, 1)
+    ],
+}
 
 
 EXERCISES = {name.removeprefix("exercise_"): function for name, function in list(globals().items())
@@ -498,11 +533,15 @@ EXERCISES = {name.removeprefix("exercise_"): function for name, function in list
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("labels", nargs="*", metavar="LABEL", help="exercises (default: all)")
-    for label in parser.parse_args(argv).labels or EXERCISES:
+    parser.add_argument("--short", action="store_true", help="without the longer runs")
+    args = parser.parse_args(argv)
+    for label in args.labels or EXERCISES:
         if label not in EXERCISES:
             parser.error(f"no exercise {label}; there are {', '.join(EXERCISES)}")
         print(f"\n## {label}", flush=True)
         EXERCISES[label]()
+        for name, rung, edits, settings in [] if args.short else LONGER.get(label, []):
+            print(f"loss, {name}: {long_run(rung, *edits, **settings)}", flush=True)
 
 
 if __name__ == "__main__":
