@@ -42,7 +42,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 GROUP_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
                 "TORCHELASTIC_MAX_RESTARTS": "0"}  # what torchrun tells a single process
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup with this
 
 
 def pytest_collection_modifyitems(items):
@@ -178,15 +179,19 @@ def watch():
     forward    a set of (training?, gradients?, type under autocast, type of the loss, precision of matrix products)
     gradients  as each optimizer step finds them
     groups     of the optimizer at each step, without their parameters
+    leftover   the largest entry of the gradients that each forward pass of a model in training finds
     """
-    seen = SimpleNamespace(inputs=[], forward=set(), gradients=[], groups=[])
+    seen = SimpleNamespace(inputs=[], forward=set(), gradients=[], groups=[], leftover=[])
 
     def see_forward(model, inputs, output):
         if type(model).__name__ == "GPT":
             dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
             seen.forward.add((model.training, torch.is_grad_enabled(), dtype, output.dtype,
                               torch.get_float32_matmul_precision()))
-            seen.inputs += [inputs[0].clone()] if model.training else []
+            if model.training:
+                seen.inputs.append(inputs[0].clone())
+                found = [p.grad.abs().max().item() for p in model.parameters() if p.grad is not None]
+                seen.leftover.append(max(found, default=0))
 
     def see_step(optimizer, args, kwargs):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
@@ -295,6 +300,22 @@ def files_in(folder):
     return {path.name for path in folder.iterdir()} - {"lock"}
 
 
+def save_as_from_a_gpu(content, path):
+    """torch.save, as if the tensors were on a GPU: a machine without one reads them only with map_location."""
+    with mock.patch("torch.serialization.location_tag", lambda storage: "cuda:0"):
+        torch.save(content, path)
+
+
+class Attack:
+    """Unpickled, as torch.load does with weights_only=False, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
 def flip_a_byte(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -355,16 +376,17 @@ def byte_tokens(tmp_path_factory, real_text):
 
 @pytest.fixture(scope="session")
 def hf_folder(tmp_path_factory):
-    """A randomly initialized transformers GPT-2, saved to a folder; no weight is left at a trivial value."""
+    """A randomly initialized transformers GPT-2 of byte tokens; no weight is left at a trivial value."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=128))
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=128, vocab_size=257))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     folder = tmp_path_factory.mktemp("hf") / "gpt2-random"
     model.save_pretrained(folder)
+    vocabulary.of_bytes().to_transformers().save_pretrained(folder)
     return folder
 
 

@@ -387,6 +387,11 @@ def fake_cuda(float16, cc):
     }
 
 
+def zeros_on_the_host(tokens, n_rows):
+    assert not getattr(tokens, "is_cuda", False)  # NumPy counts them
+    return torch.zeros(n_rows, dtype=torch.float64)
+
+
 def run(label, model, recompute, folder, float16, backend):
     """Train two steps of a rung, perhaps with a block recomputed; what happened in the second."""
     script, watch, graphs, kernels = rung(label), Watch(BY_LABEL[label].path), [], []
@@ -409,7 +414,7 @@ def run(label, model, recompute, folder, float16, backend):
     if hasattr(script, "sum_over_ranks"):  # after the clock; a fake tensor's number could be that of a signal
         script.sum_over_ranks = lambda *numbers, device: list(numbers)
     if hasattr(script, "count_log_frequencies"):
-        script.count_log_frequencies = lambda tokens, n: torch.zeros(n, dtype=torch.float64)
+        script.count_log_frequencies = zeros_on_the_host
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,5 +1,4 @@
 """data/prepare.py: the default text, what it refuses, token files that are whole or absent."""
-import contextlib
 import gzip
 import hashlib
 import json
@@ -7,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -64,19 +64,19 @@ def test_the_default_text_from_the_url_to_the_files(prepare):
     fresh = load_module(PREPARE)
     fresh.TINY_SHAKESPEARE_SHA256 = prepare.TINY_SHAKESPEARE_SHA256
     prepare.default_text = lambda: fresh.default_text(url)
-    prepare.main(["--out", "new/tokens"])
-    names = ["meta.json", "train.bin", "val.bin"]
-    assert sorted(os.listdir("new/tokens")) == names and os.listdir("new") == ["tokens"]
+    prepare.main(["--out", "new/own/tokens"])
+    out = Path("new/own/tokens")
+    assert sorted(os.listdir(out)) == ["meta.json", "train.bin", "val.bin"] and os.listdir("new/own") == ["tokens"]
     n_train = len(CONTENT) * 9 // 10
-    assert json.loads(Path("new/tokens/meta.json").read_text()) == {
+    assert json.loads((out / "meta.json").read_text()) == {
         "source": "tiny_shakespeare", "sha256": hashlib.sha256(CONTENT).hexdigest(),
         "tokenizer": "gpt2-bytes", "vocab_size": 50257, "dtype": "<u2", "end_of_text": 50256,
         "documents": 1, "train_tokens": n_train, "val_tokens": len(CONTENT) - n_train,
         "val": "last tenth",
     }
-    train = np.fromfile("new/tokens/train.bin", "<u2")
+    train = np.fromfile(out / "train.bin", "<u2")
     assert len(train) == n_train and train[0] == 37  # "F" in GPT-2's vocabulary: "!" (33) is 0
-    assert text_in("new/tokens").encode() == CONTENT
+    assert text_in(out).encode() == CONTENT
 
 
 @pytest.mark.parametrize("content, reason", [(b"x", "SHA-256"), (None, "No such file")])
@@ -101,15 +101,11 @@ def test_offline_the_scripts_still_run(tmp_path):
     (tmp_path / "data").mkdir()
     for file in PREPARE.parent.glob("*.py"):
         shutil.copy(file, tmp_path / "data")
-    run = run_command(
-        sys.executable, script, "--model", "tiny", "--device", "cpu", "-B", "1", "-T", "32",
-        "--total-batch", "32", "--steps", "2", "--compile-mode", "none", cwd=tmp_path,
-        TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **proxies, no_proxy="", NO_PROXY="",
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stderr.count("NOT comparable") == 2
-    log = (tmp_path / "logs" / f"{script.stem}.log").read_text()
-    assert "# data: python_topics (gpt2-bytes tokens)" in log
+    run = run_command(sys.executable, script, *"--model tiny --device cpu -B 1 -T 32 --total-batch 32".split(),
+                      *"--steps 1 --compile-mode none".split(), cwd=tmp_path, **proxies, no_proxy="", NO_PROXY="",
+                      TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"))
+    assert run.returncode == 0 and run.stderr.count("NOT comparable") == 2, run.stderr
+    assert "# data: python_topics (gpt2-bytes tokens)" in (tmp_path / "logs" / f"{script.stem}.log").read_text()
 
 
 def test_only_a_default_text_is_replaced(prepare):
@@ -139,38 +135,21 @@ def test_the_default_text_again(prepare):
 @pytest.mark.parametrize("files, reason", [
     ({"nano/train.bin": b"\1\0", "nano/val.bin": b"\1\0"}, "meta.json is missing"),  # nanoGPT's
     ({"nano/train.bin": b"\1\0", "nano/meta.json": '{"source": "tiny_shakespeare"}'}, "incomplete"),
-    ({"nano/train.bin": b"\1\0", "nano/meta.json": "{"}, "incomplete"),
-    ({"nano/novel.txt": "my novel"}, "novel.txt"),
-    ({"nano.partial/novel.txt": "my novel"}, "novel.txt would be lost"),
-])
+    ({"nano/novel.txt": "my novel"}, "novel.txt"), ({"nano.partial/novel.txt": "my novel"}, "novel.txt would be lost")])
 def test_what_prepare_did_not_make_stays(files, reason, prepare):
     for name, content in files.items():
         write(name, content)
     assert reason in refusal(prepare, "--out", "nano")
 
 
-def test_a_mount_point_is_refused_before_the_text_is_read(tmp_path):
-    """The text has a wrong byte at its end, which would be found first."""
-    (tmp_path / "text.txt").write_bytes(b"good " * 100_000 + b"\xff")
-    (tmp_path / "out").mkdir()
-    mount = "mount -t tmpfs none out || exit 77; exec "
-    command = f"{sys.executable} {PREPARE} --text text.txt --tokenizer bytes --out out"
-    run = run_command("unshare", "-rm", "sh", "-c", mount + command, cwd=tmp_path)
-    if run.returncode == 77 or "unshare" in run.stderr:
-        pytest.skip("nothing can be mounted here")
-    assert run.stderr.startswith("error: --out out: not written ([Errno 16]")
-
-
-@pytest.mark.skipif(
-    not {"TIKTOKEN_CACHE_DIR", "TINY_SHAKESPEARE"} <= set(os.environ), reason="see .ci/run")
+@pytest.mark.skipif(not {"TIKTOKEN_CACHE_DIR", "TINY_SHAKESPEARE"} <= set(os.environ), reason="see .ci/run")
 def test_tiny_shakespeare_has_338025_tokens(tmp_path):
     """As a program."""
     text = Path(os.environ["TINY_SHAKESPEARE"]).resolve()
     out = tmp_path / "naïve"
     run = run_command(sys.executable, PREPARE, "--text", text, "--out", out)
     assert run.returncode == 0 and "naïve: tiny_shakespeare (gpt2 tokens)" in run.stdout, run.stderr
-    train = np.fromfile(out / "train.bin", dtype="<u2")
-    val = np.fromfile(out / "val.bin", dtype="<u2")
+    train, val = (np.fromfile(out / name, dtype="<u2") for name in ("train.bin", "val.bin"))
     assert (len(train), len(val)) == (304_222, 338_025 - 304_222)
     assert vocabulary.GPT2().decode([*train, *val]).encode() == text.read_bytes()
 
@@ -185,9 +164,6 @@ def test_a_text_in_another_encoding(encoding, prepare):
     for name, end in [("a.txt", ""), ("a.jsonl", "x")]:
         prepare.main(["--text", name, "--encoding", encoding, "--out", f"{name}.out"])
         assert text_in(f"{name}.out") == text + end
-    wrong = "utf-16" if encoding == "UTF-8" else "UTF-8"
-    said = refusal(prepare, "--text", "a.txt", "--encoding", wrong, "--out", "out")
-    assert f"a.txt: not {wrong.upper()}" in said
 
 
 def test_the_shortest_text(prepare, capsys):
@@ -205,21 +181,14 @@ GOOD = b'{"text": "good"}\n'
 
 
 @pytest.mark.parametrize("name, content, reason", [
-    ("a.txt", b"x" * 20_000 + b"caf\xe9 au lait",
-     r"a.txt: not UTF-8 \(byte 0xe9 at position 20,003\).*--encoding"),
+    ("a.txt", b"x" * 20_000 + b"caf\xe9 au lait", r"a.txt: not UTF-8 \(byte 0xe9 at position 20,003\).*--encoding"),
     ("a.jsonl", b'{"text": "caf\xe9"}\n', "not UTF-8 .* at position 13.*--encoding"),
     ("a.txt", "no byte-order mark".encode("utf-16-le"), "--encoding, for example utf-16-le"),
-    ("a.txt", gzip.compress(b"text"), "a.txt: a gzip file"),
-    ("a.jsonl", b"\x28\xb5\x2f\xfd text", "a.jsonl: a zstd file"),
+    ("a.txt", gzip.compress(b"text"), "a.txt: a gzip file"), ("a.jsonl", b"\x28\xb5\x2f\xfd text", "a.jsonl: a zstd"),
     ("a.jsonl", GOOD + b'\n{"text": "cut', "a.jsonl: line 3 is not JSON"),
-    ("a.jsonl", b'{\n  "text": "pretty"\n}\n', "line 1 .*one line"),
     ("a.jsonl", GOOD + b'{"body": "", "n": 1}\n', "line 2: .*'text'.*choose a --field, of body$"),
-    ("a.jsonl", b'{"data": {"text": "nested"}}\n', "line 1: .*no field.*write each document as"),
-    ("a.jsonl", b'["x"]\n', "line 1: .*no field"),
-    ("a.jsonl", b'{"text": 0}\n', "line 1: .*no field"),
-    ("a.parquet", b"PAR1 no parquet", "a.parquet: not a .parquet file"),
-    ("a.pdf", b"%PDF", r"0 tokens.*\.txt, \.jsonl or \.parquet"),
-])
+    ("a.jsonl", b'["x"]\n', "line 1: .*no field"), ("a.jsonl", b'{"text": 0}\n', "line 1: .*no field"),
+    ("a.parquet", b"PAR1 no parquet", "a.parquet: not a .parquet file"), ("a.pdf", b"%PDF", "0 tokens")])
 def test_texts_that_cannot_be_used(name, content, reason, prepare):
     write(f"corpus/{name}", content)
     assert re.search(reason, refusal(prepare, "--text", "corpus", "--out", "out"))
@@ -229,26 +198,18 @@ def test_wrong_flags(prepare):
     write("a.txt", "To be, or not to be")
     os.mkfifo("pipe")  # /dev/stdin is such a file, too
     for words, reason in [
-        ("--name x", "--name.*--hf"), ("--split x", "--split.*--hf"),
-        ("--field x", "--field.*--hf"), ("--encoding utf-16", "--encoding: .*--text"),
-        ("--text a.txt --encoding klingon", "--encoding klingon: "),
-        ("--text a.txt --encoding base64", "--encoding base64: "),
-        ("--text=", "--text: is empty"), ("--hf=", "--hf: is empty"),
-        ("--tokenizer=", "--tokenizer: is empty"), ("--out=", "--out: is empty"),
+        ("--name x", "--name.*--hf"), ("--split x", "--split.*--hf"), ("--field x", "--field.*--hf"),
+        ("--encoding utf-16", "--encoding: .*--text"), ("--text a.txt --encoding klingon", "--encoding klingon: "),
+        ("--text a.txt --encoding base64", "--encoding base64: "), ("--text=", "--text: is empty"),
         ("--text nowhere", "--text nowhere: no such file"), ("--text pipe", "pipe: not a file"),
-        ("--train-tokenizer 256", "--train-tokenizer 256: .* 257 .* 65536"),
-        ("--train-tokenizer 65537", "65537: "),
-        ("--text nowhere --train-tokenizer 257", "no such file"),
-        ("--text nowhere --train-tokenizer 65536", "no such file"),
-        ("--text a.txt --out /proc/x", "--out /proc/x: "),
+        ("--train-tokenizer 256", "--train-tokenizer 256: .* 257 .* 65536"), ("--train-tokenizer 65537", "65537: "),
+        ("--text nowhere --train-tokenizer 257", "no such file"), ("--text a.txt --out /proc/x", "--out /proc/x: "),
         ("--text a.txt --out a.txt", "a.txt: .*choose another"),
-        ("--text a.txt --out a.txt/y", "--out a.txt/y: .*choose another"),
     ]:
         assert re.search(reason, refusal(prepare, "--out", "out", *words.split()))
 
 
-@pytest.mark.parametrize("error, said", [
-    (KeyboardInterrupt(), "stopped"), (OSError("disk full"), "disk full")])
+@pytest.mark.parametrize("error, said", [(KeyboardInterrupt(), "stopped"), (OSError("disk full"), "disk full")])
 def test_a_stopped_preparation_leaves_the_old_files(error, said, prepare):
     """Stopped in the middle of the text; the next one works, also after a killed one."""
     class Tokenizer(vocabulary.Bytes):
@@ -262,8 +223,7 @@ def test_a_stopped_preparation_leaves_the_old_files(error, said, prepare):
     prepare.load_tokenizer = lambda name: Tokenizer("gpt2-bytes")
     new = "new text " * 200_000 + "STOP" + " and the rest" * 1000
     write("new", new)
-    line = refusal(prepare, "--text", "new", "--out", "tokens")
-    assert line.startswith("error: --out tokens: ") and said in line
+    assert said in refusal(prepare, "--text", "new", "--out", "tokens")
     write("tokens.partial/train.bin", "half, by a killed run")
     prepare.load_tokenizer = usual
     prepare.main(["--text", "new", "--out", "tokens"])
@@ -271,11 +231,20 @@ def test_a_stopped_preparation_leaves_the_old_files(error, said, prepare):
     assert sorted(os.listdir()) == ["new", "tokens"]
 
 
-def test_the_second_of_two_that_found_no_data_uses_the_firsts(prepare):
-    """Two scripts, or two ranks, start together: the second must not replace what one reads."""
-    prepare.default_text = lambda: (prepare.fallback_text(), "python_topics")
+def test_a_second_preparation_waits_for_the_first_and_uses_its_tokens(prepare, capsys):
+    """Two scripts, or two ranks, found no data and start together: the second must not replace what one reads."""
+    second, made = threading.Thread(target=prepare.main, args=(["--out", "tokens"],)), []
+
+    def text_of_the_first():
+        made.append("a text")
+        if not second.ident:
+            second.start()
+            while "waiting for another preparation" not in capsys.readouterr().err:
+                assert second.is_alive()
+        return CONTENT.decode(), "python_topics"
+
+    prepare.default_text = text_of_the_first
     prepare.main(["--out", "tokens"])
     before = os.stat("tokens/train.bin")
-    prepare.locked = lambda out: contextlib.nullcontext(True)  # it had to wait
-    prepare.main(["--out", "tokens"])
-    assert os.stat("tokens/train.bin") == before
+    second.join(timeout=60)
+    assert os.stat("tokens/train.bin") == before and made == ["a text"] and os.listdir() == ["tokens"]

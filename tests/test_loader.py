@@ -1,4 +1,5 @@
 """The loader: the i-th batch is the i-th B*T tokens of the file; from rung 26 on, the windows of a random order."""
+import numpy as np
 import pytest
 import torch
 from conftest import builds_on, rung, rungs_that_change, tokens_of, train
@@ -58,8 +59,34 @@ def test_the_last_batch_needs_a_token_after_it(label, tmp_path):
     for n_tokens, n_batches in ((18, 1), (34, 1), (35, 2)):
         loader = loader_of(label, tokens_of(tmp_path / str(n_tokens), range(n_tokens)), B=1, T=17)
         assert loader.n_batches == n_batches and loader.batch(n_batches - 1)[1][0, -1] == 17 * n_batches
+        assert loader.tokens.mode == "r"  # a corpus that others share may be read-only
     with pytest.raises(SystemExit, match="18 train tokens, a batch needs 19; lower -B or -T"):
         loader_of(label, tmp_path / "18", B=1, T=18)
+
+
+class Corpus:
+    """8 billion tokens that are their own places in the file, and take no memory."""
+
+    def __len__(self):
+        return 2**33
+
+    def __getitem__(self, places):
+        return np.arange(places.start, places.stop)
+
+
+@pytest.mark.parametrize("label", [*LOADERS, "26"])
+def test_a_corpus_beyond_2_31_tokens_is_read_to_its_end(label, monkeypatch):
+    """Its last batch; of rung 26's windows, which come in any order, 40 of 32,766."""
+    module, T = rung(label), 2**18
+    module.load_tokens, module.free_memory = lambda *_: (Corpus(), {}), lambda device: 0
+    loader = module.DataLoaderLite("", 1, T, *(["cpu"] if builds_on(label, "12") else []))
+    numbers, n_batches = [loader.n_batches - 1], 2**33 // T - 1
+    if label == "26":
+        loader = module.DataLoaderLite("", 1, T, "cpu", seed=1337)
+        numbers, n_batches = range(40), n_batches - 1
+    starts = [loader.batch(i)[0][0, 0].item() for i in numbers]
+    assert loader.n_batches == n_batches and len({start % T for start in starts}) == 1
+    assert min(starts) >= 0 and max(starts) > 2**32 and len(set(starts)) == len(numbers)
 
 
 def test_12_the_text_takes_a_tenth_of_the_free_memory_at_most(numbers, monkeypatch):
@@ -67,6 +94,9 @@ def test_12_the_text_takes_a_tenth_of_the_free_memory_at_most(numbers, monkeypat
     module = rung("12")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (1000, 10**15))
     assert module.free_memory("cuda") == 1000
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 900)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 200)
+    assert module.free_memory("mps") == 700 and module.free_memory("cpu") == 0
     for free, on_device in ((80 * N, True), (80 * N - 1, False)):
         module.free_memory = lambda device, free=free: free
         assert module.DataLoaderLite(numbers, 1, 16, "cpu").on_device is on_device

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import new_gpt, rung, train
+from conftest import builds_on, new_gpt, rung, rungs_that_change, train
 from tensor_bytes import Watch
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -41,12 +41,15 @@ def loss_and_gradients(loss, *leaves, scale=1.0):
     return loss.detach(), *(gradient / scale for gradient in torch.autograd.grad(scale * loss, leaves))
 
 
+@pytest.mark.parametrize("label", rungs_that_change("ChunkedCrossEntropy")[1:])
 @pytest.mark.parametrize("chunk", [7, 25, 4096])
-def test_17_loss_and_gradients_are_those_of_the_full_logits(chunk):
-    """Against float64. The last chunk may be smaller; padding gets no gradient at all."""
+def test_17_loss_and_gradients_are_those_of_the_full_logits(chunk, label):
+    """Against float64. The last chunk may be smaller; padding gets no gradient at all. Rung 30 adds a bias."""
     x, weight, targets = output_layer()
-    found = loss_and_gradients(chunked(x, weight, targets, 1000, chunk), x, weight)
-    logits = (x.double() @ weight.double().T)[:, :1000]
+    bias = [torch.linspace(-2, 2, 1024)] if builds_on(label, "30") else []
+    loss = rung(label).ChunkedCrossEntropy.apply(x, weight, *bias, targets, 1000, chunk)
+    found = loss_and_gradients(loss, x, weight)
+    logits = (x.double() @ weight.double().T + sum(bias))[:, :1000]
     expected = loss_and_gradients(F.cross_entropy(logits, targets), x, weight)
     for ours, truth in zip(found, expected, strict=True):
         assert (ours - truth).norm() <= 1e-6 * truth.norm()
@@ -110,7 +113,7 @@ def test_memory_falls(label, attribute, plain, lean, saved):
     assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-7) for pair in zip(ours, truth, strict=True))
 
 
-@pytest.mark.parametrize("label", ["17", "28", "30", "fsdp"])
+@pytest.mark.parametrize("label", [label for label in rungs_that_change("build_model") if builds_on(label, "17")])
 def test_17_the_flag_is_the_chunk(label, byte_tokens):
     module, chunks = rung(label), []
     real = module.ChunkedCrossEntropy

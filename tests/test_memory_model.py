@@ -3,15 +3,14 @@ import pytest
 import torch
 from conftest import ROOT, new_gpt, rung
 
-from ladder.count.flops import SHAPES, flops_per_token
+from ladder.count.flops import flops_per_token
 from ladder.count.memory import RUN_BY_DEFAULT, recommend, step_bytes
 from ladder.scripts.stages import BY_NAME
 from ladder.show.logs import read_folder
 
 
 def test_flops_in_closed_form():
-    """PaLM's formula on GPT-2's published shapes; the scripts' sizes are the same."""
-    assert {name: tuple(map(int, shape.split("x"))) for name, shape in rung(0).MODELS.items()} == SHAPES
+    """PaLM's formula on GPT-2's published shapes."""
     n_matrix = 50257 * 768 + 12 * (768 * 2304 + 768 * 768 + 2 * 768 * 3072)
     assert flops_per_token("gpt2", 1024) == 6 * n_matrix + 12 * 12 * 768 * 1024
     assert flops_per_token("gpt2", 1024, causal=True) == 6 * n_matrix + 6 * 12 * 768 * 1024

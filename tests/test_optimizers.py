@@ -1,7 +1,7 @@
 """Rung 18's Muon against its definition and torch's, rung 19's schedule in closed form."""
 import pytest
 import torch
-from conftest import new_gpt, rung
+from conftest import new_gpt, rung, rungs_that_change
 
 
 def matrices_of(shape, singular_values, n=3):
@@ -12,7 +12,7 @@ def matrices_of(shape, singular_values, n=3):
         yield (u @ torch.diag(singular_values) @ vt).float(), u, vt
 
 
-@pytest.mark.parametrize("label", ["18", "fsdp"])
+@pytest.mark.parametrize("label", rungs_that_change("orthogonalize")[1:])
 @pytest.mark.parametrize("shape", [(64, 64), (192, 64), (64, 256)])
 def test_18_the_update_is_orthogonal(label, shape):
     """The same singular vectors, and every singular value in the band of the iteration, whatever it was before."""
@@ -67,7 +67,7 @@ def test_18_updates_are_those_of_torch_muon_and_adamw(dtype, share):
         assert error < (share * 0.2 * lr if matrix else 1e-6), name
 
 
-@pytest.mark.parametrize("label", ["18", "33"])
+@pytest.mark.parametrize("label", rungs_that_change("MuonAdamW")[1:])
 def test_18_a_matrix_without_a_gradient_shrinks_by_its_decay(label):
     """By lr * weight_decay of itself: the momentum is zero, too, so nothing else moves it."""
     model = new_gpt(rung(label), vocab_size=257)
@@ -86,6 +86,8 @@ def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypa
     for supported, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
         assert rung("18").orthogonalize(torch.ones(2, 4)).dtype == dtype
+    on_a_gpu = torch.ones(2, 4).as_subclass(type("OnGpu", (torch.Tensor,), {"is_cuda": True}))
+    assert rung("18").orthogonalize(on_a_gpu).dtype == torch.float16
 
 
 @pytest.mark.parametrize("max_steps, max_lr, warmup_steps, decay_share, expected", [

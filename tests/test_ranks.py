@@ -16,7 +16,6 @@ from tensor_bytes import Watch
 from ladder.scripts.stages import BY_LABEL
 
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
-LAST = [label for label in BY_LABEL if label in ("24", "fsdp", "dcp")]  # of DDP and of FSDP
 # Everything of which ranks could disagree; fsdp and dcp are in test_fsdp.py.
 LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks")
           if builds_on(label, "ddp") and not builds_on(label, "fsdp")]
@@ -96,22 +95,45 @@ def test_11_gradients_cross_the_ranks_once_a_step(label, tmp_path, byte_tokens, 
     assert synchronized == [False, False, False, True] * 2
 
 
-@pytest.mark.parametrize("label", LAST)
+@pytest.mark.parametrize("label", [label for label in rungs_that_change("train", "optimizer_step", "DataLoaderLite")
+                                   if builds_on(label, "ddp")])
+def test_a_rank_of_eight_fetches_each_of_its_batches_once_and_keeps_none(label, tmp_path, byte_tokens):
+    """Rank 5, in three steps of two micro-steps; from rung 12 on the one after the last is there already."""
+    module, fetched, loaders = rung(label), [], set()
+    batch = module.DataLoaderLite.batch
+
+    def watched_batch(loader, i):
+        loaders.add(loader)
+        if i not in getattr(loader, "prefetched", ()):
+            fetched.append(i)
+        return batch(loader, i)
+
+    module.DataLoaderLite.batch, module.init_ranks = watched_batch, lambda device: (5, 8)
+    flags = known_flags(module, B=1, T=8, steps=3, total_batch=128, val_every=0, checkpoint_every=0)
+    train(module, tmp_path, byte_tokens, *flags)
+    if label == "ddp":  # no micro-steps yet
+        assert fetched == [5, 13, 21]
+    else:
+        assert fetched == [5, 13, 21, 29, 37, 45] + [53] * builds_on(label, "12")
+    assert sum(len(getattr(loader, "prefetched", ())) for loader in loaders) == builds_on(label, "12")
+
+
+@pytest.mark.parametrize("label", [label for label in rungs_that_change("train", "Checkpoints")
+                                   if builds_on(label, "15")])
 def test_a_rank_in_a_group(label, tmp_path, byte_tokens, group_of_one, monkeypatch):
     """The sums over the ranks say that another one has got a signal in the second of four steps: all stop after it.
 
     FSDP's mixed precision, which casts what a block is given unless it is told not to, leaves RoPE's angles in float32.
     """
     module, modes, angles, sums = rung(label), [], set(), []
-    rotate, all_reduce = module.rotate, dist.all_reduce
+    rotate, all_reduce = getattr(module, "rotate", None), dist.all_reduce
 
     def watched_rotate(x, cos, sin):
         angles.update({cos.dtype, sin.dtype})
         return rotate(x, cos, sin)
 
     def watched_compile(function, **options):
-        if function is not torch.sin:  # the probe
-            modes.append(options.get("mode"))
+        modes.append("the probe" if function is torch.sin else options.get("mode"))
         return function
 
     def all_ranks(tensor, *args, **kwargs):
@@ -120,18 +142,21 @@ def test_a_rank_in_a_group(label, tmp_path, byte_tokens, group_of_one, monkeypat
             sums.append(tensor)
             tensor[1] += len(sums) == 2
 
-    module.rotate, module.autocast_dtype = watched_rotate, lambda device: torch.bfloat16
+    module.autocast_dtype = lambda device: torch.bfloat16
+    if builds_on(label, "20"):
+        module.rotate = watched_rotate
     monkeypatch.setattr(torch, "compile", watched_compile)
     monkeypatch.setattr(dist, "all_reduce", all_ranks)
     log = train(module, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 4, "--val-every", 0,
                 compile_mode="max-autotune-no-cudagraphs")
     assert len(losses(log)) == 2 and "# checkpoint: step 2 in " in log.read_text()
-    n_parts = 1 if label == "24" else 2 + 1  # the model; or its blocks and the loss
-    assert modes == n_parts * ["max-autotune-no-cudagraphs"] and angles == {torch.float32}
+    n_parts = 2 + 1 if builds_on(label, "fsdp") else 1  # its blocks and the loss; or the model
+    assert modes == ["the probe"] + n_parts * ["max-autotune-no-cudagraphs"]
+    assert angles == ({torch.float32} if builds_on(label, "20") else set())
 
 
 @pytest.mark.parametrize("label, device, nccl, expected", [
-    *((label, *rest) for label in ("ddp", "15", "33") for rest in (
+    *((label, *rest) for label in rungs_that_change("init_ranks")[1:] for rest in (
         ("cuda", True, [1, "cpu:gloo,cuda:nccl" if label == "33" else "nccl"]), ("cuda", False, [1, "gloo"]),
         ("cpu", True, ["gloo"])))])
 def test_the_backend_and_the_gpu_of_a_rank(label, device, nccl, expected, monkeypatch):
@@ -149,7 +174,7 @@ def test_the_backend_and_the_gpu_of_a_rank(label, device, nccl, expected, monkey
     assert calls == expected
 
 
-@pytest.mark.parametrize("label", ["ddp", "15"])
+@pytest.mark.parametrize("label", rungs_that_change("init_ranks")[1:])
 @pytest.mark.parametrize("device, gpus, reason", [
     ("mps", 0, "--device mps: .*use --device cpu"),
     ("cuda", 1, "--nproc_per_node: there are 1 GPUs; use at most as many")])

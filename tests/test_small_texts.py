@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import losses, rung, tokens_of, train, val_losses
+from conftest import builds_on, losses, rung, rungs_that_change, tokens_of, train, val_losses
 from torch.nn.attention import flex_attention
 
 VOCAB_SIZE, END = 1000, 999  # few, so that tests are quick
@@ -47,6 +47,16 @@ def test_28_where_and_how_much():
         assert x is end and torch.allclose(output[kept], x[kept] / 0.75)
         assert kept.float().mean() == pytest.approx(0.75, abs=0.01)  # of 32,768 entries: 4 standard deviations
     assert len(ends) == 5
+
+
+@pytest.mark.parametrize("label", [label for label in rungs_that_change("build_model") if builds_on(label, "28")])
+def test_28_the_flag_reaches_every_block_and_the_embedding(label, byte_tokens):
+    module = rung(label)
+    loader = module.DataLoaderLite(byte_tokens, 1, 16, "cpu")
+    for p in (0.1, 0.3):
+        words = ["--model", "3x2x64", "--device", "cpu", *([] if p == 0.1 else ["--dropout", str(p)])]
+        model = module.build_model(module.parse_args(words), loader)
+        assert [part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)] == [p] * (1 + 3)
 
 
 def masks(folder, data, rank, ranks, *flags):

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    new_gpt, norm_of, read_steps, rung, rungs_that_change, saved_model, tokens_of, train, train_in_float32,
+    builds_on, new_gpt, norm_of, read_steps, rung, rungs_that_change, saved_model, tokens_of, train, train_in_float32,
     val_losses, watch)
 from tensor_bytes import Watch
 from torch.nn import functional as F
 
-EVALUATES = pytest.mark.parametrize("label", ["13", "29", "31", "fsdp"])
+FORWARDS = [label for label in rungs_that_change("evaluate", "GPT.forward") if builds_on(label, "13")]
 
 
 def test_11_micro_batches_give_the_gradient_of_the_one_batch(tmp_path, byte_tokens):
@@ -41,7 +41,7 @@ def test_11_total_batch_must_fit(tmp_path, byte_tokens):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("label", ["13", "fsdp"])
+@pytest.mark.parametrize("label", rungs_that_change("evaluate")[1:])
 def test_13_validation_holds_the_logits_of_one_sequence(label):
     """However many it reads, so that a run that trains does not end at its first validation."""
     module, T = rung(label), 64
@@ -53,9 +53,9 @@ def test_13_validation_holds_the_logits_of_one_sequence(label):
     assert T * 50304 * 6 < seen.peak - weights < T * 50304 * 12  # 10 bytes a logit
 
 
-@pytest.mark.parametrize("free, asked", [(0, 0), (1e12, 100)])
+@pytest.mark.parametrize("free, asked", [(0, 0), (1e12, 100), (0, 3)])
 def test_13_the_loss_is_that_of_val_bin(free, asked, tmp_path, byte_tokens):
-    """The mean over all whole sequences of val.bin, computed here from the file and the saved weights."""
+    """The mean over its whole sequences, or the first 3, computed here from the file and the saved weights."""
     module, B, T = rung("13"), 2, 64
     module.autocast_dtype, module.free_memory = lambda device: torch.float32, lambda device: free
     ids = np.fromfile(byte_tokens / "train.bin", dtype="<u2")
@@ -64,7 +64,7 @@ def test_13_the_loss_is_that_of_val_bin(free, asked, tmp_path, byte_tokens):
                 "--save", tmp_path / "model.pt")
     model = saved_model(module, tmp_path / "model.pt")
     ids = torch.from_numpy(ids[1000:1500].astype(np.int64))
-    n = (len(ids) - 1) // T
+    n = 3 if asked == 3 else (len(ids) - 1) // T
     with torch.no_grad():
         logits = model(ids[: n * T].view(n, T)).double()
     assert list(val_losses(log)) == [2, 3]  # and always after the last step
@@ -73,7 +73,7 @@ def test_13_the_loss_is_that_of_val_bin(free, asked, tmp_path, byte_tokens):
     assert f"# validation: every 2 steps on {n} sequences" in log.read_text()
 
 
-@EVALUATES
+@pytest.mark.parametrize("label", FORWARDS)
 def test_13_validates_on_the_same_sequences_whatever_the_number_of_ranks(label, byte_tokens):
     """One at a time, so that it takes no more memory than a step of training."""
     module, shapes, autocast = rung(label), [], torch.autocast("cpu", enabled=False)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import ROOT, cut_in_half, data_with, edit_json, load_module, rung
+from conftest import ROOT, Attack, cut_in_half, data_with, edit_json, load_module, rung, save_as_from_a_gpu
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data import vocabulary
@@ -40,28 +40,23 @@ def hugging_face_folder(folder, tokenizer, end=END):
 def test_the_text_of_every_tokenizer(prepare, tmp_path):
     """There and back; the files say which tokens they hold, and their bytes are counted right."""
     trained = vocabulary.trained([TEXT], 300)
-    hugging_face_folder(tmp_path / "mine", trained.tokenizer)
-    # a name that would say everything about the tokens
-    hugging_face_folder(tmp_path / "gpt2", trained.tokenizer)
+    for name in ("mine", "gpt2"):  # the second's name would say everything about its tokens
+        hugging_face_folder(tmp_path / name, trained.tokenizer)
     data_with(trained, TEXT, tmp_path / "ours")
-    saved = {"tokenizer": "theirs", "tokenizer_json": trained.json, "end_of_text": 0}
-    torch.save(saved, tmp_path / "model.pt")
+    saved = {"tokenizer": "theirs", "tokenizer_json": trained.json, "end_of_text": 0, "model": torch.ones(1)}
+    save_as_from_a_gpu(saved, tmp_path / "model.pt")
     text = TEXT.replace(END, "")  # there it separates documents
     for number, (words, name, size) in enumerate([
-        ("--tokenizer bytes", "bytes", 257),
-        ("--train-tokenizer 290", vocabulary.trained([text], 290).name, 290),
+        ("--tokenizer bytes", "bytes", 257), ("--train-tokenizer 290", vocabulary.trained([text], 290).name, 290),
         ("--tokenizer mine/", "mine", 300), ("--tokenizer ./gpt2", "hf-gpt2", 300),
-        ("--tokenizer mine/tokenizer.json", "mine", 300),
-        ("--tokenizer ours", trained.name, 300), ("--tokenizer model.pt", "theirs", 300),
-        ("--tokenizer ours/tokenizer.json", trained.name, 300),
-    ]):
+        ("--tokenizer mine/tokenizer.json", "mine", 300), ("--tokenizer ours", trained.name, 300),
+        ("--tokenizer model.pt", "theirs", 300), ("--tokenizer ours/tokenizer.json", trained.name, 300)]):
         out = tmp_path / str(number)
         prepare.main(["--text", "text", "--out", str(out), *words.split()])
         meta = json.loads((out / "meta.json").read_text())
         assert (meta["tokenizer"], meta["vocab_size"], meta["documents"]) == (name, size, 21)
         tokenizer = vocabulary.of_ours(out)
-        parts = [np.fromfile(out / name, dtype="<u2") for name in ("train.bin", "val.bin")]
-        ids = np.concatenate(parts)
+        ids = np.concatenate([np.fromfile(out / name, dtype="<u2") for name in ("train.bin", "val.bin")])
         assert tokenizer.decode(ids.tolist()) == text
         lengths = tokenizer.byte_lengths()
         assert lengths[ids].sum() == len(text.encode()) and len(lengths) == size
@@ -77,14 +72,8 @@ def test_special_tokens_in_a_text_are_counted(prepare, tmp_path, capsys):
     hugging_face_folder(tmp_path / "chat", tokenizer)
     Path("text").write_text("<|im_start|>user\nHi!<|im_end|>\n<|endoftext|>" * 600)
     prepare.main(["--text", "text", "--tokenizer", "chat", "--out", "out"])
-    plain = vocabulary.trained([], 257).json.replace('"special":true', '"special":false')
-    data_with(vocabulary.Tokenizer("plain", plain, 0), TEXT, tmp_path / "plain")  # has none
-    prepare.main(["--text", "text", "--tokenizer", "plain", "--out", "other"])
-    said = capsys.readouterr().err
-    assert said.count("special tokens") == 1
-    assert "special tokens in the text: 1,200 (<|im_end|> <|im_start|>); " in said
-    tokens = np.fromfile("out/train.bin", dtype="<u2")
-    assert tokenizer.token_to_id("<|im_start|>") not in tokens
+    assert "special tokens in the text: 1,200 (<|im_end|> <|im_start|>); " in capsys.readouterr().err
+    assert tokenizer.token_to_id("<|im_start|>") not in np.fromfile("out/train.bin", dtype="<u2")
 
 
 @GPT2
@@ -113,10 +102,8 @@ def test_single_bytes(name, tmp_path):
     in_order = list(bytes_to_unicode()) if name == "gpt2-bytes" else range(256)
     assert bytes(in_order[i] for i in ids).decode() == TEXT
     assert tokenizer.decode([*ids, tokenizer.end_of_text]) == TEXT
-    folder = hugging_face_folder(tmp_path / "model", tokenizer.tokenizer)
-    found = vocabulary.from_hugging_face(folder)
-    assert (found.name, found.json) == (name, tokenizer.json)
-    assert found.end_of_text == tokenizer.end_of_text
+    found = vocabulary.from_hugging_face(hugging_face_folder(tmp_path / "model", tokenizer.tokenizer))
+    assert (found.name, found.json, found.end_of_text) == (name, tokenizer.json, tokenizer.end_of_text)
 
 
 def test_a_tokenizer_that_never_answers(monkeypatch):
@@ -144,14 +131,8 @@ def test_a_tokenizer_is_trained_on_a_share_of_every_file(prepare, tmp_path, monk
         times = 4 if number == 7 else 1
         (tmp_path / "corpus" / f"{number}.txt").write_text(chr(65 + number) * 500 * times)
     monkeypatch.setattr(prepare, "TRAINING_BYTES", 1150)
-    given = []
-    trained = vocabulary.trained
-
-    def watched(texts, size):
-        given.extend(texts)
-        return trained(texts, size)
-
-    monkeypatch.setattr(vocabulary, "trained", watched)
+    given, trained = [], vocabulary.trained
+    monkeypatch.setattr(vocabulary, "trained", lambda texts, size: given.extend(texts) or trained(texts, size))
     prepare.main(["--text", "corpus", "--train-tokenizer", "300", "--out", "out"])
     shares = [chr(65 + number) * (200 if number == 7 else 50) for number in range(20)]
     assert sorted(given) == shares
@@ -168,21 +149,15 @@ BYTE_TOKENS = {f"<0x{b:02X}>": b for b in range(256)}
 BYTE_FALLBACK = {  # as Llama's; here "▁" is one byte, not three
     "model": models.BPE(vocab=BYTE_TOKENS | {"▁": 256, END: 257}, merges=[], byte_fallback=True),
     "normalizer": normalizers.Replace(" ", "▁"),
-    "decoder": decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
-}
+    "decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])}
 METASPACE = {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}
 
 
 @pytest.mark.parametrize("changes, end, reason", [
-    (BYTE_FALLBACK, END, "give back"),
-    (METASPACE, END, "give back"),
+    (BYTE_FALLBACK, END, "give back"), (METASPACE, END, "give back"),
     ({"normalizer": normalizers.Lowercase()}, END, "give back"),
-    # to each piece
-    ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, END, "give back"),
-    ({}, None, "eos_token"),
-    ({"model": models.BPE()}, END, "fewer than 257 tokens"),
-])
+    ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, END, "give back"),  # to each piece
+    ({}, None, "eos_token"), ({"model": models.BPE()}, END, "fewer than 257 tokens")])
 def test_tokenizers_that_do_not_suit(changes, end, reason, prepare, tmp_path):
     tokenizer = vocabulary.trained([], 257).tokenizer
     if "model" in changes:
@@ -225,21 +200,21 @@ def test_damaged_and_dangerous_tokenizers(damage, reason, prepare, tmp_path, mon
 
 
 def test_what_is_not_a_models_file(prepare, tmp_path):
-    """torch's advice to load it without weights_only is not passed on."""
-    torch.save({"tokenizer": Path("x")}, "unsafe.pt")
+    """Nor does one run code; and torch's advice to load it without weights_only is not passed on."""
+    trained = vocabulary.trained([TEXT], 300)
+    saved = {"tokenizer": "x", "tokenizer_json": trained.json, "end_of_text": 0, "T": Attack(Path("ran"))}
+    torch.save(saved, "unsafe.pt")
     torch.save({"weights": torch.zeros(9)}, "others.pt")
     torch.save({"weights": torch.zeros(9)}, "cut.pt")
     cut_in_half(tmp_path / "cut.pt")
-    saved = {"tokenizer": "theirs", "tokenizer_json": "{", "end_of_text": 0}
-    torch.save(saved, "damaged.pt")
-    for name, reason in [
-        ("text", "not a model's file"), ("unsafe.pt", "not a model's file"),
-        ("others.pt", "not a model's file"), ("cut.pt", "an incomplete one"),
-        ("damaged.pt", "theirs is damaged"),
-    ]:
+    torch.save({"tokenizer": "theirs", "tokenizer_json": "{", "end_of_text": 0}, "damaged.pt")
+    for name, reason in [("text", "not a model's file"), ("unsafe.pt", "not a model's file"),
+                         ("others.pt", "not a model's file"), ("cut.pt", "an incomplete one"),
+                         ("damaged.pt", "theirs is damaged")]:
         with pytest.raises(SystemExit, match=reason) as stop:
             prepare.main(["--text", "text", "--out", "out", "--tokenizer", name])
         assert "weights_only" not in stop.value.code and "\n" not in stop.value.code
+    assert not Path("ran").exists()
 
 
 @pytest.mark.parametrize("largest, dtype", [(65_535, "<u2"), (65_536, "<u4")])
@@ -250,8 +225,7 @@ def test_ids_beyond_16_bits_take_32(largest, dtype, prepare, tmp_path):
     large = tokenizers.Tokenizer.from_str(json.dumps(contents))
     hugging_face_folder(tmp_path / "theirs", large)
     texts = [f"document {i}: to be or not to be" for i in range(200)]
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    Path("many.jsonl").write_text("".join(lines))
+    Path("many.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepare.main(["--text", "many.jsonl", "--out", "out", "--tokenizer", "theirs"])
     meta = json.loads(Path("out/meta.json").read_text())
     assert (meta["dtype"], meta["vocab_size"]) == (dtype, largest + 1)
