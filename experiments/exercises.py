@@ -29,7 +29,7 @@ SEEDS = (1, 2, 3)
 LONG_RUNS = {}  # of this process: what long_run has found
 
 
-# ---- scripts, changed and run ------------------------------------------------------------------------------------------
+# ---- scripts, changed and run ----------------------------------------------------------------------------------------
 
 def edited(label, *edits):
     """The text of a rung's script with each (old, new) replaced."""
@@ -123,7 +123,7 @@ def kept(function, part):
     return shapes
 
 
-# ---- the exercises -----------------------------------------------------------------------------------------------------
+# ---- the exercises ---------------------------------------------------------------------------------------------------
 
 def exercise_1():
     tie = "        # one parameter (vocab_size, n_embd) under two names\n" \
@@ -189,7 +189,8 @@ def exercise_4():
         model = new_model(script("4"), size, 257)
         print(f"{name}: c_proj starts at {model.transformer.h[0].mlp.c_proj.weight.std():.5f}")
     halved = ("(2 * self.config.n_layer) ** -0.5", "(2 * self.config.n_layer) ** -1.0")
-    for name, label, edits in (("rung 3", "3", ()), ("rung 4", "4", ()), ("1 / n in place of 1 / sqrt(n)", "4", [halved])):
+    scripts = (("rung 3", "3", ()), ("rung 4", "4", ()), ("1 / n in place of 1 / sqrt(n)", "4", [halved]))
+    for name, label, edits in scripts:
         found = [added_to_stream(label, n_layer, *edits) for n_layer in (6, 24, 96)]
         print(f"{name}: added by 6, 24, 96 layers:", *(f"{std:.4f}" for std in found))
 
@@ -330,7 +331,8 @@ def exercise_16():
     for name, call in (("plain", lambda: block(x)),
                        ("checkpointed", lambda: checkpointed(block, x, use_reentrant=False))):
         shapes = kept(call, block)
-        print(f"{name}: a block keeps {len(shapes)} tensors, {sum(n for _, n in shapes) / x.nbytes:.2f} times its input:",
+        share = sum(n for _, n in shapes) / x.nbytes
+        print(f"{name}: a block keeps {len(shapes)} tensors, {share:.2f} times its input:",
               *(("x".join(map(str, shape))) for shape, _ in shapes))
     for blocks in (0, 2):
         model = new_model(module, vocab_size=257)
@@ -346,7 +348,8 @@ def exercise_17():
         print(f"logits of {n} tokens in float32: {n * 50304 * 4 / 1e9:.2f} GB")
     logits = torch.zeros(1, 50257, requires_grad=True)
     F.cross_entropy(logits, torch.tensor([7])).backward()
-    print(f"gradient by the logits, all equal: {logits.grad[0, 7]:.6f} at the target, {logits.grad[0, 8]:.2e} elsewhere")
+    print(f"gradient by the logits, all equal: {logits.grad[0, 7]:.6f} at the target, "
+          f"{logits.grad[0, 8]:.2e} elsewhere")
     inf = ("            logits[:, vocab_size:] = -torch.inf  # no probability for padding\n", "")
     for name, edits in (("as it is", []), ("padding keeps its probability", [inf])):
         for chunk in (0, 4096, 16):
@@ -435,16 +438,19 @@ def exercise_23():
         with torch.no_grad():
             for p in mlp.parameters():
                 torch.nn.init.normal_(p, std=0.125)  # 64 ** -0.5: numbers of about 1
-            print(f"{name}: 10 times the input gives {(mlp(10 * x).norm() / mlp(x).norm()).item():.1f} times the output")
+            growth = (mlp(10 * x).norm() / mlp(x).norm()).item()
+            print(f"{name}: 10 times the input gives {growth:.1f} times the output")
 
 
 def exercise_24():
     for size, T in (("tiny", 256), ("gpt2", 1024)):
-        print(f"loss of step 1, {size}: rung 23 {first_loss('23', size, T):.3f}, rung 24 {first_loss('24', size, T):.3f}")
+        before, after = first_loss("23", size, T), first_loss("24", size, T)
+        print(f"loss of step 1, {size}: rung 23 {before:.3f}, rung 24 {after:.3f}")
     model = new_model(script("24"))
     x = torch.arange(256)[None]
     model(x, x.roll(-1, dims=1)).backward()
-    print("no gradient in step 1:", *(name for name, p in model.transformer.h[0].named_parameters() if not p.grad.any()))
+    block = model.transformer.h[0]
+    print("no gradient in step 1:", *(name for name, p in block.named_parameters() if not p.grad.any()))
     print("a gradient:", *(name for name, p in model.transformer.h[0].named_parameters() if p.grad.any()))
     zeros = ("            std = 0.02\n", "            std = 0.0\n")
     losses = run(script("24", zeros)).losses
@@ -471,7 +477,7 @@ def exercise_change():
         print(f"label_smoothing=0.1 in the last line of forward, --loss-chunk {chunk}:", *changed, "without it:", *ours)
 
 
-# ---- longer runs: (what, rung, edits, settings) ------------------------------------------------------------------------
+# ---- longer runs: (what, rung, edits, settings) ----------------------------------------------------------------------
 
 SDPA = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
 ROTATED = "        q = rotate(q, cos, sin)\n        k = rotate(k, cos, sin)\n"

@@ -163,7 +163,7 @@ def sentences(ours, yours):
     yield f"Loss, ours and yours: {losses}; {f'up to {apart:.6f} apart' if apart else 'the same to the last digit'}."
     ratios = sorted(b.median_ms / a.median_ms for a, b in zip(ours, yours, strict=True))
     p, doubt, verdict = speed_p(ours, yours), "", "A step of yours takes"
-    if p < BEYOND_CHANCE:
+    if p is not None and p < BEYOND_CHANCE:
         verdict = f"Yours is {'slower' if statistics.median(ratios) > 1 else 'faster'} (p = {p:.1g}): a step takes"
     elif ratios[0] <= 1 <= ratios[-1]:
         verdict = "About the same speed: a step of yours takes"
