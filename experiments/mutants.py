@@ -329,8 +329,9 @@ def run_pytest(copy, files, choice, words):
 
 
 def copy_project(to):
+    """A clone (a test names its commit), with what is not committed yet."""
     shutil.rmtree(to, ignore_errors=True)
-    to.mkdir(parents=True)
+    subprocess.run(["git", "clone", "-q", ROOT, to], check=True)
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):
         (to / name).parent.mkdir(parents=True, exist_ok=True)

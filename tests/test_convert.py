@@ -513,3 +513,11 @@ def test_without_top_k_any_token_may_come(saved, sample, numbers):
     likeliest = model(torch.tensor([GPT2_BYTES.encode(PROMPT).tolist()]))[0, -1].topk(1000)
     flags = ("--prompt", PROMPT, "--temperature", 999, "--max-new-tokens", 1)
     assert int(sample(saved["10"], *flags).removeprefix(PROMPT)) not in likeliest.indices
+
+
+def test_what_sample_does_unless_told_otherwise():
+    """A text of 200 tokens, always the same, less random than the model."""
+    flags = vars(load_module(ROOT / "sample.py").parse_args(["model.pt"]))
+    del flags["device"]
+    assert flags == {"model": "model.pt", "prompt": "", "num_samples": 1, "max_new_tokens": 200, "temperature": 0.8,
+                     "top_k": 0, "top_p": 1.0, "seed": 1337}
