@@ -8,7 +8,9 @@ definition, so that the laws, which compare definitions, do not find it for free
 is new. What is only shown (docstrings, help, messages, annotations) is left out. Tests that read the scripts (the laws,
 the plain form) are not asked.
 
-The same command goes on where it was stopped; `--again` tries the green ones anew, with more tests and the slow ones.
+The same command goes on where it was stopped, and prints the table by file at its end; `--again` tries the green ones
+that have no remark anew, with all tests, the slow ones, too. Remarks are written by hand: "equivalent: why" or
+"now red: the test that was added".
 """
 import argparse
 import csv
@@ -33,12 +35,14 @@ from ladder.scripts.laws import definitions
 from ladder.scripts.stages import BANNER, BY_LABEL, ROOT, STAGES
 
 SIZES = {"lessons": 150, "rest": 50, "tool": 50}
+FILES = {"lessons": [], "rest": ["data/*.py", "sample.py", "evaluate.py", "convert.py"], "tool": ["ladder/**/*.py"]}
 SCRIPTS = [stage.file for stage in STAGES]
 SHOWN = {"print", "exit", "SystemExit", "line", "warn", "error", "UserError"}  # calls whose strings are only read
 SHOWN_ARGUMENTS = {"help", "metavar", "description", "epilog"}
 SECONDS = 30  # of a processor, for a mutant that nothing notices
 AGAIN_SECONDS = 600
-READERS = {"test_laws.py", "test_plain.py", "test_propagate.py", "test_lessons.py", "test_notebook.py", "test_page.py"}
+NOT_ASKED = {"test_laws.py", "test_plain.py", "test_propagate.py", "test_lessons.py", "test_notebook.py",
+             "test_page.py", "test_smoke.py"}
 RUNS_SCRIPTS = re.compile(r"\b(rung|rungs_that_change|as_program|on_ranks|baseline|STAGES|BY_LABEL)\b")
 COLUMNS = ["part", "file", "definition", "lines", "before", "after", "result", "test", "remark"]  # the last by hand
 
@@ -65,8 +69,7 @@ def texts(part):
         baseline = (ROOT / "baseline.py").read_text()
         first = baseline.partition("\n" + BANNER)[0].count("\n") + 1
         yield "baseline.py", None, baseline, range(first, baseline.count("\n") + 1)
-    folders = {"lessons": [], "rest": ["data/*.py", "sample.py", "evaluate.py", "convert.py"], "tool": ["ladder/**/*.py"]}
-    for pattern in folders[part]:
+    for pattern in FILES[part]:
         for path in sorted(ROOT.glob(pattern)):
             text = path.read_text()
             yield path.relative_to(ROOT).as_posix(), None, text, range(1, text.count("\n") + 2)
@@ -196,16 +199,21 @@ def files_for(row):
     """The test files that belong to a mutant: those that run scripts, or that name the module."""
     tests = {path.name: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
     if row["file"] in SCRIPTS:
-        return [name for name, text in tests.items() if name not in READERS and RUNS_SCRIPTS.search(text)]
+        return [name for name, text in tests.items() if name not in NOT_ASKED and RUNS_SCRIPTS.search(text)]
     stem = Path(row["file"]).stem
     names = re.compile(rf"\b{row['file'].split('/')[-2] if stem == '__init__' else stem}\b")
-    found = [name for name, text in tests.items() if names.search(text)]
+    in_tool = row["part"] == "tool"
+    found = [name for name, text in tests.items() if names.search(text) and (in_tool or name not in NOT_ASKED)]
     return sorted(found, key=lambda name: name != f"test_{stem}.py")
 
 
 @functools.cache
 def text_of(thing):
     return inspect.getsource(thing)
+
+
+def labels_in(text):
+    return set(re.findall(r'"(\d+|ddp|fsdp|dcp)"', text)) & BY_LABEL.keys()
 
 
 class Choice:
@@ -228,7 +236,7 @@ class Choice:
         cases = {value for value in values if isinstance(value, str) and value in BY_LABEL}
         if cases and not cases & self.labels:
             return None
-        mentioned, of_file = (set(re.findall(r'"(\d+|ddp|fsdp|dcp)"', text)) & BY_LABEL.keys() for text in (source, file))
+        mentioned, of_file = labels_in(source), labels_in(file)
         named = any(word in source for word in self.words)
         if self.label in cases or not cases and self.label in own | mentioned:
             return 0 if named or self.label in own else 1
@@ -321,8 +329,9 @@ def run_pytest(copy, files, choice, words):
 
     code = 3
     try:
-        code = pytest.main([*(f"tests/{name}" for name in files), *words, "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb", "short",
-                            "--rootdir", str(copy), "-c", "pyproject.toml", "--basetemp", f"{copy}_tmp"], plugins=[choice])
+        words += ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb", "short", "--rootdir", str(copy)]
+        words += ["-c", "pyproject.toml", "--basetemp", f"{copy}_tmp"]
+        code = pytest.main([*(f"tests/{name}" for name in files), *words], plugins=[choice])
     finally:
         sys.stdout.flush()
         os._exit(int(code))
@@ -357,7 +366,8 @@ def try_mutants(args):
             old = done.get(key(row))
             if args.only and args.only not in " ".join(key(row)):
                 continue
-            if (old is None and not args.again) or (args.again and old and old["result"] in ("green", "no test")):
+            is_open = old is not None and old["result"] in ("green", "no test") and not old["remark"]
+            if old is None and not args.again or args.again and is_open:
                 todo.append((row, mutated))
     random.Random(args.seed).shuffle(todo)  # so that whatever is finished is a sample of all parts
     print(f"{len(todo)} mutants to try")
@@ -385,9 +395,11 @@ def try_mutants(args):
                   f"{trial.row['file']} {trial.row['before'][:60]} -> {trial.row['after'][:60]} {trial.row['test']}",
                   flush=True)
         time.sleep(0.1)
+    print_table(done.values())
 
 
 def learn(costs, path, all_costs):
+    """Add what tests have cost to what is known."""
     if path.exists():
         costs |= json.loads(path.read_text())
         all_costs.write_text(json.dumps(costs))
@@ -400,6 +412,20 @@ def write(path, row, done):
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         table.writeheader()
         table.writerows({name: value.get(name, "") for name in COLUMNS} for value in done.values())
+
+
+def print_table(rows):
+    """Of each file: mutants, those that a test noticed, those that change nothing, since noticed, not noticed."""
+    counts = {}
+    for row in rows:
+        remark = row.get("remark") or ""
+        kind = "red" if row["result"] in ("red", "timeout") else remark.partition(":")[0] or "green"
+        for place in (f"{row['part']:7} {row['file']}", f"{row['part']:7} all"):
+            counts.setdefault(place, []).append(kind)
+    print(f"{'':55} mutants    red equivalent now red  green")
+    for place in sorted(counts):
+        found = [counts[place].count(kind) for kind in ("red", "equivalent", "now red", "green")]
+        print(f"{place:55} {len(counts[place]):7} {found[0]:6} {found[1]:10} {found[2]:7} {found[3]:6}")
 
 
 def main():

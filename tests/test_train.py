@@ -234,3 +234,12 @@ NOTES = {  # {first rung: what the log's header says from there on}; the tool re
 def test_the_notes_of_the_header(label, short_run):
     header = short_run(label).lines[:13]
     assert [note for first, note in NOTES.items() if builds_on(label, first) and note not in header] == []
+
+
+@pytest.mark.parametrize("cuda, B", [(False, 1), (True, 4)])
+@pytest.mark.parametrize("label", ["0", "33"])
+def test_the_default_batch_is_larger_on_an_accelerator(label, cuda, B, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
+    args = rung(label).parse_args([])
+    assert (args.B, args.device) == (B, "cuda" if cuda else "cpu")
