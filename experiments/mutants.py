@@ -9,8 +9,8 @@ is new. What is only shown (docstrings, help, messages, annotations) is left out
 the plain form) are not asked.
 
 The same command goes on where it was stopped, and prints the table by file at its end; `--again` tries the green ones
-that have no remark anew, with all tests, the slow ones, too. Remarks are written by hand: "equivalent: why" or
-"now red: the test that was added".
+that have no remark anew, with all tests, the slow ones, too. Remarks are written by hand: "equivalent: why", "now red:
+the test that was added", "not noticed: why that is left".
 """
 import argparse
 import csv
@@ -419,13 +419,13 @@ def print_table(rows):
     counts = {}
     for row in rows:
         remark = row.get("remark") or ""
-        kind = "red" if row["result"] in ("red", "timeout") else remark.partition(":")[0] or "green"
+        kind = "red" if row["result"] in ("red", "timeout") else remark.partition(":")[0] or "not noticed"
         for place in (f"{row['part']:7} {row['file']}", f"{row['part']:7} all"):
             counts.setdefault(place, []).append(kind)
-    print(f"{'':55} mutants    red equivalent now red  green")
+    print(f"{'':55} mutants    red equivalent now red not noticed")
     for place in sorted(counts):
-        found = [counts[place].count(kind) for kind in ("red", "equivalent", "now red", "green")]
-        print(f"{place:55} {len(counts[place]):7} {found[0]:6} {found[1]:10} {found[2]:7} {found[3]:6}")
+        found = [counts[place].count(kind) for kind in ("red", "equivalent", "now red", "not noticed")]
+        print(f"{place:55} {len(counts[place]):7} {found[0]:6} {found[1]:10} {found[2]:7} {found[3]:11}")
 
 
 def main():

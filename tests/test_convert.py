@@ -521,3 +521,9 @@ def test_what_sample_does_unless_told_otherwise():
     del flags["device"]
     assert flags == {"model": "model.pt", "prompt": "", "num_samples": 1, "max_new_tokens": 200, "temperature": 0.8,
                      "top_k": 0, "top_p": 1.0, "seed": 1337}
+
+
+def test_why_a_configuration_cannot_be_loaded(gpt2, convert, tmp_path):
+    (gpt2 / "config.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"cannot be loaded \(.*config\.json"):
+        convert.main([str(gpt2), str(tmp_path / "model.pt")])

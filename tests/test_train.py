@@ -243,3 +243,14 @@ def test_the_default_batch_is_larger_on_an_accelerator(label, cuda, B, monkeypat
     monkeypatch.setattr(torch.mps, "is_available", lambda: False)
     args = rung(label).parse_args([])
     assert (args.B, args.device) == (B, "cuda" if cuda else "cpu")
+
+
+@from_rung("3")
+def test_the_type_of_products_is_chosen_for_the_device(label):
+    module, asked = rung(label), []
+    module.autocast_dtype = lambda device: asked.append(device) or torch.float32
+    module.DataLoaderLite = mock.Mock(side_effect=Crash)
+    module.init_ranks = lambda device: (0, 1)
+    with pytest.raises(Crash):
+        module.train(module.parse_args(["--device", "cpu"]))
+    assert asked == ["cpu"]
