@@ -435,3 +435,17 @@ def test_the_device_is_the_accelerator_if_there_is_one(saved, sample, monkeypatc
         assert sample.module.parse_args(["model.pt"]).device == device
     with pytest.raises(SystemExit, match="^error: --device abacus: .*; try --device cpu"):
         sample.module.load_model(str(saved["10"]), "abacus")
+
+
+def test_what_sample_does_unless_told_otherwise():
+    """A text of 200 tokens, always the same, less random than the model."""
+    flags = vars(load_module(ROOT / "sample.py").parse_args(["model.pt"]))
+    del flags["device"]
+    assert flags == {"model": "model.pt", "prompt": "", "num_samples": 1, "max_new_tokens": 200, "temperature": 0.8,
+                     "top_k": 0, "top_p": 1.0, "seed": 1337}
+
+
+def test_why_a_configuration_cannot_be_loaded(gpt2, convert, tmp_path):
+    (gpt2 / "config.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"cannot be loaded \(.*config\.json"):
+        convert.main([str(gpt2), str(tmp_path / "model.pt")])

@@ -240,3 +240,10 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     run = run_command(sys.executable, "-c", code, corpus, tmp_path / "out", PYTHONPATH=path)
     assert run.returncode == 0 and float(run.stdout.splitlines()[-1]) < 95, run.stderr
+
+
+def test_a_parquet_row_that_is_no_text_is_named(tmp_path):
+    """A null is an empty text."""
+    write_parquet(tmp_path / "a.parquet", [None, None, 3])
+    with pytest.raises(SystemExit, match="^error: .*a.parquet: row 3: field 'text' does not hold a text; "):
+        list(reading.read_parquet(tmp_path / "a.parquet", "text"))

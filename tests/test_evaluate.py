@@ -233,3 +233,9 @@ def test_as_a_program(evaluate, folders, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="^error: out of memory; .*--batch-size"):
         program()
     logging.disable(logging.NOTSET)
+
+
+def test_two_tokens_are_enough(evaluate, tmp_path):
+    """The first predicts the second; its id may be the last of the vocabulary, that of an end of text."""
+    tokens_of(tmp_path / "two", [65, BYTES.vocab_size - 1], tokenizer=BYTES)
+    assert evaluate.load_val(tmp_path / "two")[0].tolist() == [65, 256]

@@ -86,3 +86,9 @@ def test_a_gpu_that_torch_cannot_use_is_named(has_driver, sees_gpu, tmp_path, by
     warns = "# WARNING: torch cannot use the GPU here; python -m ladder check says why\n" in run.stdout
     assert run.returncode == 0 and warns == (has_driver and not sees_gpu)
     assert (tmp_path / "baseline.log").read_text() == run.stdout
+
+
+def test_the_folder_of_the_log_is_made(tmp_path, byte_tokens):
+    """With the folders above it."""
+    log = train(rung("0"), tmp_path / "new" / "logs", byte_tokens, "-B", 1, "-T", 8, "--steps", 1)
+    assert len(read_steps(log)) == 1

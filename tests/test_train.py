@@ -2,6 +2,7 @@
 
 In bfloat16, which a CPU without the instructions emulates. Rungs whose `train` is that of the rung before are left out.
 """
+import argparse
 import contextlib
 import io
 import math
@@ -218,3 +219,53 @@ def test_the_default_batch_is_that_of_gpt3(label):
         with pytest.raises(Crash):
             module.train(args)
         assert args.total_batch == micro_steps * 4 * 1024 * ranks
+
+
+def flags_of(label):
+    """{name: what the parser knows of it, but for the help} of a rung's flags."""
+    parser, script = argparse.ArgumentParser(add_help=False), rung(label)
+    script.add_flags(parser)
+    flags = {flag.dest: (flag.option_strings, flag.type, flag.choices, flag.default, flag.const)
+             for flag in parser._actions}
+    flags.pop("checkpoint_dir", None)  # whose name is the script's
+    return flags
+
+
+@pytest.mark.parametrize("label", rungs_that_change("add_flags")[1:])
+def test_a_flag_is_that_of_the_rung_before(label):
+    """Except for CUDA graphs, which several ranks cannot have: there --compile-mode has other choices."""
+    before, after = flags_of(BY_LABEL[label].before), flags_of(label)
+    changed = {name for name in before if after.get(name) != before[name]}
+    assert changed == ({"compile_mode"} if label == "ddp" else set())
+
+
+NOTES = {  # {first rung: what the log's header says from there on}; the tool reads it
+    "5": "# compile: none", "ddp": "# ranks: 1", "11": f"# total batch: {B * T} tokens", "12": "# batches: prefetched",
+    "13": "# validation: every 25 steps on 2 sequences", "16": "# recomputed blocks: 0 of 2", "29": "# documents: one",
+}
+
+
+@EACH
+def test_the_notes_of_the_header(label, short_run):
+    header = short_run(label).lines[:13]
+    assert [note for first, note in NOTES.items() if builds_on(label, first) and note not in header] == []
+
+
+@pytest.mark.parametrize("cuda, B", [(False, 1), (True, 4)])
+@pytest.mark.parametrize("label", ["0", "33"])
+def test_the_default_batch_is_larger_on_an_accelerator(label, cuda, B, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
+    args = rung(label).parse_args([])
+    assert (args.B, args.device) == (B, "cuda" if cuda else "cpu")
+
+
+@from_rung("3")
+def test_the_type_of_products_is_chosen_for_the_device(label):
+    module, asked = rung(label), []
+    module.autocast_dtype = lambda device: asked.append(device) or torch.float32
+    module.DataLoaderLite = mock.Mock(side_effect=Crash)
+    module.init_ranks = lambda device: (0, 1)
+    with pytest.raises(Crash):
+        module.train(module.parse_args(["--device", "cpu"]))
+    assert asked == ["cpu"]

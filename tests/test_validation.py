@@ -92,3 +92,14 @@ def test_13_too_little_text_to_validate(tmp_path):
     with pytest.raises(SystemExit, match="10 val tokens, a batch needs 33"):
         train(rung("13"), tmp_path, folder, "-B", 1, "-T", 32)
     train(rung("13"), tmp_path, folder, "-B", 1, "-T", 16, "--steps", 1, "--val-every", 0)
+
+
+@EVALUATES
+def test_13_ranks_share_the_work_of_validating(label, byte_tokens):
+    """Of 5 sequences three ranks read 2, 2 and 1; FSDP's all 2, since every rank must take part."""
+    module, read = rung(label), []
+    model, loader = new_gpt(module, vocab_size=257), module.DataLoaderLite(byte_tokens, 1, 8, "cpu", "val")
+    model.register_forward_hook(lambda *_: read.append(rank))
+    for rank in range(3):
+        module.evaluate(model, loader, 5, torch.autocast("cpu", enabled=False), rank, 3)
+    assert [read.count(rank) for rank in range(3)] == ([2, 2, 2] if label == "fsdp" else [2, 2, 1])
