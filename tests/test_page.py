@@ -125,7 +125,7 @@ def test_what_a_rung_prints_stands_in_its_lesson():
     for stage in STAGES:
         section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
         printed = read_printed()[stage.label]
-        lines = re.search(r'<details class="printed">.*?<pre[^>]*><code>\n?(.*?)</code>', section, re.S)[1]
+        lines = re.search(r'<details class="printed">.*?<pre[^>]*><code>(.*?)</code>', section, re.S)[1]
         assert text_of(lines).splitlines() == [*printed["first"], "…", *printed["last"]]
 
 
@@ -141,6 +141,12 @@ def test_a_docstring_becomes_paragraphs_lists_and_code():
         "<p>With <code>a &lt; b</code> &amp; more:</p>", "<ul>", "<li>one, which", "goes on;</li>",
         "<li>two, with <code>--flag</code>.</li>", "</ul>", '<pre tabindex="0"><code>python x.py', "</code></pre>",
         "<p><b>Gain:</b> speed.</p>"]
+
+
+def test_a_paragraph_ends_only_where_the_next_word_had_room():
+    """The scripts' lines have up to 100 columns."""
+    for length, n_paragraphs in ((95, 2), (96, 1)):  # with " more" 100 or 101
+        assert prose("a " * 46 + "b" * (length - 93) + ".\nmore words.").count("<p>") == n_paragraphs
 
 
 def test_a_long_curve_keeps_its_ends():

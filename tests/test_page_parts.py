@@ -1,5 +1,4 @@
 """What the page draws and quotes: the tree of rungs, exercises, first and last lines, and drawings that are exact."""
-import json
 import os
 import re
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ import torch
 from conftest import ROOT, losses, new_gpt, rung, train
 
 from ladder.count.memory import PROCESS_BYTES, largest_fitting, state_bytes, step_bytes
-from ladder.errors import UserError
 from ladder.measure.first_and_last import command_of, first_and_last
 from ladder.scripts.stages import BY_LABEL, STAGES
 from ladder.show import drawings, page, tree
@@ -113,13 +111,6 @@ def test_first_and_last_lines_have_no_times():
         "step : 3 | loss: 10.7 | dt: … ms | tokens/sec: …", "val : step 3 | loss: 10.6 | time: … s",
         "median : dt: … ms | tokens/sec: … | steps 2-3",
     ])
-
-
-def test_a_damaged_file_of_first_and_last_lines_is_named(tmp_path):
-    path = tmp_path / "first_and_last.json"
-    path.write_text(json.dumps({"0": {"command": "python baseline.py", "machine": "x", "first": [], "last": ["a"]}}))
-    with pytest.raises(UserError, match="first_and_last.json is damaged"):
-        read_printed(path)
 
 
 def test_every_rung_has_its_first_and_last_lines():

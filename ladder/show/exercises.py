@@ -1,10 +1,10 @@
 """What a reader does with a lesson: its exercise, and the lines that its script prints first and last."""
+import json
 import re
 
 from markdown_it import MarkdownIt
 
 from ladder.scripts.stages import BY_LABEL, ROOT
-from ladder.show.machine import read_json
 
 EXERCISES = ROOT / "docs" / "exercises.md"
 PRINTED = ROOT / "docs" / "first_and_last.json"  # by python -m ladder.measure.first_and_last
@@ -35,11 +35,6 @@ def exercise_html(text):
     return html.replace("</table>", "</table></div>").replace("<pre>", '<pre tabindex="0">')
 
 
-def check_printed(printed):
-    for rung in printed.values():
-        rung["command"], rung["machine"], rung["first"][0], rung["last"][0]
-
-
 def read_printed(path=PRINTED):
     """{label: {"command": …, "machine": …, "first": [lines], "last": [lines]}} of the rungs; {} without the file."""
-    return read_json(path, check_printed, "run python -m ladder.measure.first_and_last")
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
