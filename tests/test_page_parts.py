@@ -71,6 +71,8 @@ Read.
 
 **Do.** [Read](own_text.md).
 
+## Colab. Where there is a GPU
+
 ## Change it yourself
 """
 
@@ -139,7 +141,8 @@ def test_the_first_lines_are_what_the_rungs_print(tmp_path):
     prepare.main(["--text", os.environ["TINY_SHAKESPEARE"], "--out", str(tmp_path / "data")])
     printed = read_printed()
     for stage in STAGES:
-        log = train(rung(stage.label), tmp_path / stage.label, tmp_path / "data", "-T", 256, "--steps", 1)
+        B = 2 if stage.torchrun else 1  # the batches of both ranks
+        log = train(rung(stage.label), tmp_path / stage.label, tmp_path / "data", "-B", B, "-T", 256, "--steps", 1)
         lines = log.read_text().splitlines()
         first = next(i for i, line in enumerate(lines) if line.startswith("step : 1 "))
         assert [*map(shape_of_line, lines[:first])] == [*map(shape_of_line, printed[stage.label]["first"][:-1])]
