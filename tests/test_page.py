@@ -314,7 +314,8 @@ TEXTS = """() => [...document.querySelectorAll("figure svg")].map(svg => {
     const scale = whole.width / svg.viewBox.baseVal.width;
     const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top + 4 || b.bottom <= a.top + 4;
     return [Math.min(...texts.map(text => scale * parseFloat(getComputedStyle(text).fontSize))),
-        boxes.flatMap((box, i) => box.left < whole.left - 1 || box.right > whole.right + 1 ? [texts[i].textContent] : []),
+        boxes.flatMap((box, i) =>
+            box.left < whole.left - 1 || box.right > whole.right + 1 ? [texts[i].textContent] : []),
         boxes.flatMap((a, i) => boxes.slice(i + 1).flatMap((b, j) =>
             apart(a, b) ? [] : [texts[i].textContent + " / " + texts[i + 1 + j].textContent]))];
 })"""

@@ -125,7 +125,7 @@ def test_every_rung_has_its_first_and_last_lines():
             n_parameters = sum(p.numel() for p in new_gpt(module).parameters())
         assert f"# model: tiny | parameters: {n_parameters:,}" in one["first"], stage.label
         assert one["command"] == command_of(stage) and one["first"][-1].startswith("step : 1 ")
-        assert one["last"][0].startswith("step : 50 ") and one["last"][-1].startswith("median : ")
+        assert one["last"][0].startswith("step : 50 ") and any(line.startswith("median : ") for line in one["last"])
 
 
 def shape_of_line(line):
@@ -204,7 +204,8 @@ def test_the_cards_hold_what_the_scripts_keep():
     for scheme, n_whole in (("DDP", 3), ("33", 2), ("fsdp", 0)):  # the rest is divided, without gaps
         for i, (_, whole) in enumerate(shares["DDP"][0]):
             parts = [card[i] for card in shares[scheme]]
-            assert parts == [(0, whole)] * 4 if i < n_whole else [0, *(b for _, b in parts)] == [*(a for a, _ in parts), whole]
+            divided = [0, *(last for _, last in parts)] == [*(first for first, _ in parts), whole]
+            assert parts == [(0, whole)] * 4 if i < n_whole else divided
 
 
 def test_tiles_above_the_diagonal_are_skipped():

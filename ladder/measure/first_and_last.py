@@ -1,6 +1,6 @@
 """Run every rung as a reader tries it on a CPU, and keep the lines that it prints first and last, for the page.
 
-    python -m ladder.measure.first_and_last            # all of them, into docs/first_and_last.json
+    python -m ladder.measure.first_and_last            # all, into docs/first_and_last.json
     python -m ladder.measure.first_and_last 6 ddp      # only these anew
 
 Times are left out: they are not what a reader compares with.

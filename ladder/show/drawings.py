@@ -120,8 +120,8 @@ def scores_and_tiles():
     parts += [text(right + side - 8, y + 40, "skipped", "over", "end"),
               text(0, y + side + 17, "columns: keys; rows: queries", "dim"),
               text(WIDTH, y + side + 17, "sums", "dim", "end")]
-    return svg(y + side + 22, "Left: a full square of attention scores, its upper half masked. Right: the same square in "
-               "tiles; those above the diagonal are skipped, one of the others is being computed", *parts)
+    return svg(y + side + 22, "Left: a full square of attention scores, its upper half masked. Right: the same square "
+               "in tiles; those above the diagonal are skipped, one of the others is being computed", *parts)
 
 
 # ---- rungs 16 and 17: the memory of a step ---------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def rotated_pairs():
         arc = [tip(0.3, directions[0] + (directions[1] - directions[0]) * i / 12) for i in range(13)]
         x, y = tip(0.52, sum(directions) / 2)
         parts += [path(arc, "arc"), text(x, y + 4, f"{angle_between(query_at, key_at):.0f}°", "over", "middle")]
-    return svg(190, "A query and a key at positions 2 and 5, and at 10 and 13: the angle between them is the same", *parts)
+    return svg(190, "A query and a key at positions 2 and 5 and at 10 and 13: the angle between them is the same", *parts)
 
 
 # ---- ddp, 33, fsdp: who holds what -----------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ CARDS = 4
 
 
 def shares():
-    """{scheme: for each card [(first, last) of its parameters, gradients and moments]}, in bytes of all of GPT-2 (124M).
+    """{scheme: for each card [(first, last) of its parameters, gradients and moments]}, in bytes of GPT-2 (124M).
 
     In float32: 4 bytes of moments per parameter of the blocks (Muon), 8 of the embedding (AdamW). In rung 33 the
     embedding, more than a fourth of all parameters, has an owner that gets nothing else.
@@ -293,12 +293,12 @@ def drawings():
         "6": Drawing(scores_and_tiles(),
                      f"T=1024, a head of one sequence. Rung 5 stores {TOKENS * TOKENS:,} scores and keeps "
                      f"their softmax for the backward pass. In tiles of {TILE} × {TILE}, rung 6 computes {n_tiles} of "
-                     f"{tiles * tiles}; of each row it keeps the output and one number, the logarithm of the sum. Orange: "
-                     "the tile at work; green: rows that are done."),
+                     f"{tiles * tiles}; of each row it keeps the output and one number, the logarithm of the sum. "
+                     "Orange: the tile at work; green: rows that are done."),
         "16": Drawing(memory_over_a_step("15", "16"),
-                      "GPT-2 (124M), B=16 T=1024, all 12 blocks recomputed: counted as in `ladder/count/memory.py`, not "
-                      "measured, and not to scale in time. Weights, gradients and moments are not shown. Each tooth is a "
-                      "block that computes its activations again."),
+                      "GPT-2 (124M), B=16 T=1024, all 12 blocks recomputed: counted as in `ladder/count/memory.py`, "
+                      "not measured, and not to scale in time. Weights, gradients and moments are not shown. Each tooth "
+                      "is a block that computes its activations again."),
         "17": Drawing(memory_over_a_step("16", "17"),
                       "As in rung 16's picture, with its blocks recomputed: the logits of 4,096 tokens at a time, four "
                       "times, in place of all 16,384."),

@@ -25,9 +25,9 @@ from ladder.files import write_whole
 from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
+from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.drawings import drawings
 from ladder.show.exercises import exercise_html, read_exercises, read_printed
-from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.logs import stage_of
 from ladder.show.report import warnings
 from ladder.show.standings import IN_A_LINK, KEY, race_texts, standings
@@ -117,7 +117,8 @@ def lesson_view(stage):
     head, _, tail = STARTS_FROM.sub("", lesson.title).partition(": ")
     exercise, printed = read_exercises().get(stage.label), read_printed().get(stage.label)
     return {"stage": stage, "before": start, "after": after(stage), "head": head, "tail": tail,
-            "prose": prose(STARTS_FROM.sub("", lesson.body).strip("\n")), "lesson": lesson, "hunks": hunks, "code": code,
+            "prose": prose(STARTS_FROM.sub("", lesson.body).strip("\n")), "lesson": lesson, "hunks": hunks,
+            "code": code,
             "exercise": exercise and exercise_html(exercise), "printed": printed and printed_view(printed)}
 
 
