@@ -17,6 +17,8 @@ from ladder.count.published import read_published
 from ladder.scripts.stages import BY_LABEL, STAGES
 from ladder.show import page as page_module
 from ladder.show.charts import KIND_COLORS
+from ladder.show.drawings import drawings
+from ladder.show.exercises import read_printed
 from ladder.show.page import prose, write_page
 from ladder.show.report import build_report
 
@@ -103,6 +105,35 @@ def test_the_committed_page_is_up_to_date(tmp_path):
     assert same, "run python -m ladder report --html docs/index.html"
 
 
+def test_previous_and_next_are_the_trees():
+    """Of each lesson; and each rung has one link in the contents and one in the tree."""
+    text = PAGE.read_text(encoding="utf-8")
+    for stage in STAGES:
+        section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
+        ways = re.search('<nav class="ways".*?</nav>', section, re.S)[0].split("</div>")
+        expected = [[stage.before]] if stage.before else []
+        expected.append([other.label for other in STAGES if other.before == stage.label])
+        assert [re.findall(r'href="#rung-(\w+)"', part) for part in ways[:-1]] == expected, stage.label
+        assert "Starts from" not in section or section.count("Starts from") == 1  # with a link, above the text
+    for place in ("contents", "tree"):
+        links = re.findall(r'href="#rung-(\w+)"', re.search(rf'<nav id="{place}".*?</nav>', text, re.S)[0])
+        assert links == [stage.label for stage in STAGES]
+
+
+def test_what_a_rung_prints_stands_in_its_lesson():
+    text = PAGE.read_text(encoding="utf-8")
+    for stage in STAGES:
+        section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
+        printed = read_printed()[stage.label]
+        lines = re.search(r'<details class="printed">.*?<pre[^>]*><code>(.*?)</code>', section, re.S)[1]
+        assert text_of(lines).splitlines() == [*printed["first"], "…", *printed["last"]]
+
+
+def test_mentions_of_rungs_are_links_except_in_code():
+    assert prose("As in rung 6, not `rung 7` or rung 99.") == (
+        '<p>As in <a href="#rung-6">rung 6</a>, not <code>rung 7</code> or rung 99.</p>\n')
+
+
 def test_a_docstring_becomes_paragraphs_lists_and_code():
     page = prose("With `a < b` & more:\n\n* one, which\n  goes on;\n* two, with --flag.\n\n"
                  "    python x.py\n\nGain: speed.")
@@ -110,6 +141,12 @@ def test_a_docstring_becomes_paragraphs_lists_and_code():
         "<p>With <code>a &lt; b</code> &amp; more:</p>", "<ul>", "<li>one, which", "goes on;</li>",
         "<li>two, with <code>--flag</code>.</li>", "</ul>", '<pre tabindex="0"><code>python x.py', "</code></pre>",
         "<p><b>Gain:</b> speed.</p>"]
+
+
+def test_a_paragraph_ends_only_where_the_next_word_had_room():
+    """The scripts' lines have up to 100 columns."""
+    for length, n_paragraphs in ((95, 2), (96, 1)):  # with " more" 100 or 101
+        assert prose("a " * 46 + "b" * (length - 93) + ".\nmore words.").count("<p>") == n_paragraphs
 
 
 def test_a_long_curve_keeps_its_ends():
@@ -255,6 +292,63 @@ def test_contents_and_machine_stay_in_sight(open_page, width):
     page.reload()  # what the script adds above a place does not push it away
     page.wait_for_function("""() => { const box = document.querySelector("#title-6").getBoundingClientRect();
         return box.top >= 0 && box.bottom <= innerHeight; }""", timeout=30_000)
+
+
+@WIDTHS
+def test_the_tree_shows_branches_apart_and_leads_to_each_rung(open_page, width):
+    page = open_page(width)
+    dots = {row.locator("a").first.inner_text(): row.locator(".dot").bounding_box()["x"]
+            for row in page.locator("#tree div").all()}
+    assert dots["0"] == dots["11"] == dots["18"] < dots["25"] == dots["26"] == dots["fsdp"]
+    page.locator('#tree [href="#rung-31"]').click()
+    page.wait_for_function("""() => { const box = document.querySelector("#title-31").getBoundingClientRect();
+        return box.top >= 0 && box.bottom <= innerHeight; }""")
+    page.locator('#rung-31 .ways [href="#rung-30"]').click()
+    page.wait_for_function("location.hash === '#rung-30'")
+
+
+# For each drawing: [the smallest text's pixels, texts beyond the drawing's sides, pairs of texts that overlap].
+TEXTS = """() => [...document.querySelectorAll("figure svg")].map(svg => {
+    const texts = [...svg.querySelectorAll("text:not(.digit)")], whole = svg.getBoundingClientRect();
+    const boxes = texts.map(text => text.getBoundingClientRect());
+    const scale = whole.width / svg.viewBox.baseVal.width;
+    const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top + 4 || b.bottom <= a.top + 4;
+    return [Math.min(...texts.map(text => scale * parseFloat(getComputedStyle(text).fontSize))),
+        boxes.flatMap((box, i) =>
+            box.left < whole.left - 1 || box.right > whole.right + 1 ? [texts[i].textContent] : []),
+        boxes.flatMap((a, i) => boxes.slice(i + 1).flatMap((b, j) =>
+            apart(a, b) ? [] : [texts[i].textContent + " / " + texts[i + 1 + j].textContent]))];
+})"""
+
+
+@WIDTHS
+def test_the_texts_of_drawings_are_legible_and_apart(open_page, width):
+    found = open_page(width).evaluate(TEXTS)
+    assert len(found) == len(drawings())
+    for smallest, beyond, overlapping in found:
+        assert smallest >= 11.9 and beyond == [] and overlapping == []
+
+
+def test_a_phone_never_scrolls_sideways(open_page):
+    """Not even with everything open."""
+    page = open_page(390)
+    page.evaluate("document.querySelectorAll('details').forEach(details => { details.open = true; })")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_an_exercise_stands_in_its_lesson(open_page, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("exercise")
+    write_logs(folder / "plain", PLAIN, "B=2 T=256")
+    exercises = {"6": "**Predict.** Bytes?\n\n<details><summary>Answer</summary>\n\n48 MB\n\n</details>\n"}
+    monkeypatch.setattr(page_module, "read_exercises", lambda: exercises)
+    monkeypatch.setattr(page_module, "lesson_view", page_module.lesson_view.__wrapped__)
+    write_page([build_report(folder / "plain")], folder / "index.html")
+    page = open_page(390, folder / "index.html")
+    assert page.locator(".exercise").count() == 1
+    answer = page.locator("#rung-6 .exercise").get_by_text("48 MB")
+    assert page.get_by_text("Bytes?").is_visible() and not answer.is_visible()
+    page.get_by_text("Answer").click()
+    assert answer.is_visible()
 
 
 @WIDTHS

@@ -10,7 +10,7 @@ from ladder.errors import UserError
 CONTEXT = 3  # unchanged lines around a change
 WORD = re.compile(r"\w+|\s+|.")
 LABEL = r"(?:Gain|Cost|Beware|Sources?):"
-FULL_LINE = 120  # characters: a docstring's line that ends a sentence and has room for the next word ends a paragraph
+FULL_LINE = 100  # characters: a docstring's line that ends a sentence and has room for the next word ends a paragraph
 
 
 @dataclass

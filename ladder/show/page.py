@@ -1,4 +1,4 @@
-"""The tutorial page: one static file with the lessons, their diffs, their measured effects, and interactive charts.
+"""The tutorial page: one static file with the tree of rungs, and each lesson: its text, exercise, diff and effect.
 
 Jinja fills `page.html.j2`, markdown-it renders the docstrings, Pygments colors the code. In the browser `page.js`
 draws the bars for the machine that the reader chooses, and uPlot the losses. Everything is inside the file, and the
@@ -26,14 +26,19 @@ from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
+from ladder.show.drawings import drawings
+from ladder.show.exercises import exercise_html, read_exercises, read_printed
 from ladder.show.logs import stage_of
 from ladder.show.report import warnings
 from ladder.show.standings import IN_A_LINK, KEY, race_texts, standings
 from ladder.show.tables import HEADINGS, fastest, shown_texts, where
+from ladder.show.tree import after, tree_rows
 
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
            Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the color of the text
+STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)\.")  # what the page says above a lesson, with a link
+LAST_LOSS = re.compile(r"step : (\d+) \| loss: (\S+)")
 MAX_POINTS = 400  # of a loss curve; for longer runs only every second, third, ... step is drawn
 
 
@@ -74,6 +79,11 @@ def hunk_view(hunk, blocks):
     return {"places": ", ".join(dict.fromkeys(filter(None, places))), "rows": map(line_view, hunk)}
 
 
+def link_to_rung(found):
+    """A link in place of "rung 6"; code, the other kind of text that is found, stays as it is."""
+    return f'<a href="#rung-{found[2]}">{found[0]}</a>' if found[2] in BY_LABEL else found[0]
+
+
 def prose(body):
     """A docstring's text as HTML: paragraphs, lists, code, and separate paragraphs for "Gain:" and the like."""
     text = part_paragraphs(body)
@@ -82,23 +92,53 @@ def prose(body):
     text = re.sub(r"(```(?s:.*?)```|`.*?`)|(?<!\w)(--[a-z-]+)", lambda found: found[1] or f"`{found[2]}`", text)
     markdown = MarkdownIt("zero", {"typographer": True}).enable(["backticks", "fence", "list", "smartquotes"])
     page = re.sub(f"<p>({LABEL})", r"<p><b>\1</b>", markdown.render(text))
+    page = re.sub(r"(?s)(<pre>.*?</pre>|<code>.*?</code>)|\b[Rr]ung (\d+)\b", link_to_rung, page)
     return page.replace("<p><b>Source", '<p class="dim"><b>Source').replace("<pre>", '<pre tabindex="0">')
+
+
+def printed_view(printed):
+    """What a rung prints, for the template: the command, the machine, both losses, and the lines."""
+    losses = [LAST_LOSS.match(line) for line in (printed["first"][-1], printed["last"][0])]
+    return printed | {"losses": [(found[1], f"{float(found[2]):.2f}") for found in losses],
+                      "lines": [*printed["first"], "…", *printed["last"]]}
 
 
 def lesson_view(stage):
     """All that the template shows of a rung except its measurements."""
-    after, start = stage.path.read_text(encoding="utf-8"), BY_LABEL.get(stage.before)
+    source, start = stage.path.read_text(encoding="utf-8"), BY_LABEL.get(stage.before)
     before = start and start.path.read_text(encoding="utf-8")
-    lesson, code, hunks = read_lesson(before, after), [], []
+    lesson, code, hunks = read_lesson(before, source), [], []
     if start is None:  # there is nothing to compare with: show all of it, down to what all rungs share
-        _, lines, first = split_docstring(after.split("\n" + BANNER)[0])
+        _, lines, first = split_docstring(source.split("\n" + BANNER)[0])
         code = [line_view(Line(" ", number, text)) for number, text in enumerate(lines, first)]
     else:
-        blocks = {"-": blocks_of(before), "+": blocks_of(after)}
+        blocks = {"-": blocks_of(before), "+": blocks_of(source)}
         hunks = [hunk_view(hunk, blocks) for hunk in lesson.hunks]
-    head, _, tail = lesson.title.partition(": ")
-    return {"stage": stage, "before": start, "head": head, "tail": tail, "prose": prose(lesson.body), "lesson": lesson,
-            "hunks": hunks, "code": code}
+    head, _, tail = STARTS_FROM.sub("", lesson.title).partition(": ")
+    exercise, printed = read_exercises().get(stage.label), read_printed().get(stage.label)
+    return {"stage": stage, "before": start, "after": after(stage), "head": head, "tail": tail,
+            "prose": prose(STARTS_FROM.sub("", lesson.body).strip("\n")), "lesson": lesson, "hunks": hunks,
+            "code": code,
+            "exercise": exercise and exercise_html(exercise), "printed": printed and printed_view(printed)}
+
+
+def tree_view():
+    """The rows of the tree for the template, each with the levels of its vertical lines.
+
+    `above` are those at a row's heading; a section that several rows stand in has its title at the first.
+    """
+    titled = set()
+    for row in tree_rows():
+        own = row.depth - 1 if row.is_branch else row.depth
+        first = row.stages[0].before is None
+        yield {"row": row, "title": None if row.section in titled else row.section.title,
+               "above": [] if first else sorted({*row.passing, own})}
+        titled.add(row.section)
+
+
+def drawing_views():
+    """{label of a rung or id of a section: (SVG, caption as HTML)}."""
+    return {key: (drawing.svg, prose(drawing.caption)) for key, drawing in drawings().items()}
 
 
 def rounded(data):
@@ -172,7 +212,8 @@ def write_page(reports, path):
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     style, script, uplot = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "uplot.js"))
     text = environment.get_template("page.html.j2").render(
-        lessons=[lesson_view(stage) for stage in STAGES], machines=[machine_view(report) for report in reports],
+        tree=list(tree_view()), lessons={stage.label: lesson_view(stage) for stage in STAGES}, pictures=drawing_views(),
+        machines=[machine_view(report) for report in reports],
         kinds=KIND_COLORS, cards=list(CARDS), floors=floors_view(),
         published=read_published().to_dict("records"), style=style, script=script, uplot=uplot)
     path.parent.mkdir(parents=True, exist_ok=True)

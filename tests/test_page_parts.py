@@ -1,0 +1,222 @@
+"""What the page draws and quotes: the tree of rungs, exercises, first and last lines, and drawings that are exact."""
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, losses, new_gpt, rung, train
+
+from ladder.count.memory import PROCESS_BYTES, largest_fitting, state_bytes, step_bytes
+from ladder.measure.first_and_last import command_of, first_and_last
+from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.show import drawings, page, tree
+from ladder.show.exercises import exercise_html, read_exercises, read_printed
+
+# ---- the tree --------------------------------------------------------------------------------------------------------
+
+
+def test_each_rung_stands_once_in_the_tree_behind_what_it_starts_from():
+    rows = list(tree.tree_rows())
+    shown = [stage for row in rows for stage in row.stages]
+    assert sorted(stage.label for stage in shown) == sorted(stage.label for stage in STAGES)
+    for row in rows:
+        for before, stage in zip(row.stages, row.stages[1:], strict=False):
+            assert stage.before == before.label and tree.after(before) == [stage]
+        assert row.goes_on == bool(tree.after(row.stages[-1]))
+        before = row.stages[0].before
+        assert row.is_branch == (before is not None and len(tree.after(BY_LABEL[before])) > 1)
+
+
+def test_lines_go_on_to_later_branches(monkeypatch):
+    """a - b - c and d; a - e: below d, the line of a goes on to e, and that of b does not."""
+    stages = [SimpleNamespace(label=label, before=before) for label, before in
+              (("a", None), ("b", "a"), ("c", "b"), ("d", "b"), ("e", "a"))]
+    monkeypatch.setattr(tree, "STAGES", stages)
+    rows = [(row.stages[0].label, row.depth, row.passing) for row in tree.tree_rows(stages[0])]
+    assert rows == [("a", 0, ()), ("b", 1, (0,)), ("c", 2, (0, 1)), ("d", 2, (0,)), ("e", 1, ())]
+
+
+@pytest.mark.parametrize("label, title", [
+    ("ddp", "The ladder"), ("15", "A long run"), ("17", "Memory"), ("24", "From GPT-2 to Qwen3"), ("31", "Past Qwen3"),
+    ("32", "The published Qwen3s"), ("33", "Several cards"), ("dcp", "Several cards")])
+def test_a_section_holds_what_its_title_says(label, title):
+    assert [row.section.title for row in tree.tree_rows() if BY_LABEL[label] in row.stages] == [title]
+
+
+# ---- exercises -------------------------------------------------------------------------------------------------------
+
+EXERCISES = """# Exercises
+
+## How to work
+Read.
+
+## 6. Flash attention
+
+**Predict.** How many bytes at `T < 1024`?
+
+<details><summary>Answer</summary>
+
+| T | bytes |
+|---|---|
+| 8 | **256** |
+
+</details>
+
+**Do.** Edit <script>alert(1)</script>:
+
+    cp a.py b.py
+
+## ddp. Ranks
+
+**Do.** [Read](own_text.md).
+
+## Colab. Where there is a GPU
+
+## Change it yourself
+"""
+
+
+def test_an_exercise_is_what_stands_below_its_lessons_heading(tmp_path):
+    path = tmp_path / "exercises.md"
+    path.write_text(EXERCISES)
+    found = read_exercises(path)
+    assert found.keys() == {"6", "ddp"} and found["ddp"] == "**Do.** [Read](own_text.md)."
+    assert found["6"].startswith("**Predict.**") and found["6"].endswith("cp a.py b.py")
+    assert read_exercises(tmp_path / "none.md") == {}
+
+
+def test_answers_are_folded_and_other_html_is_text(tmp_path):
+    (tmp_path / "exercises.md").write_text(EXERCISES)
+    html = exercise_html(read_exercises(tmp_path / "exercises.md")["6"])
+    answer = re.search("(?s)<details><summary>Answer</summary>(.*)</details>", html)[1]
+    assert "<td><strong>256</strong></td>" in answer and "<code>T &lt; 1024</code>" in html.replace(answer, "")
+    assert "&lt;script&gt;" in html and "<script>" not in html and "cp a.py b.py" in html
+
+
+# ---- first and last lines --------------------------------------------------------------------------------------------
+
+LOG = """# script: x.py
+# batch: B=1 T=256 | steps: 3 | seed: 1337
+step : 1 | loss: 10.9 | dt: 81.23 ms | tokens/sec: 3151.55 | norm: 1.2 | left: 0:01:02
+step : 2 | loss: 10.8 | dt: 1.00 ms | tokens/sec: 9.99
+step : 3 | loss: 10.7 | dt: 1.00 ms | tokens/sec: 9.99
+val : step 3 | loss: 10.6 | time: 0.12 s
+median : dt: 1.00 ms | tokens/sec: 9.99 | steps 2-3"""
+
+
+def test_first_and_last_lines_have_no_times():
+    assert first_and_last(LOG.splitlines()) == ([
+        "# script: x.py", "# batch: B=1 T=256 | steps: 3 | seed: 1337",
+        "step : 1 | loss: 10.9 | dt: … ms | tokens/sec: … | norm: 1.2 | left: …",
+    ], [
+        "step : 3 | loss: 10.7 | dt: … ms | tokens/sec: …", "val : step 3 | loss: 10.6 | time: … s",
+        "median : dt: … ms | tokens/sec: … | steps 2-3",
+    ])
+
+
+def test_every_rung_has_its_first_and_last_lines():
+    """In the committed file, with the number of its parameters and the last of 50 steps."""
+    printed = read_printed()
+    assert list(printed) == [stage.label for stage in STAGES]
+    for stage in STAGES:
+        one, module = printed[stage.label], rung(stage.label)
+        with torch.device("meta"):
+            n_parameters = sum(p.numel() for p in new_gpt(module).parameters())
+        assert f"# model: tiny | parameters: {n_parameters:,}" in one["first"], stage.label
+        assert one["command"] == command_of(stage) and one["first"][-1].startswith("step : 1 ")
+        assert one["last"][0].startswith("step : 50 ") and any(line.startswith("median : ") for line in one["last"])
+
+
+def shape_of_line(line):
+    """A line of a log without its values."""
+    return re.sub(r": [^|]*", ": ", line)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not {"TIKTOKEN_CACHE_DIR", "TINY_SHAKESPEARE"} <= set(os.environ), reason="see .ci/run")
+def test_the_first_lines_are_what_the_rungs_print(tmp_path):
+    """Other machines round differently, and have other precisions."""
+    from data import prepare
+    prepare.main(["--text", os.environ["TINY_SHAKESPEARE"], "--out", str(tmp_path / "data")])
+    printed = read_printed()
+    for stage in STAGES:
+        B = 2 if stage.torchrun else 1  # the batches of both ranks
+        log = train(rung(stage.label), tmp_path / stage.label, tmp_path / "data", "-B", B, "-T", 256, "--steps", 1)
+        lines = log.read_text().splitlines()
+        first = next(i for i, line in enumerate(lines) if line.startswith("step : 1 "))
+        assert [*map(shape_of_line, lines[:first])] == [*map(shape_of_line, printed[stage.label]["first"][:-1])]
+        loss = float(page.LAST_LOSS.match(printed[stage.label]["first"][-1])[2])
+        assert loss == pytest.approx(losses(log)[0], abs=0.02), stage.label
+
+
+# ---- drawings --------------------------------------------------------------------------------------------------------
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.mark.parametrize("number", [1 / 3, 1.0, 0.1, -1.00390625, 1.01171875])  # the last two lie halfway in bfloat16
+def test_the_bits_are_torchs(number):
+    for name, dtype in DTYPES.items():
+        bits, truth = drawings.bits_of(number, name), torch.tensor(number, dtype=dtype)
+        whole = truth.view(torch.int32 if name == "float32" else torch.int16).item()
+        assert bits == f"{whole % 2 ** len(bits):0{len(bits)}b}" and drawings.value_of(bits, name) == truth.item()
+        n_exponent, n_mantissa = drawings.FORMATS[name]
+        assert torch.finfo(dtype).eps == 2**-n_mantissa and 1 + n_exponent + n_mantissa == torch.finfo(dtype).bits
+    tf32 = drawings.bits_of(number, "TF32")  # float32's range, float16's precision
+    assert len(tf32) == 19 and drawings.value_of(tf32, "TF32") == torch.tensor(number, dtype=torch.float16).item()
+
+
+def test_the_memory_of_a_step_is_the_memory_models():
+    peak = max(size for _, size in drawings.memory_curve("15"))
+    parameters = step_bytes("gpt2", 0, drawings.T, "15")
+    assert peak + parameters == pytest.approx(step_bytes("gpt2", drawings.B, drawings.T, "15"))
+    assert parameters > PROCESS_BYTES and largest_fitting("gpt2", drawings.T, ["15"], peak + parameters) == drawings.B
+    for label in ("15", "16", "17"):
+        points = drawings.memory_curve(label)
+        assert points[-1] == (12 * (drawings.FORWARD + drawings.BACKWARD) + drawings.LOSS, 0)
+        assert [x for x, _ in points] == sorted(x for x, _ in points)
+    logits = 10 * 50257 * drawings.B * drawings.T
+    assert drawings.kept_bytes("16")[2] == logits and drawings.kept_bytes("17")[2:] == (logits / 4, 4)
+
+
+def test_the_rotated_pair_is_rung_20s():
+    angles = rung("20").rotary_angles(16, drawings.HEAD_SIZE)[:, drawings.PAIR]
+    assert angles.tolist() == pytest.approx([position * drawings.RADIANS_A_TOKEN for position in range(16)])
+    assert drawings.angle_between(5, 2) == pytest.approx(drawings.angle_between(13, 10))
+
+
+def test_the_cards_hold_what_the_scripts_keep():
+    """Under DDP and FSDP as counted; in rung 33 moments have the owners that the script gives them."""
+    shares = drawings.shares()
+    held = {scheme: [sum(last - first for first, last in parts) for parts in cards] for scheme, cards in shares.items()}
+    assert held["DDP"] == pytest.approx([state_bytes("gpt2")] * 4)
+    assert held["fsdp"] == pytest.approx([state_bytes("gpt2", 4)] * 4)
+    with torch.device("meta"):
+        model = new_gpt(rung("33"), "gpt2")
+    owned, moments = [0] * 4, [0] * 4  # parameters, bytes
+    for p in sorted(model.parameters(), key=torch.numel, reverse=True):
+        owner = owned.index(min(owned))
+        owned[owner] += p.numel()
+        moments[owner] += p.numel() * (8 if p is model.lm_head.weight else 4)
+    weights = 2 * 4 * sum(owned)
+    assert held["33"] == pytest.approx([weights + own for own in moments], rel=0.01)  # the drawing leaves norms out
+    for scheme, n_whole in (("DDP", 3), ("33", 2), ("fsdp", 0)):  # the rest is divided, without gaps
+        for i, (_, whole) in enumerate(shares["DDP"][0]):
+            parts = [card[i] for card in shares[scheme]]
+            divided = [0, *(last for _, last in parts)] == [*(first for first, _ in parts), whole]
+            assert parts == [(0, whole)] * 4 if i < n_whole else divided
+
+
+def test_tiles_above_the_diagonal_are_skipped():
+    svg = drawings.scores_and_tiles()
+    tiles = re.findall(r'width="18.5" height="18.5" class="(\w+)"', svg)
+    assert len(tiles) == 64 and tiles.count("off") == 28 and tiles.count("two") == 1
+    assert "computes 36 of 64" in drawings.drawings()["6"].caption
+
+
+def test_each_drawing_has_its_place_on_the_page():
+    text = (ROOT / "docs" / "index.html").read_text(encoding="utf-8")
+    for key, drawing in drawings.drawings().items():
+        place = text.index(f'id="rung-{key}"' if key in BY_LABEL else f'id="{key}"')
+        assert 0 < text.index(drawing.svg) - place < 12_000, key
