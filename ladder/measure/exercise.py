@@ -21,7 +21,7 @@ from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, speed_p
 from ladder.show.logs import read_log
 
 TESTS = ROOT / "tests" / "test_exercises.py"
-SHORT = ["--model", "tiny", "-T", "128", "--steps", "10"]  # of the runs side by side, unless flags say otherwise
+SHORT = ["--model", "tiny", "-T", "128", "--steps", "30"]  # of the runs side by side, unless flags say otherwise
 ROUNDS = 3
 START = """
 import json, os, sys
