@@ -295,7 +295,7 @@ def test_09_then_it_follows_half_a_cosine_to_a_tenth_of_the_peak(tmp_path, byte_
 
 
 @pytest.mark.parametrize("steps, warmup_steps, expected", [(2, 0, [0.55, 0.1]), (2, 2, [0.5, 1]), (2, 4, [0.25, 0.5])])
-def test_09_without_a_warm_up_and_in_a_run_that_ends_with_it_or_inside(steps, warmup_steps, expected, tmp_path, byte_tokens):
+def test_09_without_a_warm_up_and_in_a_run_no_longer_than_it(steps, warmup_steps, expected, tmp_path, byte_tokens):
     """--warmup-steps 0 must not divide by it; a run as long as the warm-up, or shorter, only climbs."""
     found, _ = rates("9", tmp_path, byte_tokens, steps=steps, warmup_steps=warmup_steps)
     assert found == expected
