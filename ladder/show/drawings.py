@@ -222,7 +222,7 @@ def rotated_pairs():
         arc = [tip(0.3, directions[0] + (directions[1] - directions[0]) * i / 12) for i in range(13)]
         x, y = tip(0.52, sum(directions) / 2)
         parts += [path(arc, "arc"), text(x, y + 4, f"{angle_between(query_at, key_at):.0f}°", "over", "middle")]
-    return svg(190, "A query and a key at positions 2 and 5 and at 10 and 13: the angle between them is the same", *parts)
+    return svg(190, "A query and a key at positions 2 and 5 and at 10 and 13: the same angle between them", *parts)
 
 
 # ---- ddp, 33, fsdp: who holds what -----------------------------------------------------------------------------------
@@ -297,8 +297,8 @@ def drawings():
                      "Orange: the tile at work; green: rows that are done."),
         "16": Drawing(memory_over_a_step("15", "16"),
                       "GPT-2 (124M), B=16 T=1024, all 12 blocks recomputed: counted as in `ladder/count/memory.py`, "
-                      "not measured, and not to scale in time. Weights, gradients and moments are not shown. Each tooth "
-                      "is a block that computes its activations again."),
+                      "not measured, and not to scale in time. Weights, gradients and moments are not shown. Each "
+                      "tooth is a block that computes its activations again."),
         "17": Drawing(memory_over_a_step("16", "17"),
                       "As in rung 16's picture, with its blocks recomputed: the logits of 4,096 tokens at a time, four "
                       "times, in place of all 16,384."),
