@@ -136,11 +136,11 @@ def shape_of_line(line):
 @pytest.mark.slow
 @pytest.mark.skipif(not {"TIKTOKEN_CACHE_DIR", "TINY_SHAKESPEARE"} <= set(os.environ), reason="see .ci/run")
 def test_the_first_lines_are_what_the_rungs_print(tmp_path):
-    """Other machines round differently, and have other precisions."""
+    """Those of some rungs. Other machines round differently, and have other precisions."""
     from data import prepare
     prepare.main(["--text", os.environ["TINY_SHAKESPEARE"], "--out", str(tmp_path / "data")])
     printed = read_printed()
-    for stage in STAGES:
+    for stage in (BY_LABEL[label] for label in ("0", "5", "10", "ddp", "15", "24", "29", "fsdp")):
         B = 2 if stage.torchrun else 1  # the batches of both ranks
         log = train(rung(stage.label), tmp_path / stage.label, tmp_path / "data", "-B", B, "-T", 256, "--steps", 1)
         lines = log.read_text().splitlines()

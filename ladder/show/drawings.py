@@ -222,12 +222,7 @@ def rotated_pairs():
         arc = [tip(0.3, directions[0] + (directions[1] - directions[0]) * i / 12) for i in range(13)]
         x, y = tip(0.52, sum(directions) / 2)
         parts += [path(arc, "arc"), text(x, y + 4, f"{angle_between(query_at, key_at):.0f}°", "over", "middle")]
-<<<<<<< HEAD
-    title = "A query and a key at positions 2 and 5 and at 10 and 13: the angle between them is the same"
-    return svg(190, title, *parts)
-=======
     return svg(190, "A query and a key at positions 2 and 5 and at 10 and 13: the same angle between them", *parts)
->>>>>>> page
 
 
 # ---- ddp, 33, fsdp: who holds what -----------------------------------------------------------------------------------
