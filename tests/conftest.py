@@ -22,6 +22,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, its import must not see what a test has patched
+from torch.nn import functional as F  # noqa: E402
 from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
@@ -123,6 +124,29 @@ def converted(source, label, path):
     """The model of a rung's script that convert.py makes of a Hugging Face folder, in the new file `path`."""
     load_module(ROOT / "convert.py").main([str(source), str(path), "--script", BY_LABEL[str(label)].file])
     return saved_model(rung(label), path)
+
+
+def attention_pair(T=64):
+    """The attention of rung 5 (explicit) and rung 6 (flash) with the same weights, and an input."""
+    explicit, flash = rung("5"), rung("6")
+    config = explicit.GPTConfig(n_head=4, n_embd=64, block_size=T)
+    torch.manual_seed(0)
+    one, other = explicit.CausalSelfAttention(config), flash.CausalSelfAttention(config)
+    other.load_state_dict(one.state_dict())
+    return one, other, torch.randn(2, T, 64)
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """The queries and keys that the attention kernel gets: [(q, k)], (B, nh, T, hs) each."""
+    attention, seen = F.scaled_dot_product_attention, []
+
+    def see(q, k, v, **more):
+        seen.append((q.detach(), k.detach()))
+        return attention(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
+    return seen
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    Crash, assert_same_weights, crash_in_step, known_flags, losses, new_gpt, norm_of, on_ranks, read_steps, rung,
-    saved_model, tokens_of, train, val_losses, watch)
+    Crash, assert_same_weights, attention_pair, crash_in_step, known_flags, losses, new_gpt, norm_of, on_ranks,
+    read_steps, rung, saved_model, tokens_of, train, val_losses, watch)
 from tensor_bytes import Watch
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -170,19 +170,9 @@ def test_05_the_saved_model_keeps_its_names(tmp_path, byte_tokens, monkeypatch):
     assert saved_model(module, tmp_path / "model.pt")(ids(1, 4)).shape == (1, 4, 257)
 
 
-def attention_pair(T=48):
-    """The attention of rung 5, written out, and that of rung 6 with its weights; and an input."""
-    explicit, flash = rung("5"), rung("6")
-    config = explicit.GPTConfig(n_head=4, n_embd=64, block_size=T)
-    torch.manual_seed(0)
-    one, other = explicit.CausalSelfAttention(config), flash.CausalSelfAttention(config)
-    other.load_state_dict(one.state_dict())
-    return one, other, torch.randn(2, T, 64)
-
-
 def test_06_the_future_is_hidden():
     """As the mask did: the kernel has an argument for it. Here the last 8 of 48 tokens are others."""
-    _, attention, x = attention_pair()
+    _, attention, x = attention_pair(48)
     changed = x.clone()
     changed[:, 40:] += 1
     differences = (attention(x) - attention(changed)).abs().amax((0, 2))
@@ -191,7 +181,7 @@ def test_06_the_future_is_hidden():
 
 def test_06_output_and_gradients_are_those_of_the_explicit_attention():
     """Same weights, same input. Which axis holds the heads before the kernel, and after? Is the scale hs**-0.5?"""
-    one, other, x = attention_pair()
+    one, other, x = attention_pair(48)
     results = []
     for attention in (one, other):
         inputs = x.clone().requires_grad_()
@@ -214,7 +204,7 @@ def test_06_no_matrix_of_scores_is_kept():
 
 def test_06_no_mask_is_stored():
     """In __init__: what does the module still register that nobody uses?"""
-    _, attention, _ = attention_pair()
+    _, attention, _ = attention_pair(48)
     assert {name: tuple(buffer.shape) for name, buffer in attention.named_buffers()} == {}
 
 
@@ -636,19 +626,6 @@ def test_19_without_a_decay_and_where_rise_and_fall_meet(settings, expected, tmp
     """--decay-share 0 must not divide by it; a rate is never above the rise, nor above the fall."""
     found, _ = rates("19", tmp_path, byte_tokens, **TRAPEZOID | settings)
     assert found == expected
-
-
-@pytest.fixture
-def attended(monkeypatch):
-    """The queries and keys that the attention kernel gets: [(q, k)], (B, nh, T, hs) each."""
-    attention, seen = F.scaled_dot_product_attention, []
-
-    def see(q, k, v, **more):
-        seen.append((q.detach(), k.detach()))
-        return attention(q, k, v, **more)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
-    return seen
 
 
 @torch.no_grad()

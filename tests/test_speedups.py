@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    Crash, builds_on, converted, known_flags, losses, new_gpt, norm_of, read_steps, rung, rungs_that_change,
-    saved_model, train, train_in_float32, watch)
+    Crash, attention_pair, builds_on, converted, known_flags, losses, new_gpt, norm_of, read_steps, rung,
+    rungs_that_change, saved_model, train, train_in_float32, watch)
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
@@ -166,16 +166,6 @@ def test_05_nothing_is_compiled_for_those_who_do_not_want_it(tmp_path, byte_toke
     monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     assert rung("5").parse_args([]).compile_mode == "none"
     assert rung("5").parse_args(["--compile-mode", "default"]).compile_mode == "default"
-
-
-def attention_pair(T=64):
-    """The attention of rung 5 (explicit) and rung 6 (flash) with the same weights, and an input."""
-    explicit, flash = rung("5"), rung("6")
-    config = explicit.GPTConfig(n_head=4, n_embd=64, block_size=T)
-    torch.manual_seed(0)
-    one, other = explicit.CausalSelfAttention(config), flash.CausalSelfAttention(config)
-    other.load_state_dict(one.state_dict())
-    return one, other, torch.randn(2, T, 64)
 
 
 def test_06_output_and_gradients_equal_the_explicit_attention():

@@ -27,19 +27,6 @@ def tiny(label):
     return new_gpt(rung(label))
 
 
-@pytest.fixture
-def attended(monkeypatch):
-    """The queries and keys that the attention kernel gets: [(q, k)], (B, nh, T, hs) each."""
-    attention, seen = F.scaled_dot_product_attention, []
-
-    def see(q, k, v, **more):
-        seen.append((q.detach(), k.detach()))
-        return attention(q, k, v, **more)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
-    return seen
-
-
 def from_rung(first, *definitions):
     """The rungs that build on one and may change one of these."""
     return [label for label in rungs_that_change(*definitions) if builds_on(label, first)]

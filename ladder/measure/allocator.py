@@ -39,7 +39,7 @@ def name_of(environment):
     preloaded = re.search(r"lib(tcmalloc|jemalloc|mimalloc)", environment.get("LD_PRELOAD", ""))
     if preloaded:
         return preloaded[1]
-    return "glibc, memory kept" if KEPT.keys() <= environment.keys() else "default"
+    return "glibc without trimming" if KEPT.keys() <= environment.keys() else "default"
 
 
 if __name__ == "__main__":

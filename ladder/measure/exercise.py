@@ -103,7 +103,9 @@ def run_tests(stage, file, folder, each):
 
 def code(source):
     """(The lines below a script's docstring, if it has one; the number of the first)."""
-    return (source.splitlines(), 1) if ast.get_docstring(ast.parse(source)) is None else split_docstring(source)[1:]
+    if ast.get_docstring(ast.parse(source)) is None:
+        return source.splitlines(), 1
+    return split_docstring(source)[1:]
 
 
 def same_code(one, other):
@@ -139,10 +141,11 @@ def run_both(stage, file, known, flags, folder, rounds, console):
     jobs = []
     for number in range(1, rounds + 1):
         for name, path in (("ours", stage.path), ("yours", file.resolve())):
-            logs = folder / name / f"round_{number}"
-            own = flags if path == stage.path or "compile_mode" in known else split_flags(flags, "--compile-mode")[1]
-            words = command_for(stage, own, logs)
-            jobs.append(Job(path.stem, [str(path) if word == str(stage.path) else word for word in words], logs))
+            logs, own = folder / name / f"round_{number}", flags
+            if name == "yours" and "compile_mode" not in known:
+                own = split_flags(flags, "--compile-mode")[1]
+            words = [str(path) if word == str(stage.path) else word for word in command_for(stage, own, logs)]
+            jobs.append(Job(path.stem, words, logs))
     logs = {name: [job.log for job in jobs if job.log_dir.parent.name == name] for name in ("ours", "yours")}
     with Runner(device, folder, 3600, console, n_jobs=len(jobs)) as runner:
         runner.run(jobs)
@@ -160,11 +163,14 @@ def sentences(ours, yours):
     pairs = list(zip(ours[0].steps, ours[0].losses, yours[0].losses, strict=False))
     apart = max(abs(a - b) for _, a, b in pairs)
     losses = ", ".join(f"{a:.6f} and {b:.6f} in step {step}" for step, a, b in (pairs[0], pairs[-1]))
-    yield f"Loss, ours and yours: {losses}; {f'up to {apart:.6f} apart' if apart else 'the same to the last digit'}."
+    agreement = f"up to {apart:.6f} apart" if apart else "the same to the last digit"
+    yield f"Loss, ours and yours: {losses}; {agreement}."
     ratios = sorted(b.median_ms / a.median_ms for a, b in zip(ours, yours, strict=True))
-    p, doubt, verdict = speed_p(ours, yours), "", "A step of yours takes"
+    p = speed_p(ours, yours)
+    verdict, doubt = "A step of yours takes", ""
     if p is not None and p < BEYOND_CHANCE:
-        verdict = f"Yours is {'slower' if statistics.median(ratios) > 1 else 'faster'} (p = {p:.1g}): a step takes"
+        how = "slower" if statistics.median(ratios) > 1 else "faster"
+        verdict = f"Yours is {how} (p = {p:.1g}): a step takes"
     elif ratios[0] <= 1 <= ratios[-1]:
         verdict = "About the same speed: a step of yours takes"
     elif len(ratios) < FEWEST_ROUNDS:

@@ -1,4 +1,4 @@
-"""What is beyond chance: a paired t-test over rounds or seeds."""
+"""Is a difference significant? A paired t-test over rounds or seeds."""
 import math
 import warnings
 

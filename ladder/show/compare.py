@@ -88,7 +88,7 @@ def speed_verdict(one, other, faster, different):
         counts = " and ".join(f"{run.path} has {counted_steps(run)}" for run in too_few)
         return f"{verdict}: too few steps to say. After the warm-up {counts}; at least {MIN_COUNTED} are needed."
     memory = "; part of it may be the allocator's" if "allocator" in different else ""
-    return (f"{verdict}{memory}. Of one run each: whether that is beyond chance takes {FEWEST_ROUNDS} rounds "
+    return (f"{verdict}{memory}. One run each: to tell whether that is significant takes {FEWEST_ROUNDS} rounds "
             "(python -m ladder run --rungs N,M --repeat 5).")
 
 
