@@ -1,9 +1,11 @@
-"""Ideas that did not become rungs, by the protocol of the race: variants of a rung, each with its own search.
+"""Variants of a rung by the protocol of the race, each with its own search: other ideas, or a rung's change undone.
 
     python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
         --val-every 60
     python -m experiments.variants logs/start --patches start --model gpt2 -B 1 -T 1024 --total-batch 1024 --steps 33 \
         --val-every 33
+    python -m experiments.variants logs/evidence --patches evidence --base 15 --data data/bytes --model 12x2x64 -B 8 \
+        -T 64 --total-batch 512 --steps 300 --val-every 150 --val-sequences 256 --compile-mode none
 
 Each is a patch of a rung's script, of rung 24's or the one that --base names, in patches/variants/ or the folder that
 --patches names there. LOGS then holds what python -m experiments.race leaves, without timings; rerun the same command
@@ -63,7 +65,8 @@ def main():
     args, flags = parser.parse_known_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     base = BY_LABEL[args.base]
-    stages = [base, *(write_variant(patch, args.logs, base) for patch in patches(args.patches))]
+    variants = [write_variant(patch, args.logs, base) for patch in patches(args.patches)]
+    stages = [replace(base, title=f"rung {base.label}"), *variants]
     settings = check_flags([base], flags)
     with Runner(settings.device, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(stages, args.seeds)) as runner:
         Contest(stages, flags, args.logs, args.seeds, runner.run).race(timed=False)
