@@ -90,10 +90,13 @@ def test_mfu_and_ratios_follow_from_tokens_and_times(tmp_path):
     (("EPYC (2 threads)", "EPYC (1 threads)"), False),
     (("EPYC (2 threads)", "cpu"), False)])  # a script alone does not name it, nor does one that was stopped
 def test_different_machines_are_not_mixed(devices, refused, tmp_path, call):
-    for name, device in zip((BASELINE, TIED), devices, strict=True):
-        write_log(tmp_path / f"{name}.log", header=f"# script: {name}.py\n# device: {device}\n# batch: B=1 T=8\n")
-    code, out, error = call("report", tmp_path)
-    assert code == refused and error.startswith("error: ") == refused and ("different device" in error) == refused
+    """Neither in the logs of two rungs nor in two rounds of one."""
+    for first, second in ((BASELINE, TIED), (f"round_1/{BASELINE}", f"round_2/{BASELINE}")):
+        folder = tmp_path / first.partition("/")[0]
+        for name, device in zip((first, second), devices, strict=True):
+            write_log(folder / f"{name}.log", header=f"# device: {device}\n# batch: B=1 T=8\n")
+        code, _, error = call("report", folder)
+        assert code == refused and error.startswith("error: ") == refused and ("different device" in error) == refused
 
 
 HEADER = "# model: gpt2\n# device: {} | allocator: {}\n# batch: B=6 T=1024 | steps: 20\n"
