@@ -239,6 +239,18 @@ def test_a_flag_is_that_of_the_rung_before(label):
     assert changed == ({"compile_mode"} if label == "ddp" else set())
 
 
+@from_rung("5")
+def test_the_compile_mode_arrives(label, byte_tokens, tmp_path, monkeypatch):
+    """At the model; under FSDP at its blocks and at the loss."""
+    module, modes = rung(label), []
+    mode = f"max-autotune{'-no-cudagraphs' * builds_on(label, 'ddp')}"
+    monkeypatch.setattr(torch, "compile", lambda function, mode=None: modes.append(mode) or function)
+    train(module, tmp_path, byte_tokens, *known_flags(module, B=1, T=8, steps=1, total_batch=8, val_every=0),
+          compile_mode=mode)
+    n_parts = 2 + 1 if builds_on(label, "fsdp") else 1
+    assert modes == [None] + n_parts * [mode]  # None: check_compiler's
+
+
 NOTES = {  # {first rung: what the log's header says from there on}; the tool reads it
     "5": "# compile: none", "ddp": "# ranks: 1", "11": f"# total batch: {B * T} tokens", "12": "# batches: prefetched",
     "13": "# validation: every 25 steps on 2 sequences", "16": "# recomputed blocks: 0 of 2", "29": "# documents: one",
