@@ -196,7 +196,8 @@ def test_command_counts_another_setting(counted, capsys):
 def test_what_is_stored_is_of_one_setting(monkeypatch):
     """With another --model, -B or -T kernels are counted anew."""
     counted = []
-    monkeypatch.setattr(kernels, "count_all", lambda labels, setting, _: counted.append(setting) or stored_kernels(labels))
+    monkeypatch.setattr(kernels, "count_all", lambda labels, setting, _: (
+        counted.append(setting) or stored_kernels(labels)))
     changes = {"model": "tiny"}, {"B": 4}, {"T": 512}
     for change in ({}, *changes):
         words = [(f"--{name}" if name == "model" else f"-{name}", str(value)) for name, value in change.items()]
