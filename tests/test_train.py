@@ -201,7 +201,7 @@ DEFAULTS = {  # in all scripts that have the flag; --max-lr and --steps are in t
 def test_the_defaults(label):
     """A changed one would change what everybody's next run computes, and what committed logs compare with."""
     args = vars(rung(label).parse_args([]))
-    machine = {"B": args["B"], "device": args["device"]}  # depend on it: test_messages.py
+    machine = {"B": args["B"], "device": args["device"]}  # depend on it, as below
     own = {"checkpoint_dir": Path("checkpoints", BY_LABEL[label].name)}
     assert args == {name: (DEFAULTS | machine | own)[name] for name in args}
 
