@@ -23,12 +23,6 @@ def test_the_whole_ladder_obeys():
     assert list(violations(SOURCES)) == []
 
 
-def test_below_the_banner_all_scripts_are_the_same():
-    """Byte for byte, and without the help of ladder/scripts/laws.py."""
-    ends = {stage.path.read_bytes().partition(b"\n# ---- the same in every rung")[2] for stage in STAGES}
-    assert len(ends) == 1 and 100 < ends.pop().count(b"\n") <= 150
-
-
 @pytest.mark.parametrize("line, edited, verdict", [
     ("def set_aside(path):", "def idle():\n    pass\n\n\ndef set_aside(path):", "idle is not used by baseline.py"),
     ("    add_flags(parser)", '    add_flags(parser) if "get_lr" in globals() else None', "'globals()' is a later"),
@@ -59,15 +53,6 @@ def test_scripts_are_short():
     lines = {stage.label: len(SOURCES[stage.file].splitlines()) for stage in STAGES}
     most = {"0": 392, "10": 475, "ddp": 515, "24": 930, "29": 1055}
     assert {label: lines[label] for label in most if lines[label] > most[label]} == {}
-
-
-@EACH
-def test_the_docstring_names_its_base(stage):
-    """In its first two lines, for rungs that a reader does not find by their number."""
-    if stage.before and stage.label not in [str(number) for number in range(11)] + ["ddp"]:
-        beginning = " ".join(ast.get_docstring(ast.parse(SOURCES[stage.file])).splitlines()[:2])
-        base = BY_LABEL[stage.before]
-        assert f"rom rung {base.label}" in beginning or f"rom {base.path.name}" in beginning
 
 
 @EACH_RUNG
