@@ -100,7 +100,7 @@ def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     The log goes on where the checkpoint was written; as it was when the run crashed it is kept, under its date. Of the
     checkpoints the two newest stay.
     """
-    more = ["--recompute-blocks", 1] if builds_on(label, "16") else []
+    more = ["--recompute-blocks", 9] if builds_on(label, "16") else []
     assert six_steps(byte_tokens, tmp_path / "whole", label, *more).returncode == 0
     module, folder = rung(label), tmp_path / "crashed"
     crash_in_step(module, 6)
@@ -113,6 +113,7 @@ def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     run = six_steps(byte_tokens, folder, label, *more, "--resume")
     assert run.returncode == 0, run.stderr
     assert "# resumed after step 4 of 6" in run.stdout and "step : 4 " not in run.stdout
+    assert not more or "# recomputed blocks: 2 of 2\n" in run.stdout
     assert_same_run(folder, tmp_path / "whole", label)
     left = {name.removesuffix(".pt") for name in files_in(folder / "checkpoints")} - {"best"}
     assert left == {STEP_4[:-3], STEP_6[:-3]}

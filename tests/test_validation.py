@@ -56,6 +56,8 @@ def test_13_too_little_text_to_validate(tmp_path):
     with pytest.raises(SystemExit, match="10 val tokens, a batch needs 33"):
         train(rung("13"), tmp_path, folder, "-B", 1, "-T", 32)
     train(rung("13"), tmp_path, folder, "-B", 1, "-T", 16, "--steps", 1, "--val-every", 0)
+    log = train(rung("13"), tmp_path, folder, "-B", 1, "-T", 4, "--steps", 1)
+    assert "# validation: every 25 steps on 2 sequences" in log.read_text()  # as many as there are, of 32
 
 
 @pytest.mark.parametrize("label", rungs_that_change("evaluate")[1:])
