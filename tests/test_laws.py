@@ -55,6 +55,15 @@ def test_scripts_are_short():
     assert {label: lines[label] for label in most if lines[label] > most[label]} == {}
 
 
+@EACH
+def test_the_docstring_names_its_base(stage):
+    """In its first two lines, for rungs that a reader does not find by their number."""
+    if stage.before and stage.label not in [str(number) for number in range(11)] + ["ddp"]:
+        beginning = " ".join(ast.get_docstring(ast.parse(SOURCES[stage.file])).splitlines()[:2])
+        base = BY_LABEL[stage.before]
+        assert f"rom rung {base.label}" in beginning or f"rom {base.path.name}" in beginning
+
+
 @EACH_RUNG
 def test_a_rung_changes_something_and_all_that_it_may(stage):
     changed = changed_definitions(before(stage), SOURCES[stage.file])
