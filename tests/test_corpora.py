@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, load_module, run_command
+from conftest import ROOT, run_command, tokens_in
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from data import texts as reading
@@ -19,15 +19,6 @@ from data import vocabulary
 
 END = 50256
 DOCUMENTS = ["The first document.", "A second:\n\n  with blanks\r\n", "Drittes: äöü 日本 😀", "<|endoftext|> in", "x"]
-
-
-@pytest.fixture
-def prepare(tmp_path, monkeypatch):
-    """A fresh data/prepare.py with single bytes, which need no network, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    module = load_module(ROOT / "data" / "prepare.py")
-    module.load_tokenizer = lambda name: vocabulary.of_bytes("gpt2-bytes")
-    return module
 
 
 @pytest.fixture
@@ -54,14 +45,6 @@ def documents_of(tokens, tokenizer=None):
     tokenizer = tokenizer or vocabulary.of_bytes("gpt2-bytes")
     parts = np.split(tokens, np.flatnonzero(tokens == END))
     return [tokenizer.decode(part.tolist()) for part in parts]
-
-
-def splits_in(folder):
-    return [np.fromfile(Path(folder, name), dtype="<u2") for name in ("train.bin", "val.bin")]
-
-
-def tokens_in(folder):
-    return np.concatenate(splits_in(folder))
 
 
 def test_a_folder_becomes_documents(prepare, tmp_path, capsys):
@@ -191,7 +174,7 @@ def test_validation_documents_are_drawn_by_hash(block_tokens, prepare, tmp_path,
     meta = prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
     drawn = [number for number in range(1, 500) if int(hashlib.sha256(str(number).encode()).hexdigest(), 16) % 10 == 0]
     assert drawn[:3] == [18, 72, 74] and (meta["documents"], meta["val"]) == (500, "documents drawn by hash")
-    train, val = splits_in("out")
+    train, val = tokens_in("out", "train"), tokens_in("out", "val")
     assert documents_of(val) == [texts[number] for number in drawn]
     assert documents_of(train) == [text for number, text in enumerate(texts) if number not in drawn]
     assert (meta["train_tokens"], meta["val_tokens"]) == (len(train), len(val))

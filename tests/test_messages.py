@@ -46,13 +46,6 @@ def test_wrong_words(label, words, named, stopped):
     assert named in stopped(label, *words.split())[1]
 
 
-def test_a_missing_device_is_refused(stopped, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
-    for device in ("cuda", "mps"):
-        assert f"--device: invalid choice: '{device}'" in stopped("0", "--device", device)[1]
-
-
 @pytest.mark.parametrize("damage, named", [
     (lambda folder: (folder / "meta.json").unlink(), "no token files; python data/prepare.py"),  # it comes last
     (lambda folder: os.truncate(folder / "train.bin", 20_000), "train.bin is damaged")])

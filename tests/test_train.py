@@ -206,7 +206,7 @@ def test_the_defaults(label):
     assert args == {name: (DEFAULTS | machine | own)[name] for name in args}
 
 
-@pytest.mark.parametrize("label", [label for label in rungs_that_change("train") if builds_on(label, "11")])
+@pytest.mark.parametrize("label", rungs_that_change("train", since="11"))
 def test_the_default_batch_is_that_of_gpt3(label):
     """2**19 tokens: 128 micro-steps of 4 x 1024 on one GPU, 16 on eight; four of any size on a CPU."""
     module = rung(label)
@@ -270,6 +270,8 @@ def test_the_default_batch_is_larger_on_an_accelerator(label, cuda, B, monkeypat
     monkeypatch.setattr(torch.mps, "is_available", lambda: False)
     args = rung(label).parse_args([])
     assert (args.B, args.device) == (B, "cuda" if cuda else "cpu")
+    with pytest.raises(SystemExit):  # argparse's: of devices that are not there
+        rung(label).parse_args(["--device", "mps"])
 
 
 @from_rung("3")
