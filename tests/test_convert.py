@@ -222,6 +222,7 @@ def test_where_a_model_cannot_go(from_folder, destination, why, saved, gpt2, con
 
 def test_a_writing_that_fails_leaves_nothing(saved, convert, tmp_path, monkeypatch):
     def fail(model, folder):
+        assert folder.parent.parent == tmp_path  # of another file system it could not be renamed
         folder.mkdir()
         raise OSError("no space")
 

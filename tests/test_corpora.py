@@ -6,6 +6,7 @@ import random
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -90,7 +91,7 @@ def test_end_of_text_separates_the_documents_of_a_txt_file(prepare, merges, tmp_
 @pytest.fixture
 def dataset(prepare, tmp_path, monkeypatch):
     """data/prepare.py beside a dataset with two splits, in the format of the hub."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "dataset" / "data"
     folder.mkdir(parents=True)
     for split, texts in {"train": [*DOCUMENTS, ""], "test": DOCUMENTS[:2]}.items():
@@ -100,11 +101,11 @@ def dataset(prepare, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("split, documents", [("train", DOCUMENTS[::2] + DOCUMENTS[1::2]), ("test", DOCUMENTS[:2])])
-def test_a_hugging_face_dataset(split, documents, dataset):
-    """Shard by shard; its name in the metadata, with that of its configuration."""
+def test_a_hugging_face_dataset(split, documents, dataset, tmp_path):
+    """Shard by shard, without a copy on the disk; its name in the metadata, with that of its configuration."""
     words = ["--hf", "dataset", "--name", "default", "--out", "out"]
     dataset.main(words + (["--split", split] if split != "train" else []))
-    assert documents_of(tokens_in("out")) == documents
+    assert documents_of(tokens_in("out")) == documents and not list((tmp_path / "cache").rglob("*.arrow"))
     meta = json.loads(Path("out/meta.json").read_text())
     assert (meta["documents"], meta["source"]) == (len(documents), "dataset/default")
 

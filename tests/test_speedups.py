@@ -77,11 +77,14 @@ def test_02_the_log_says_where_there_is_tf32(supported, said, byte_tokens, monke
 
 @pytest.mark.parametrize("label", ["5", "6", "10", "ddp", "16", "17", "24"])
 def test_05_the_model_is_one_graph(label, tmp_path, byte_tokens, monkeypatch):
-    """With a backend that writes no C++: seconds instead of half a minute. And what is saved has plain names."""
+    """With a backend that writes no C++: seconds instead of half a minute. And what is saved has plain names.
+
+    Validation compiles nothing.
+    """
     module, compile_ = rung(label), torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: compile_(model, backend="eager"))
     counters.clear()
-    flags = known_flags(module, B=1, T=8, steps=2, total_batch=8, val_every=0, save=tmp_path / "model.pt")
+    flags = known_flags(module, B=1, T=8, steps=2, total_batch=8, val_sequences=1, save=tmp_path / "model.pt")
     log = train(module, tmp_path, byte_tokens, *flags, compile_mode="default")
     assert counters["stats"]["unique_graphs"] == 2  # the probe and the model, in one piece
     assert not counters["graph_break"] and "# compile: default" in log.read_text()

@@ -201,7 +201,7 @@ DEFAULTS = {  # in all scripts that have the flag; --max-lr and --steps are in t
 def test_the_defaults(label):
     """A changed one would change what everybody's next run computes, and what committed logs compare with."""
     args = vars(rung(label).parse_args([]))
-    machine = {"B": args["B"], "device": args["device"]}  # depend on it: test_messages.py
+    machine = {"B": args["B"], "device": args["device"]}  # depend on it, as below
     own = {"checkpoint_dir": Path("checkpoints", BY_LABEL[label].name)}
     assert args == {name: (DEFAULTS | machine | own)[name] for name in args}
 
@@ -237,6 +237,18 @@ def test_a_flag_is_that_of_the_rung_before(label):
     before, after = flags_of(BY_LABEL[label].before), flags_of(label)
     changed = {name for name in before if after.get(name) != before[name]}
     assert changed == ({"compile_mode"} if label == "ddp" else set())
+
+
+@from_rung("5")
+def test_the_compile_mode_arrives(label, byte_tokens, tmp_path, monkeypatch):
+    """At the model; under FSDP at its blocks and at the loss."""
+    module, modes = rung(label), []
+    mode = f"max-autotune{'-no-cudagraphs' * builds_on(label, 'ddp')}"
+    monkeypatch.setattr(torch, "compile", lambda function, mode=None: modes.append(mode) or function)
+    flags = known_flags(module, B=1, T=8, steps=1, total_batch=8, val_every=0, checkpoint_every=0)
+    train(module, tmp_path, byte_tokens, *flags, compile_mode=mode)
+    n_parts = 2 + 1 if builds_on(label, "fsdp") else 1
+    assert modes == [None] + n_parts * [mode]  # None: check_compiler's
 
 
 NOTES = {  # {first rung: what the log's header says from there on}; the tool reads it
