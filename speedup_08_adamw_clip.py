@@ -10,9 +10,9 @@ global norm of 1.0, the norm of all of them taken as one vector. AdamW divides b
 size, so a large gradient makes no larger step by itself; but it would dominate the running
 averages, and with them the direction and the size of many steps to come.
 
-Gain: a gradient norm in the log, the first place to look when a run diverges. This rung is about
-how the loss falls in long runs (not measured here); speed and memory stay the same, except for one
-pass over the gradients.
+Gain: in 300 steps of a narrow model of 12 layers 0.17 to 0.20 nats, and it learns at rates at
+which it otherwise stalls (experiments/README.md); a gradient norm in the log, the first place to
+look when a run diverges. Memory stays the same, and speed except for one pass over the gradients.
 Cost: that pass.
 Under float16 the gradients carry the scaler's factor, which is divided out first: clipping needs
 the true norm.

@@ -8,7 +8,8 @@ Muon's rate and AdamW's have the same shape.
 
 Gain: until the decay begins, the rates do not depend on the number of steps. A run that was stopped
 before it (Ctrl-C) can be resumed with other --steps: longer, or with an early decay (that is what
-the change in `Checkpoints` is for).
+the change in `Checkpoints` is for). The loss is 0.018 nats lower than with the cosine in the race
+(p = 0.011: docs/race.md), 0.004 to 0.021 in rung 15 with 12 narrow layers (experiments/README.md).
 Cost: the loss before the decay is not the loss that the run will end with.
 
 Sources: Hu et al. 2024, "MiniCPM" (WSD); Haegele et al. 2024, "Scaling Laws and Compute-Optimal

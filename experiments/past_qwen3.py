@@ -15,10 +15,12 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.race_record import last_val_loss
-from experiments.variants import BASE, patches, write_variant
+from experiments.variants import patches, write_variant
 from ladder.errors import UserError
 from ladder.measure.runner import Job, Runner, check_flags, command_for
+from ladder.scripts.stages import BY_LABEL
 
+BASE = BY_LABEL["24"]
 SEEDS = 1337, 1338, 1339  # of rung 24 itself: how far chance goes
 
 
@@ -31,7 +33,7 @@ def main():
         raise UserError("--recompute-blocks: some of the patches are made for none; leave it out")
     args.logs.mkdir(parents=True, exist_ok=True)
     runs = [(BASE, seed) for seed in SEEDS]
-    runs += [(write_variant(patch, args.logs), SEEDS[0]) for patch in patches("past_qwen3")]
+    runs += [(write_variant(patch, args.logs, BASE), SEEDS[0]) for patch in patches("past_qwen3")]
     folders = {seed: args.logs / f"seed_{seed}" for seed in SEEDS}
     with Runner(settings.device, args.logs, 7200, Console(), resume=True, n_jobs=len(runs)) as runner:
         runner.run([Job(stage.name, command_for(stage, [*flags, "--seed", str(seed)], folders[seed]), folders[seed])

@@ -1,12 +1,15 @@
-"""Ideas that did not become rungs, by the protocol of the race: variants of rung 24, each with its own search.
+"""Variants of a rung by the protocol of the race, each with its own search: other ideas, or a rung's change undone.
 
     python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
         --val-every 60
     python -m experiments.variants logs/start --patches start --model 2x12x768 -B 1 -T 1024 --total-batch 1024 \
         --steps 33 --val-every 33
+    python -m experiments.variants logs/evidence --patches evidence --base 15 --data data/bytes --model 12x2x64 -B 8 \
+        -T 64 --total-batch 512 --steps 300 --val-every 150 --val-sequences 256 --compile-mode none
 
-Each is a patch of rung 24's script in patches/variants/, or the folder that --patches names there. LOGS then holds what
-python -m experiments.race leaves, without timings; rerun the same command to resume.
+Each is a patch of a rung's script, of rung 24's or the one that --base names, in patches/variants/ or the folder that
+--patches names there. LOGS then holds what python -m experiments.race leaves, without timings; rerun the same command
+to resume.
 """
 import argparse
 import os
@@ -27,16 +30,15 @@ from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
 from ladder.show.standings import show_rates
 
-BASE = BY_LABEL["24"]  # the last rung of the race
 PATCHES = Path(__file__).parent / "patches"
 
 
 def patches(kind):
-    """The patches of rung 24 in patches/<kind>/; the first line of each says what it is."""
+    """The patches in patches/<kind>/; the first line of each says what it is."""
     return sorted((PATCHES / kind).glob("*.patch"))
 
 
-def write_variant(patch, folder, base=BASE):
+def write_variant(patch, folder, base):
     """A rung's script with a patch, in `folder` under the patch's name; returns it as a stage of a race."""
     path = folder / f"{patch.stem}.py"
     with tempfile.TemporaryDirectory() as copies:
@@ -58,10 +60,14 @@ def main():
     parser.add_argument("logs", type=Path, help="a folder")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--patches", default="variants", help="their folder (default: %(default)s)")
+    parser.add_argument("--base", choices=BY_LABEL, metavar="LABEL", default="24",
+                        help="the rung that they change (default: %(default)s, the last of the race)")
     args, flags = parser.parse_known_args()
     args.logs.mkdir(parents=True, exist_ok=True)
-    stages = [BASE, *(write_variant(patch, args.logs) for patch in patches(args.patches))]
-    settings = check_flags([BASE], flags)
+    base = BY_LABEL[args.base]
+    variants = [write_variant(patch, args.logs, base) for patch in patches(args.patches)]
+    stages = [replace(base, title=f"rung {base.label}"), *variants]
+    settings = check_flags([base], flags)
     with Runner(settings.device, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(stages, args.seeds)) as runner:
         Contest(stages, flags, args.logs, args.seeds, runner.run).race(timed=False)
     found, _ = read_logs(args.logs)
