@@ -212,11 +212,12 @@ def test_tiles_above_the_diagonal_are_skipped():
     svg = drawings.scores_and_tiles()
     tiles = re.findall(r'width="18.5" height="18.5" class="(\w+)"', svg)
     assert len(tiles) == 64 and tiles.count("off") == 28 and tiles.count("two") == 1
-    assert "computes 36 of 64" in drawings.drawings()["6"].caption
+    assert "computes 36 of 64" in drawings.drawings()["6"][0].caption
 
 
 def test_each_drawing_has_its_place_on_the_page():
     text = (ROOT / "docs" / "index.html").read_text(encoding="utf-8")
-    for key, drawing in drawings.drawings().items():
+    for key, some in drawings.drawings().items():
         place = text.index(f'id="rung-{key}"' if key in BY_LABEL else f'id="{key}"')
-        assert 0 < text.index(drawing.svg) - place < 12_000, key
+        for drawing in some:
+            assert 0 < text.index(drawing.svg) - place < 20_000, key
