@@ -4,8 +4,8 @@
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50    # a name or a folder
 
 The weights become a transformers model (convert.py), whose generate() provides the key-value cache,
-sampling and streaming. transformers has no model for rungs 20 to 22, 30 and 31: their scripts' own
-generate without a cache. A prompt that leaves no room for the new tokens in the model's longest
+sampling and streaming. For rungs 20 to 22, 30 and 31 it has no such model: the script's own
+generates, without a cache. A prompt that leaves no room for the new tokens in the model's longest
 sequence loses its beginning.
 """
 import argparse

@@ -5,7 +5,8 @@ From Ampere on, the tensor cores of NVIDIA GPUs also accept float32 data, as TF3
 of exponent, hence the same range; inputs rounded to 10 bits of mantissa; products accumulated in
 float32. Nothing else changes: weights, activations and gradients stay float32 in memory.
 
-Gain: faster matrix products on Ampere and newer GPUs. Memory traffic stays that of float32.
+Gain: faster matrix products on data-center GPUs from Ampere on; a GeForce RTX multiplies TF32 no
+faster than float32, by its datasheet (docs/floors.md). Memory traffic stays that of float32.
 Cost: each input of a product keeps about three decimal digits instead of seven.
 No effect on CPUs, on Apple GPUs and on older NVIDIA GPUs (T4, V100); "precision" in the log says
 so.

@@ -15,8 +15,8 @@ Gain: a faster start. In a race over 0.25 million of GPT-2's tokens (docs/race.m
 rung 24's (p < 0.001). On another text its final loss is no lower, over 0.25 (one seed) or 2.5
 million tokens. On bytes no gain: their frequencies are learned at once.
 Cost: one fixed number per entry of the vocabulary, added to each logit: there 8 % more time per
-step. The model is no Qwen3 any more: sample.py and evaluate.py run the script's own, convert.py can
-only turn a Qwen3 into one (no bias).
+step. The model is no longer a Qwen3: sample.py and evaluate.py run the script's own class, and
+convert.py turns a Qwen3 into it (without a bias), but not back.
 
 Source: Meister et al. 2023, "A Natural Bias for Language Generation Models" (there the bias is
 trained).

@@ -6,7 +6,7 @@ can learn a vector for a pair or a triple directly. There are far more of them t
 chooses the row, and n-grams that collide share a vector. The tables start at zero, so the model
 starts as rung 30's.
 
-Gain: on bytes the largest since Muon's. It reaches rung 16's final loss in 18 % of its seconds
+Gain: on bytes the largest since Muon. It reaches rung 16's final loss in 18 % of its seconds
 (rung 30: 41 %), and its own final loss is 0.045 lower (p < 0.001, docs/race.md). In a model ten
 times as large it is 0.02 below rung 24's (p = 0.006). No gain with GPT-2's tokens: the larger the
 vocabulary, the fewer n-grams recur, and the more share a row.

@@ -9,7 +9,7 @@ weights. With n_kv_head heads of keys and values in place of n_head, the cache a
 compute it are smaller by a factor of n_head / n_kv_head; query head i attends to key and value head
 i * n_kv_head // n_head. With head sizes other than n_embd / n_head (--head-size) and the base of
 RoPE's angles of a converted model (rope_theta), the model takes the shape of the published Qwen3s:
-docs/modern.md has the commands to convert one and train it further.
+docs/own_text.md has the commands to convert one and train it further.
 
 Gain: a cache that is n_head / n_kv_head times smaller, and fewer parameters. Training is barely
 faster.

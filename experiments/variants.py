@@ -2,8 +2,8 @@
 
     python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
         --val-every 60
-    python -m experiments.variants logs/start --patches start --model gpt2 -B 1 -T 1024 --total-batch 1024 --steps 33 \
-        --val-every 33
+    python -m experiments.variants logs/start --patches start --model 2x12x768 -B 1 -T 1024 --total-batch 1024 \
+        --steps 33 --val-every 33
 
 Each is a patch of rung 24's script in patches/variants/, or the folder that --patches names there. LOGS then holds what
 python -m experiments.race leaves, without timings; rerun the same command to resume.

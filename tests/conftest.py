@@ -2,6 +2,7 @@
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -83,16 +84,16 @@ def rung(label):
     return load_script(SimpleNamespace(name=stage.name, path=Path(file)) if tried == stage.label else stage)
 
 
-def rungs_that_change(*definitions):
+def rungs_that_change(*definitions, since="0"):
     """The labels of rungs whose lesson may lie in one of these definitions; in others it is that of the rung before.
 
-    test_laws.py holds the scripts to that, so these stand for all.
+    test_laws.py holds the scripts to that, so these stand for all: `since`, and those that go back to it.
     """
     def overlap(one, other):
         return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
-    return [stage.label for stage in BY_LABEL.values() if stage.before is None
-            or any(overlap(name, changed) for name in definitions for changed in stage.may_change)]
+    return [stage.label for stage in BY_LABEL.values() if builds_on(stage.label, since) and (
+        stage.before is None or any(overlap(*pair) for pair in itertools.product(definitions, stage.may_change)))]
 
 
 def builds_on(label, first):
@@ -110,6 +111,12 @@ def known_flags(module, **wanted):
 def new_gpt(module, size="tiny", vocab_size=50257):
     """A fresh model of a script, of one of the shapes that --model names."""
     return module.GPT(module.model_config(module.parse_args(["--model", size]), vocab_size))
+
+
+def tiny(label, size="tiny", vocab_size=257):
+    """A fresh small model of a rung, always with the same weights."""
+    torch.manual_seed(0)
+    return new_gpt(rung(label), size, vocab_size)
 
 
 def saved_model(module, path):
@@ -186,6 +193,19 @@ def val_losses(log):
     """{step: validation loss} of a log."""
     lines = [VAL_LINE.fullmatch(line) for line in Path(log).read_text().splitlines() if line.startswith("val")]
     return {int(line[1]): float(line[2]) for line in lines}
+
+
+def assert_same_losses(log, truth, after=0):
+    """That a log has the steps of another after this one, with its losses, validation losses, norms and rates.
+
+    Float32 sums in another order: losses agree to 1e-5 of 5.5.
+    """
+    ours, theirs = read_steps(log), read_steps(truth)[after:]
+    assert [step["step"] for step in ours] == [step["step"] for step in theirs] and ours
+    for key, tolerance in (("loss", 1e-4), ("norm", 1e-3), ("lr", 0)):
+        assert [step[key] for step in ours] == pytest.approx([step[key] for step in theirs], abs=tolerance)
+    expected = {step: loss for step, loss in val_losses(truth).items() if step > after}
+    assert val_losses(log) == pytest.approx(expected, abs=1e-4)
 
 
 def assert_same_weights(file, truth, atol=0):
@@ -374,6 +394,12 @@ def data_with(tokenizer, text, folder):
     return tokens_of(folder, ids[:n_train], ids[n_train:], tokenizer, sha256=sha256)
 
 
+def tokens_in(folder, *splits):
+    """The token ids of a data folder, of train and then val unless others are asked for."""
+    files = [Path(folder, f"{split}.bin") for split in splits or ("train", "val")]
+    return np.concatenate([np.fromfile(file, dtype="<u2") for file in files])
+
+
 def edit_json(path, **changes):
     """Change entries of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -383,6 +409,15 @@ def edit_json(path, **changes):
 def real_text():
     """466 kB of English, bundled with every Python."""
     return load_module(ROOT / "data" / "prepare.py").fallback_text()
+
+
+@pytest.fixture
+def prepare(tmp_path, monkeypatch):
+    """A fresh data/prepare.py in an empty folder, with single bytes, which need no network."""
+    monkeypatch.chdir(tmp_path)
+    module = load_module(ROOT / "data" / "prepare.py")
+    module.load_tokenizer = lambda name: vocabulary.of_bytes("bytes" if name == "bytes" else "gpt2-bytes")
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,4 @@
 """python -m ladder check: what it finds on this machine and on others, and what fits on paper; the measured rates."""
-import itertools
 import json
 import os
 import re
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import FakeClock
 from log_files import MEDIAN, write_log
 from run_tool import flags, is_one_error, ladder
 
@@ -98,9 +98,15 @@ def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
 
 
 def test_a_product_has_two_operations_for_each_multiplication(monkeypatch):
-    """(8, 16) @ (16, 32) in half a second, by a clock that goes on by that at each reading."""
-    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=map(lambda n: n / 2, itertools.count()).__next__))
-    assert rates.best_rate("cpu", torch.float32, (8, 16, 32)) == 2 * 8 * 16 * 32 / 0.5
+    """(8, 16) @ (16, 32), which is started in a millisecond and done only when the device is synchronized."""
+    monkeypatch.setattr(rates, "time", rates.time)
+    clock = FakeClock(rates)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", clock.slow(torch.Tensor.__matmul__, 0.001))
+    device_module = SimpleNamespace(synchronize=clock.slow(lambda: None, 0.5))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: device_module)
+    for device, n in (("cpu", 1), ("meta", 10)):  # not a CPU: ten at a time
+        rate = rates.best_rate(device, torch.float32, (8, 16, 32))
+        assert rate == pytest.approx(n * 2 * 8 * 16 * 32 / (0.5 + n * 0.001))
 
 
 @pytest.mark.parametrize("name, capability, cuda, tf32, float8", [
@@ -125,13 +131,13 @@ def test_the_attention_kernel_is_torch_s_choice(monkeypatch):
     assert findings(check.check_kernels, "cpu")["attention"].startswith("- torch chooses MATH")
 
 
-@pytest.mark.parametrize("version, mark", [("2.12.1", "x"), ("2.13.0", "+")])
-def test_an_apple_gpu_needs_a_torch_whose_attention_is_causal(version, mark, monkeypatch):
+@pytest.mark.parametrize("version, mark, on_cpu", [("2.9.1", "x", "x"), ("2.12.1", "x", "+"), ("2.13.0", "+", "+")])
+def test_each_device_needs_its_torch(version, mark, on_cpu, monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     monkeypatch.setattr(check, "free_memory", lambda device: 10e9)
     found = findings(check.check_device, "mps")["torch"]
     assert found[0] == mark and ("future tokens" in found) == (mark == "x")
-    assert findings(check.check_device, "cpu")["torch"][0] == "+"
+    assert findings(check.check_device, "cpu")["torch"][0] == on_cpu
 
 
 @pytest.mark.parametrize("gpus, nccl, marks", [(2, True, "++"), (2, False, "+x"), (1, True, "-+"), (1, False, "--")])

@@ -45,16 +45,9 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
-def gpt2(tmp_path):
-    """A Hugging Face folder of a GPT-2 with random weights, of byte tokens."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=257, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=256,
-                        eos_token_id=256, initializer_range=0.5)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    vocabulary.of_bytes().to_transformers().save_pretrained(tmp_path / "gpt2")
-    return tmp_path / "gpt2"
+def gpt2(hf_folder, tmp_path):
+    """A Hugging Face folder of a GPT-2 with random weights, of byte tokens, that a test may change."""
+    return shutil.copytree(hf_folder, tmp_path / "gpt2")
 
 
 @pytest.fixture
@@ -204,7 +197,7 @@ def test_weights_and_configuration_that_disagree(convert, gpt2, refusals, tmp_pa
     assert all("its configuration has no place for its " in line for line in refusals(gpt2))
     edit_json(gpt2 / "config.json", n_layer=2)
     weights = load_file(gpt2 / "model.safetensors")
-    weights["lm_head.weight"] = torch.randn(257, 32)
+    weights["lm_head.weight"] = torch.randn(257, 64)
     save_file(weights, gpt2 / "model.safetensors", {"format": "pt"})
     for tied in (False, True):
         edit_json(gpt2 / "config.json", tie_word_embeddings=tied)
@@ -229,6 +222,7 @@ def test_where_a_model_cannot_go(from_folder, destination, why, saved, gpt2, con
 
 def test_a_writing_that_fails_leaves_nothing(saved, convert, tmp_path, monkeypatch):
     def fail(model, folder):
+        assert folder.parent.parent == tmp_path  # of another file system it could not be renamed
         folder.mkdir()
         raise OSError("no space")
 

@@ -6,11 +6,12 @@ import random
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, load_module, run_command
+from conftest import ROOT, run_command, tokens_in
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from data import texts as reading
@@ -18,15 +19,6 @@ from data import vocabulary
 
 END = 50256
 DOCUMENTS = ["The first document.", "A second:\n\n  with blanks\r\n", "Drittes: äöü 日本 😀", "<|endoftext|> in", "x"]
-
-
-@pytest.fixture
-def prepare(tmp_path, monkeypatch):
-    """A fresh data/prepare.py with single bytes, which need no network, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    module = load_module(ROOT / "data" / "prepare.py")
-    module.load_tokenizer = lambda name: vocabulary.of_bytes("gpt2-bytes")
-    return module
 
 
 @pytest.fixture
@@ -53,14 +45,6 @@ def documents_of(tokens, tokenizer=None):
     tokenizer = tokenizer or vocabulary.of_bytes("gpt2-bytes")
     parts = np.split(tokens, np.flatnonzero(tokens == END))
     return [tokenizer.decode(part.tolist()) for part in parts]
-
-
-def splits_in(folder):
-    return [np.fromfile(Path(folder, name), dtype="<u2") for name in ("train.bin", "val.bin")]
-
-
-def tokens_in(folder):
-    return np.concatenate(splits_in(folder))
 
 
 def test_a_folder_becomes_documents(prepare, tmp_path, capsys):
@@ -107,7 +91,7 @@ def test_end_of_text_separates_the_documents_of_a_txt_file(prepare, merges, tmp_
 @pytest.fixture
 def dataset(prepare, tmp_path, monkeypatch):
     """data/prepare.py beside a dataset with two splits, in the format of the hub."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "dataset" / "data"
     folder.mkdir(parents=True)
     for split, texts in {"train": [*DOCUMENTS, ""], "test": DOCUMENTS[:2]}.items():
@@ -117,11 +101,11 @@ def dataset(prepare, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("split, documents", [("train", DOCUMENTS[::2] + DOCUMENTS[1::2]), ("test", DOCUMENTS[:2])])
-def test_a_hugging_face_dataset(split, documents, dataset):
-    """Shard by shard; its name in the metadata, with that of its configuration."""
+def test_a_hugging_face_dataset(split, documents, dataset, tmp_path):
+    """Shard by shard, without a copy on the disk; its name in the metadata, with that of its configuration."""
     words = ["--hf", "dataset", "--name", "default", "--out", "out"]
     dataset.main(words + (["--split", split] if split != "train" else []))
-    assert documents_of(tokens_in("out")) == documents
+    assert documents_of(tokens_in("out")) == documents and not list((tmp_path / "cache").rglob("*.arrow"))
     meta = json.loads(Path("out/meta.json").read_text())
     assert (meta["documents"], meta["source"]) == (len(documents), "dataset/default")
 
@@ -190,7 +174,7 @@ def test_validation_documents_are_drawn_by_hash(block_tokens, prepare, tmp_path,
     meta = prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
     drawn = [number for number in range(1, 500) if int(hashlib.sha256(str(number).encode()).hexdigest(), 16) % 10 == 0]
     assert drawn[:3] == [18, 72, 74] and (meta["documents"], meta["val"]) == (500, "documents drawn by hash")
-    train, val = splits_in("out")
+    train, val = tokens_in("out", "train"), tokens_in("out", "val")
     assert documents_of(val) == [texts[number] for number in drawn]
     assert documents_of(train) == [text for number, text in enumerate(texts) if number not in drawn]
     assert (meta["train_tokens"], meta["val_tokens"]) == (len(train), len(val))

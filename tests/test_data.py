@@ -9,27 +9,21 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest import ROOT, load_module, run_command
+from conftest import ROOT, load_module, run_command, tokens_in
 
 from data import vocabulary
 
 PREPARE = ROOT / "data" / "prepare.py"
 CONTENT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 50
-BYTES = vocabulary.of_bytes()
-GPT2_BYTES = vocabulary.of_bytes("gpt2-bytes")
 
 
 @pytest.fixture
-def prepare(tmp_path, monkeypatch):
-    """A fresh data/prepare.py in an empty folder, with single bytes; CONTENT is Shakespeare's."""
-    monkeypatch.chdir(tmp_path)
-    module = load_module(PREPARE)
-    module.TINY_SHAKESPEARE_SHA256 = hashlib.sha256(CONTENT).hexdigest()
-    module.load_tokenizer = lambda name: BYTES if name == "bytes" else GPT2_BYTES
-    module.default_text = lambda: (CONTENT.decode(), "tiny_shakespeare")
-    return module
+def prepare(prepare):
+    """To data/prepare.py CONTENT is Shakespeare's."""
+    prepare.TINY_SHAKESPEARE_SHA256 = hashlib.sha256(CONTENT).hexdigest()
+    prepare.default_text = lambda: (CONTENT.decode(), "tiny_shakespeare")
+    return prepare
 
 
 def write(name, content):
@@ -39,8 +33,7 @@ def write(name, content):
 
 
 def text_in(folder):
-    parts = [np.fromfile(Path(folder, name), dtype="<u2") for name in ("train.bin", "val.bin")]
-    return vocabulary.of_ours(Path(folder)).decode(np.concatenate(parts).tolist())
+    return vocabulary.of_ours(Path(folder)).decode(tokens_in(folder).tolist())
 
 
 def everything():
@@ -74,7 +67,7 @@ def test_the_default_text_from_the_url_to_the_files(prepare):
         "documents": 1, "train_tokens": n_train, "val_tokens": len(CONTENT) - n_train,
         "val": "last tenth",
     }
-    train = np.fromfile(out / "train.bin", "<u2")
+    train = tokens_in(out, "train")
     assert len(train) == n_train and train[0] == 37  # "F" in GPT-2's vocabulary: "!" (33) is 0
     assert text_in(out).encode() == CONTENT
 
@@ -149,9 +142,8 @@ def test_tiny_shakespeare_has_338025_tokens(tmp_path):
     out = tmp_path / "naïve"
     run = run_command(sys.executable, PREPARE, "--text", text, "--out", out)
     assert run.returncode == 0 and "naïve: tiny_shakespeare (gpt2 tokens)" in run.stdout, run.stderr
-    train, val = (np.fromfile(out / name, dtype="<u2") for name in ("train.bin", "val.bin"))
-    assert (len(train), len(val)) == (304_222, 338_025 - 304_222)
-    assert vocabulary.GPT2().decode([*train, *val]).encode() == text.read_bytes()
+    assert (len(tokens_in(out)), len(tokens_in(out, "val"))) == (338_025, 338_025 - 304_222)
+    assert vocabulary.GPT2().decode(tokens_in(out)).encode() == text.read_bytes()
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "UTF-8"])

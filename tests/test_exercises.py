@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import (
     Crash, assert_same_weights, attention_pair, crash_in_step, known_flags, losses, new_gpt, norm_of, on_ranks,
-    read_steps, rung, saved_model, tokens_of, train, val_losses, watch)
+    read_steps, rung, saved_model, tiny, tokens_of, train, val_losses, watch)
 from tensor_bytes import Watch
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -39,12 +39,6 @@ def run(label, folder, data, *words, dtype=torch.float32, **settings):
         seen.log = train(module, folder, data, *known_flags(module, **SMALL | settings), *words)
     seen.steps = read_steps(seen.log)
     return seen
-
-
-def tiny(label, size="tiny", vocab_size=257):
-    """A fresh small model of a rung."""
-    torch.manual_seed(0)
-    return new_gpt(rung(label), size, vocab_size)
 
 
 def ids(*shape, vocab_size=257):
@@ -436,16 +430,17 @@ def test_13_training_does_not_notice(tmp_path, byte_tokens):
 SIX = {"steps": 6, "checkpoint_every": 2}
 
 
-def crash(folder, data, module):
+def crash(folder, data, step):
+    """A run of rung 14 that ends in a step, or in torch.save."""
+    module = script("14")
+    crash_in_step(module, step)
     with pytest.raises(Crash):
         train(module, folder, data, *known_flags(module, **SMALL | SIX))
 
 
 def test_14_a_resumed_run_repeats_only_what_came_after_the_checkpoint(tmp_path, byte_tokens):
     """Which step is saved in a checkpoint of --checkpoint-every 2? With which does the loop go on after --resume?"""
-    module = script("14")
-    crash_in_step(module, 6)
-    crash(tmp_path, byte_tokens, module)
+    crash(tmp_path, byte_tokens, 6)
     seen = run("14", tmp_path, byte_tokens, "--resume", **SIX)
     assert [step["step"] for step in seen.steps][-2:] == [5, 6]
     assert len(seen.inputs) == 2, "how many steps it computes"
@@ -454,9 +449,7 @@ def test_14_a_resumed_run_repeats_only_what_came_after_the_checkpoint(tmp_path, 
 def test_14_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, byte_tokens):
     """To the last digit. What does the next step depend on beside the weights? Which batch comes next?"""
     whole = run("14", tmp_path / "whole", byte_tokens, **SIX, save=tmp_path / "whole.pt")
-    module = script("14")
-    crash_in_step(module, 6)
-    crash(tmp_path, byte_tokens, module)
+    crash(tmp_path, byte_tokens, 6)
     seen = run("14", tmp_path, byte_tokens, "--resume", **SIX, save=tmp_path / "model.pt")
     assert losses(seen.log)[-2:] == losses(whole.log)[-2:]
     assert_same_weights(tmp_path / "model.pt", tmp_path / "whole.pt")
@@ -475,30 +468,31 @@ def test_14_a_crash_while_a_checkpoint_is_written_costs_only_that_one(tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", half_of_the_second)
-        crash(tmp_path, byte_tokens, script("14"))
+        crash(tmp_path, byte_tokens, 6)
     seen = run("14", tmp_path, byte_tokens, "--resume", **SIX)
     assert len(seen.inputs) == 4, "how many steps it computes after the first checkpoint, of step 2"
 
 
 # ---- 16 to 32 --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("blocks, calls", [(0, 2), (1, 3), (9, 4)])
-def test_16_each_checkpointed_block_runs_twice(blocks, calls, tmp_path, byte_tokens, monkeypatch):
-    """Once in the forward pass, again in the backward pass; --recompute-blocks says how many, of two here."""
+def block_calls(folder, data, **settings):
+    """Whether the model is in training at each call of a block, in a run of rung 16."""
     module, seen = rung("16"), []
     forward = module.Block.forward
     module.Block.forward = lambda block, *args: seen.append(block.training) or forward(block, *args)
-    train(module, tmp_path, byte_tokens, *known_flags(module, **SMALL | {"steps": 1, "recompute_blocks": blocks}))
-    assert len(seen) == calls
+    train(module, folder, data, *known_flags(module, **SMALL | settings))
+    return seen
+
+
+@pytest.mark.parametrize("blocks, calls", [(0, 2), (1, 3), (9, 4)])
+def test_16_each_checkpointed_block_runs_twice(blocks, calls, tmp_path, byte_tokens):
+    """Once in the forward pass, again in the backward pass; --recompute-blocks says how many, of two here."""
+    assert block_calls(tmp_path, byte_tokens, steps=1, recompute_blocks=blocks) == [True] * calls
 
 
 def test_16_validation_recomputes_nothing(tmp_path, byte_tokens):
     """There is no backward pass."""
-    module, seen = rung("16"), []
-    forward = module.Block.forward
-    module.Block.forward = lambda block, *args: seen.append(block.training) or forward(block, *args)
-    flags = SMALL | {"steps": 2, "recompute_blocks": 2, "val_every": 1, "val_sequences": 1}
-    train(module, tmp_path, byte_tokens, *known_flags(module, **flags))
+    seen = block_calls(tmp_path, byte_tokens, steps=2, recompute_blocks=2, val_every=1, val_sequences=1)
     assert seen == ([True] * 4 + [False] * 2) * 2
 
 

@@ -12,6 +12,7 @@ from ladder.count import floor
 from ladder.count.cards import CARDS, card_of, find_card
 from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
 from ladder.scripts.stages import BY_LABEL, LADDER
+from ladder.show.floors import stored_kernels
 from ladder.show.impossible import fastest_ms
 from ladder.show.logs import read_log
 
@@ -190,6 +191,18 @@ def test_command_counts_another_setting(counted, capsys):
     assert main(["floor", "--model", "tiny", "-B", str(B), "-T", str(T), "--rungs", "0"]) == 0
     launches, out = sum(n * kernel.launches for kernel, n in counted("0").items()), capsys.readouterr().out
     assert f"tiny, B={B} T={T}" in out and f" {launches:,} " in out
+
+
+def test_what_is_stored_is_of_one_setting(monkeypatch):
+    """With another --model, -B or -T kernels are counted anew."""
+    counted = []
+    monkeypatch.setattr(kernels, "count_all", lambda labels, setting, _: (
+        counted.append(setting) or stored_kernels(labels)))
+    changes = {"model": "tiny"}, {"B": 4}, {"T": 512}
+    for change in ({}, *changes):
+        words = [(f"--{name}" if name == "model" else f"-{name}", str(value)) for name, value in change.items()]
+        assert main(["floor", "--rungs", "0", *itertools.chain(*words)]) == 0
+    assert counted == [floor.STORED | change for change in changes]
 
 
 def compiled_kernels(function, *shapes):

@@ -1,27 +1,10 @@
-"""The lessons about memory: 16 recomputes blocks, 17 keeps no logits of a whole batch. Neither changes a result."""
-from types import SimpleNamespace
-
+"""Rung 17, which keeps no logits of a whole batch: the same loss and gradients. Rung 16 has its tests in exercises."""
 import pytest
 import torch
-from conftest import builds_on, new_gpt, rung, rungs_that_change, train
-from tensor_bytes import Watch
+from conftest import builds_on, rung, rungs_that_change, tiny
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-
-STEP = ("-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--checkpoint-every", 0, "--val-sequences", 1)
-
-
-@pytest.mark.parametrize("flags, recomputed", [((), 0), (("--recompute-blocks", 1), 1), (("--recompute-blocks", 9), 2)])
-def test_16_blocks_run_twice(flags, recomputed, tmp_path, byte_tokens):
-    """Each block once in the forward pass, the checkpointed ones again in the backward pass, none in validation."""
-    module, calls = rung("16"), []
-    forward = module.Block.forward
-    module.Block.forward = lambda self, x: calls.append(self.training) or forward(self, x)
-    log = train(module, tmp_path, byte_tokens, *STEP, "--val-every", 1, *flags)
-    assert calls == ([True] * (2 + recomputed) + [False] * 2) * 2  # also after the first validation
-    assert f"# recomputed blocks: {recomputed} of 2" in log.read_text()
-
 
 def output_layer(n_tokens=50, n_embd=32, vocab_size=1000, n_rows=1024):
     """(x, weight, targets) of an output layer whose last rows are padding."""
@@ -87,45 +70,6 @@ def test_17_float16_does_not_overflow_when_all_targets_are_equal():
     assert torch.allclose(torch.autograd.grad(loss, weight)[0], expected, rtol=1e-3)
 
 
-def tiny(label):
-    """A fresh tiny model of a rung, and a batch for it: inputs and targets (4, 32)."""
-    torch.manual_seed(0)
-    return new_gpt(rung(label)), *torch.randint(0, 50257, (2, 4, 32))
-
-
-@pytest.mark.parametrize("label, attribute, plain, lean, saved", [
-    # At least 8 tensors of (B, T, C) in each of the 2 blocks whose activations are not there.
-    ("16", "recompute_blocks", 0, 2, 2 * 8 * (4 * 32 * 64) * 4),
-    # Of 112 of the 128 tokens the logits and their log-softmax.
-    ("17", "loss_chunk", 128, 16, 2 * 112 * 50304 * 4),
-])
-def test_memory_falls(label, attribute, plain, lean, saved):
-    """The peak of what a forward and a backward pass hold, in bytes; the gradients are the same."""
-    found = []
-    for value in (plain, lean):
-        model, x, y = tiny(label)
-        setattr(model, attribute, value)
-        with Watch() as seen:
-            model(x, y).backward()
-        found.append((seen.peak, [p.grad for p in model.parameters()]))
-    (peak, truth), (lean_peak, ours) = found
-    assert peak - lean_peak > saved
-    assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-7) for pair in zip(ours, truth, strict=True))
-
-
-@pytest.mark.parametrize("label", [label for label in rungs_that_change("build_model") if builds_on(label, "17")])
-def test_17_the_flag_is_the_chunk(label, byte_tokens):
-    module, chunks = rung(label), []
-    real = module.ChunkedCrossEntropy
-    module.ChunkedCrossEntropy = SimpleNamespace(apply=lambda *args: chunks.append(args[-1]) or real.apply(*args))
-    for flag in ("24", "0"):
-        words = ["--model", "tiny", "-B", "2", "-T", "32", "--device", "cpu", "--loss-chunk", flag]
-        settings = module.parse_args(words)
-        loader = module.DataLoaderLite(byte_tokens, 2, 32, "cpu")
-        module.build_model(settings, loader)(*loader.batch(0))
-    assert chunks == [24]  # 0: F.cross_entropy
-
-
 def test_17_validation_computes_no_gradients():
     """One product per chunk, not three; the loss is the same."""
     x, weight, targets = output_layer()
@@ -138,7 +82,8 @@ def test_17_validation_computes_no_gradients():
 @pytest.mark.slow
 def test_17_compiled_in_one_graph():
     """The last chunk is smaller. Inductor 2.13 ignores alpha in `add_(a @ b, alpha=...)`, and the graph hides it."""
-    model, x, y = tiny("17")
+    model = tiny("17")
+    x, y = torch.randint(0, 257, (2, 4, 32))
     model.loss_chunk = 50
     counters.clear()
     eager, compiled = (loss_and_gradients(forward(x, y), *model.parameters())

@@ -46,16 +46,6 @@ def test_wrong_words(label, words, named, stopped):
     assert named in stopped(label, *words.split())[1]
 
 
-def test_defaults_depend_on_the_device_and_a_missing_one_is_refused(stopped, monkeypatch):
-    for there, B in ((True, 4), (False, 1)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        monkeypatch.setattr(torch.mps, "is_available", lambda: False)
-        args = rung("0").parse_args([])
-        assert (args.device, args.B, args.T, args.steps) == ("cuda" if there else "cpu", B, 1024, 50)
-    for device in ("cuda", "mps"):
-        assert f"--device: invalid choice: '{device}'" in stopped("0", "--device", device)[1]
-
-
 @pytest.mark.parametrize("damage, named", [
     (lambda folder: (folder / "meta.json").unlink(), "no token files; python data/prepare.py"),  # it comes last
     (lambda folder: os.truncate(folder / "train.bin", 20_000), "train.bin is damaged")])

@@ -18,8 +18,8 @@ from ladder.scripts.stages import BY_LABEL, STAGES
 from ladder.show import page as page_module
 from ladder.show.charts import KIND_COLORS
 from ladder.show.drawings import drawings
-from ladder.show.exercises import read_printed
-from ladder.show.page import prose, write_page
+from ladder.show.exercises import exercise_html, read_exercises, read_printed
+from ladder.show.page import write_page
 from ladder.show.report import build_report
 
 PAGE = ROOT / "docs" / "index.html"
@@ -79,11 +79,16 @@ def text_of(markup):
     return html.unescape(re.sub(r"<[^>]+>", "", markup))
 
 
-def test_the_page_is_one_file_with_every_lesson_and_its_diff():
+def lesson_of(stage):
+    """The committed page's section for a rung."""
     text = PAGE.read_text(encoding="utf-8")
+    return re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
+
+
+def test_the_page_is_one_file_with_every_lesson_and_its_diff():
     assert PAGE.stat().st_size < 1_000_000
     for stage in STAGES:
-        section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
+        section = lesson_of(stage)
         assert stage.file in section
         # without the lines that the diff takes away and adds, the two scripts are the same
         after = stage.path.read_text()
@@ -109,7 +114,7 @@ def test_previous_and_next_are_the_trees():
     """Of each lesson; and each rung has one link in the contents and one in the tree."""
     text = PAGE.read_text(encoding="utf-8")
     for stage in STAGES:
-        section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
+        section = lesson_of(stage)
         ways = re.search('<nav class="ways".*?</nav>', section, re.S)[0].split("</div>")
         expected = [[stage.before]] if stage.before else []
         expected.append([other.label for other in STAGES if other.before == stage.label])
@@ -120,33 +125,15 @@ def test_previous_and_next_are_the_trees():
         assert links == [stage.label for stage in STAGES]
 
 
-def test_what_a_rung_prints_stands_in_its_lesson():
-    text = PAGE.read_text(encoding="utf-8")
+def test_its_exercise_and_what_a_rung_prints_stand_in_its_lesson():
+    exercises = read_exercises()
     for stage in STAGES:
-        section = re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
+        section = lesson_of(stage)
+        assert ('<div class="exercise">' in section) == (stage.label in exercises)
+        assert stage.label not in exercises or exercise_html(exercises[stage.label]) in section
         printed = read_printed()[stage.label]
         lines = re.search(r'<details class="printed">.*?<pre[^>]*><code>(.*?)</code>', section, re.S)[1]
         assert text_of(lines).splitlines() == [*printed["first"], "…", *printed["last"]]
-
-
-def test_mentions_of_rungs_are_links_except_in_code():
-    assert prose("As in rung 6, not `rung 7` or rung 99.") == (
-        '<p>As in <a href="#rung-6">rung 6</a>, not <code>rung 7</code> or rung 99.</p>\n')
-
-
-def test_a_docstring_becomes_paragraphs_lists_and_code():
-    page = prose("With `a < b` & more:\n\n* one, which\n  goes on;\n* two, with --flag.\n\n"
-                 "    python x.py\n\nGain: speed.")
-    assert page.splitlines() == [
-        "<p>With <code>a &lt; b</code> &amp; more:</p>", "<ul>", "<li>one, which", "goes on;</li>",
-        "<li>two, with <code>--flag</code>.</li>", "</ul>", '<pre tabindex="0"><code>python x.py', "</code></pre>",
-        "<p><b>Gain:</b> speed.</p>"]
-
-
-def test_a_paragraph_ends_only_where_the_next_word_had_room():
-    """The scripts' lines have up to 100 columns."""
-    for length, n_paragraphs in ((95, 2), (96, 1)):  # with " more" 100 or 101
-        assert prose("a " * 46 + "b" * (length - 93) + ".\nmore words.").count("<p>") == n_paragraphs
 
 
 def test_a_long_curve_keeps_its_ends():
@@ -336,21 +323,6 @@ def test_a_phone_never_scrolls_sideways(open_page):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_an_exercise_stands_in_its_lesson(open_page, tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("exercise")
-    write_logs(folder / "plain", PLAIN, "B=2 T=256")
-    exercises = {"6": "**Predict.** Bytes?\n\n<details><summary>Answer</summary>\n\n48 MB\n\n</details>\n"}
-    monkeypatch.setattr(page_module, "read_exercises", lambda: exercises)
-    monkeypatch.setattr(page_module, "lesson_view", page_module.lesson_view.__wrapped__)
-    write_page([build_report(folder / "plain")], folder / "index.html")
-    page = open_page(390, folder / "index.html")
-    assert page.locator(".exercise").count() == 1
-    answer = page.locator("#rung-6 .exercise").get_by_text("48 MB")
-    assert page.get_by_text("Bytes?").is_visible() and not answer.is_visible()
-    page.get_by_text("Answer").click()
-    assert answer.is_visible()
-
-
 @WIDTHS
 def test_charts_of_the_machines(open_page, width):
     page = open_page(width)
@@ -367,12 +339,6 @@ def test_charts_of_the_machines(open_page, width):
         assert [text.split() for text in lines[:2]] == [[by, last], ["baseline", "8.800"]]
         assert len(lines) == 1 + len(PLAIN)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_without_javascript(open_page):
-    page = open_page(java_script_enabled=False)
-    assert page.locator("section.lesson .code").count() == len(STAGES)
-    assert page.locator(".machine table").first.is_visible()
 
 
 def test_a_race_on_the_page(open_page, tmp_path_factory):

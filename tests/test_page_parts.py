@@ -1,17 +1,16 @@
-"""What the page draws and quotes: the tree of rungs, exercises, first and last lines, and drawings that are exact."""
+"""What the page draws and quotes: the tree of rungs, first and last lines, and drawings that are exact."""
 import os
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, losses, new_gpt, rung, train
+from conftest import losses, new_gpt, rung, train
 
 from ladder.count.memory import PROCESS_BYTES, largest_fitting, state_bytes, step_bytes
 from ladder.measure.first_and_last import command_of, first_and_last
 from ladder.scripts.stages import BY_LABEL, STAGES
 from ladder.show import drawings, page, tree
-from ladder.show.exercises import exercise_html, read_exercises, read_printed
+from ladder.show.exercises import read_printed
 
 # ---- the tree --------------------------------------------------------------------------------------------------------
 
@@ -26,72 +25,6 @@ def test_each_rung_stands_once_in_the_tree_behind_what_it_starts_from():
         assert row.goes_on == bool(tree.after(row.stages[-1]))
         before = row.stages[0].before
         assert row.is_branch == (before is not None and len(tree.after(BY_LABEL[before])) > 1)
-
-
-def test_lines_go_on_to_later_branches(monkeypatch):
-    """a - b - c and d; a - e: below d, the line of a goes on to e, and that of b does not."""
-    stages = [SimpleNamespace(label=label, before=before) for label, before in
-              (("a", None), ("b", "a"), ("c", "b"), ("d", "b"), ("e", "a"))]
-    monkeypatch.setattr(tree, "STAGES", stages)
-    rows = [(row.stages[0].label, row.depth, row.passing) for row in tree.tree_rows(stages[0])]
-    assert rows == [("a", 0, ()), ("b", 1, (0,)), ("c", 2, (0, 1)), ("d", 2, (0,)), ("e", 1, ())]
-
-
-@pytest.mark.parametrize("label, title", [
-    ("ddp", "The ladder"), ("15", "A long run"), ("17", "Memory"), ("24", "From GPT-2 to Qwen3"), ("31", "Past Qwen3"),
-    ("32", "The published Qwen3s"), ("33", "Several cards"), ("dcp", "Several cards")])
-def test_a_section_holds_what_its_title_says(label, title):
-    assert [row.section.title for row in tree.tree_rows() if BY_LABEL[label] in row.stages] == [title]
-
-
-# ---- exercises -------------------------------------------------------------------------------------------------------
-
-EXERCISES = """# Exercises
-
-## How to work
-Read.
-
-## 6. Flash attention
-
-**Predict.** How many bytes at `T < 1024`?
-
-<details><summary>Answer</summary>
-
-| T | bytes |
-|---|---|
-| 8 | **256** |
-
-</details>
-
-**Do.** Edit <script>alert(1)</script>:
-
-    cp a.py b.py
-
-## ddp. Ranks
-
-**Do.** [Read](own_text.md).
-
-## Colab. Where there is a GPU
-
-## Change it yourself
-"""
-
-
-def test_an_exercise_is_what_stands_below_its_lessons_heading(tmp_path):
-    path = tmp_path / "exercises.md"
-    path.write_text(EXERCISES)
-    found = read_exercises(path)
-    assert found.keys() == {"6", "ddp"} and found["ddp"] == "**Do.** [Read](own_text.md)."
-    assert found["6"].startswith("**Predict.**") and found["6"].endswith("cp a.py b.py")
-    assert read_exercises(tmp_path / "none.md") == {}
-
-
-def test_answers_are_folded_and_other_html_is_text(tmp_path):
-    (tmp_path / "exercises.md").write_text(EXERCISES)
-    html = exercise_html(read_exercises(tmp_path / "exercises.md")["6"])
-    answer = re.search("(?s)<details><summary>Answer</summary>(.*)</details>", html)[1]
-    assert "<td><strong>256</strong></td>" in answer and "<code>T &lt; 1024</code>" in html.replace(answer, "")
-    assert "&lt;script&gt;" in html and "<script>" not in html and "cp a.py b.py" in html
 
 
 # ---- first and last lines --------------------------------------------------------------------------------------------
@@ -206,18 +139,3 @@ def test_the_cards_hold_what_the_scripts_keep():
             parts = [card[i] for card in shares[scheme]]
             divided = [0, *(last for _, last in parts)] == [*(first for first, _ in parts), whole]
             assert parts == [(0, whole)] * 4 if i < n_whole else divided
-
-
-def test_tiles_above_the_diagonal_are_skipped():
-    svg = drawings.scores_and_tiles()
-    tiles = re.findall(r'width="18.5" height="18.5" class="(\w+)"', svg)
-    assert len(tiles) == 64 and tiles.count("off") == 28 and tiles.count("two") == 1
-    assert "computes 36 of 64" in drawings.drawings()["6"][0].caption
-
-
-def test_each_drawing_has_its_place_on_the_page():
-    text = (ROOT / "docs" / "index.html").read_text(encoding="utf-8")
-    for key, some in drawings.drawings().items():
-        place = text.index(f'id="rung-{key}"' if key in BY_LABEL else f'id="{key}"')
-        for drawing in some:
-            assert 0 < text.index(drawing.svg) - place < 20_000, key

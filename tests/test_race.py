@@ -19,7 +19,7 @@ from ladder.errors import UserError
 from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.plots import digest, save
 from ladder.show.report import build_report
-from ladder.show.standings import race_curves, race_texts, standings
+from ladder.show.standings import p_text, race_curves, race_texts, standings
 
 ADAMW, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("16", "18", "19"))
 STEPS = (10, 20, 30, 40)  # of the validations
@@ -246,7 +246,9 @@ def test_a_rung_is_compared_with_the_row_before(tmp_path):
     _, [first, muon, trapezoid] = standings(report)
     assert first.p_loss is first.p_tokens is None
     assert muon.p_loss < 0.001 and trapezoid.p_loss > 0.1 and muon.p_loss != muon.p_tokens < 0.01
-    assert list(race_texts(report)[0]["p of the loss"])[:2] == ["–", "<0.001*"]
+    texts, _ = race_texts(report)
+    assert list(texts["p of the loss"])[:2] == ["–", "<0.001*"]
+    assert list(texts["p of the tokens"]) == ["–", *(p_text(racer.p_tokens) for racer in (muon, trapezoid))]
     run_race(tmp_path / "one", stages, 1)
     assert {*race_texts(build_report(tmp_path / "one"))[0]["p of the loss"]} == {"–"}
 

@@ -8,17 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    GROUP_OF_ONE, ROOT, TORCHRUN, assert_same_weights, builds_on, known_flags, losses, new_gpt, on_ranks, read_steps,
-    run_command, rung, rungs_that_change, train, train_in_float32, val_losses)
-
+    GROUP_OF_ONE, ROOT, TORCHRUN, assert_same_losses, assert_same_weights, builds_on, known_flags, losses, new_gpt,
+    on_ranks, read_steps, run_command, rung, rungs_that_change, train, train_in_float32, val_losses)
 from tensor_bytes import Watch
 
 from ladder.scripts.stages import BY_LABEL
 
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 # Everything of which ranks could disagree; fsdp and dcp are in test_fsdp.py.
-LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks")
-          if builds_on(label, "ddp") and not builds_on(label, "fsdp")]
+LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks", since="ddp")
+          if not builds_on(label, "fsdp")]
 TOTAL = {"total_batch": 256, "val_every": 3, "val_sequences": 5, "checkpoint_every": 0}
 # Such a rate that the loss rises after the second validation.
 PATIENCE = ("--patience", 2, "--val-every", 1, "--max-lr", 0.5, "--muon-lr", 0.5, "--warmup-steps", 3)
@@ -53,22 +52,19 @@ def assert_equal_ranks(folder):
 def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
     """With as many tokens in a step, in one micro-step, or with rung 28's masks in those of the ranks.
 
-    Float32 sums in another order: losses agree to 1e-5 of 5.5, weights to a few percent of one step's length.
+    Float32 sums in another order: weights agree to a few percent of one step's length.
     """
     B = 4 if label == "ddp" else 2 if builds_on(label, "28") else 8
     alone = train_in_float32(label, tmp_path, byte_tokens, *six_steps(label, B), "--save", tmp_path / "alone.pt")
     log = two_ranks / label / alone.name
-    ours, truth = read_steps(log), read_steps(alone)
-    assert len(ours) == len(truth) == 6 and "# ranks: 2\n" in log.read_text()
-    for key, tolerance in (("loss", 1e-4), ("norm", 1e-3), ("lr", 0)):
-        assert [s[key] for s in ours] == pytest.approx([s[key] for s in truth], abs=tolerance)
-    assert val_losses(log) == pytest.approx(val_losses(alone), abs=1e-4)
+    assert_same_losses(log, alone)
+    assert len(losses(log)) == 6 and "# ranks: 2\n" in log.read_text()
     assert list(val_losses(log)) == ([3, 6] if builds_on(label, "13") else [])
     assert_same_weights(two_ranks / f"{label}.pt", tmp_path / "alone.pt", atol=3e-5)
     assert_equal_ranks(two_ranks / label)
     # a second rank that writes, too, would set those of the first aside
     assert not list(two_ranks.glob(f"{label}.pt.*")) and not list(log.parent.glob("*.log.*"))
-    for step in ours:
+    for step in read_steps(log):
         tokens = 128 if label == "ddp" else 256
         assert step["tokens_per_second"] == pytest.approx(tokens / (step["ms"] / 1000), rel=5e-3)  # ms has two digits
 
@@ -95,8 +91,7 @@ def test_11_gradients_cross_the_ranks_once_a_step(label, tmp_path, byte_tokens, 
     assert synchronized == [False, False, False, True] * 2
 
 
-@pytest.mark.parametrize("label", [label for label in rungs_that_change("train", "optimizer_step", "DataLoaderLite")
-                                   if builds_on(label, "ddp")])
+@pytest.mark.parametrize("label", rungs_that_change("train", "optimizer_step", "DataLoaderLite", since="ddp"))
 def test_a_rank_of_eight_fetches_each_of_its_batches_once_and_keeps_none(label, tmp_path, byte_tokens):
     """Rank 5, in three steps of two micro-steps; from rung 12 on the one after the last is there already."""
     module, fetched, loaders = rung(label), [], set()
@@ -118,23 +113,18 @@ def test_a_rank_of_eight_fetches_each_of_its_batches_once_and_keeps_none(label, 
     assert sum(len(getattr(loader, "prefetched", ())) for loader in loaders) == builds_on(label, "12")
 
 
-@pytest.mark.parametrize("label", [label for label in rungs_that_change("train", "Checkpoints")
-                                   if builds_on(label, "15")])
+@pytest.mark.parametrize("label", rungs_that_change("train", "Checkpoints", since="15"))
 def test_a_rank_in_a_group(label, tmp_path, byte_tokens, group_of_one, monkeypatch):
     """The sums over the ranks say that another one has got a signal in the second of four steps: all stop after it.
 
     FSDP's mixed precision, which casts what a block is given unless it is told not to, leaves RoPE's angles in float32.
     """
-    module, modes, angles, sums = rung(label), [], set(), []
+    module, angles, sums = rung(label), set(), []
     rotate, all_reduce = getattr(module, "rotate", None), dist.all_reduce
 
     def watched_rotate(x, cos, sin):
         angles.update({cos.dtype, sin.dtype})
         return rotate(x, cos, sin)
-
-    def watched_compile(function, **options):
-        modes.append("the probe" if function is torch.sin else options.get("mode"))
-        return function
 
     def all_ranks(tensor, *args, **kwargs):
         all_reduce(tensor, *args, **kwargs)
@@ -145,13 +135,9 @@ def test_a_rank_in_a_group(label, tmp_path, byte_tokens, group_of_one, monkeypat
     module.autocast_dtype = lambda device: torch.bfloat16
     if builds_on(label, "20"):
         module.rotate = watched_rotate
-    monkeypatch.setattr(torch, "compile", watched_compile)
     monkeypatch.setattr(dist, "all_reduce", all_ranks)
-    log = train(module, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 4, "--val-every", 0,
-                compile_mode="max-autotune-no-cudagraphs")
+    log = train(module, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 4, "--val-every", 0)
     assert len(losses(log)) == 2 and "# checkpoint: step 2 in " in log.read_text()
-    n_parts = 2 + 1 if builds_on(label, "fsdp") else 1  # its blocks and the loss; or the model
-    assert modes == ["the probe"] + n_parts * ["max-autotune-no-cudagraphs"]
     assert angles == ({torch.float32} if builds_on(label, "20") else set())
 
 
@@ -200,7 +186,7 @@ def test_torchrun_on_a_script_of_one_process_names_the_one_for_several(label, mo
 def test_no_cuda_graphs(mode, capsys):
     """They do not take tied weights under DDP, and from rung 11 on they would overwrite gradients that accumulate."""
     assert rung("10").parse_args(["--compile-mode", mode]).compile_mode == mode
-    for label in [label for label in rungs_that_change("add_flags") if builds_on(label, "ddp")]:
+    for label in rungs_that_change("add_flags", since="ddp"):
         with pytest.raises(SystemExit):
             rung(label).parse_args(["--compile-mode", mode])
         assert f"argument --compile-mode: invalid choice: '{mode}'" in capsys.readouterr().err

@@ -31,7 +31,7 @@ LOSS = re.compile(r"loss: ([\d.]+)")
 
 
 @pytest.mark.parametrize("code, status, reason", [
-    ("print('step : 1')", "ok", ""),
+    ("print('step', end='', flush=True); time.sleep(0.5); print(' : 1')", "ok", ""),  # read in two halves
     ("os.kill(os.getpid(), 9)", "out of memory", ""),  # Linux ends a process that takes too much without a word
     ("os.kill(os.getpid(), signal.SIGTERM)", "failed", "exit code -15"),
     ("print('RuntimeError: CUDA out of memory'); sys.exit(1)", "out of memory", "RuntimeError: CUDA out of memory"),
@@ -41,12 +41,17 @@ LOSS = re.compile(r"loss: ([\d.]+)")
     ("print('error: --data x: none'); print('later'); sys.exit(1)", "failed", "error: --data x: none"),
     (r"print('[rank1]: ValueError: no\nelastic.ChildFailedError:'); sys.exit(1)", "failed", "[rank1]: ValueError: no"),
     ("print('begun'); print('Killed.'); sys.exit(3)", "failed", "Killed."),
-    ("time.sleep(60)", "timed out", "no end after 2 s"),
+    ("print(subprocess.Popen(['sleep', '60']).pid); sys.stdout.flush(); time.sleep(60)", "timed out",
+     "no end after 5 s"),
 ])
 def test_a_job_ends_with_a_status_and_the_complaint_that_matters(code, status, reason, tmp_path):
-    command = [sys.executable, "-c", f"import os, signal, sys, time; {code}"]
-    outcome = run_job(Job("job", command, tmp_path), 2 if "sleep" in code else 60, "cuda")
+    command = [sys.executable, "-c", f"import os, signal, subprocess, sys, time; {code}"]
+    outcome = run_job(Job("job", command, tmp_path), 5 if status == "timed out" else 60, "cuda")
     assert (outcome.name, outcome.status, outcome.reason) == ("job", status, reason)
+    assert status != "ok" or outcome.lines == ["step : 1"]
+    if status == "timed out":  # what it has started ends with it, as torchrun's ranks do
+        [pid] = outcome.lines
+        assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie"
 
 
 def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_path):
@@ -239,7 +244,7 @@ def test_the_peer_is_rung_10_with_another_model(tmp_path, tokens, monkeypatch):
     monkeypatch.setattr(module, "autocast_dtype", lambda device: torch.float32)
     peer.main([*flags(tokens), "--log-dir", str(tmp_path), "--compile-mode", "none"])
     log = read_log(tmp_path / f"{PEER}.log")
-    assert log.complete and log.headers["precision"].startswith("float32")
+    assert log.complete and log.headers["precision"] == "float32 (no bfloat16 on this CPU)"
     assert log.headers["compile"] == "none"
     assert "norm: " in log.path.read_text()  # clipped, as rung 10 is
     ours = read_log(train(rung(1), tmp_path, tokens, *flags(tokens)[4:]))

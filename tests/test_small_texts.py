@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import builds_on, losses, rung, rungs_that_change, tokens_of, train, val_losses
+from conftest import losses, rung, rungs_that_change, tokens_of, train, val_losses
 from torch.nn.attention import flex_attention
 
 VOCAB_SIZE, END = 1000, 999  # few, so that tests are quick
@@ -49,7 +49,7 @@ def test_28_where_and_how_much():
     assert len(ends) == 5
 
 
-@pytest.mark.parametrize("label", [label for label in rungs_that_change("build_model") if builds_on(label, "28")])
+@pytest.mark.parametrize("label", rungs_that_change("build_model", since="28"))
 def test_28_the_flag_reaches_every_block_and_the_embedding(label, byte_tokens):
     module = rung(label)
     loader = module.DataLoaderLite(byte_tokens, 1, 16, "cpu")

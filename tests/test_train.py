@@ -201,12 +201,12 @@ DEFAULTS = {  # in all scripts that have the flag; --max-lr and --steps are in t
 def test_the_defaults(label):
     """A changed one would change what everybody's next run computes, and what committed logs compare with."""
     args = vars(rung(label).parse_args([]))
-    machine = {"B": args["B"], "device": args["device"]}  # depend on it: test_messages.py
+    machine = {"B": args["B"], "device": args["device"]}  # depend on it, as below
     own = {"checkpoint_dir": Path("checkpoints", BY_LABEL[label].name)}
     assert args == {name: (DEFAULTS | machine | own)[name] for name in args}
 
 
-@pytest.mark.parametrize("label", [label for label in rungs_that_change("train") if builds_on(label, "11")])
+@pytest.mark.parametrize("label", rungs_that_change("train", since="11"))
 def test_the_default_batch_is_that_of_gpt3(label):
     """2**19 tokens: 128 micro-steps of 4 x 1024 on one GPU, 16 on eight; four of any size on a CPU."""
     module = rung(label)
@@ -239,6 +239,18 @@ def test_a_flag_is_that_of_the_rung_before(label):
     assert changed == ({"compile_mode"} if label == "ddp" else set())
 
 
+@from_rung("5")
+def test_the_compile_mode_arrives(label, byte_tokens, tmp_path, monkeypatch):
+    """At the model; under FSDP at its blocks and at the loss."""
+    module, modes = rung(label), []
+    mode = f"max-autotune{'-no-cudagraphs' * builds_on(label, 'ddp')}"
+    monkeypatch.setattr(torch, "compile", lambda function, mode=None: modes.append(mode) or function)
+    flags = known_flags(module, B=1, T=8, steps=1, total_batch=8, val_every=0, checkpoint_every=0)
+    train(module, tmp_path, byte_tokens, *flags, compile_mode=mode)
+    n_parts = 2 + 1 if builds_on(label, "fsdp") else 1
+    assert modes == [None] + n_parts * [mode]  # None: check_compiler's
+
+
 NOTES = {  # {first rung: what the log's header says from there on}; the tool reads it
     "5": "# compile: none", "ddp": "# ranks: 1", "11": f"# total batch: {B * T} tokens", "12": "# batches: prefetched",
     "13": "# validation: every 25 steps on 2 sequences", "16": "# recomputed blocks: 0 of 2", "29": "# documents: one",
@@ -258,6 +270,8 @@ def test_the_default_batch_is_larger_on_an_accelerator(label, cuda, B, monkeypat
     monkeypatch.setattr(torch.mps, "is_available", lambda: False)
     args = rung(label).parse_args([])
     assert (args.B, args.device) == (B, "cuda" if cuda else "cpu")
+    with pytest.raises(SystemExit):  # argparse's: of devices that are not there
+        rung(label).parse_args(["--device", "mps"])
 
 
 @from_rung("3")

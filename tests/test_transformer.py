@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    builds_on, data_with, known_flags, losses, new_gpt, rung, rungs_that_change, tokens_of, train)
+from conftest import data_with, known_flags, losses, new_gpt, rung, rungs_that_change, tiny, tokens_of, train
 from torch.nn import functional as F
 
 import convert
@@ -18,35 +17,7 @@ from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
 
 SHORT = ("-B", 1, "-T", 16, "--total-batch", 32, "--steps", 3, "--checkpoint-every", 0, "--val-every", 0)
-IDS = torch.randint(0, 50257, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
-def tiny(label):
-    """A fresh tiny model of a rung."""
-    torch.manual_seed(0)
-    return new_gpt(rung(label))
-
-
-def from_rung(first, *definitions):
-    """The rungs that build on one and may change one of these."""
-    return [label for label in rungs_that_change(*definitions) if builds_on(label, first)]
-
-
-@pytest.mark.parametrize("label", from_rung("20", "CausalSelfAttention.forward"))
-@torch.no_grad()
-def test_20_scores_depend_on_distance_alone(label, attended):
-    """One token at all positions: the scores are the same along every diagonal, and differ between them."""
-    model = tiny(label)
-    for block in model.transformer.h:
-        torch.nn.init.normal_(block.attn.c_attn.weight, std=1.0)
-    model(IDS[:1, :1].expand(1, 64))
-    q, k = (vectors[0, 0] for vectors in attended[0])
-    scores = q @ k.T
-    of_distance = [scores.diagonal(-distance) for distance in range(64)]
-    for same in of_distance:
-        assert torch.allclose(same, same[0].expand_as(same), rtol=1e-4, atol=1e-4 * scores.abs().max())
-    assert torch.stack([same[0] for same in of_distance]).std() > 0.1
-    assert torch.allclose(q.norm(dim=-1), q[0].norm().expand(64))  # a rotation changes no length
+IDS = torch.randint(0, 257, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 def test_20_angles_are_in_float32():
@@ -58,7 +29,7 @@ def test_20_angles_are_in_float32():
     assert model.sin[1000, [8, 24]].tolist() == pytest.approx([-math.sin(10), math.sin(10)], abs=1e-5)
 
 
-@pytest.mark.parametrize("label", from_rung("20", "GPT.__init__"))
+@pytest.mark.parametrize("label", rungs_that_change("GPT.__init__", since="20"))
 def test_20_the_angles_are_in_no_checkpoint_and_on_every_device(label):
     """Computed once: Inductor would compute them anew for every element of queries and keys."""
     with torch.device("meta"):
@@ -81,18 +52,6 @@ def test_20_only_the_angles_grow_with_t(label, table, tmp_path):
         "block_size": 1100, "vocab_size": 257, "n_layer": 1, "n_head": 2, "n_embd": 32}.items()
 
 
-@pytest.mark.parametrize("label", ["21", *from_rung("22", "CausalSelfAttention")])
-def test_22_queries_and_keys_have_length_one(label, attended):
-    """Their root mean square, whatever the weights; without the norm it grows."""
-    model = tiny(label)
-    for block in model.transformer.h:
-        torch.nn.init.normal_(block.attn.c_attn.weight, std=10.0)
-    model(IDS)
-    lengths = torch.stack([vectors.square().mean(-1).sqrt() for pair in attended for vectors in pair])
-    assert lengths.shape == (4, 2, 2, 12)  # queries and keys of two blocks: (B, nh, T)
-    assert lengths.mean() > 10 if label == "21" else torch.allclose(lengths, torch.ones(()), rtol=1e-4)
-
-
 @pytest.mark.filterwarnings("error")
 def test_22_norms_are_in_float32_under_autocast():
     """torch warns about a norm whose input and gain have different types."""
@@ -107,22 +66,7 @@ def test_22_norms_are_in_float32_under_autocast():
     assert torch.allclose(loss, expected, rtol=0, atol=0.02)
 
 
-def test_24_only_the_projections_differ_from_23_and_they_learn():
-    ends = ("attn.c_proj.weight", "mlp.down_proj.weight")  # of the residual branches
-    before, after, y = tiny("23"), tiny("24"), IDS.roll(1)
-    start = {name: parameter.detach().clone() for name, parameter in after.named_parameters()}
-    for name, parameter in start.items():
-        expected = torch.zeros(()) if name.endswith(ends) else before.get_parameter(name)
-        assert torch.equal(parameter, expected.expand_as(parameter))
-    optimizer = after.configure_optimizers(lr=1e-3, muon_lr=1e-3, weight_decay=0.0)
-    for _ in range(2):  # in the first step what is behind a projection of zeros has no gradient
-        optimizer.zero_grad()
-        after(IDS, y).backward()
-        optimizer.step()
-    assert not any(torch.equal(start[name], parameter) for name, parameter in after.named_parameters())
-
-
-@pytest.mark.parametrize("label", from_rung("30", "GPT.__init__", "GPT.forward"))
+@pytest.mark.parametrize("label", rungs_that_change("GPT.__init__", "GPT.forward", since="30"))
 @torch.no_grad()
 def test_30_at_first_the_model_is_rung_24s(label):
     """Bit by bit, with the same embedding and seed: what is new starts at zero, after everything else is drawn."""
@@ -174,24 +118,7 @@ def test_30_a_pretrained_model_keeps_its_prior(tmp_path, byte_tokens):
     assert torch.equal(first["log_frequency"], then["log_frequency"]) and first["log_frequency"].std() > 1
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="new in torch 2.13")
-def test_17_loss_and_gradients_are_those_of_torchs_chunks():
-    """Whose F.linear_cross_entropy knows no padding: here there is none."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(50, 32, generator=generator, requires_grad=True)
-    weight = torch.randn(1024, 32, generator=generator, requires_grad=True)
-    targets = torch.randint(0, 1024, (50,), generator=generator)
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=7)
-    theirs = F.linear_cross_entropy(x, weight, targets, options=options)
-    expected = torch.autograd.grad(theirs, (x, weight))
-    for label in ("17", "fsdp"):
-        ours = rung(label).ChunkedCrossEntropy.apply(x, weight, targets, 1024, 7)
-        assert torch.allclose(ours, theirs, rtol=1e-6)
-        for got, truth in zip(torch.autograd.grad(ours, (x, weight)), expected, strict=True):
-            assert torch.allclose(got, truth, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("label", from_rung("17", "GPT.forward"))
+@pytest.mark.parametrize("label", rungs_that_change("GPT.forward", since="17"))
 def test_17_a_chunk_of_zero_is_the_cross_entropy_of_all_logits(label, byte_tokens, monkeypatch):
     """Bit by bit, padding left out; else there is none of it."""
     module, calls, cross_entropy = rung(label), [], F.cross_entropy
@@ -201,6 +128,7 @@ def test_17_a_chunk_of_zero_is_the_cross_entropy_of_all_logits(label, byte_token
     for chunk in (0, 24):
         words = known_flags(module, model="tiny", device="cpu", loss_chunk=chunk, dropout=0)
         model = module.build_model(module.parse_args(words), loader)
+        assert model.loss_chunk == chunk
         loss, expected = model(x, y), cross_entropy(model(x).flatten(0, 1), y.flatten())
         assert torch.equal(loss, expected) if chunk == 0 else torch.allclose(loss, expected)
         assert len(calls) == 1

@@ -54,7 +54,7 @@ def test_another_right_solution_passes(call, tmp_path, tokens, monkeypatch):
     words = ("--rounds", 1, "--", "--steps", 2, "-T", 16, "--data", tokens)
     code, output, error = call("try", 1, "elsewhere/my try.py", *words)
     assert code == 0 and error == ""
-    assert "All 2 tests pass." in output and "Loss, ours and yours: " in output
+    assert "All 2 tests pass." in output and "Loss, ours and yours: " in output and " in step 2; " in output
     assert "+ self.lm_head.weight = self.transformer.wte.weight" in output  # what was changed, and
     assert "+ self.transformer.wte.weight = self.lm_head.weight" in output  # what we change
     assert files_in(tmp_path / "elsewhere") == before and {*os.listdir(tmp_path)} == {"elsewhere", "logs"}

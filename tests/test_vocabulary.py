@@ -5,11 +5,10 @@ import os
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import ROOT, Attack, cut_in_half, data_with, edit_json, load_module, rung, save_as_from_a_gpu
+from conftest import ROOT, Attack, cut_in_half, data_with, edit_json, load_module, rung, save_as_from_a_gpu, tokens_in
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data import vocabulary
@@ -56,7 +55,7 @@ def test_the_text_of_every_tokenizer(prepare, tmp_path):
         meta = json.loads((out / "meta.json").read_text())
         assert (meta["tokenizer"], meta["vocab_size"], meta["documents"]) == (name, size, 21)
         tokenizer = vocabulary.of_ours(out)
-        ids = np.concatenate([np.fromfile(out / name, dtype="<u2") for name in ("train.bin", "val.bin")])
+        ids = tokens_in(out)
         assert tokenizer.decode(ids.tolist()) == text
         lengths = tokenizer.byte_lengths()
         assert lengths[ids].sum() == len(text.encode()) and len(lengths) == size
@@ -73,7 +72,7 @@ def test_special_tokens_in_a_text_are_counted(prepare, tmp_path, capsys):
     Path("text").write_text("<|im_start|>user\nHi!<|im_end|>\n<|endoftext|>" * 600)
     prepare.main(["--text", "text", "--tokenizer", "chat", "--out", "out"])
     assert "special tokens in the text: 1,200 (<|im_end|> <|im_start|>); " in capsys.readouterr().err
-    assert tokenizer.token_to_id("<|im_start|>") not in np.fromfile("out/train.bin", dtype="<u2")
+    assert tokenizer.token_to_id("<|im_start|>") not in tokens_in("out")
 
 
 @GPT2
