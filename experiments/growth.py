@@ -3,9 +3,9 @@
     python -m experiments.growth docs/growth.csv --logs logs/growth     # measures
     python -m experiments.growth docs/growth.csv                        # prints the table, draws docs/growth_*.png
 
-Small models, which two cores hold. Where attention counts, the tokens are bytes, so that the logits are few: data/bytes,
-by data/prepare.py --tokenizer bytes. Each round runs every point once, so that drift in machine speed affects all
-alike. Rerun the first command to resume; --curves measures some of the curves only.
+Small models, which two cores hold. Where attention counts, the tokens are bytes, so that the logits are few
+(data/bytes, by data/prepare.py --tokenizer bytes). Each round runs every point once, so that drift in machine speed
+affects all alike. Rerun the first command to resume; --curves measures some of the curves only.
 """
 import argparse
 import math
