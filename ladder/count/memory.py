@@ -31,14 +31,15 @@ LOSS_CHUNK = 4096  # tokens whose logits exist at once from rung 17 on: the defa
 RUN_BY_DEFAULT = [stage.label for stage in LADDER]  # the labels of `python -m ladder run`
 
 
-def step_bytes(model, B, T, label):
+def step_bytes(model, B, T, label, vocab_size=VOCAB_SIZE):
     """Bytes that training on the rung `label` takes at its peak."""
     stage, (n_layer, n_head, n_embd) = BY_LABEL[label], shape_of(model)
     n_matrices = 1 if stage.tied else 2  # of the vocabulary
-    parameters = (n_matrices * VOCAB_SIZE + BLOCK_SIZE) * n_embd + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
+    n_vocabulary, n_positions = n_matrices * vocab_size, max(BLOCK_SIZE, T)
+    parameters = (n_vocabulary + n_positions) * n_embd + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
     a, v, s = stage.memory
     tokens_with_logits = min(B * T, LOSS_CHUNK) if stage.chunked else B * T
-    kept = B * T * a * n_layer * n_embd + v * VOCAB_SIZE * tokens_with_logits + s * B * n_layer * n_head * T * T
+    kept = B * T * a * n_layer * n_embd + v * vocab_size * tokens_with_logits + s * B * n_layer * n_head * T * T
     return PROCESS_BYTES + 16 * parameters + kept
 
 

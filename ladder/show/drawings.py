@@ -3,14 +3,16 @@
 Each is a function of what it shows, drawn to scale. They are 358 units wide, what a phone of 390 pixels leaves, so that
 text of 13 units can be read there.
 """
+import csv
 import html
 import math
+import statistics
 import struct
 from dataclasses import dataclass
 
 from ladder.count.flops import VOCAB_SIZE, shape_of
 from ladder.count.memory import LOSS_CHUNK, split_parameters
-from ladder.scripts.stages import BY_LABEL
+from ladder.scripts.stages import BY_LABEL, ROOT
 
 WIDTH = 358
 GB = 1e9
@@ -122,6 +124,49 @@ def scores_and_tiles():
               text(WIDTH, y + side + 17, "sums", "dim", "end")]
     return svg(y + side + 22, "Left: a full square of attention scores, its upper half masked. Right: the same square "
                "in tiles; those above the diagonal are skipped, one of the others is being computed", *parts)
+
+
+LENGTHS, MS = (256, 4096), (20, 5000)  # the ends of both axes
+SHOWN = {"rung 0": "before", "rung 5, compiled": "before", "rung 6, flash attention": "now"}
+
+
+def measured_ms():
+    """{rung: [(T, ms), ...]}, medians of the rounds that docs/growth.csv has."""
+    with (ROOT / "docs" / "growth.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["curve"] == "length"]
+    points = {}
+    for rung in SHOWN:
+        lengths = sorted({int(row["value"]) for row in rows if row["rung"] == rung})
+        points[rung] = [(T, statistics.median(float(row["ms"]) for row in rows
+                                              if row["rung"] == rung and int(row["value"]) == T)) for T in lengths]
+    return points
+
+
+def time_over_length():
+    """Milliseconds of a step against T, both on logarithmic axes, where a power of T is a straight line."""
+    left, top, width, height = 50, 26, 190, 200
+
+    def place(point):
+        shares = [math.log(value / low) / math.log(high / low)
+                  for value, (low, high) in zip(point, (LENGTHS, MS), strict=True)]
+        return left + width * shares[0], top + height * (1 - shares[1])
+
+    parts = [text(0, 13, "ms per step", "dim"), text(left + width, top + height + 34, "T", "dim", "end")]
+    for ms in (100, 1000):
+        parts += [path([place((LENGTHS[0], ms)), place((LENGTHS[1], ms))], "grid"),
+                  text(left - 6, place((LENGTHS[0], ms))[1] + 4, f"{ms:,}", "dim", "end")]
+    for T in (256, 1024, 4096):
+        x, y = place((T, MS[0]))
+        parts += [path([place((T, MS[0])), place((T, MS[1]))], "grid"), text(x, y + 17, f"{T:,}", "dim", "middle")]
+    for rung, points in measured_ms().items():
+        parts.append(path(map(place, points), f"curve {SHOWN[rung]} line"))
+        x, y = place(points[-1])
+        parts.append(text(x + 6, y + 4, rung.partition(",")[0], f"label {SHOWN[rung]}"))
+    x, y = place((512, 700))
+    for power, name in ((2, "T²"), (1, "T")):  # what grows so has this slope
+        end = place((1024, 700 * 2**power))
+        parts += [path([(x, y), end], "guide"), text(end[0] + 4, end[1] + 4, name, "dim")]
+    return svg(top + height + 40, "Milliseconds of a step against the sequence length T, for rungs 0, 5 and 6", *parts)
 
 
 # ---- rungs 16 and 17: the memory of a step ---------------------------------------------------------------------------
@@ -281,34 +326,38 @@ def who_holds_what():
 # ---- what the page shows ---------------------------------------------------------------------------------------------
 
 def drawings():
-    """{label of a rung or id of a section: its Drawing}."""
+    """{label of a rung or id of a section: its Drawings}."""
     tiles = TOKENS // TILE
     n_tiles = tiles * (tiles + 1) // 2
     return {
-        "2": Drawing(number_formats("float32", "TF32"),
-                     "One third. In memory it stays float32; a product reads the first 19 bits, rounded."),
-        "3": Drawing(number_formats("float32", "bfloat16", "float16"),
+        "2": [Drawing(number_formats("float32", "TF32"),
+                     "One third. In memory it stays float32; a product reads the first 19 bits, rounded.")],
+        "3": [Drawing(number_formats("float32", "bfloat16", "float16"),
                      "One third again. bfloat16 has float32's range and fewer digits; float16 has more digits, and "
-                     "nothing above 65,504."),
-        "6": Drawing(scores_and_tiles(),
+                     "nothing above 65,504.")],
+        "6": [Drawing(scores_and_tiles(),
                      f"T=1024, a head of one sequence. Rung 5 stores {TOKENS * TOKENS:,} scores and keeps "
                      f"their softmax for the backward pass. In tiles of {TILE} × {TILE}, rung 6 computes {n_tiles} of "
                      f"{tiles * tiles}; of each row it keeps the output and one number, the logarithm of the sum. "
                      "Orange: the tile at work; green: rows that are done."),
-        "16": Drawing(memory_over_a_step("15", "16"),
+              Drawing(time_over_length(),
+                      "Measured: 4 blocks of width 256, byte tokens, B=1, on two cores of an Intel Xeon with AMX; "
+                      "medians of five rounds. Flash attention makes no measurable difference at T=256 and 512; at "
+                      "4,096 it is 2.2 times as fast as rung 5.")],
+        "16": [Drawing(memory_over_a_step("15", "16"),
                       "GPT-2 (124M), B=16 T=1024, all 12 blocks recomputed: counted as in `ladder/count/memory.py`, "
                       "not measured, and not to scale in time. Weights, gradients and moments are not shown. Each "
-                      "tooth is a block that computes its activations again."),
-        "17": Drawing(memory_over_a_step("16", "17"),
+                      "tooth is a block that computes its activations again.")],
+        "17": [Drawing(memory_over_a_step("16", "17"),
                       "As in rung 16's picture, with its blocks recomputed: the logits of 4,096 tokens at a time, four "
-                      "times, in place of all 16,384."),
-        "20": Drawing(rotated_pairs(),
+                      "times, in place of all 16,384.")],
+        "20": [Drawing(rotated_pairs(),
                       f"Pair i={PAIR} of a head of {HEAD_SIZE} numbers turns by {RADIANS_A_TOKEN:.3f} radians "
                       f"({math.degrees(RADIANS_A_TOKEN):.0f}°) a token; dashed: unrotated. The query, q, comes three "
                       "tokens after the key, k, in both places, so the angle between them, and their dot product, is "
-                      "the same."),
-        "cards": Drawing(who_holds_what(),
+                      "the same.")],
+        "cards": [Drawing(who_holds_what(),
                          "Four cards, rung 24's GPT-2 (124M), between two steps: counted, in float32. In rung 33 each "
                          "tensor has one owner, and the first card's is the embedding. Under FSDP a block is gathered "
-                         "while it computes."),
+                         "while it computes.")],
     }

@@ -137,8 +137,8 @@ def tree_view():
 
 
 def drawing_views():
-    """{label of a rung or id of a section: (SVG, caption as HTML)}."""
-    return {key: (drawing.svg, prose(drawing.caption)) for key, drawing in drawings().items()}
+    """{label of a rung or id of a section: [(SVG, caption as HTML), ...]}."""
+    return {key: [(drawing.svg, prose(drawing.caption)) for drawing in some] for key, some in drawings().items()}
 
 
 def rounded(data):
