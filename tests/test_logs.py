@@ -5,7 +5,9 @@ import pytest
 from log_files import MEDIAN, write_log
 
 from ladder.count.flops import flops_per_token, mfu
+from ladder.errors import UserError
 from ladder.show.logs import read_log
+from ladder.show.machine import read_machine
 from ladder.show.report import build_report
 
 
@@ -78,6 +80,13 @@ def test_damaged_files_are_named_and_the_others_reported(tmp_path, call):
     assert code == 0 and len(named) == len(DAMAGED)
     for name, (_, reason) in DAMAGED.items():
         assert sum(name in line and reason in line for line in named) == 1, (name, named)
+
+
+@pytest.mark.parametrize("rates", ["{}", '{"float32": 1e12, "bfloat16": 0}', '{"bfloat16": Infinity}', '{"bfloat16": "x"}'])
+def test_rates_that_a_machine_cannot_have(rates, tmp_path):
+    (tmp_path / "machine.json").write_text(f'{{"rates": {rates}}}')
+    with pytest.raises(UserError, match="machine.json is damaged"):
+        read_machine(tmp_path)
 
 
 def test_a_line_that_a_kill_cut_short_says_nothing(tmp_path):

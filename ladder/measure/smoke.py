@@ -288,6 +288,7 @@ def smoke(flags, out, console):
             say("stopped")
             code = 130
         console.save_text(out / "summary.txt")
+        console.record = False
         write_summary(out / "summary.json", done, device)
     console.print(f"all output is in {out}")
     return code
