@@ -16,7 +16,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from rich.console import Console
 
 from ladder.count.memory import card_bytes, split_parameters, step_bytes
@@ -153,16 +153,21 @@ def medians(record, name, rung, column):
 
 
 def prepare(axes, curve, ylabel):
-    """Logarithmic axes, whose ticks are the values that were tried."""
-    axes.set(xscale="log", yscale="log", xlabel=curve.xlabel)
+    axes.set(xlabel=curve.xlabel)
     axes.set_title(ylabel, fontsize=9, loc="left")
-    axes.set_xticks(curve.values, [f"{value:,}" for value in curve.values], fontsize=8)
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def use_logarithms(axes, ticks):
+    """Both axes logarithmic: a power of what grows is a straight line, and its slope is the exponent."""
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_times(axes, record, name):
@@ -179,6 +184,7 @@ def draw_times(axes, record, name):
     for end, power, text in ((top, 2, "T²"), (bottom, 1, "T")):
         axes.plot([first, last], [1.15 * end * (first / last) ** power, 1.15 * end], ":", color="0.5")
         axes.annotate(text, (last, 1.15 * end), (3, 3), textcoords="offset points", color="0.4")
+    use_logarithms(axes, curve.values)
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -188,10 +194,13 @@ def draw_memory(axes, record, name):
     prepare(axes, curve, "peak GB per process; lines: counted")
     for (rung, (_, _, counted)), color in zip(curve.rungs.items(), COLORS, strict=False):
         values, peak, _, _ = medians(record, name, rung, "peak_gb")
-        every = [curve.values[0] * 2**n for n in range(20) if curve.values[0] * 2**n <= curve.counted_to]
+        every = range(curve.values[0], curve.counted_to + 1, curve.values[0])
         axes.plot(every, [counted(value) / GB for value in every], "--", color=color, linewidth=1)
         axes.plot(values, peak, "o", color=color, markersize=5, label=rung)
-    axes.set_xticks(every, [f"{value:,}" for value in every], fontsize=8)
+    axes.margins(y=0.1)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -219,8 +228,9 @@ def print_table(record):
         for rung in CURVES[name].rungs:
             one = rows[rows.rung == rung]
             counted = CURVES[name].rungs[rung][2](value) / GB
-            cells.append(f"{rung}: {one.ms.median():,.0f} ms ({one.ms.min():,.0f}-{one.ms.max():,.0f}), "
-                         f"{one.peak_gb.median():.2f} GB (counted {counted:.2f})")
+            memory = f"{one.peak_gb.median():.2f} GB (counted {counted:.2f})"
+            time = f"{one.ms.median():,.0f} ms ({one.ms.min():,.0f}-{one.ms.max():,.0f}), " if one.ms.any() else ""
+            cells.append(f"{rung}: {time}{memory}")
         print(f"{name} {value}: " + "; ".join(cells))
 
 
