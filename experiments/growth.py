@@ -26,8 +26,10 @@ from ladder.measure.runner import Job, Runner, command_for, defaults
 from ladder.scripts.stages import BY_LABEL, ROOT
 from ladder.show.chance import FEWEST_ROUNDS, paired_p
 from ladder.show.logs import read_log
+from ladder.show.plots import digest
 
 BYTES = 257  # the vocabulary of data/bytes: 256 bytes and <|endoftext|>
+LENGTH, MEMORY = "growth_length.png", "growth_memory.png"
 COLORS = ["#31356e", "#d9822b", "#35b779", "#a33b76"]
 GB = 1e9
 
@@ -204,20 +206,21 @@ def draw_memory(axes, record, name):
     axes.legend(frameon=False, fontsize=8)
 
 
-def draw(record, folder):
-    """growth_length.png: time and memory against T; growth_memory.png: memory against the rest."""
+def draw(path, folder):
+    """LENGTH: time and memory against T; MEMORY: memory against the rest. Each has the digest of its record."""
+    record, seen = pandas.read_csv(path), digest(path.read_text(encoding="utf-8"))
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     draw_times(axes[0], record, "length")
     draw_memory(axes[1], record, "length")
-    save(figure, folder / "growth_length.png")
+    save(figure, folder / LENGTH, seen)
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
     for one, name in zip(axes, ("batch", "depth", "ranks"), strict=True):
         draw_memory(one, record, name)
-    save(figure, folder / "growth_memory.png")
+    save(figure, folder / MEMORY, seen)
 
 
-def save(figure, path):
-    figure.savefig(path, dpi=150)
+def save(figure, path, seen):
+    figure.savefig(path, dpi=150, metadata={"Digest": seen})
     plt.close(figure)
     print(path)
 
@@ -258,7 +261,7 @@ def main():
     print_table(record)
     print_gains(record, "length", "rung 0", "rung 10")
     print_gains(record, "length", "rung 5, compiled", "rung 6, flash attention")
-    draw(record, ROOT / "docs")
+    draw(args.record, ROOT / "docs")
 
 
 if __name__ == "__main__":
