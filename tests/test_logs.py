@@ -66,6 +66,7 @@ DAMAGED = {
     "empty.log": (b"", "no step line"),
     "ranks.log": (b"# ranks: x\nstep : 1 | loss: 9 | dt: 1 ms\n", "'x'"),
     "two_runs.log": (b"".join(b"step : %d | loss: 9 | dt: 1 ms\n" % step for step in (1, 2, 1, 3, 2)), "two runs"),
+    "one_twice.log": (b"".join(b"step : %d | loss: 9 | dt: 1 ms\n" % step for step in (1, 2, 2)), "two runs"),
     "machine.json": (b'{"rates": {}}', "is damaged"),
     "endless.log": (b"step : 1 | loss: 9 | dt: inf ms\n", "takes inf ms"),
 }
@@ -80,6 +81,13 @@ def test_damaged_files_are_named_and_the_others_reported(tmp_path, call):
     assert code == 0 and len(named) == len(DAMAGED)
     for name, (_, reason) in DAMAGED.items():
         assert sum(name in line and reason in line for line in named) == 1, (name, named)
+
+
+@pytest.mark.parametrize("device, allocator", [("NVIDIA T4", "torch"), ("AMD EPYC (2 threads)", None)])
+def test_a_gpus_allocator_is_torchs_unless_the_log_says_otherwise(device, allocator, tmp_path):
+    header = f"# device: {device}\n"
+    assert read_log(write_log(tmp_path / "a.log", header=header)).allocator == allocator
+    assert read_log(write_log(tmp_path / "b.log", header=header + "# allocator: x\n")).allocator == "x"
 
 
 @pytest.mark.parametrize("rates", ["{}", '{"float32": 1, "bfloat16": 0}', '{"bfloat16": Infinity}', '{"x": "x"}'])

@@ -173,20 +173,18 @@ def test_csv_and_json_have_every_number_of_a_row(tmp_path, capsys):
 
 
 def test_without_folders_plots_show_the_newest_run_and_the_page_the_reference_machines(tmp_path, monkeypatch, call):
-    made = {}
+    made = []
     monkeypatch.setattr(tool, "RUNS", tmp_path)
+    monkeypatch.setattr("ladder.show.page.write_page", lambda reports, path: made.extend(one.name for one in reports))
     write_log(tmp_path / "mine" / f"{BASELINE}.log", tail=MEDIAN)
     (tmp_path / "mine" / "machine.json").write_text('{"rates": {"x": 1}}')
-
-    def record(kind):
-        return lambda reports, *_, **__: made.update({kind: [report.name for report in reports]}) or []
-
-    monkeypatch.setattr("ladder.show.plots.write_plots", record("png"))
-    monkeypatch.setattr("ladder.show.page.write_page", record("html"))
+    assert call("report", "--png", tmp_path / "png")[0] == 0
+    report = build_report(tmp_path / "mine")
+    drawn = {path.name: PIL.Image.open(path).text["Digest"] for path in (tmp_path / "png").iterdir()}
+    assert drawn and drawn == {name: digest(picture) for name, picture in all_pictures([report]).items()}
     (tmp_path / "page.html").touch()
-    assert call("report", "--png", "x")[0] == 0 and made == {"png": ["mine"]}
     assert call("report", "--html", tmp_path / "page.html")[0] == 0
-    assert made["html"] == [folder.name for folder in REFERENCE]
+    assert made == [folder.name for folder in REFERENCE]
 
 
 # ---- what is committed -----------------------------------------------------------------------------------------------

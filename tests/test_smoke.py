@@ -115,6 +115,7 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
     others = {"24-eager", "24-float16", "24-resume", "27-resume"}
     assert {stage.label for stage in STAGES} | others <= trials.keys()
     assert {trial.like for trial in trials.values()} <= trials.keys() | {""}
+    assert not any("None" in trial.command for trial in trials.values())
     for stage in STAGES:
         assert trials[stage.label].like == (stage.before if stage.torchrun or stage.same_losses else "")
         assert (f"{stage.label}-torchrun" in trials) == (device != "mps" and (  # which has no DDP
