@@ -132,14 +132,13 @@ SHOWN = {"rung 0": "before", "rung 5, compiled": "before", "rung 6, flash attent
 
 def measured_ms():
     """{rung: [(T, ms), ...]}, medians of the rounds that docs/growth.csv has."""
+    times = {rung: {} for rung in SHOWN}
     with (ROOT / "docs" / "growth.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["curve"] == "length"]
-    points = {}
-    for rung in SHOWN:
-        lengths = sorted({int(row["value"]) for row in rows if row["rung"] == rung})
-        points[rung] = [(T, statistics.median(float(row["ms"]) for row in rows
-                                              if row["rung"] == rung and int(row["value"]) == T)) for T in lengths]
-    return points
+        for row in csv.DictReader(file):
+            if row["curve"] == "length" and row["rung"] in SHOWN:
+                times[row["rung"]].setdefault(int(row["value"]), []).append(float(row["ms"]))
+    return {rung: [(T, statistics.median(rounds)) for T, rounds in sorted(by_length.items())]
+            for rung, by_length in times.items()}
 
 
 def time_over_length():
@@ -331,33 +330,33 @@ def drawings():
     n_tiles = tiles * (tiles + 1) // 2
     return {
         "2": [Drawing(number_formats("float32", "TF32"),
-                     "One third. In memory it stays float32; a product reads the first 19 bits, rounded.")],
+                      "One third. In memory it stays float32; a product reads the first 19 bits, rounded.")],
         "3": [Drawing(number_formats("float32", "bfloat16", "float16"),
-                     "One third again. bfloat16 has float32's range and fewer digits; float16 has more digits, and "
-                     "nothing above 65,504.")],
+                      "One third again. bfloat16 has float32's range and fewer digits; float16 has more digits, and "
+                      "nothing above 65,504.")],
         "6": [Drawing(scores_and_tiles(),
-                     f"T=1024, a head of one sequence. Rung 5 stores {TOKENS * TOKENS:,} scores and keeps "
-                     f"their softmax for the backward pass. In tiles of {TILE} × {TILE}, rung 6 computes {n_tiles} of "
-                     f"{tiles * tiles}; of each row it keeps the output and one number, the logarithm of the sum. "
-                     "Orange: the tile at work; green: rows that are done."),
+                      f"T=1024, a head of one sequence. Rung 5 stores {TOKENS * TOKENS:,} scores and keeps "
+                      f"their softmax for the backward pass. In tiles of {TILE} × {TILE}, rung 6 computes {n_tiles} "
+                      f"of {tiles * tiles}; of each row it keeps the output and one number, the logarithm of the sum. "
+                      "Orange: the tile at work; green: rows that are done."),
               Drawing(time_over_length(),
                       "Measured: 4 blocks of width 256, byte tokens, B=1, on two cores of an Intel Xeon with AMX; "
                       "medians of five rounds. Flash attention makes no measurable difference at T=256 and 512; at "
                       "4,096 it is 2.2 times as fast as rung 5.")],
         "16": [Drawing(memory_over_a_step("15", "16"),
-                      "GPT-2 (124M), B=16 T=1024, all 12 blocks recomputed: counted as in `ladder/count/memory.py`, "
-                      "not measured, and not to scale in time. Weights, gradients and moments are not shown. Each "
-                      "tooth is a block that computes its activations again.")],
+                       "GPT-2 (124M), B=16 T=1024, all 12 blocks recomputed: counted as in `ladder/count/memory.py`, "
+                       "not measured, and not to scale in time. Weights, gradients and moments are not shown. Each "
+                       "tooth is a block that computes its activations again.")],
         "17": [Drawing(memory_over_a_step("16", "17"),
-                      "As in rung 16's picture, with its blocks recomputed: the logits of 4,096 tokens at a time, four "
-                      "times, in place of all 16,384.")],
+                       "As in rung 16's picture, with its blocks recomputed: the logits of 4,096 tokens at a time, "
+                       "four times, in place of all 16,384.")],
         "20": [Drawing(rotated_pairs(),
-                      f"Pair i={PAIR} of a head of {HEAD_SIZE} numbers turns by {RADIANS_A_TOKEN:.3f} radians "
-                      f"({math.degrees(RADIANS_A_TOKEN):.0f}°) a token; dashed: unrotated. The query, q, comes three "
-                      "tokens after the key, k, in both places, so the angle between them, and their dot product, is "
-                      "the same.")],
+                       f"Pair i={PAIR} of a head of {HEAD_SIZE} numbers turns by {RADIANS_A_TOKEN:.3f} radians "
+                       f"({math.degrees(RADIANS_A_TOKEN):.0f}°) a token; dashed: unrotated. The query, q, comes three "
+                       "tokens after the key, k, in both places, so the angle between them, and their dot product, is "
+                       "the same.")],
         "cards": [Drawing(who_holds_what(),
-                         "Four cards, rung 24's GPT-2 (124M), between two steps: counted, in float32. In rung 33 each "
-                         "tensor has one owner, and the first card's is the embedding. Under FSDP a block is gathered "
-                         "while it computes.")],
+                          "Four cards, rung 24's GPT-2 (124M), between two steps: counted, in float32. In rung 33 each "
+                          "tensor has one owner, and the first card's is the embedding. Under FSDP a block is gathered "
+                          "while it computes.")],
     }
