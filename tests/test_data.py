@@ -176,7 +176,7 @@ GOOD = b'{"text": "good"}\n'
     ("a.txt", b"x" * 20_000 + b"caf\xe9 au lait", r"a.txt: not UTF-8 \(byte 0xe9 at position 20,003\).*--encoding"),
     ("a.jsonl", b'{"text": "caf\xe9"}\n', "not UTF-8 .* at position 13.*--encoding"),
     ("a.txt", "no byte-order mark".encode("utf-16-le"), "--encoding, for example utf-16-le"),
-    ("a.txt", gzip.compress(b"text"), "a.txt: a gzip file"), ("a.jsonl", b"\x28\xb5\x2f\xfd text", "a.jsonl: a zstd"),
+    ("a.txt", gzip.compress(b"text", mtime=0), "a.txt: a gzip file"), ("a.jsonl", b"\x28\xb5\x2f\xfd text", "a.jsonl: a zstd"),
     ("a.jsonl", GOOD + b'\n{"text": "cut', "a.jsonl: line 3 is not JSON"),
     ("a.jsonl", GOOD + b'{"body": "", "n": 1}\n', "line 2: .*'text'.*choose a --field, of body$"),
     ("a.jsonl", b'["x"]\n', "line 1: .*no field"), ("a.jsonl", b'{"text": 0}\n', "line 1: .*no field"),
