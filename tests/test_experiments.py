@@ -13,7 +13,7 @@ from experiments import causal_attention, variants
 from ladder.scripts.stages import BY_LABEL
 
 FOLDER = Path(variants.__file__).parent
-BASES = {"evidence": "15", "own_text": "29"}  # of the patches in a folder, where it is not rung 24
+BASES = {"evidence": "15", "own_text": "29", "read_often": "29"}  # of the patches in a folder, where it is not rung 24
 NO_FLAGS = {"cpu_bfloat16", "floors", "race_record"}
 
 
