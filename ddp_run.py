@@ -316,7 +316,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that all make the same
-        # step; they are views of the buckets in which they travel, so there is no second copy
+        # step; it leaves them as views of the buckets in which they travel, not as copies
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

@@ -248,7 +248,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses (a 64th)
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
         scale = loss_grad / len(x_grad)
         return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
@@ -575,8 +575,9 @@ class Checkpoints:
 
 
 def last_step_at_max_lr(run):
-    """The step after which the rate falls, from the flags of a run."""
-    return float(run["steps"]) * (1 - float(run["decay_share"]))
+    """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
+    decay_share = float(run.get("decay_share", 1))
+    return float(run["steps"]) * (1 - decay_share) + 1
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
@@ -672,7 +673,7 @@ def batches_per_step(args, world_size):
     tokens = args.B * args.T * world_size  # of one batch of every rank
     if args.total_batch is None:
         args.total_batch = 4 * tokens if args.device == "cpu" else 524288
-    if args.total_batch % tokens != 0:
+    if args.total_batch < 1 or args.total_batch % tokens != 0:
         sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
                  f" B * T * ranks = {tokens}; change one")
     return args.total_batch // (args.B * args.T)
@@ -723,7 +724,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
         x, y = loader.batch(i)  # (B, T) each
         with autocast:
             micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
-        # sums each gradient over the ranks, of which each keeps its share
+        # averages each gradient over the ranks, of which each keeps its share
         scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
         # this rank's next batch, while the device is busy; numbers.step is the number of ranks
@@ -810,7 +811,7 @@ def train(args):
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
-            # the uncompiled model: it has the same weights, and needs no second compilation
+            # its compiled parts compile once more, for one sequence and without gradients
             loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
             seconds = time.perf_counter() - t0
             if rank == 0:

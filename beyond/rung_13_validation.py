@@ -2,9 +2,9 @@
 Starts from rung 12.
 
 After a few epochs over a small text the training loss keeps falling while the model gets worse on
-text that it has not seen: it overfits. So data/prepare.py holds out a tenth of the text, and every
---val-every steps the model is evaluated on some of it: without gradients, always on the same
-sequences, whatever -B is; the ranks divide them.
+text that it has not seen: it overfits. So data/prepare.py holds out a tenth of the text (at most 10
+million tokens), and every --val-every steps the model is evaluated on some of it: without
+gradients, always on the same sequences, whatever -B is; the ranks divide them.
 
     python beyond/rung_13_validation.py --val-every 250 --val-sequences 0   # 0: all of val.bin
 
@@ -350,7 +350,7 @@ def batches_per_step(args, world_size):
     tokens = args.B * args.T * world_size  # of one batch of every rank
     if args.total_batch is None:
         args.total_batch = 4 * tokens if args.device == "cpu" else 524288
-    if args.total_batch % tokens != 0:
+    if args.total_batch < 1 or args.total_batch % tokens != 0:
         sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
                  f" B * T * ranks = {tokens}; change one")
     return args.total_batch // (args.B * args.T)
@@ -402,7 +402,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that all make the same
-        # step; they are views of the buckets in which they travel, so there is no second copy
+        # step; it leaves them as views of the buckets in which they travel, not as copies
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

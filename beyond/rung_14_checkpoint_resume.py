@@ -447,7 +447,7 @@ def batches_per_step(args, world_size):
     tokens = args.B * args.T * world_size  # of one batch of every rank
     if args.total_batch is None:
         args.total_batch = 4 * tokens if args.device == "cpu" else 524288
-    if args.total_batch % tokens != 0:
+    if args.total_batch < 1 or args.total_batch % tokens != 0:
         sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
                  f" B * T * ranks = {tokens}; change one")
     return args.total_batch // (args.B * args.T)
@@ -499,7 +499,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that all make the same
-        # step; they are views of the buckets in which they travel, so there is no second copy
+        # step; it leaves them as views of the buckets in which they travel, not as copies
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

@@ -11,10 +11,11 @@ learns to
 If a rank dies, torchrun starts all of them again, up to --max-restarts times, and --resume
 continues (it needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: docs/long_runs.md has the command).
 
-Gain: any of these costs at most the steps since the last good checkpoint; with --checkpoint-every 0
-there is none.
-Cost: none in time. SIGKILL and power cuts leave no time to save: they cost the steps since the last
-checkpoint. A full disk ends the run; the last checkpoint stays whole.
+Gain: a signal costs no finished step; a dead rank and a damaged file cost at most those since the
+last good checkpoint. With --checkpoint-every 0 nothing is saved.
+Cost: --resume reads the file twice, once to check it. SIGKILL and power cuts leave no time to save:
+they cost the steps since the last checkpoint. A full disk ends the run; the last checkpoint stays
+whole.
 
 Source: torchrun in PyTorch's documentation; pytorch issue 135712.
 """
@@ -500,7 +501,7 @@ def batches_per_step(args, world_size):
     tokens = args.B * args.T * world_size  # of one batch of every rank
     if args.total_batch is None:
         args.total_batch = 4 * tokens if args.device == "cpu" else 524288
-    if args.total_batch % tokens != 0:
+    if args.total_batch < 1 or args.total_batch % tokens != 0:
         sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
                  f" B * T * ranks = {tokens}; change one")
     return args.total_batch // (args.B * args.T)
@@ -552,7 +553,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that all make the same
-        # step; they are views of the buckets in which they travel, so there is no second copy
+        # step; it leaves them as views of the buckets in which they travel, not as copies
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

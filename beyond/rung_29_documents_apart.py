@@ -275,7 +275,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses (a 64th)
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
         scale = loss_grad / len(x_grad)
         return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
@@ -426,7 +426,7 @@ class DataLoaderLite:
             self.n_windows -= 1  # room to move them, in window_starts
         self.n_batches = math.ceil(self.n_windows / B)
         # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
-        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
+        # at most a tenth of its free memory: a batch is then B slices. Of a larger file the next
         # batch is fetched while the device computes this one.
         self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
         if self.on_device:
@@ -621,7 +621,7 @@ class Checkpoints:
         saved["scaler"] = self.scaler.state_dict()
         saved["best"] = self.best.state_dict()
         saved["run"] = self.run
-        # no data position and no RNG state: batches follow from the step, and no step draws numbers
+        # no data position and no RNG state: batches and the seeds of masks follow from the step
         self.write(saved, self.folder / f"step_{step:07}.pt")
         if self.best.step > 0:
             best = model_file(self.best.model, self.loader, self.best.step)
@@ -655,8 +655,9 @@ class Checkpoints:
 
 
 def last_step_at_max_lr(run):
-    """The step after which the rate falls, from the flags of a run."""
-    return float(run["steps"]) * (1 - float(run["decay_share"]))
+    """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
+    decay_share = float(run.get("decay_share", 1))
+    return float(run["steps"]) * (1 - decay_share) + 1
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
@@ -752,7 +753,7 @@ def batches_per_step(args, world_size):
     tokens = args.B * args.T * world_size  # of one batch of every rank
     if args.total_batch is None:
         args.total_batch = 4 * tokens if args.device == "cpu" else 524288
-    if args.total_batch % tokens != 0:
+    if args.total_batch < 1 or args.total_batch % tokens != 0:
         sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
                  f" B * T * ranks = {tokens}; change one")
     return args.total_batch // (args.B * args.T)
@@ -788,8 +789,8 @@ def build_model(args, loader):
     model = new_model(args, loader).to(args.device)
     model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
     model.loss_chunk = args.loss_chunk
-    if args.dropout >= 1:
-        sys.exit(f"error: --dropout {args.dropout}: zeroes everything; give less than 1")
+    if not 0 <= args.dropout < 1:
+        sys.exit(f"error: --dropout {args.dropout}: not a probability; give 0 to less than 1")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = args.dropout
@@ -823,7 +824,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that all make the same
-        # step; they are views of the buckets in which they travel, so there is no second copy
+        # step; it leaves them as views of the buckets in which they travel, not as copies
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

@@ -106,7 +106,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
-    n_rows_hashed: int = 8191  # of each table; a prime: of a power of two only low bits count
+    n_rows_hashed: int = 8191  # of each table; prime: modulo a power of two only low bits count
 
     def __post_init__(self):
         if self.n_hidden == 0:  # three matrices have as many weights as two with 4 n_embd
@@ -249,13 +249,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses (a 64th)
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
         scale = loss_grad / len(x_grad)
         return x_grad * scale, weight_grad * (64 * scale), None, None, None, None
 
 
 class GPT(nn.Module):
-    """A Qwen3 and what rungs 30 and 31 add to it, with GPT-2's names for what both have."""
+    """A Qwen3 with a frequency prior and n-grams, and GPT-2's names for what both have."""
 
     def __init__(self, config):
         super().__init__()
@@ -581,8 +581,9 @@ class Checkpoints:
 
 
 def last_step_at_max_lr(run):
-    """The step after which the rate falls, from the flags of a run."""
-    return float(run["steps"]) * (1 - float(run["decay_share"]))
+    """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
+    decay_share = float(run.get("decay_share", 1))
+    return float(run["steps"]) * (1 - decay_share) + 1
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
@@ -678,7 +679,7 @@ def batches_per_step(args, world_size):
     tokens = args.B * args.T * world_size  # of one batch of every rank
     if args.total_batch is None:
         args.total_batch = 4 * tokens if args.device == "cpu" else 524288
-    if args.total_batch % tokens != 0:
+    if args.total_batch < 1 or args.total_batch % tokens != 0:
         sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
                  f" B * T * ranks = {tokens}; change one")
     return args.total_batch // (args.B * args.T)
@@ -742,7 +743,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that all make the same
-        # step; they are views of the buckets in which they travel, so there is no second copy
+        # step; it leaves them as views of the buckets in which they travel, not as copies
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

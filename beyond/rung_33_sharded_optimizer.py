@@ -246,7 +246,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses (a 64th)
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
         scale = loss_grad / len(x_grad)
         return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
@@ -609,8 +609,9 @@ class Checkpoints:
 
 
 def last_step_at_max_lr(run):
-    """The step after which the rate falls, from the flags of a run."""
-    return float(run["steps"]) * (1 - float(run["decay_share"]))
+    """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
+    decay_share = float(run.get("decay_share", 1))
+    return float(run["steps"]) * (1 - decay_share) + 1
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
@@ -706,7 +707,7 @@ def batches_per_step(args, world_size):
     tokens = args.B * args.T * world_size  # of one batch of every rank
     if args.total_batch is None:
         args.total_batch = 4 * tokens if args.device == "cpu" else 524288
-    if args.total_batch % tokens != 0:
+    if args.total_batch < 1 or args.total_batch % tokens != 0:
         sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
                  f" B * T * ranks = {tokens}; change one")
     return args.total_batch // (args.B * args.T)
@@ -765,7 +766,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that all make the same
-        # step; they are views of the buckets in which they travel, so there is no second copy
+        # step; it leaves them as views of the buckets in which they travel, not as copies
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

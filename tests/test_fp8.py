@@ -120,4 +120,4 @@ def test_25_train_uses_it(fp8, tmp_path, byte_tokens):
     fp8.float8_product = lambda a, fa, b, fb: ((a.float() @ b.float()) * (fa * fb)).bfloat16()
     fp8.autocast_dtype = lambda device: torch.bfloat16
     log = train(fp8, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--float8-from", 1)
-    assert "# float8: 10 linear layers (0: " in log.read_text()
+    assert "# float8: 10 layers (0: " in log.read_text()

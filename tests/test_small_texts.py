@@ -98,9 +98,10 @@ def test_28_recomputed_blocks_drop_the_same():
     assert torch.equal(recomputed, kept) and (other - kept).norm() > 0.1 * kept.norm()  # the masks matter
 
 
-def test_28_not_a_share(tmp_path, byte_tokens):
-    with pytest.raises(SystemExit, match="^error: --dropout 1.0: .*less than 1$"):
-        train(rung("28"), tmp_path, byte_tokens, *SHORT, "--dropout", 1)
+@pytest.mark.parametrize("dropout", [1.0, -0.1])
+def test_28_not_a_probability(dropout, tmp_path, byte_tokens):
+    with pytest.raises(SystemExit, match=f"^error: --dropout {dropout}: .*less than 1$"):
+        train(rung("28"), tmp_path, byte_tokens, *SHORT, "--dropout", dropout)
 
 
 ROWS = [(40, 1, 70, 89), (199, 1)]  # lengths of documents; the first of the first row has lost its beginning

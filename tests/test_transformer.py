@@ -223,7 +223,7 @@ def test_32_the_cache_is_as_large_as_the_heads_of_keys_and_values(flags, heads):
     assert (shapes[0] == shapes[1]) is (heads == (2, 2, 32))
 
 
-@pytest.mark.parametrize("flags", [["--kv-heads", 3], ["--head-size", 17]])
+@pytest.mark.parametrize("flags", [["--kv-heads", 3], ["--kv-heads", 0], ["--head-size", 17]])
 def test_32_heads_that_do_not_fit(flags, tmp_path, byte_tokens):
     with pytest.raises(SystemExit, match="error: --kv-heads .*divide.*--head-size"):
         train(rung("32"), tmp_path, byte_tokens, *flags)

@@ -1,0 +1,172 @@
+"""Do learning rates that were found with a narrow model fit a wide one?
+
+    python data/prepare.py --tokenizer bytes --out data/bytes
+    python -m experiments.widths experiments/widths.csv --logs logs/widths     # trains
+    python -m experiments.widths experiments/widths.csv                        # prints, draws experiments/widths.png
+
+Rung 24 and a variant of it (patches/widths/) with two layers of width 64, 128, 256 and 512. At each width both learning
+rates are searched as in a race, from the best of the width before. Then the widest model trains with several seeds,
+with its own best rates and with those found at width 128. Losses do not depend on what else the machine does, so other
+work may run meanwhile. Rerun the first command to resume.
+"""
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas
+from rich.console import Console
+
+from experiments.race import SEED, Contest, search
+from experiments.race_record import last_val_loss
+from experiments.variants import PATCHES, write_variant
+from ladder.errors import UserError
+from ladder.files import write_whole
+from ladder.measure.runner import Runner
+from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.show.chance import FEWEST_SEEDS, paired_p
+from ladder.show.plots import digest
+
+WIDTHS = [64, 128, 256, 512]
+FROM = 128  # the width whose rates the widest model tries
+STEPS = 200
+FLAGS = ["--data", "data/bytes", "-B", "8", "-T", "128", "--total-batch", "1024", "--steps", str(STEPS),
+         "--val-every", str(STEPS), "--val-sequences", "256", "--compile-mode", "none"]
+START = (0.005, 0.004)  # AdamW's rate and Muon's, where the first search begins
+COLORS = {"rung 24": "#31356e", "carried_over": "#d9822b", "muon_only": "#35b779", "logits_only": "#a33b76"}
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+def contest(logs, stages, width, seeds, runner, at_once):
+    """The runs of one width; every head has size 32."""
+    return Contest(stages, [*FLAGS, "--model", f"2x{width // 32}x{width}"], logs / str(width), seeds, runner.run,
+                   at_once)
+
+
+def train(logs, variants, seeds, at_once):
+    """Search at each width, then the widest model with its own rates and with those of width FROM; a row for each run."""
+    logs.mkdir(parents=True, exist_ok=True)
+    base = BY_LABEL["24"]
+    stages = {"rung 24": base}
+    for name in variants:
+        stages[name] = write_variant(PATCHES / "widths" / f"{name}.patch", logs, base)
+    rows = []
+    n_jobs = len(stages) * (7 * len(WIDTHS) + 2 * seeds)
+    with Runner("cpu", logs, 3600, Console(), resume=True, n_jobs=n_jobs) as runner:
+        for name, stage in stages.items():
+            best = {}  # {width: rates}
+            for width in WIDTHS:
+                one = contest(logs, [stage], width, seeds, runner, at_once)
+                tried = {}
+
+                def try_rates(new, one=one, stage=stage, tried=tried):
+                    found = one.try_rates(stage, new)
+                    tried.update(found)
+                    return found
+
+                best[width] = search(stage, best.get(width // 2, START), try_rates)
+                rows += [("search", name, width, *rates, SEED, loss) for rates, loss in tried.items()]
+            width = WIDTHS[-1]
+            one = contest(logs, [stage], width, seeds, runner, at_once)
+            for part, rates in (("own", best[width]), ("carried", best[FROM])):
+                folders = [logs / str(width) / f"{part}_{number + 1}" for number in range(seeds)]
+                one.run_shared([one.job(stage, folder, rates, SEED + number) for number, folder in enumerate(folders)])
+                rows += [(part, name, width, *rates, SEED + number, last_val_loss(folder / f"{stage.name}.log"))
+                         for number, folder in enumerate(folders)]
+    return pandas.DataFrame(rows, columns=["part", "variant", "width", "max_lr", "muon_lr", "seed", "val_loss"])
+
+
+# ---- showing -------------------------------------------------------------------------------------------------------
+
+def searched(record, variant, width):
+    """{(AdamW's rate, Muon's): loss} of one search, and the best rates."""
+    rows = record[(record.part == "search") & (record.variant == variant) & (record.width == width)]
+    losses = {(row.max_lr, row.muon_lr): row.val_loss for row in rows.itertuples()}
+    return losses, min(losses, key=losses.get)
+
+
+def lowest_point(losses, best, place):
+    """A rate's best value between the tried ones: the lowest point of the parabola through three of them."""
+    half, twice = (tuple(rate * factor if i == place else rate for i, rate in enumerate(best)) for factor in (0.5, 2))
+    below, at, above = losses[half], losses[best], losses[twice]
+    if not all(map(math.isfinite, (below, at, above))):
+        return best[place]
+    return best[place] * 2 ** (0.5 * (below - above) / (below - 2 * at + above))
+
+
+def best_rates(record, variant, place):
+    """The best value of one of the two rates at each width."""
+    found = []
+    for width in WIDTHS:
+        losses, best = searched(record, variant, width)
+        found.append(lowest_point(losses, best, place))
+    return found
+
+
+def draw(record, path, seen):
+    """The best rates against the width, and what the widest model loses with those of width FROM."""
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
+    variants = list(record.variant.unique())
+    for place, (one, title) in enumerate(zip(axes, ("best AdamW rate", "best Muon rate"), strict=False)):
+        for name in variants:
+            one.plot(WIDTHS, best_rates(record, name, place), "o-", color=COLORS[name], label=name.replace("_", " "))
+        one.set(xscale="log", yscale="log", xlabel="n_embd")
+        one.set_title(title, fontsize=9, loc="left")
+        one.set_xticks(WIDTHS, WIDTHS)
+        one.set_xticks([], minor=True)
+        one.grid(color="0.92", which="both")
+    axes[0].legend(frameon=False, fontsize=8)
+    ends = record[record.part != "search"]
+    for i, name in enumerate(variants):
+        for offset, part in ((-0.12, "own"), (0.12, "carried")):
+            losses = ends[(ends.variant == name) & (ends.part == part)].val_loss
+            axes[2].plot(np.full(len(losses), i + offset), losses, "o" if part == "own" else "x", color=COLORS[name])
+    axes[2].set_xticks(range(len(variants)), [name.replace("_", " ") for name in variants], fontsize=8)
+    axes[2].set_xlim(-0.5, len(variants) - 0.5)
+    axes[2].set_title(f"val loss at {WIDTHS[-1]}; o: own best rates, x: those of {FROM}", fontsize=9, loc="left")
+    axes[2].grid(color="0.92", axis="y")
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, metadata={"Digest": seen})
+    plt.close(figure)
+    print(path)
+
+
+def show(record):
+    for name in record.variant.unique():
+        for width in WIDTHS:
+            losses, best = searched(record, name, width)
+            adamw, muon = (lowest_point(losses, best, place) for place in (0, 1))
+            print(f"{name}, width {width}: {losses[best]:.3f} with {best[0]:g} and {best[1]:g} "
+                  f"({len(losses)} tried; between them {adamw:.4f} and {muon:.4f})")
+        ends = record[(record.part != "search") & (record.variant == name)].set_index("seed")
+        own, carried = (ends[ends.part == part].val_loss for part in ("own", "carried"))
+        more = ", ".join(f"{difference:+.3f}" for difference in carried - own)
+        print(f"{name}, width {WIDTHS[-1]}: own rates {', '.join(f'{loss:.3f}' for loss in own)}; those of {FROM} "
+              f"{', '.join(f'{loss:.3f}' for loss in carried)} ({more}, p = {paired_p(own, carried, FEWEST_SEEDS)})")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("record", type=Path, help="a CSV file")
+    parser.add_argument("--logs", type=Path, help="train into this folder, and write the record from it")
+    parser.add_argument("--variants", nargs="*", default=["carried_over"], help="patches (default: carried_over)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
+    args = parser.parse_args()
+    if args.logs:
+        write_whole(args.record, train(args.logs, args.variants, args.seeds, args.jobs).to_csv(index=False))
+    text = args.record.read_text(encoding="utf-8")
+    record = pandas.read_csv(args.record)
+    show(record)
+    draw(record, ROOT / "experiments" / "widths.png", digest(text))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
