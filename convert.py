@@ -371,6 +371,9 @@ def write_file(name, path, script=None):
         check_config(config, script)  # before gigabytes of weights are loaded
         model = load_hugging_face(name)
         tokenizer = read_tokenizer(name, config.vocab_size)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(f"its tokenizer has {tokenizer.vocab_size} tokens,"
+                             f" more than the model, {config.vocab_size}")
         if tokenizer.vocab_size < config.vocab_size:  # a Qwen3 has rows that no token uses
             model.resize_token_embeddings(tokenizer.vocab_size)
         gpt = from_transformers(model, script)

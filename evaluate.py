@@ -43,7 +43,7 @@ def load_val(folder):
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokenizer = vocabulary.of_ours(folder)
-        dtype = meta.get("dtype", "<u2")
+        dtype = meta.get("dtype", tokenizer.dtype.str)
         if dtype not in ("<u2", "<u4"):
             raise ValueError(f"meta.json has an unknown dtype, {dtype}")
         tokens = np.memmap(folder / "val.bin", dtype=dtype, mode="r")

@@ -185,6 +185,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)  # transformers imports torchao, which warns of what it lacks
+    sys.stdout.reconfigure(errors="replace")  # a file on Windows: cp1252 lacks most characters
     try:
         main()
     except KeyboardInterrupt:

@@ -305,10 +305,11 @@ def new_model(args, loader):
         return GPT(model_config(args, loader.meta["vocab_size"]))
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        config, weights, tokenizer = saved["config"], saved["model"], saved["tokenizer_json"]
+        config, weights = saved["config"], saved["model"]
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's has only a name
     except (pickle.UnpicklingError, KeyError, OSError, RuntimeError):  # or half of such a file
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
-    if tokenizer != loader.meta["tokenizer_json"]:
+    if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
         sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
                  f" data/prepare.py --tokenizer {args.pretrained} takes it")
     if config["block_size"] < args.T:

@@ -104,14 +104,23 @@ def load_tokenizer(name):
                  " give gpt2, bytes, a model's file, or a folder that has one")
 
 
+def text_size(source, field):
+    """About how many bytes of text a source has; of a dataset the most that is used."""
+    if not isinstance(source, Path):
+        return TRAINING_BYTES
+    if source.suffix.lower() != ".parquet":
+        return source.stat().st_size
+    metadata = texts.open_parquet(source, field).metadata
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    return sum(group.total_byte_size for group in groups)  # not compressed
+
+
 def train_tokenizer(vocab_size, sources, field, encoding):
     """A tokenizer trained on at most TRAINING_BYTES of the text.
 
     Of files it takes the same share of each, from its beginning.
     """
-    sizes = []
-    for source in sources:
-        sizes.append(source.stat().st_size if isinstance(source, Path) else TRAINING_BYTES)
+    sizes = [text_size(source, field) for source in sources]
     total = max(sum(sizes), TRAINING_BYTES)
     parts = []
     for source, size in zip(sources, sizes, strict=True):
@@ -365,6 +374,8 @@ def prepare(text, out, dataset=None, field="text", encoding="utf-8", tokenizer="
     elif text:
         sources = texts.sources_of(text, field, encoding)
         name = text.resolve().name
+    if not is_default and name in DEFAULTS:
+        name = f"{name} (not the default text)"  # or the next text would replace it
     partial = out.with_name(out.name + ".partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     with locked(out) as waited:

@@ -151,7 +151,8 @@ def open_parquet(path, field):
         why = vocabulary.reason(error)
         sys.exit(f"error: {path}: not a .parquet file, or a damaged one ({why}); check the file")
     if field not in file.schema_arrow.names:
-        columns = [column.name for column in file.schema_arrow if column.type == "string"]
+        columns = [column.name for column in file.schema_arrow
+                   if column.type in ("string", "large_string")]  # pandas writes the second
         refuse_field(path, field, columns)
     return file
 

@@ -12,7 +12,7 @@ import requests
 import torch
 from conftest import (
     ROOT, Attack, assert_same_weights, data_with, edit_json, flip_a_byte, load_module, new_gpt, rung,
-    rungs_that_change, save_as_from_a_gpu, saved_model, train)
+    run_command, rungs_that_change, save_as_from_a_gpu, saved_model, train)
 from safetensors.torch import load_file, save_file
 
 from data import vocabulary
@@ -388,6 +388,22 @@ def test_a_folder_s_own_code_does_not_run(model_type, gpt2, convert, sample, tmp
             said.append(stop.code)
     assert ["cannot be loaded (" in line for line in said] == ([True, True] if model_type == "mine" else [])
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_larger_than_its_model(gpt2, refusals):
+    """One that got a token while the model did not."""
+    tokenizer = BYTES.to_transformers()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(gpt2)
+    for line in refusals(gpt2):
+        assert "its tokenizer has 258 tokens, more than the model, 257" in line
+
+
+def test_a_text_that_the_output_s_encoding_lacks(saved):
+    """On Windows a file takes cp1252."""
+    run = run_command(sys.executable, ROOT / "sample.py", saved["10"], "--prompt", "日本", "--max-new-tokens", 2,
+                      "--device", "cpu", PYTHONIOENCODING="cp1252")
+    assert run.returncode == 0 and "??" in run.stdout, run.stderr
 
 
 def test_a_folder_s_nan(gpt2, refusals):

@@ -40,6 +40,14 @@ def write_parquet(path, texts, field="text", **layout):
     pyarrow.parquet.write_table(table, path, **layout)
 
 
+def test_the_fields_of_a_parquet_file_that_hold_text(tmp_path):
+    """Also as pandas writes them."""
+    table = pyarrow.table({"id": [1], "body": ["x"], "content": pyarrow.array(["x"], pyarrow.large_string())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(SystemExit, match="'text'.*choose a --field, of body, content$"):
+        reading.open_parquet(tmp_path / "a.parquet", "text")
+
+
 def documents_of(tokens, tokenizer=None):
     """The texts between the <|endoftext|> tokens."""
     tokenizer = tokenizer or vocabulary.of_bytes("gpt2-bytes")

@@ -4,15 +4,17 @@ All of it is plumbing, the same in every script (test_laws.py), so one script or
 """
 import json
 import os
+import re
 import shutil
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
     ROOT, Attack, as_program, cut_in_half, data_with, load_module, losses, rung, rungs_that_change, save_as_from_a_gpu,
-    saved_model, train)
+    saved_model, tokens_of, train)
 
 from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
@@ -114,6 +116,30 @@ def test_a_pretrained_model_with_other_tokens_than_the_data(stopped, model_of, t
     for path, data in [(model_of("0"), folders[0]), (model, folders[1])]:
         line = stopped("0", *STEP, "--pretrained", path, "--data", data)[1]
         assert "--pretrained: its tokenizer is not that of --data" in line and f"--tokenizer {path} takes it" in line
+
+
+@pytest.mark.parametrize("label", ["0", "14", "29"])
+def test_token_ids_of_ones_own(label, tmp_path):
+    """As docs/own_text.md describes them."""
+    text = (ROOT / "docs" / "own_text.md").read_text(encoding="utf-8")
+    meta = json.loads(re.search(r'{"source": "mine".*?}', text, re.DOTALL)[0])
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "val"):
+        (np.arange(meta[f"{split}_tokens"]) % meta["vocab_size"]).astype("<u2").tofile(folder / f"{split}.bin")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert len(losses(train(rung(label), tmp_path, folder, *STEP))) == 1
+
+
+def test_a_pretrained_gpt2_and_data_prepared_offline(stopped, tmp_path):
+    """Neither GPT-2's tokens nor the bytes in their place have a file: their names tell them apart."""
+    folders = [tokens_of(tmp_path / "gpt2", [7] * 200),
+               data_with(vocabulary.of_bytes("gpt2-bytes"), 200 * "x", tmp_path / "bytes")]
+    model = tmp_path / "model.pt"
+    train(rung("0"), tmp_path / "logs", folders[0], *STEP, "--save", model)
+    line = stopped("0", *STEP, "--pretrained", model, "--data", folders[1])[1]
+    assert "--pretrained: its tokenizer is not that of --data" in line
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(3000))))
     load_module(ROOT / "data" / "prepare.py").main(
         ["--text", str(tmp_path / "text.txt"), "--tokenizer", str(model), "--out", str(tmp_path / "again")])

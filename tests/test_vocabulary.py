@@ -5,6 +5,8 @@ import os
 import time
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 import torch
@@ -135,6 +137,16 @@ def test_a_tokenizer_is_trained_on_a_share_of_every_file(prepare, tmp_path, monk
     prepare.main(["--text", "corpus", "--train-tokenizer", "300", "--out", "out"])
     shares = [chr(65 + number) * (200 if number == 7 else 50) for number in range(20)]
     assert sorted(given) == shares
+
+
+def test_a_tokenizer_is_trained_on_all_of_a_small_parquet_file(prepare, monkeypatch):
+    """Whose text is many times as large as the file."""
+    documents = [f"{i} " * 2000 for i in range(50)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), "a.parquet", compression="zstd")
+    given, trained = [], vocabulary.trained
+    monkeypatch.setattr(vocabulary, "trained", lambda texts, size: given.extend(texts) or trained(texts, size))
+    prepare.main(["--text", "a.parquet", "--train-tokenizer", "300", "--out", "out"])
+    assert "".join(given) == "".join(documents)
 
 
 def test_an_added_token_counts_its_bytes():
