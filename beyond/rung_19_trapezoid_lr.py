@@ -494,7 +494,7 @@ class Checkpoints:
         saved["optimizer"] = self.optimizer.state_dict()
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
-        # no data position and no RNG state: batches follow from the step, and no step draws numbers
+        # no data position and no RNG state: all that a step reads or draws follows from its number
         self.write(saved, self.folder / f"step_{step:07}.pt")
         for older in self.paths()[:-2]:
             older.unlink()

@@ -589,7 +589,7 @@ class Checkpoints:
         saved["scaler"] = self.scaler.state_dict()
         saved["best"] = self.best.state_dict()
         saved["run"] = self.run
-        # no data position and no RNG state: batches and the seeds of masks follow from the step
+        # no data position and no RNG state: all that a step reads or draws follows from its number
         self.write(saved, self.folder / f"step_{step:07}.pt")
         if self.best.step > 0:
             best = model_file(self.best.model, self.loader, self.best.step)

@@ -258,7 +258,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class GPT(nn.Module):
-    """A Qwen3 with a frequency prior, and GPT-2's names for what both have."""
+    """A Qwen3 that starts from the frequencies of tokens, with GPT-2's names for what both have."""
 
     def __init__(self, config):
         super().__init__()
@@ -541,7 +541,7 @@ class Checkpoints:
         saved["optimizer"] = self.optimizer.state_dict()
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
-        # no data position and no RNG state: batches follow from the step, and no step draws numbers
+        # no data position and no RNG state: all that a step reads or draws follows from its number
         self.write(saved, self.folder / f"step_{step:07}.pt")
         for older in self.paths()[:-2]:
             older.unlink()

@@ -1,6 +1,7 @@
 """python -m ladder: measure the ladder on this machine, and show it."""
 import argparse
 import math
+import os
 import signal
 import sys
 import time
@@ -81,7 +82,9 @@ def as_started(args):
     arguments = read_machine(folder).get("arguments")
     if arguments is None:
         raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
-    return parse_args([*arguments, "--resume", "--logs", str(folder)])
+    again = parse_args(arguments)
+    again.resume, again.logs = True, folder
+    return again
 
 
 def profile(args):
@@ -276,10 +279,21 @@ def parse_args(argv=None):
     return args
 
 
+def hang_up(number, frame):
+    """The terminal is gone: nothing can be printed any more, and what the tool has started must end."""
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    raise KeyboardInterrupt
+
+
 def main(argv=None):
     args = parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, hang_up)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # the encoding of a file may lack × and –
+            stream.reconfigure(errors="replace")
     sys.argv[0] = f"python -m ladder {args.verb}"  # what the scripts' own parsers call themselves in an error
     try:
         return args.do(args) or 0

@@ -97,6 +97,13 @@ def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
     assert findings(check.check_formats, "cpu")["bfloat16"].startswith(bfloat16)
 
 
+def test_a_mac_s_chip_has_a_name(monkeypatch):
+    """Else all of them would be one machine."""
+    monkeypatch.setattr(rates.sys, "platform", "darwin")
+    monkeypatch.setattr(rates.collect_env, "run", lambda command: (0, "Apple M3 Max", ""))
+    assert rates.device_name("mps") == "Apple M3 Max GPU" and rates.device_name("cpu").startswith("Apple M3 Max (")
+
+
 def test_a_product_has_two_operations_for_each_multiplication(monkeypatch):
     """(8, 16) @ (16, 32), which is started in a millisecond and done only when the device is synchronized."""
     monkeypatch.setattr(rates, "time", rates.time)

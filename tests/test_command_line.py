@@ -16,6 +16,11 @@ def test_help_comes_without_torch():
     assert "argparse" in run.stderr and "torch" not in run.stderr and "pandas" not in run.stderr
 
 
+def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs():
+    run = ladder("report", ROOT / "logs" / "reference" / "intel_xeon_amx_2_cores_B1_T1024", PYTHONIOENCODING="ascii")
+    assert run.returncode == 0 and "tokens/s" in run.stdout, run.stderr
+
+
 def test_rungs_are_chosen_by_label_range_or_file():
     def labels(text):
         return [stage.label for stage in parse_rungs(text)]

@@ -61,6 +61,15 @@ def test_a_schedule_depends_on_the_number_of_steps(label, verdict, compared):
     assert verdict in " ".join(compared(*logs).sentences)
 
 
+@pytest.mark.parametrize("change, losses, verdict", [
+    ({"device": "H200"}, NEARLY, "The same losses"), ({"device": "H200"}, (10, 9, 7), "NOT the same losses"),
+    ({}, NEARLY, "NOT the same losses")])
+def test_two_devices_round_differently(change, losses, verdict, compared):
+    header = HEADER.format(**USUAL | change)
+    logs = [of_rung("0") | {"header": HEADER.format(**USUAL)}, of_rung("0", losses) | {"header": header}]
+    assert verdict in " ".join(compared(*logs).sentences)
+
+
 def test_the_first_step_apart_is_named(compared):
     assert "Before step 3 they were at most 0.0000" in compared(of_rung("0"), of_rung("0", (10, 9, 7))).sentences[0]
     assert "from the first step on" in compared(of_rung("0"), of_rung("0", (11, 9, 8))).sentences[0]

@@ -27,7 +27,7 @@ def test_the_whole_ladder_obeys():
     ("def set_aside(path):", "def idle():\n    pass\n\n\ndef set_aside(path):", "idle is not used by baseline.py"),
     ("    add_flags(parser)", '    add_flags(parser) if "get_lr" in globals() else None', "'globals()' is a later"),
     ("    add_flags(parser)", '    add_flags(parser)\n    "--muon-lr"', "'--muon-lr' is a later rung's business"),
-    ("    add_flags(parser)", "    add_flags(parser)" + 30 * "\n    pass", "lines, more than 150"),
+    ("    add_flags(parser)", "    add_flags(parser)" + 30 * "\n    pass", "lines, more than 151"),
 ])
 def test_the_law_notices_what_the_baseline_does_not_need(line, edited, verdict):
     source = SOURCES["baseline.py"]
@@ -51,7 +51,7 @@ def test_train_is_readable(stage):
 def test_scripts_are_short():
     """Lines, docstring included: whoever opens the first file should see nothing that it does not need."""
     lines = {stage.label: len(SOURCES[stage.file].splitlines()) for stage in STAGES}
-    most = {"0": 392, "10": 475, "ddp": 515, "24": 930, "29": 1055}
+    most = {"0": 393, "10": 476, "ddp": 516, "24": 932, "29": 1055}
     assert {label: lines[label] for label in most if lines[label] > most[label]} == {}
 
 
@@ -90,6 +90,7 @@ STRAY_EDITS = [
     ("16", "@torch.no_grad()", "# without gradients", "rung_16_gradient_checkpointing.py: evaluate differs"),
     ("7", "class GPT(nn.Module):", "# a comment\nclass GPT(nn.Module):", "vocab_pad.py: Block.forward differs"),
     ("4", "def train(args):", "EXTRA = 1\n\n\ndef train(args):", "residual_scaling.py: EXTRA differs"),
+    ("4", "def train(args):", "torch.x = 1\n\n\ndef train(args):", "residual_scaling.py: torch.x = 1 differs"),
     ("ddp", "class Log:", "# a comment\nclass Log:", "ddp_run.py: below the banner it differs from speedup_10"),
 ]
 

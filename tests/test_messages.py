@@ -137,8 +137,8 @@ def test_a_pretrained_gpt2_and_data_prepared_offline(stopped, tmp_path):
     folders = [tokens_of(tmp_path / "gpt2", [7] * 200),
                data_with(vocabulary.of_bytes("gpt2-bytes"), 200 * "x", tmp_path / "bytes")]
     model = tmp_path / "model.pt"
-    train(rung("0"), tmp_path / "logs", folders[0], *STEP, "--save", model)
-    line = stopped("0", *STEP, "--pretrained", model, "--data", folders[1])[1]
+    train(rung("0"), tmp_path / "logs", folders[1], *STEP, "--save", model)
+    line = stopped("0", *STEP, "--pretrained", model, "--data", folders[0])[1]
     assert "--pretrained: its tokenizer is not that of --data" in line
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(3000))))
     load_module(ROOT / "data" / "prepare.py").main(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run_command
+from conftest import ROOT, edit_json, run_command
 from log_files import write_log
 from rich.console import Console
 from run_tool import flags
@@ -142,7 +142,9 @@ def test_an_operator_counts_for_its_kind_of_work(name, shapes, around, kind):
 def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path):
     profile = [sys.executable, "-m", "ladder", "profile", "--logs", tmp_path, "--model", "tiny", "--device", "cpu",
                "-B", 2, "-T", 128]
-    done = run_command(*profile, "--rungs", "0,5,10", "--repeat", 1, "--data", tokens, timeout=500)
+    data = shutil.copytree(tokens, tmp_path / "data")
+    edit_json(data / "meta.json", tokenizer="of my own")  # whose size a log does not tell
+    done = run_command(*profile, "--rungs", "0,5,10", "--repeat", 1, "--data", data, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_profile(tmp_path)
     assert [rung["name"] for rung in found["rungs"]] == [BY_LABEL[label].name for label in ("0", "5", "10")]
@@ -168,7 +170,8 @@ def test_the_floor_is_the_products_at_the_rate_of_the_rungs_format(name, precisi
     header = f"# model: gpt2\n# device: x | precision: {precision}\n# batch: B=2 T=1024\n"
     log = read_log(write_log(tmp_path / f"{name}.log", header=header))
     flops = 6 * (50257 * 768 + 12 * 12 * 768**2) + share * 12 * 12 * 768 * 1024
-    assert products_ms(log, {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}) == pytest.approx(2048e3 * flops / rate)
+    found = products_ms(log, {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}, 50257)
+    assert found == pytest.approx(2048e3 * flops / rate)
 
 
 def test_where_torch_cannot_compile_the_profile_is_of_eager_runs(tmp_path, tokens, monkeypatch, call):

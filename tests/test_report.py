@@ -52,8 +52,22 @@ def test_a_row_is_the_median_of_its_rounds_or_of_the_steps_of_one(tmp_path):
     row = rounds(tmp_path / "three", one(3000, 80, 4.0, 3.0), one(5000, 50, 4.1, 2.5), one(9000, 40, 6.0, 2.0))
     assert (row.ms_low, row.ms, row.ms_high, row.rounds) == (40, 50, 80, 3)
     assert (row.last_loss, row.first_step_s, row.peak_memory_gb) == (4.1, 5.0, 2.5)
-    row = rounds(tmp_path / "short", {"tail": MEDIAN}, {"ms": (100, 50)})
+    row = rounds(tmp_path / "short", {"ms": (100, 50)})
     assert (row.last_step, row.complete) == (2, False)
+
+
+def test_a_round_that_was_stopped_does_not_count(tmp_path):
+    """Its median may be that of the step that compiles; and only its end tells the allocator."""
+    header = "# device: cpu\n"
+    for number in (1, 2):
+        write_log(tmp_path / f"round_{number}" / f"{BASELINE}.log", header=header,
+                  tail=MEDIAN + "# machine: EPYC (2 threads) | allocator: mimalloc\n")
+    stopped = write_log(tmp_path / "round_3" / f"{BASELINE}.log", ms=[40_000], header=header)
+    report = build_report(tmp_path)
+    assert report.rows[0].rounds == 2 and report.rows[0].ms_high < 1000 and str(stopped) in report.skipped[0]
+    stopped.rename(tmp_path / "round_1" / f"{TIED}.log")
+    report = build_report(tmp_path)
+    assert len(report.rows) == 2 and "allocators" not in " ".join(warnings(report))
 
 
 def test_the_common_loss_is_one_that_all_rungs_reach(tmp_path):

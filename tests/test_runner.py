@@ -62,6 +62,16 @@ def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_p
     assert run_job(job, 60, "cpu").status == "out of memory" and run_job(job, 60, "cuda").status == "ok"
 
 
+@pytest.mark.parametrize("label, processes, alone", [("0", 2, True), ("ddp", 1, True), ("ddp", 2, False)])
+def test_the_threads_of_a_run_are_in_its_log(label, processes, alone, tmp_path, monkeypatch):
+    """torchrun gives each of several ranks one."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    job = Job("job", command_for(BY_LABEL[label], [], tmp_path, processes), tmp_path)
+    job.log.touch()
+    jobs.record(job, {}, 0)
+    assert f"({7 if alone else 1} threads)" in job.log.read_text()
+
+
 def test_a_rung_gets_the_flags_that_it_has_and_saves_no_checkpoints():
     def command(label, *flags, **more):
         return command_for(BY_LABEL[label], list(flags), Path("x"), **more)[1:]
@@ -117,7 +127,7 @@ def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):
 
 def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):
     logs = tmp_path / "logs"
-    code, output, _ = call("run", "--rungs", "0,1", "--logs", logs, *flags(tokens))
+    code, output, _ = call("run", "--rungs", "0,1", "--logs", logs, "--", *flags(tokens))
     assert code == 0 and "weight tying" in output and "× base" in output and f"logs: {logs}" in output
     for [run] in build_report(logs).runs.values():
         assert run.complete and run.steps == [1, 2, 3, 4] and run.allocator and 0.1 < run.peak_memory_gb < 4
@@ -143,18 +153,19 @@ def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_background", [False, True], ids=["Ctrl-C", "kill"])
-def test_a_stop_keeps_the_finished_and_leaves_no_orphan(tmp_path, tokens, in_background):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["Ctrl-C", "kill", "hang-up"])
+def test_a_stop_keeps_the_finished_and_leaves_no_orphan(tmp_path, tokens, number):
     words = ["run", "--rungs", "0-1", "--logs", tmp_path / "logs", *flags(tokens), "--steps", "15"]
     command = [str(word) for word in [*LADDER, *words]]
-    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command] if in_background else command  # as `nohup ... &`
+    if number == signal.SIGTERM:  # as `... &`
+        command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     second = tmp_path / "logs" / "speedup_01_weight_tying.log"
     deadline = time.monotonic() + 120
     while not (second.exists() and "step : 2" in second.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     children = psutil.Process(run.pid).children(recursive=True)
-    run.send_signal(signal.SIGTERM if in_background else signal.SIGINT)
+    run.send_signal(number)
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 130 and "Traceback" not in output, output
     assert children and not [child for child in children if child.is_running() and child.status() != "zombie"]
@@ -227,6 +238,7 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
     code, output, _ = call("run", "--max-batch", *words)
     best = int(re.search(r"─ .*? (\d+) ", output)[1])
     assert best <= limit <= best + max(1, best // 8) and code == (not best) and "out of memory" in output
+    assert "to within an eighth" in output
     assert len(commands) <= (5 if limit > 9 else 8)
     for command in commands:
         assert ("--nproc_per_node=3" in command) == (ranks == 3)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from conftest import run_command
+from run_tool import is_one_error
 
 import ladder.__main__ as tool
 from ladder.measure import smoke
@@ -59,6 +60,11 @@ def test_what_works_is_listed_and_the_folder_tells_it(fake, tmp_path):
     out = tmp_path / "out"
     assert (out / "summary.txt").read_text() in output and "step : 4 | loss: 10.700000" in (out / "a.txt").read_text()
     assert not (tmp_path / "a").exists()  # checkpoints and models are not for sending
+
+
+def test_a_wrong_model_ends_before_the_trials(tmp_path, tokens, call):
+    words = ["smoke", "--model", "nope", "--device", "cpu", "--data", tokens, "--out", tmp_path / "out"]
+    assert is_one_error(call(*words), "--model nope: ") and not (tmp_path / "out").exists()
 
 
 def test_a_script_that_fails_is_shown_and_the_others_go_on(fake):

@@ -10,6 +10,7 @@ from ladder.__main__ import parse_args
 from ladder.measure import survey
 from ladder.measure.runner import check_flags
 from ladder.scripts.stages import BY_LABEL
+from ladder.show.chance import FEWEST_ROUNDS
 from ladder.show.report import build_report
 
 
@@ -36,7 +37,8 @@ def test_a_survey_ends_in_time_and_leaves_folders_to_commit(tokens, tmp_path):
 def test_a_survey_does_what_the_device_can(device, verbs):
     """In words that the tool's own parser takes."""
     settings = SimpleNamespace(device=device, B=1, T=32)
-    asked = [words for _, words in survey.commands(settings, ["-B", "1", "--steps", "4"])]
+    asked = [words for _, words in survey.commands(settings, ["-B", "1", "--steps", "4"], 60)]
+    assert parse_args(asked[0]).repeat == FEWEST_ROUNDS  # from which gains are named
     assert [" ".join(words[:2]) for words in asked] == verbs
     for words in asked:
         args = parse_args(words)

@@ -82,7 +82,8 @@ def memory_of(pid):
 
 def record(job, env, peak):
     """Add to the log of a job on a CPU what only its environment and its process tell."""
-    threads = 1 if "torch.distributed.run" in job.command else torch.get_num_threads()  # torchrun's default
+    alone = "torch.distributed.run" not in job.command or "--nproc_per_node=1" in job.command
+    threads = torch.get_num_threads() if alone else 1  # torchrun's default for several
     threads = env.get("OMP_NUM_THREADS", threads)
     words = [f"machine: {cpu_name()} ({threads} threads)", f"allocator: {allocator.name_of(env)}",
              f"process memory: {peak / 1e9:.2f} GB"]

@@ -47,6 +47,6 @@ def print_largest(stages, flags, seconds, processes, console):
     say = partial(console.print, style="dim")
     found = {stage: largest_batch(stage, flags, seconds, processes, say) for stage in stages}
     texts = [{"rung": stage.title, "largest B": str(best), "tokens/s": f"{speed:,.0f}" if speed else "–",
-              "what stopped the next one": why} for stage, (best, speed, why) in found.items()]
-    print_texts(pandas.DataFrame(texts), console, "The largest batch")
+              "what stopped the next one tried": why} for stage, (best, speed, why) in found.items()]
+    print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth")
     return 0 if all(best for best, _, _ in found.values()) else 1

@@ -10,6 +10,7 @@ import json
 import math
 import platform
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def measure(device):
     shapes = SHAPES if device != "cpu" else SHAPES[:2]
     dtype = rung_10.autocast_dtype(device)
     formats = {"float32": (torch.float32, "highest"), str(dtype).removeprefix("torch."): (dtype, "highest")}
-    if device == "cuda" and torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0):
+    if device == "cuda" and torch.cuda.is_tf32_supported():
         formats["tf32"] = (torch.float32, "high")
     rates = {}
     for name, (dtype, precision) in formats.items():
@@ -64,6 +65,8 @@ def nvidia_gpus():
 
 def cpu_name():
     """The processor's name, as far as the system tells."""
+    if sys.platform == "darwin":
+        return collect_env.run("sysctl -n machdep.cpu.brand_string")[1]
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
@@ -73,7 +76,7 @@ def device_name(device):
     """The name of the chip, on a CPU with the number of threads."""
     if device == "cpu":
         return f"{cpu_name()} ({torch.get_num_threads()} threads)"
-    return torch.cuda.get_device_name() if device == "cuda" else "Apple GPU"
+    return torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()} GPU"
 
 
 def describe(device):

@@ -254,7 +254,8 @@ def smoke_settings(flags):
     settings.compile_mode = "none" if compile_problem(settings.device) else "default"
     if not split_flags(flags, "--model")[0]:
         settings.model = "tiny" if settings.device == "cpu" else "mini"
-    baseline.load_tokens(settings.data, "train", 4096)  # prepared now, once
+    _, meta = baseline.load_tokens(settings.data, "train", 4096)  # prepared now, once
+    baseline.model_config(settings, meta["vocab_size"])  # exits if there is no such model
     return settings
 
 

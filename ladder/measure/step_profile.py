@@ -119,14 +119,17 @@ def profile_rung(label, flags, folder):
         script.train(settings)
 
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
-    parts, step_ms = by_kind(profiler.events(), logit_widths(run.vocab_size), settings.device)
+    _, meta = script.load_tokens(settings.data, "train", 1)
+    vocab_size = meta["vocab_size"]  # of a tokenizer of one's own a log does not tell it
+    parts, step_ms = by_kind(profiler.events(), logit_widths(vocab_size), settings.device)
     plain_ms = statistics.median(run.ms[warm_up : warm_up + plain])
-    return {"name": run.name, "step_ms": step_ms, "plain_ms": plain_ms, "parts_ms": parts}
+    return {"name": run.name, "step_ms": step_ms, "plain_ms": plain_ms, "parts_ms": parts,
+            "vocab_size": vocab_size}
 
 
-def products_ms(run, rates):
+def products_ms(run, rates, vocab_size):
     """Milliseconds that the matrix products of a step take at the measured rate (FLOP/s) of the rung's format."""
-    per_token = flops_per_token(run.model, run.T, BY_NAME[run.name].causal, run.vocab_size) or math.nan
+    per_token = flops_per_token(run.model, run.T, BY_NAME[run.name].causal, vocab_size)
     return 1000 * per_token * run.tokens_per_step / rates[run.number_format]
 
 
@@ -160,7 +163,8 @@ def profile_once(stage, flags, machine):
         if outcome.status != "ok":
             return None, outcome
         rung = json.loads(result.read_text())
-        rung["floor_ms"] = products_ms(read_log(folder / f"{stage.name}.log"), machine["rates"])
+        run = read_log(folder / f"{stage.name}.log")
+        rung["floor_ms"] = products_ms(run, machine["rates"], rung.pop("vocab_size"))
     return rung, outcome
 
 

@@ -12,6 +12,7 @@ from ladder.count.memory import recommend
 from ladder.errors import UserError
 from ladder.measure.runner import check_flags, is_finished, locked, run_module, settings_of, split_flags
 from ladder.scripts.stages import BY_LABEL, LADDER
+from ladder.show.chance import FEWEST_ROUNDS
 from ladder.show.logs import has_steps
 from ladder.show.machine import read_machine
 
@@ -34,10 +35,11 @@ def with_defaults(flags, minutes):
     return ["-B", str(B), *flags]
 
 
-def commands(settings, flags):
+def commands(settings, flags, minutes):
     """Yields (a folder's name, the words after `python -m ladder`) of what this device can do."""
     _, same = split_flags(flags, "--steps")
-    yield "ladder", ["run", "--repeat", "3", "--peers", *flags]
+    rounds = FEWEST_ROUNDS if minutes >= SHORT else 3
+    yield "ladder", ["run", "--repeat", str(rounds), "--peers", *flags]
     if settings.device != "mps":  # where torch.profiler sees nothing
         yield "ladder", ["profile", "--repeat", "1", *same]
     if settings.device != "cpu":  # where a larger batch only makes a longer step
@@ -75,7 +77,7 @@ def survey(minutes, out, flags, do, console):
         timer = threading.Timer(deadline - time.monotonic(), _thread.interrupt_main)
         try:
             timer.start()
-            for folder, words in commands(settings, flags):
+            for folder, words in commands(settings, flags, minutes):
                 left = (deadline - time.monotonic()) / 60
                 text = f"{left:.1f} minutes left: python -m ladder {' '.join(words)}"
                 console.print(text, soft_wrap=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
 
 
-MOST_LINES = 150  # below the banner
+MOST_LINES = 151  # below the banner
 # What no plumbing names: how a script would ask which rung it is, and the formats and libraries of later ones.
 LATER = ("globals()", "hasattr", "rung_", "speedup_", "RANK", "distributed", "torchrun", "transformers", "Qwen", "qwen",
          "compile", "heckpoint", "resume", "filelock", "signal", "autocast", "scaler")
@@ -23,7 +23,7 @@ def name_of(node, lines):
     """What a statement at the top level is called: a definition's own name, "imports", or its first line."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return "imports"
-    if isinstance(node, ast.Assign):
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
         return node.targets[0].id
     return getattr(node, "name", lines[node.lineno - 1].rstrip())  # the __main__ guard has no name
 

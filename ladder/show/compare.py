@@ -10,6 +10,8 @@ from ladder.show.logs import ORDER
 from ladder.show.terminal import print_texts
 
 SAME_RUN_TOLERANCE = 1.5e-6  # a unit of the last digit of a log, with float's rounding
+ROUNDING = 0.1  # nats: of one script where its numbers are rounded differently, as rungs 3, 5 and 6 do
+ARITHMETIC = ("device", "machine", "torch", "precision", "compile")  # headers that tell how they are rounded
 MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
 DIGITS = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
           "A / B": "{:.2f}"}
@@ -21,7 +23,9 @@ Comparison = namedtuple("Comparison", "rows faster sentences")
 def loss_tolerance(one, other):
     """How far apart the losses of two runs may be if the change should not affect them; None if it may."""
     if one.name == other.name:
-        return SAME_RUN_TOLERANCE
+        pairs = [(one.headers.get(key), other.headers.get(key)) for key in ARITHMETIC]
+        apart = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        return ROUNDING if apart else SAME_RUN_TOLERANCE
     for first, last in ((one.name, other.name), (other.name, one.name)):
         stage, between = BY_NAME.get(last), []
         while stage and stage.name != first:

@@ -104,8 +104,8 @@ function effect(machine, {label, before}) { // what a lesson measured, as HTML
       return line(`<i style="background:${color}"></i>${kind}`, from, to, {digits, ...same});
     })}</tbody></table>${!old ? "" : old.tokens !== now.tokens ?
       `<p>A step reads ${number(now.tokens)} tokens, in rung ${before} ${number(old.tokens)}.</p>` :
-      now.low <= old.high && old.low <= now.high ?
-        "<p>The spreads overlap: these runs show no difference in speed.</p>" : ""}`;
+      now.p == null ? "<p>Too few rounds to tell a difference in speed from chance.</p>" :
+      now.differs ? "" : `<p>No difference in speed beyond chance (p = ${number(now.p, 2)}).</p>`}`;
 }
 
 function choose(id) {

@@ -25,6 +25,7 @@ from ladder.files import write_whole
 from ladder.scripts.laws import first_line
 from ladder.scripts.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
 from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
+from ladder.show.chance import BEYOND_CHANCE
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.drawings import drawings
 from ladder.show.exercises import exercise_html, read_exercises, read_printed
@@ -163,7 +164,8 @@ def rows_data(report):
             "label": stage_of(row.name).label, "tokens": report.runs[row.name][0].tokens_per_step, "ms": row.ms,
             "low": row.ms_low, "high": row.ms_high, "speed": row.tokens_per_second,
             "mfu": row.mfu and 100 * row.mfu, "memory": row.peak_memory_gb, "loss": row.last_loss,
-            "step": row.last_step,
+            "step": row.last_step, "p": row.p_before,
+            "differs": row.p_before is not None and row.p_before < BEYOND_CHANCE,
         } | standing.get(row.name, {})
 
 

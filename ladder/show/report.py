@@ -99,6 +99,13 @@ def check_rounds(runs):
                                 "move one")
 
 
+def whole_rounds(rounds, skipped):
+    """The rounds of a rung that finished, or all if none did; adds why the others do not count."""
+    whole = [run for run in rounds if run.complete]
+    skipped += [f"{run.path}: its run did not finish" for run in rounds if whole and not run.complete]
+    return whole or rounds
+
+
 def common_lowest(losses_of_runs):
     """A loss that all runs reach: the highest of their lowest. Unlike a smoothed loss, it needs no parameter."""
     finite = [list(filter(math.isfinite, losses)) for losses in losses_of_runs]
@@ -184,6 +191,7 @@ def build_report(folder):
         runs, skipped = read_folder(folder)
         check_comparable(runs, folder)
         check_rounds(runs)
+        runs = {name: whole_rounds(rounds, skipped) for name, rounds in runs.items()}
         every_run = [run for rounds in runs.values() for run in rounds]
         common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
         rows = [row_of(rounds, *common) for rounds in runs.values()]
@@ -195,8 +203,9 @@ def build_report(folder):
 
 
 def allocators(report):
-    """The names of the allocators of all runs; "unknown" is that of logs that do not say."""
-    return sorted({run.allocator or "unknown" for rounds in report.runs.values() for run in rounds})
+    """The names of the allocators of all runs; "unknown" is that of whole logs that do not say."""
+    runs = itertools.chain(*report.runs.values())
+    return sorted({run.allocator or "unknown" for run in runs if run.complete or run.allocator})
 
 
 def cores_of(report):

@@ -32,6 +32,8 @@ def data_of(report):
 def machine_of(report):
     """The device, of a CPU its cores and allocator."""
     device, details, cores = report.setting["device"] or "unknown device", [], cores_of(report)
+    if device == "mps":
+        device = report.machine.get("name", device)
     if cores:
         details.append(f"{cores} cores")
     known = [name for name in allocators(report) if name not in ("unknown", "torch")]
