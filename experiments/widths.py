@@ -47,7 +47,7 @@ def contest(logs, stages, width, seeds, runner, at_once):
 
 
 def train(logs, variants, seeds, at_once):
-    """Search at each width, then the widest model with its own rates and with those of width FROM; a row for each run."""
+    """Search at each width; train the widest model with its own rates and with those of FROM. A row for each run."""
     logs.mkdir(parents=True, exist_ok=True)
     base = BY_LABEL["24"]
     stages = {"rung 24": base}

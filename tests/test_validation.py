@@ -21,7 +21,8 @@ def test_11_the_logged_loss_keeps_no_graph(label, byte_tokens, tmp_path, monkeyp
 
 @pytest.mark.parametrize("total_batch", [100, 0, -64])
 def test_11_total_batch_must_fit(total_batch, tmp_path, byte_tokens):
-    with pytest.raises(SystemExit, match=rf"^error: --total-batch {total_batch}: not a multiple of B \* T \* ranks = 64"):
+    reason = rf"^error: --total-batch {total_batch}: not a multiple of B \* T \* ranks = 64"
+    with pytest.raises(SystemExit, match=reason):
         train(rung("11"), tmp_path, byte_tokens, "-B", 2, "-T", 32, "--total-batch", total_batch)
     assert not list(tmp_path.iterdir())
 
