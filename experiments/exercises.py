@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ladder.scripts.stages import BY_LABEL, load_script
 
-QUICK = {"model": "tiny", "T": 256, "compile_mode": "none", "total_batch": 256, "val_every": 0, "checkpoint_every": 0}
+QUICK = {"model": "tiny", "B": 1, "T": 256, "compile_mode": "none", "total_batch": 256, "val_every": 0,
+         "checkpoint_every": 0}
 LONG = QUICK | {"data": "data/bytes", "B": 8, "T": 64, "steps": 200, "total_batch": 512, "max_lr": 3e-3,
                 "muon_lr": 0.01, "val_every": 200, "val_sequences": 100}
 SEEDS = (1, 2, 3)

@@ -35,10 +35,10 @@ sys.path.insert(0, str(ROOT))
 from data import vocabulary  # noqa: E402
 from ladder.scripts.stages import BY_LABEL, load_script  # noqa: E402
 
-STEP_LINE = re.compile(
-    r"step : (?P<step>\d+) \| loss: (?P<loss>\S+) \| dt: (?P<ms>[\d.]+) ms \| tokens/sec: (?P<tokens_per_second>[\d.]+)"
-    r"( \| norm: (?P<norm>\S+))?( \| lr: (?P<lr>\S+))?( \| left: .+)?"
-)
+STEP_HEAD = re.compile(
+    r"step : (?P<step>\d+) \| loss: (?P<loss>\S+) \| dt: (?P<ms>[\d.]+) ms"
+    r" \| tokens/sec: (?P<tokens_per_second>[\d.]+)")
+STEP_LINE = re.compile(STEP_HEAD.pattern + r"( \| norm: \S+)?( \| lr: \S+)?( \| left: .+)?")
 VAL_LINE = re.compile(r"val : step (\d+) \| loss: (\S+) \| time: \S+ s")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 GROUP_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
@@ -181,8 +181,14 @@ def train_in_float32(label, folder, data, *flags):
 
 def read_steps(log):
     """The step lines of a log file as dictionaries of numbers."""
-    lines = [STEP_LINE.fullmatch(line) for line in Path(log).read_text().splitlines() if line.startswith("step")]
-    return [{key: float(value) for key, value in line.groupdict().items() if value is not None} for line in lines]
+    steps = []
+    for line in Path(log).read_text().splitlines():
+        if line.startswith("step"):
+            found = STEP_HEAD.match(line)
+            assert found, f"not a line of Log.step: {line}"
+            steps.append({key: float(value) for key, value in found.groupdict().items()})
+            steps[-1] |= {key: float(value) for key, value in re.findall(r"\| (norm|lr): (\S+)", line)}
+    return steps
 
 
 def losses(log):
@@ -191,8 +197,10 @@ def losses(log):
 
 def val_losses(log):
     """{step: validation loss} of a log."""
-    lines = [VAL_LINE.fullmatch(line) for line in Path(log).read_text().splitlines() if line.startswith("val")]
-    return {int(line[1]): float(line[2]) for line in lines}
+    lines = [line for line in Path(log).read_text().splitlines() if line.startswith("val")]
+    for line in lines:
+        assert VAL_LINE.fullmatch(line), f"not as `val : step N | loss: 5.123456 | time: 0.12 s`: {line}"
+    return {int(found[1]): float(found[2]) for found in map(VAL_LINE.fullmatch, lines)}
 
 
 def assert_same_losses(log, truth, after=0):

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 start, end = dist.init_process_group, dist.destroy_process_group
-dist.init_process_group = lambda backend, **how: dist.is_initialized() or start(backend, **how)
+dist.init_process_group = lambda *args, **how: dist.is_initialized() or start(*args, **how)
 dist.destroy_process_group = lambda: None
 
 

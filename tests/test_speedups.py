@@ -49,18 +49,6 @@ def test_03_float16_overflow_skips_the_step(label, tmp_path, byte_tokens, monkey
     assert all(torch.equal(trained[name], start[name]) for name in start)
 
 
-def test_03_each_device_gets_the_type_that_it_has(monkeypatch):
-    choose = rung("3").autocast_dtype
-    for native, dtype in ((False, torch.float16), (True, torch.bfloat16)):  # a T4 has it only by emulation
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, native=native: (
-            native or including_emulation))
-        assert choose("cuda") is dtype
-    for has_instructions, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has_instructions: has)
-        assert choose("cpu") is dtype
-    assert choose("mps") is torch.bfloat16
-
-
 @pytest.mark.parametrize("supported, said", [(True, "products in TF32"), (False, "no TF32 on this device")])
 def test_02_the_log_says_where_there_is_tf32(supported, said, byte_tokens, monkeypatch):
     """A T4 has none."""

@@ -3,9 +3,9 @@
     env $(python -m ladder.measure.allocator) python speedup_03_bf16_autocast.py        # a script by itself, on Linux
 
 On a GPU torch's allocator keeps freed memory. On a CPU glibc returns every large tensor's memory to Linux, which zeroes
-the pages again when the next tensor touches them: up to 28 % of an eager step on an Intel Xeon (experiments/README.md). mimalloc, a wheel in
-requirements.txt, keeps freed memory when told never to purge; without it glibc's own variables do so, with more
-memory in use. torch's wheels for Windows have mimalloc built in; macOS is left as it is.
+the pages again when the next tensor touches them: up to 28 % of an eager step on an Intel Xeon (experiments/README.md).
+mimalloc, a wheel in requirements.txt, keeps freed memory when told never to purge; without it glibc's own variables do
+so, with more memory in use. torch's wheels for Windows have mimalloc built in; macOS is left as it is.
 """
 import importlib.metadata
 import os

@@ -6,6 +6,7 @@ needs torch is imported only after them: a reader sees the first red test some s
 import ast
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -17,11 +18,13 @@ import time
 from ladder.errors import UserError
 from ladder.scripts.lessons import diff_hunks, print_hunks, split_docstring
 from ladder.scripts.stages import BY_LABEL, ROOT
-from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, speed_p
+from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
 from ladder.show.logs import read_log
 
 TESTS = ROOT / "tests" / "test_exercises.py"
 SHORT = ["--model", "tiny", "-T", "128", "--steps", "30"]  # of the runs side by side, unless flags say otherwise
+SAME = {"total_batch": ["-B", "4", "--total-batch", "1024"], "muon_lr": ["--muon-lr", "2e-3"],
+        "kv_heads": ["--kv-heads", "1"]}  # what both get, since an exercise does not name our defaults
 ROUNDS = 3
 START = """
 import json, os, sys
@@ -133,9 +136,14 @@ def show_diffs(stage, file, source, console):
 def run_both(stage, file, known, flags, folder, rounds, console):
     """Run our script and a reader's in turns, and say how losses and times compare. Whether both ran to their ends."""
     from ladder.measure.jobs import Job
-    from ladder.measure.runner import Runner, check_flags, command_for, eager_flags, split_flags
+    from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, split_flags
 
+    for name, same in SAME.items():
+        if name in defaults(stage):
+            flags = [*same, *flags]
     device = check_flags([stage], flags).device
+    if stage.torchrun and too_few_for_ranks(device):
+        device, flags = "cpu", [*flags, "--device", "cpu"]
     if stage.label == "5":
         flags = eager_flags([stage], flags, device, console)
     jobs = []
@@ -158,6 +166,13 @@ def run_both(stage, file, known, flags, folder, rounds, console):
     return True
 
 
+def too_few_for_ranks(device):
+    """Whether a machine has no two devices of this kind for two ranks."""
+    import torch
+
+    return device == "mps" or device == "cuda" and torch.cuda.device_count() < 2
+
+
 def sentences(ours, yours):
     """How the losses, and the times of a step, of the Runs of some rounds compare."""
     pairs = list(zip(ours[0].steps, ours[0].losses, yours[0].losses, strict=False))
@@ -166,7 +181,8 @@ def sentences(ours, yours):
     agreement = f"up to {apart:.6f} apart" if apart else "the same to the last digit"
     yield f"Loss, ours and yours: {losses}; {agreement}."
     ratios = sorted(b.median_ms / a.median_ms for a, b in zip(ours, yours, strict=True))
-    p = speed_p(ours, yours)
+    logs_of_times = [[math.log(run.median_ms) for run in rounds] for rounds in (ours, yours)]
+    p = paired_p(*logs_of_times, FEWEST_ROUNDS)
     verdict, doubt = "A step of yours takes", ""
     if p is not None and p < BEYOND_CHANCE:
         how = "slower" if statistics.median(ratios) > 1 else "faster"
