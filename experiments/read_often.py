@@ -11,7 +11,7 @@
 Variants of rung 29 (patches/read_often/) with the model and steps of docs/own_text.md, on three texts: 72 kB, read 23
 times, with dropout; 1 MB, read 3.6 times; 30 MB, a twentieth of it read. Each variant has its own learning rates:
 those of the recipe together times 1, 2, 1/2, ..., until a best one lies between two others; then two more seeds.
-Two runs at a time, on one thread each. Finished runs are not repeated.
+Runs have one thread each. Finished runs are not repeated.
 """
 import argparse
 import os
@@ -70,13 +70,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("logs", type=Path, help="a folder")
     parser.add_argument("texts", nargs="+", choices=TEXTS, metavar="TEXT", help=f"of {', '.join(TEXTS)}")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     stages = {"rung 29": BY_LABEL["29"]}
     for patch in sorted((PATCHES / "read_often").glob("*.patch")):
         stages[patch.read_text(encoding="utf-8").splitlines()[0]] = write_variant(patch, args.logs, BY_LABEL["29"])
-    with ThreadPool(2) as pool:
+    with ThreadPool(args.jobs) as pool:
         for text in args.texts:
             found = pool.imap(lambda stage, text=text: try_variant(stage, text, args.logs), stages.values())
             first = None  # rung 29's losses
