@@ -10,10 +10,12 @@
 
 Variants of rung 29 (patches/read_often/) with the model and steps of docs/own_text.md, on three texts: 72 kB, read 23
 times, with dropout; 1 MB, read 3.6 times; 30 MB, a twentieth of it read. Each variant has its own learning rates:
-those of the recipe together times 1, 2, 1/2, ..., until a best one lies between two others; then two more seeds.
+those of the recipe times a common factor, until the best lies between two others; then two more seeds.
 Runs have one thread each. Finished runs are not repeated.
 """
 import argparse
+import functools
+import itertools
 import os
 import statistics
 import subprocess
@@ -48,9 +50,9 @@ def val_loss(stage, text, factor, seed, logs):
     return read_log(path).val_losses[-1]
 
 
-def search(loss_of):
-    """{factor: loss} of the learning rates, with a higher loss at half and at twice of the best."""
-    losses, best = {}, 1
+def search(loss_of, best):
+    """{factor: loss} of the learning rates, from `best` on, until half and twice of the best are worse."""
+    losses = {}
     while not {best / 2, best, best * 2} <= losses.keys():
         for factor in (best, best / 2, best * 2):
             if factor not in losses:
@@ -59,11 +61,20 @@ def search(loss_of):
     return losses
 
 
-def try_variant(stage, text, logs):
-    """(its search, the losses of all seeds with its best rates)."""
-    losses = search(lambda factor: val_loss(stage, text, factor, SEEDS[0], logs))
+def try_variant(stage, text, logs, start):
+    """(its search, its best factor, the losses of all seeds with it)."""
+    losses = search(lambda factor: val_loss(stage, text, factor, SEEDS[0], logs), start)
     best = min(losses, key=losses.get)
-    return losses, [val_loss(stage, text, best, seed, logs) for seed in SEEDS]
+    return losses, best, [val_loss(stage, text, best, seed, logs) for seed in SEEDS]
+
+
+def show(text, name, first, found):
+    """Print a variant's losses, and how far they are below those of rung 29, the first."""
+    losses, _, ends = found
+    less = ", ".join(f"{loss - other:+.3f}" for loss, other in zip(ends, first[2], strict=True))
+    tried = ", ".join(f"{factor:g} {loss:.3f}" for factor, loss in sorted(losses.items()))
+    print(f"{text}: {name}: {statistics.median(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}), less rung 29's {less}, "
+          f"p = {paired_p(ends, first[2], FEWEST_SEEDS)} (rates times {tried})", flush=True)
 
 
 def main():
@@ -77,16 +88,13 @@ def main():
     stages = {"rung 29": BY_LABEL["29"]}
     for patch in sorted((PATCHES / "read_often").glob("*.patch")):
         stages[patch.read_text(encoding="utf-8").splitlines()[0]] = write_variant(patch, args.logs, BY_LABEL["29"])
+    base, *variants = stages.values()
     with ThreadPool(args.jobs) as pool:
         for text in args.texts:
-            found = pool.imap(lambda stage, text=text: try_variant(stage, text, args.logs), stages.values())
-            first = None  # rung 29's losses
-            for name, (losses, ends) in zip(stages, found, strict=True):
-                first = first or ends
-                tried = ", ".join(f"{factor:g} {loss:.3f}" for factor, loss in sorted(losses.items()))
-                less = ", ".join(f"{loss - other:+.3f}" for loss, other in zip(ends, first, strict=True))
-                print(f"{text}: {name}: {statistics.median(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}), less rung "
-                      f"29's {less}, p = {paired_p(ends, first, FEWEST_SEEDS)} (rates times {tried})", flush=True)
+            first = try_variant(base, text, args.logs, 1)
+            later = pool.imap(functools.partial(try_variant, text=text, logs=args.logs, start=first[1]), variants)
+            for name, found in zip(stages, itertools.chain([first], later), strict=True):
+                show(text, name, first, found)
 
 
 if __name__ == "__main__":
