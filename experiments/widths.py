@@ -34,6 +34,7 @@ FROM = 128  # the width whose rates the widest model tries
 STEPS = 200
 FLAGS = ["--data", "data/bytes", "-B", "8", "-T", "128", "--total-batch", "1024", "--steps", str(STEPS),
          "--val-every", str(STEPS), "--val-sequences", "256", "--compile-mode", "none"]
+RATES = [0.00125, 0.0025, 0.005, 0.01, 0.02]  # marked on the picture's axes
 START = (0.005, 0.004)  # AdamW's rate and Muon's, where the first search begins
 COLORS = {"rung 24": "#31356e", "carried_over": "#d9822b", "muon_only": "#35b779", "logits_only": "#a33b76"}
 
@@ -116,8 +117,10 @@ def draw(record, path, seen):
         one.set(xscale="log", yscale="log", xlabel="n_embd")
         one.set_title(title, fontsize=9, loc="left")
         one.set_xticks(WIDTHS, WIDTHS)
+        one.set_yticks(RATES, [f"{rate:g}" for rate in RATES])
         one.set_xticks([], minor=True)
-        one.grid(color="0.92", which="both")
+        one.set_yticks([], minor=True)
+        one.grid(color="0.92")
     axes[0].legend(frameon=False, fontsize=8)
     ends = record[record.part != "search"]
     for i, name in enumerate(variants):
@@ -126,7 +129,7 @@ def draw(record, path, seen):
             axes[2].plot(np.full(len(losses), i + offset), losses, "o" if part == "own" else "x", color=COLORS[name])
     axes[2].set_xticks(range(len(variants)), [name.replace("_", " ") for name in variants], fontsize=8)
     axes[2].set_xlim(-0.5, len(variants) - 0.5)
-    axes[2].set_title(f"val loss at {WIDTHS[-1]}; o: own best rates, x: those of {FROM}", fontsize=9, loc="left")
+    axes[2].set_title(f"validation loss at {WIDTHS[-1]}\no: its best rates, x: those of {FROM}", fontsize=9, loc="left")
     axes[2].grid(color="0.92", axis="y")
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
