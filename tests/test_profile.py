@@ -150,7 +150,8 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path):
     assert [rung["name"] for rung in found["rungs"]] == [BY_LABEL[label].name for label in ("0", "5", "10")]
     for rung in found["rungs"]:
         parts, step = rung["parts_ms"], rung["step_ms"]
-        assert sum(parts.values()) == pytest.approx(step) and rung["plain_ms"] / 2 < step < 2 * rung["plain_ms"]
+        assert sum(parts.values()) == pytest.approx(step)
+        assert rung["plain_ms"] / 4 < step < 4 * rung["plain_ms"]  # other tests run beside it, and not all the time
         assert min(parts[kind] for kind in ("matrix products", "head", "attention", "cross-entropy", "optimizer")) > 0
         assert parts["waiting"] < 0.5 * step and rung["floor_ms"] > 0, parts
     assert (tmp_path / "profile.png").exists() and "matmul" in done.stdout
