@@ -36,7 +36,7 @@ FLAGS = ["--data", "data/bytes", "-B", "8", "-T", "128", "--total-batch", "1024"
          "--val-every", str(STEPS), "--val-sequences", "256", "--compile-mode", "none"]
 RATES = [0.00125, 0.0025, 0.005, 0.01, 0.02]  # marked on the picture's axes
 START = (0.005, 0.004)  # AdamW's rate and Muon's, where the first search begins
-COLORS = {"rung 24": "#31356e", "carried_over": "#d9822b", "muon_only": "#35b779", "logits_only": "#a33b76"}
+COLORS = {"rung 24": "#31356e", "carried_over": "#d9822b"}
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
