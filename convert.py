@@ -193,6 +193,9 @@ def to_transformers(saved):
     is_qwen3 = "transformer.h.0.mlp.gate_proj.weight" in weights and "log_frequency" not in weights
     if not is_gpt2 and not is_qwen3:
         raise ValueError(NEITHER)
+    if "logit_scale" in weights:  # rung 34's factor of what the last norm gives
+        scale = weights.pop("logit_scale")
+        weights["transformer.ln_f.weight"] = weights["transformer.ln_f.weight"] * scale
     vocab_size = saved["config"]["vocab_size"]
     for name in ("transformer.wte.weight", "lm_head.weight"):
         weights[name] = weights[name][:vocab_size]  # the rows after those are padding
@@ -331,8 +334,10 @@ def from_transformers(model, script):
     theirs = model.state_dict()
     torch.manual_seed(1337)
     gpt = load_script(script).GPT(to_gpt_config(model.config, script))
+    weights = gpt.state_dict()
+    scale = weights.pop("logit_scale", None)  # rung 34's
     # views of our weights under their names: what is copied into them fills `gpt`
-    ours = to_their_weights(gpt.state_dict(), model.config)
+    ours = to_their_weights(weights, model.config)
     for name in theirs:
         if name not in ours:
             raise ValueError(f"{script} has no place for its {name}")
@@ -345,6 +350,8 @@ def from_transformers(model, script):
         elif not torch.equal(ours[name][: len(theirs[name])], theirs[name]):
             # one matrix here, two there, whatever the configuration says
             raise ValueError("its embeddings are untied, which only baseline.py's are")
+    if scale is not None:
+        weights["transformer.ln_f.weight"] /= scale
     return gpt
 
 

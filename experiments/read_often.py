@@ -15,7 +15,6 @@ Runs have one thread each. Finished runs are not repeated.
 """
 import argparse
 import functools
-import itertools
 import os
 import statistics
 import subprocess
@@ -29,17 +28,17 @@ from ladder.show.chance import FEWEST_SEEDS, paired_p
 from ladder.show.logs import read_log
 
 FLAGS = "--model 4x4x128 -B 6 -T 256 --total-batch 1536 --checkpoint-every 0 --warmup-steps 20".split()
-TEXTS = {  # what differs between the texts: dropout, steps, validation sequences, the two learning rates
-    "small": (0.2, 1100, 0, (0.01, 0.005)),
-    "shakespeare": (0, 2300, 256, (0.01, 0.0025)),
-    "docstrings": (0, 1100, 256, (0.01, 0.005)),
+TEXTS = {  # dropout, steps, validation sequences, the recipe's learning rates, the factor where a search begins
+    "small": (0.2, 1100, 0, (0.01, 0.005), 4),
+    "shakespeare": (0, 2300, 256, (0.01, 0.0025), 1),
+    "docstrings": (0, 1100, 256, (0.01, 0.005), 1),
 }
 SEEDS = [1337, 1338, 1339]
 
 
 def val_loss(stage, text, factor, seed, logs):
     """The validation loss at the end of a run, which is trained unless its log is there."""
-    dropout, steps, n_val, (adamw, muon) = TEXTS[text]
+    dropout, steps, n_val, (adamw, muon), _ = TEXTS[text]
     folder = logs / text / f"{factor:g}_{seed}"
     path = folder / f"{stage.name}.log"
     if not path.exists() or not read_log(path).complete:
@@ -61,40 +60,43 @@ def search(loss_of, best):
     return losses
 
 
-def try_variant(stage, text, logs, start):
-    """(its search, its best factor, the losses of all seeds with it)."""
-    losses = search(lambda factor: val_loss(stage, text, factor, SEEDS[0], logs), start)
+def try_variant(stage, text, logs):
+    """(its search, the losses of all seeds with its best factor)."""
+    losses = search(lambda factor: val_loss(stage, text, factor, SEEDS[0], logs), TEXTS[text][-1])
     best = min(losses, key=losses.get)
-    return losses, best, [val_loss(stage, text, best, seed, logs) for seed in SEEDS]
+    return losses, [val_loss(stage, text, best, seed, logs) for seed in SEEDS]
 
 
 def show(text, name, first, found):
-    """Print a variant's losses, and how far they are below those of rung 29, the first."""
-    losses, _, ends = found
-    less = ", ".join(f"{loss - other:+.3f}" for loss, other in zip(ends, first[2], strict=True))
+    """Print a variant's losses, and how far they are from those of rung 29, the first."""
+    losses, ends = found
+    less = ", ".join(f"{loss - other:+.3f}" for loss, other in zip(ends, first, strict=True))
     tried = ", ".join(f"{factor:g} {loss:.3f}" for factor, loss in sorted(losses.items()))
     print(f"{text}: {name}: {statistics.median(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}), less rung 29's {less}, "
-          f"p = {paired_p(ends, first[2], FEWEST_SEEDS)} (rates times {tried})", flush=True)
+          f"p = {paired_p(ends, first, FEWEST_SEEDS)} (rates times {tried})", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("logs", type=Path, help="a folder")
     parser.add_argument("texts", nargs="+", choices=TEXTS, metavar="TEXT", help=f"of {', '.join(TEXTS)}")
+    parser.add_argument("--variants", nargs="*", default=["averaged", "decay_08", "falling_decay"],
+                        help="patches beside rung 29 (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     stages = {"rung 29": BY_LABEL["29"]}
-    for patch in sorted((PATCHES / "read_often").glob("*.patch")):
+    for name in args.variants:
+        patch = PATCHES / "read_often" / f"{name}.patch"
         stages[patch.read_text(encoding="utf-8").splitlines()[0]] = write_variant(patch, args.logs, BY_LABEL["29"])
-    base, *variants = stages.values()
     with ThreadPool(args.jobs) as pool:
         for text in args.texts:
-            first = try_variant(base, text, args.logs, 1)
-            later = pool.imap(functools.partial(try_variant, text=text, logs=args.logs, start=first[1]), variants)
-            for name, found in zip(stages, itertools.chain([first], later), strict=True):
-                show(text, name, first, found)
+            found = pool.imap(functools.partial(try_variant, text=text, logs=args.logs), stages.values())
+            first = None
+            for name, one in zip(stages, found, strict=True):
+                first = first or one[1]
+                show(text, name, first, one)
 
 
 if __name__ == "__main__":

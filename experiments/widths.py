@@ -4,7 +4,7 @@
     python -m experiments.widths experiments/widths.csv --logs logs/widths     # trains
     python -m experiments.widths experiments/widths.csv                        # prints, draws experiments/widths.png
 
-Rung 24 and a variant of it (patches/widths/) with two layers of width 64, 128, 256 and 512. At each width both learning
+Rungs 24 and 34 with two layers of width 64, 128, 256 and 512. At each width both learning
 rates are searched as in a race, from the best of the width before. Then the widest model trains with several seeds,
 with its own best rates and with those found at width 128. Losses do not depend on what else the machine does, so other
 work may run meanwhile. Rerun the first command to resume.
@@ -21,7 +21,6 @@ from rich.console import Console
 
 from experiments.race import SEED, Contest, search
 from experiments.race_record import last_val_loss
-from experiments.variants import PATCHES, write_variant
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.runner import Runner
@@ -36,7 +35,8 @@ FLAGS = ["--data", "data/bytes", "-B", "8", "-T", "128", "--total-batch", "1024"
          "--val-every", str(STEPS), "--val-sequences", "256", "--compile-mode", "none"]
 RATES = [0.00125, 0.0025, 0.005, 0.01, 0.02]  # marked on the picture's axes
 START = (0.005, 0.004)  # AdamW's rate and Muon's, where the first search begins
-COLORS = {"rung 24": "#31356e", "carried_over": "#d9822b"}
+RUNGS = {"rung 24": "24", "rung 34": "34"}
+COLORS = {"rung 24": "#31356e", "rung 34": "#d9822b"}
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -47,13 +47,10 @@ def contest(logs, stages, width, seeds, runner, at_once):
                    at_once)
 
 
-def train(logs, variants, seeds, at_once):
+def train(logs, seeds, at_once):
     """Search at each width; train the widest model with its own rates and with those of FROM. A row for each run."""
     logs.mkdir(parents=True, exist_ok=True)
-    base = BY_LABEL["24"]
-    stages = {"rung 24": base}
-    for name in variants:
-        stages[name] = write_variant(PATCHES / "widths" / f"{name}.patch", logs, base)
+    stages = {name: BY_LABEL[label] for name, label in RUNGS.items()}
     rows = []
     n_jobs = len(stages) * (7 * len(WIDTHS) + 2 * seeds)
     with Runner("cpu", logs, 3600, Console(), resume=True, n_jobs=n_jobs) as runner:
@@ -77,14 +74,14 @@ def train(logs, variants, seeds, at_once):
                 one.run_shared([one.job(stage, folder, rates, SEED + number) for number, folder in enumerate(folders)])
                 rows += [(part, name, width, *rates, SEED + number, last_val_loss(folder / f"{stage.name}.log"))
                          for number, folder in enumerate(folders)]
-    return pandas.DataFrame(rows, columns=["part", "variant", "width", "max_lr", "muon_lr", "seed", "val_loss"])
+    return pandas.DataFrame(rows, columns=["part", "rung", "width", "max_lr", "muon_lr", "seed", "val_loss"])
 
 
 # ---- showing -------------------------------------------------------------------------------------------------------
 
-def searched(record, variant, width):
+def searched(record, rung, width):
     """{(AdamW's rate, Muon's): loss} of one search, and the best rates."""
-    rows = record[(record.part == "search") & (record.variant == variant) & (record.width == width)]
+    rows = record[(record.part == "search") & (record.rung == rung) & (record.width == width)]
     losses = {(row.max_lr, row.muon_lr): row.val_loss for row in rows.itertuples()}
     return losses, min(losses, key=losses.get)
 
@@ -98,11 +95,11 @@ def lowest_point(losses, best, place):
     return best[place] * 2 ** (0.5 * (below - above) / (below - 2 * at + above))
 
 
-def best_rates(record, variant, place):
+def best_rates(record, rung, place):
     """The best value of one of the two rates at each width."""
     found = []
     for width in WIDTHS:
-        losses, best = searched(record, variant, width)
+        losses, best = searched(record, rung, width)
         found.append(lowest_point(losses, best, place))
     return found
 
@@ -110,10 +107,9 @@ def best_rates(record, variant, place):
 def draw(record, path, seen):
     """The best rates against the width, and what the widest model loses with those of width FROM."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
-    variants = list(record.variant.unique())
     for place, (one, title) in enumerate(zip(axes, ("best AdamW rate", "best Muon rate"), strict=False)):
-        for name in variants:
-            one.plot(WIDTHS, best_rates(record, name, place), "o-", color=COLORS[name], label=name.replace("_", " "))
+        for name in RUNGS:
+            one.plot(WIDTHS, best_rates(record, name, place), "o-", color=COLORS[name], label=name)
         one.set(xscale="log", yscale="log", xlabel="n_embd")
         one.set_title(title, fontsize=9, loc="left")
         one.set_xticks(WIDTHS, WIDTHS)
@@ -123,12 +119,12 @@ def draw(record, path, seen):
         one.grid(color="0.92")
     axes[0].legend(frameon=False, fontsize=8)
     ends = record[record.part != "search"]
-    for i, name in enumerate(variants):
+    for i, name in enumerate(RUNGS):
         for offset, part in ((-0.12, "own"), (0.12, "carried")):
-            losses = ends[(ends.variant == name) & (ends.part == part)].val_loss
+            losses = ends[(ends.rung == name) & (ends.part == part)].val_loss
             axes[2].plot(np.full(len(losses), i + offset), losses, "o" if part == "own" else "x", color=COLORS[name])
-    axes[2].set_xticks(range(len(variants)), [name.replace("_", " ") for name in variants], fontsize=8)
-    axes[2].set_xlim(-0.5, len(variants) - 0.5)
+    axes[2].set_xticks(range(len(RUNGS)), RUNGS, fontsize=8)
+    axes[2].set_xlim(-0.5, len(RUNGS) - 0.5)
     axes[2].set_title(f"validation loss at {WIDTHS[-1]}\no: its best rates, x: those of {FROM}", fontsize=9, loc="left")
     axes[2].grid(color="0.92", axis="y")
     for one in axes:
@@ -139,13 +135,13 @@ def draw(record, path, seen):
 
 
 def show(record):
-    for name in record.variant.unique():
+    for name in record.rung.unique():
         for width in WIDTHS:
             losses, best = searched(record, name, width)
             adamw, muon = (lowest_point(losses, best, place) for place in (0, 1))
             print(f"{name}, width {width}: {losses[best]:.3f} with {best[0]:g} and {best[1]:g} "
                   f"({len(losses)} tried; between them {adamw:.4f} and {muon:.4f})")
-        ends = record[(record.part != "search") & (record.variant == name)].set_index("seed")
+        ends = record[(record.part != "search") & (record.rung == name)].set_index("seed")
         own, carried = (ends[ends.part == part].val_loss for part in ("own", "carried"))
         more = ", ".join(f"{difference:+.3f}" for difference in carried - own)
         print(f"{name}, width {WIDTHS[-1]}: own rates {', '.join(f'{loss:.3f}' for loss in own)}; those of {FROM} "
@@ -156,12 +152,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("record", type=Path, help="a CSV file")
     parser.add_argument("--logs", type=Path, help="train into this folder, and write the record from it")
-    parser.add_argument("--variants", nargs="*", default=["carried_over"], help="patches (default: carried_over)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     args = parser.parse_args()
     if args.logs:
-        write_whole(args.record, train(args.logs, args.variants, args.seeds, args.jobs).to_csv(index=False))
+        write_whole(args.record, train(args.logs, args.seeds, args.jobs).to_csv(index=False))
     text = args.record.read_text(encoding="utf-8")
     record = pandas.read_csv(args.record)
     show(record)

@@ -189,6 +189,20 @@ def test_a_published_qwen3_becomes_a_rungs_start_and_its_checkpoint_comes_back(c
     assert torch.allclose(back, expected[..., :257], atol=1e-5)
 
 
+@torch.no_grad()
+def test_34_the_factor_of_the_logits_goes_into_the_last_norms_gains(convert, tmp_path):
+    """There and back; with a width of 64 it is 2."""
+    from transformers import AutoModelForCausalLM
+
+    path, x = save("34", tmp_path / "model.pt"), torch.randint(0, 257, (1, 32))
+    expected = saved_model(rung("34"), path)(x)
+    convert.main([str(path), str(tmp_path / "hf")])
+    assert torch.allclose(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(x).logits, expected, atol=1e-4)
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "back.pt"), "--script", BY_LABEL["34"].file])
+    back = saved_model(rung("34"), tmp_path / "back.pt")
+    assert back.logit_scale == 2 and torch.allclose(back(x), expected, atol=1e-4)
+
+
 def test_weights_and_configuration_that_disagree(convert, gpt2, refusals, tmp_path):
     """The weights are what was trained."""
     from transformers import AutoModelForCausalLM

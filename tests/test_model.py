@@ -180,7 +180,7 @@ def test_the_future_is_hidden(label):
 def test_neighbours_start_from_the_same_weights(label):
     """Except where the change is about the weights: tying (1), scale (4, 24), shapes (7, 32) or number (20, 21, 23).
 
-    Rungs 22, 30 and 31 add some, and draw the others as before, but for rung 30's smaller embedding.
+    Rungs 22, 30, 31 and 34 add some, and draw the others as before, but for rung 30's smaller embedding.
     """
     states = []
     for module in (rung(BY_LABEL[label].before), rung(label)):
@@ -188,7 +188,8 @@ def test_neighbours_start_from_the_same_weights(label):
         states.append(new_gpt(module, vocab_size=257).state_dict())
     before, after = states
     gains = {f"transformer.h.{i}.attn.{part}_norm.weight" for i in "01" for part in "qk"}
-    added = {"22": gains, "30": {"log_frequency"}, "31": {"pairs.weight", "triples.weight"}}.get(label, set())
+    added = {"22": gains, "30": {"log_frequency"}, "31": {"pairs.weight", "triples.weight"},
+             "34": {"logit_scale"}}.get(label, set())
     assert after.keys() - before.keys() == added and before.keys() <= after.keys()
     smaller = {name for name in before if not torch.equal(before[name], after[name])}
     assert smaller == ({"lm_head.weight", "transformer.wte.weight"} if label == "30" else set())

@@ -1,7 +1,7 @@
-"""Rung 18's Muon against its definition and torch's, rung 19's schedule in closed form."""
+"""Rung 18's Muon against its definition and torch's; in closed form rung 19's schedule, and rung 34's scales."""
 import pytest
 import torch
-from conftest import new_gpt, rung, rungs_that_change
+from conftest import new_gpt, rung, rungs_that_change, tiny
 
 
 def matrices_of(shape, singular_values, n=3):
@@ -90,3 +90,40 @@ def test_19_schedule_in_closed_form(max_steps, max_lr, warmup_steps, decay_share
     get_lr = rung("19").get_lr
     found = [get_lr(step, max_steps, max_lr, warmup_steps, decay_share) for step in range(1, max_steps + 1)]
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (192, 64), (64, 192), (512, 512)])
+def test_34_the_norm_of_an_update_depends_on_the_ratio_of_the_sides(shape):
+    """Times the square root of it: then an output changes as much, entry by entry, at any width."""
+    module = rung("34")
+    module.autocast_dtype = lambda device: torch.float32
+    n_out, n_in = shape
+    for grad, _, _ in matrices_of(shape, torch.ones(min(shape), dtype=torch.float64)):
+        norm = torch.linalg.matrix_norm(module.muon_update(grad, grad), 2).item()
+        assert norm / (0.2 * (128 * n_out / n_in) ** 0.5) == pytest.approx(0.9, abs=0.25)  # the iteration's band
+
+
+def logits_at_width(label, width, n_steps):
+    """Of a new model: a token's own logit, on average, and by how much a few steps change the logits (deviation)."""
+    ids = torch.randint(0, 257, (8, 64), generator=torch.Generator().manual_seed(0))
+    model = tiny(label, f"2x2x{width}")
+    optimizer = model.configure_optimizers(lr=0.01, muon_lr=0.01, weight_decay=0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = group["max_lr"]
+    first = model(ids).detach()
+    for _ in range(n_steps):
+        model(ids, ids.roll(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    own = first.gather(-1, ids[..., None])
+    return own.mean().item(), (model(ids).detach() - first).std().item()
+
+
+def test_34_logits_are_as_large_at_any_width_and_change_as_much():
+    """The coordinate check of Yang et al. 2022. A token's own logit is 0.02 n_embd in rung 24, times 128 / n_embd."""
+    narrow, wide = (logits_at_width("34", width, 4) for width in (128, 512))
+    assert narrow[0] == pytest.approx(2.56, rel=0.03) and wide[0] == pytest.approx(2.56, rel=0.03)
+    assert wide[1] == pytest.approx(narrow[1], rel=0.3)
+    narrow, wide = (logits_at_width("24", width, 4) for width in (128, 512))
+    assert narrow[0] == pytest.approx(2.56, rel=0.03) and wide[0] == pytest.approx(4 * 2.56, rel=0.03)
+    assert wide[1] > 1.5 * narrow[1]

@@ -2,9 +2,10 @@
 import os
 import re
 
+import pandas
 import pytest
 import torch
-from conftest import losses, new_gpt, rung, train
+from conftest import ROOT, losses, new_gpt, rung, train
 
 from ladder.count.memory import PROCESS_BYTES, largest_fitting, state_bytes, step_bytes
 from ladder.measure.first_and_last import command_of, first_and_last
@@ -117,6 +118,22 @@ def test_the_rotated_pair_is_rung_20s():
     angles = rung("20").rotary_angles(16, drawings.HEAD_SIZE)[:, drawings.PAIR]
     assert angles.tolist() == pytest.approx([position * drawings.RADIANS_A_TOKEN for position in range(16)])
     assert drawings.angle_between(5, 2) == pytest.approx(drawings.angle_between(13, 10))
+
+
+def test_the_rates_are_the_records():
+    """The lowest loss of each width, and the rate that its caption names."""
+    record = pandas.read_csv(ROOT / "experiments" / "widths.csv")
+    searches = record[record.part == "search"]
+    for rung_name in ("rung 24", "rung 34"):
+        shown = drawings.searched_rates(rung_name)
+        lowest = searches[searches.rung == rung_name].sort_values("val_loss").groupby("width").first()
+        for width, points in shown.items():
+            assert min(points, key=lambda point: point[1]) == tuple(lowest.loc[width, ["muon_lr", "val_loss"]])
+            assert [rate for rate, _ in points] == sorted(rate for rate, _ in points) and len(points) >= 3
+        assert list(shown) == list(lowest.index) == [64, 128, 256, 512]
+        inside = [drawings.RATES[0] <= rate <= drawings.RATES[1] and drawings.LOSSES[0] <= loss <= drawings.LOSSES[1]
+                  for points in shown.values() for rate, loss in points]
+        assert all(inside)
 
 
 def test_the_cards_hold_what_the_scripts_keep():

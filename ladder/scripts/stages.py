@@ -142,5 +142,8 @@ rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
      "shard", "gather", "compile_parts", "optimizer_step", "build_model", "train", torchrun=True)
 rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
      "imports", "Checkpoints", same_losses=0.01, torchrun=True)
+# Learning rates for larger models.
+rung("34", "beyond/rung_34_rates_that_carry_over.py", "rates that carry over", "24",
+     "GPT.__init__", "GPT.forward", "muon_update")
 
 BY_NAME = {stage.name: stage for stage in STAGES}

@@ -322,6 +322,55 @@ def who_holds_what():
     return svg(y + 10, "What each of four cards keeps under DDP, in rung 33 and under FSDP", *parts)
 
 
+# ---- rung 34: learning rates and width -------------------------------------------------------------------------------
+
+RATES, LOSSES = (0.001, 0.016), (2.03, 2.35)  # the ends of both axes
+
+
+def searched_rates(rung):
+    """{width: [(Muon's rate, loss), ...]}: the runs of experiments/widths.csv that have AdamW's best rate."""
+    runs = {}  # {width: {AdamW's rate: {Muon's: loss}}}
+    with (ROOT / "experiments" / "widths.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["part"], row["rung"]) == ("search", rung):
+                adamw, muon, loss = (float(row[name]) for name in ("max_lr", "muon_lr", "val_loss"))
+                runs.setdefault(int(row["width"]), {}).setdefault(adamw, {})[muon] = loss
+    return {width: sorted(min(by_rate.values(), key=lambda losses: min(losses.values())).items())
+            for width, by_rate in runs.items()}
+
+
+def loss_over_rate():
+    """The loss against Muon's rate, a line for each width: on the left the lowest point moves with the width."""
+    top, width, height, parts = 26, 116, 200, []
+
+    def place(point, left):
+        x = math.log(point[0] / RATES[0]) / math.log(RATES[1] / RATES[0])
+        y = (point[1] - LOSSES[0]) / (LOSSES[1] - LOSSES[0])
+        return left + width * x, top + height * (1 - y)
+
+    for name, left in (("rung 24", 58), ("rung 34", 234)):
+        parts.append(text(left, 13, name, "strong"))
+        for loss in (2.1, 2.2, 2.3):
+            y = place((RATES[0], loss), left)[1]
+            parts.append(path([(left, y), (left + width, y)], "grid"))
+            if left < 100:
+                parts.append(text(0, y + 4, f"{loss:g}", "dim"))
+        for rate in (0.002, 0.008):
+            x = place((rate, LOSSES[0]), left)[0]
+            parts += [path([(x, top), (x, top + height)], "grid"),
+                      text(x, top + height + 17, f"{rate:g}", "dim", "middle")]
+        for n_embd, points in searched_rates(name).items():
+            css = "now" if name == "rung 34" else "before"
+            parts.append(path([place(point, left) for point in points], f"curve {css} line"))
+            x, y = place(min(points, key=lambda point: point[1]), left)
+            parts.append(box(x - 4, y - 4, 8, 8, "two"))
+            x, y = place(points[0], left)
+            parts.append(text(x - 4, y + 4, f"{n_embd}", f"label {css}", "end"))
+    parts.append(text(WIDTH, top + height + 34, "Muon’s learning rate", "dim", "end"))
+    return svg(top + height + 40, "Validation loss against Muon's learning rate at four widths, in rungs 24 and 34",
+               *parts)
+
+
 # ---- what the page shows ---------------------------------------------------------------------------------------------
 
 def drawings():
@@ -355,6 +404,10 @@ def drawings():
                        f"({math.degrees(RADIANS_A_TOKEN):.0f}°) a token; dashed: unrotated. The query, q, comes three "
                        "tokens after the key, k, in both places, so the angle between them, and their dot product, is "
                        "the same.")],
+        "34": [Drawing(loss_over_rate(),
+                       "Measured: the loss against Muon's rate, at AdamW's best one; widths 64 to 512, two layers, 200 "
+                       "steps on bytes, one seed. Squares: the lowest tried. In rung 24 it moves from 0.008 to "
+                       "0.002.")],
         "cards": [Drawing(who_holds_what(),
                           "Four cards, rung 24's GPT-2 (124M), between two steps: counted, in float32. In rung 33 each "
                           "tensor has one owner, and the first card's is the embedding. Under FSDP a block is gathered "

@@ -23,6 +23,7 @@ SECTIONS = [
     Section("past-qwen3", "Past Qwen3", ("30",)),
     Section("published-qwen3s", "The published Qwen3s", ("32",)),
     Section("cards", "Several cards", ("33", "fsdp")),
+    Section("rates", "A wide model’s learning rates", ("34",)),
 ]
 STARTS = {label: section for section in SECTIONS for label in section.starts}
 
