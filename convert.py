@@ -6,10 +6,10 @@
 
 The file is that of one script: rung 10's for a GPT-2 (rungs 7 to 19 load it), rung 24's for a Qwen3
 (23 to 29 and 33), rung 32's for a Qwen3 whose heads share keys and values, as the published ones
-do; --script names another one, such as baseline.py. Rows that pad the vocabulary (rung 7) start as
-in a new model. In the other direction padding is cut off, and untied embeddings (baseline.py's)
-stay untied. Rungs 20 to 22, 30 and 31 are neither a GPT-2 nor a Qwen3; rungs 30 and 31 can start
-from a Qwen3, since what they add to it starts at zero.
+do; --script names another one, such as baseline.py, and rung 34 loads only its own. Rows that pad
+the vocabulary (rung 7) start as in a new model. In the other direction padding is cut off, and
+untied embeddings (baseline.py's) stay untied. Rungs 20 to 22, 30 and 31 are neither a GPT-2 nor a
+Qwen3; rungs 30 and 31 can start from a Qwen3, since what they add to it starts at zero.
 """
 import argparse
 import contextlib
@@ -334,10 +334,9 @@ def from_transformers(model, script):
     theirs = model.state_dict()
     torch.manual_seed(1337)
     gpt = load_script(script).GPT(to_gpt_config(model.config, script))
-    weights = gpt.state_dict()
+    weights = gpt.state_dict()  # views: what is copied into them fills `gpt`
     scale = weights.pop("logit_scale", None)  # rung 34's
-    # views of our weights under their names: what is copied into them fills `gpt`
-    ours = to_their_weights(weights, model.config)
+    ours = to_their_weights(weights, model.config)  # under their names
     for name in theirs:
         if name not in ours:
             raise ValueError(f"{script} has no place for its {name}")

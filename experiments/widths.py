@@ -4,12 +4,13 @@
     python -m experiments.widths experiments/widths.csv --logs logs/widths     # trains
     python -m experiments.widths experiments/widths.csv                        # prints, draws experiments/widths.png
 
-Rungs 24 and 34 with two layers of width 64, 128, 256 and 512. At each width both learning
-rates are searched as in a race, from the best of the width before. Then the widest model trains with several seeds,
-with its own best rates and with those found at width 128. Losses do not depend on what else the machine does, so other
-work may run meanwhile. Rerun the first command to resume.
+Rungs 24 and 34 with two layers of width 64, 128, 256 and 512. At each width both learning rates are searched as in a
+race, from the best of the width before. Then the models of width 256 and 512 train with several seeds, with their own
+best rates and with those found at width 128. Losses do not depend on what else the machine does, so other work may run
+meanwhile. Rerun the second command to resume.
 """
 import argparse
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ from ladder.show.chance import FEWEST_SEEDS, paired_p
 from ladder.show.plots import digest
 
 WIDTHS = [64, 128, 256, 512]
-FROM = 128  # the width whose rates the widest model tries
+FROM, TO = 128, [256, 512]  # the width whose rates are carried over, and those that they are tried at
 STEPS = 200
 FLAGS = ["--data", "data/bytes", "-B", "8", "-T", "128", "--total-batch", "1024", "--steps", str(STEPS),
          "--val-every", str(STEPS), "--val-sequences", "256", "--compile-mode", "none"]
@@ -48,11 +49,11 @@ def contest(logs, stages, width, seeds, runner, at_once):
 
 
 def train(logs, seeds, at_once):
-    """Search at each width; train the widest model with its own rates and with those of FROM. A row for each run."""
+    """Search at each width; train the wide models with their own rates and those of FROM. A row for each run."""
     logs.mkdir(parents=True, exist_ok=True)
     stages = {name: BY_LABEL[label] for name, label in RUNGS.items()}
     rows = []
-    n_jobs = len(stages) * (7 * len(WIDTHS) + 2 * seeds)
+    n_jobs = len(stages) * (7 * len(WIDTHS) + 2 * len(TO) * seeds)
     with Runner("cpu", logs, 3600, Console(), resume=True, n_jobs=n_jobs) as runner:
         for name, stage in stages.items():
             best = {}  # {width: rates}
@@ -67,9 +68,9 @@ def train(logs, seeds, at_once):
 
                 best[width] = search(stage, best.get(width // 2, START), try_rates)
                 rows += [("search", name, width, *rates, SEED, loss) for rates, loss in tried.items()]
-            width = WIDTHS[-1]
-            one = contest(logs, [stage], width, seeds, runner, at_once)
-            for part, rates in (("own", best[width]), ("carried", best[FROM])):
+            for width, part in itertools.product(TO, ("own", "carried")):
+                one = contest(logs, [stage], width, seeds, runner, at_once)
+                rates = best[width if part == "own" else FROM]
                 folders = [logs / str(width) / f"{part}_{number + 1}" for number in range(seeds)]
                 one.run_shared([one.job(stage, folder, rates, SEED + number) for number, folder in enumerate(folders)])
                 rows += [(part, name, width, *rates, SEED + number, last_val_loss(folder / f"{stage.name}.log"))
@@ -104,8 +105,14 @@ def best_rates(record, rung, place):
     return found
 
 
+def ends_of(record, rung, width, part):
+    """The losses of the seeds, of a wide model with its own rates or with those carried over."""
+    rows = record[(record.part == part) & (record.rung == rung) & (record.width == width)]
+    return rows.sort_values("seed").val_loss.to_numpy()
+
+
 def draw(record, path, seen):
-    """The best rates against the width, and what the widest model loses with those of width FROM."""
+    """The best rates against the width, and the losses of the wide models with those of width FROM."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
     for place, (one, title) in enumerate(zip(axes, ("best AdamW rate", "best Muon rate"), strict=False)):
         for name in RUNGS:
@@ -118,14 +125,15 @@ def draw(record, path, seen):
         one.set_yticks([], minor=True)
         one.grid(color="0.92")
     axes[0].legend(frameon=False, fontsize=8)
-    ends = record[record.part != "search"]
-    for i, name in enumerate(RUNGS):
-        for offset, part in ((-0.12, "own"), (0.12, "carried")):
-            losses = ends[(ends.rung == name) & (ends.part == part)].val_loss
-            axes[2].plot(np.full(len(losses), i + offset), losses, "o" if part == "own" else "x", color=COLORS[name])
-    axes[2].set_xticks(range(len(RUNGS)), RUNGS, fontsize=8)
-    axes[2].set_xlim(-0.5, len(RUNGS) - 0.5)
-    axes[2].set_title(f"validation loss at {WIDTHS[-1]}\no: its best rates, x: those of {FROM}", fontsize=9, loc="left")
+    labels = []
+    for width, name in itertools.product(TO, RUNGS):
+        for offset, part, marker in ((-0.12, "own", "o"), (0.12, "carried", "x")):
+            losses = ends_of(record, name, width, part)
+            axes[2].plot(np.full(len(losses), len(labels) + offset), losses, marker, color=COLORS[name])
+        labels.append(f"{name}\n{width}")
+    axes[2].set_xticks(range(len(labels)), labels, fontsize=8)
+    axes[2].set_xlim(-0.5, len(labels) - 0.5)
+    axes[2].set_title(f"validation loss\no: its width's best rates, x: those of {FROM}", fontsize=9, loc="left")
     axes[2].grid(color="0.92", axis="y")
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
@@ -134,25 +142,36 @@ def draw(record, path, seen):
     print(path)
 
 
+def compare(what, losses, others):
+    """Print how far some losses are from others of the same seeds, and p."""
+    differences = ", ".join(f"{difference:+.3f}" for difference in losses - others)
+    p = paired_p(losses, others, FEWEST_SEEDS)  # None for the same losses
+    print(f"{what}: {differences} (p = {p and round(p, 4)})")
+
+
 def show(record):
-    for name in record.rung.unique():
-        for width in WIDTHS:
-            losses, best = searched(record, name, width)
-            adamw, muon = (lowest_point(losses, best, place) for place in (0, 1))
-            print(f"{name}, width {width}: {losses[best]:.3f} with {best[0]:g} and {best[1]:g} "
-                  f"({len(losses)} tried; between them {adamw:.4f} and {muon:.4f})")
-        ends = record[(record.part != "search") & (record.rung == name)].set_index("seed")
-        own, carried = (ends[ends.part == part].val_loss for part in ("own", "carried"))
-        more = ", ".join(f"{difference:+.3f}" for difference in carried - own)
-        print(f"{name}, width {WIDTHS[-1]}: own rates {', '.join(f'{loss:.3f}' for loss in own)}; those of {FROM} "
-              f"{', '.join(f'{loss:.3f}' for loss in carried)} ({more}, p = {paired_p(own, carried, FEWEST_SEEDS)})")
+    for name, width in itertools.product(RUNGS, WIDTHS):
+        losses, best = searched(record, name, width)
+        adamw, muon = (lowest_point(losses, best, place) for place in (0, 1))
+        print(f"{name}, width {width}: {losses[best]:.3f} with {best[0]:g} and {best[1]:g} "
+              f"({len(losses)} tried; between them {adamw:.4f} and {muon:.4f})")
+    for width in TO:
+        for name, part in itertools.product(RUNGS, ("own", "carried")):
+            print(f"{name}, width {width}, {part} rates: "
+                  + ", ".join(f"{loss:.3f}" for loss in ends_of(record, name, width, part)))
+        for name in RUNGS:
+            compare(f"{name}, width {width}, carried less own", ends_of(record, name, width, "carried"),
+                    ends_of(record, name, width, "own"))
+        for part in ("own", "carried"):
+            compare(f"width {width}, {part}, rung 34 less rung 24", ends_of(record, "rung 34", width, part),
+                    ends_of(record, "rung 24", width, part))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("record", type=Path, help="a CSV file")
     parser.add_argument("--logs", type=Path, help="train into this folder, and write the record from it")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     args = parser.parse_args()
     if args.logs:

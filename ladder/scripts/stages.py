@@ -144,6 +144,6 @@ rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
      "imports", "Checkpoints", same_losses=0.01, torchrun=True)
 # Learning rates for larger models.
 rung("34", "beyond/rung_34_rates_that_carry_over.py", "rates that carry over", "24",
-     "GPT.__init__", "GPT.forward", "muon_update")
+     "BASE_WIDTH", "GPT.__init__", "GPT.forward", "muon_update")
 
 BY_NAME = {stage.name: stage for stage in STAGES}
