@@ -9,8 +9,8 @@
     python -m experiments.read_often logs/read_often small shakespeare docstrings
 
 Variants of rung 29 (patches/read_often/) with the model and steps of docs/own_text.md, on three texts: 72 kB, read 23
-times, with dropout; 1 MB, read 3.6 times; 30 MB, a twentieth of it read. Each variant has its own learning rates:
-those of the recipe times a common factor, until the best lies between two others; then more seeds.
+times, with dropout; 1 MB, read 3.6 times; 35 MB, a twentieth of it read. Each variant has its own learning rates:
+those of TEXTS times a common factor, until the best lies between two others; then more seeds.
 Runs have one thread each. Finished runs are not repeated.
 """
 import argparse
@@ -28,7 +28,7 @@ from ladder.show.chance import FEWEST_SEEDS, paired_p
 from ladder.show.logs import read_log
 
 FLAGS = "--model 4x4x128 -B 6 -T 256 --total-batch 1536 --checkpoint-every 0 --warmup-steps 20".split()
-TEXTS = {  # dropout, steps, validation sequences, the recipe's learning rates, the factor where a search begins
+TEXTS = {  # dropout, steps, validation sequences, AdamW's and Muon's rate, their factor where a search begins
     "small": (0.2, 1100, 0, (0.01, 0.005), 4),
     "shakespeare": (0, 2300, 256, (0.01, 0.0025), 1),
     "docstrings": (0, 1100, 256, (0.01, 0.005), 1),
