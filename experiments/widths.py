@@ -145,8 +145,9 @@ def draw(record, path, seen):
 def compare(what, losses, others):
     """Print how far some losses are from others of the same seeds, and p."""
     differences = ", ".join(f"{difference:+.3f}" for difference in losses - others)
-    p = paired_p(losses, others, FEWEST_SEEDS)  # None for the same losses
-    print(f"{what}: {differences} (p = {p and round(p, 4)})")
+    p = paired_p(losses, others, FEWEST_SEEDS)
+    chance = "the same" if p is None else f"p = {p:.2g}"
+    print(f"{what}: {differences} ({chance})")
 
 
 def show(record):
