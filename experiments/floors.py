@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 from experiments.count_kernels import count
-from ladder.count.cards import CARDS
+from ladder.count.cards import CARDS, card_of
 from ladder.count.floor import STORED, floor_of, read_store
 from ladder.count.flops import flops_per_token
 from ladder.scripts.stages import BY_NAME, ROOT
 from ladder.show.logs import read_folder
 from ladder.show.machine import read_machine
+from ladder.show.report import build_report
 
 T, EAGER = 1024, {"compile_mode": "none"}
 LECTURE = [("float32", "0", 16, {}, 1000), ("TF32", "2", 16, {}, 333), ("bfloat16", "3", 16, {}, 300),
@@ -37,11 +38,11 @@ def kernels(label, B, settings):
     return read_store()[label]["kernels"]
 
 
-def compare(title, rows, card):
-    """Counted and published, row by row, each with the step from the row before."""
+def compare(title, rows, card, what="published"):
+    """Counted and published or measured, row by row, each with the step from the row before."""
     print(f"\n{title}\n")
-    print("| | rung | B | floor, ms | products | traffic | launches | published, ms | floor / published "
-          "| × before, counted | × before, published |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    print(f"| | rung | B | floor, ms | products | traffic | launches | {what}, ms | floor / {what} "
+          f"| × before, counted | × before, {what} |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     last = None
     for name, label, B, settings, published in rows:
         counted = kernels(label, B, settings)
@@ -51,6 +52,13 @@ def compare(title, rows, card):
         print(f"| {name} | {label} | {B} | {floor:.0f} | {products:.0f} | {traffic:.0f} | {launches:,} "
               f"| {published:.0f} | {floor / published:.2f} | {steps} |", flush=True)
         last = floor, published, B
+
+
+def gpu(folder):
+    """The rungs of a folder of logs from a GPU, the median of their rounds."""
+    report = build_report(folder)
+    rows = [(row.title, BY_NAME[row.name].label, STORED["B"], {}, row.ms) for row in report.rows if row.name in BY_NAME]
+    compare(f"{folder.name}: measured", rows, card_of(report.setting["device"]), "measured")
 
 
 def cpu(folder):
@@ -74,6 +82,8 @@ def main():
             [(*row[:4], ms_of(row[4], row[2])) for row in FROM_SCRATCH], a100)
     compare("nanoGPT's README: 250 -> 135 ms (bench.py: B=12), and 600,000 iterations of 5 micro-steps in 4 days",
             NANOGPT, a100)
+    for folder in sorted(ROOT.glob("logs/reference/nvidia_*_B16_T1024")):
+        gpu(folder)
     for folder in [*sorted(ROOT.glob("logs/reference/*_B1_T1024*")), *map(Path, sys.argv[1:])]:
         cpu(folder)
 

@@ -41,13 +41,15 @@ def speed_bars(report):
                "more": more, "tip": speed_tip(row)}
 
 
-def step_bars(report):
-    """Milliseconds of a step, of the rungs 0 to 10."""
+def step_bars(report, floors):
+    """Milliseconds of a step, of the rungs 0 to 10; `floors` are the ms of {label: the card's counted floor}."""
     for row in report.rows:
+        label = stage_of(row.name).label
         if stage_of(row.name) not in LADDER:
             continue
-        yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.ms], "low": row.ms_low,
-               "high": row.ms_high, "end": ms_text(row.ms)}
+        bar = {"title": row.title, "label": label, "parts": [row.ms], "low": row.ms_low, "high": row.ms_high,
+               "end": ms_text(row.ms)}
+        yield bar | ({"floor": floors[label]} if label in floors else {})
 
 
 def lecture_bars():

@@ -32,7 +32,7 @@ from ladder.show.exercises import exercise_html, read_exercises, read_printed
 from ladder.show.logs import stage_of
 from ladder.show.report import warnings
 from ladder.show.standings import IN_A_LINK, KEY, race_texts, standings
-from ladder.show.tables import HEADINGS, fastest, shown_texts, where
+from ladder.show.tables import HEADINGS, fastest, gain, shown_texts, where
 from ladder.show.tree import after, tree_rows
 
 HERE = Path(__file__).parent
@@ -203,10 +203,8 @@ def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     if path.is_dir():
         raise UserError(f"--html {path} is a folder: name a file")
-    # First a machine with a profile, the most rungs, and of these the one where they gain the most.
-    reports = sorted(reports, reverse=True, key=lambda report: (
-        report.profile is not None, len(report.runs.keys() & BY_NAME),
-        max(row.times_baseline or 0 for row in report.rows)))
+    # First the machine where the ladder gains the most; those without it by the number of their rungs.
+    reports = sorted(reports, reverse=True, key=lambda report: (gain(report), len(report.runs.keys() & BY_NAME)))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

@@ -20,7 +20,7 @@ from ladder.errors import UserError
 from ladder.scripts.stages import LADDER
 from ladder.show.charts import KIND_COLORS, curves, lecture_bars, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.logs import PEER
-from ladder.show.tables import batch_of, conditions, where
+from ladder.show.tables import batch_of, conditions, floors_of, where
 
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 
@@ -135,13 +135,15 @@ def profile_picture(profile):
 
 def step_picture(report):
     """The milliseconds of a step, rung by rung: of an A100, as published and counted, and of the report's machine."""
-    measured = list(step_bars(report))
+    floors = floors_of(report)
+    measured = list(step_bars(report, floors))
     rows = [heading(bar) for bar in measured]
+    marks = "black: the least time, counted" if floors else "thin lines: lowest to highest"
     published = [bar for bar in lecture_bars() if heading(bar) in rows]
     return {"title": "A training step, rung by rung", "height": 1.6 + 0.3 * len(rows), "panels": [
         {"heading": "One A100, B=16 T=1024\npublished; black: the least time, counted",
          "bars": published, "xlabel": "ms a step", "rows": rows},
-        {"heading": f"{report.setting['device']}, {batch_of(report)}\nmeasured; thin lines: lowest to highest",
+        {"heading": f"{report.setting['device']}, {batch_of(report)}\nmeasured; {marks}",
          "bars": measured, "xlabel": "ms a step", "rows": rows},
     ], "caption": "Left: GPT-2 (124M), the lecture's scripts; it has no time for rungs 1, 4, 8 and 9. "
                   f"Right: {where(report)}."}

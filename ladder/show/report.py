@@ -217,13 +217,13 @@ def cores_of(report):
     return cores
 
 
-def rung_warnings(row, run, card):
-    """What a reader of a rung's row needs to know; `run` is its first round."""
+def rung_warnings(row, run, card, busy):
+    """What a reader of a rung's row needs to know; `run` is its first round, `busy` a GPU that other runs kept warm."""
     if row.mfu and row.mfu > 1:
         yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
     for found in impossible(run, card):
         yield f"{row.title}: {found}"
-    if not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS:
+    if not busy and not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS:
         yield (f"{row.title}: the steps between the first and those that count took less than "
                f"{WARM_UP_MS / 1000:g} s, too few to warm up a GPU: give more --steps")
     if not row.complete:
@@ -238,7 +238,7 @@ def warnings(report, card=None):
     for reason in report.skipped:
         yield f"skipped: {reason}"
     for row in report.rows if not report.race else []:  # a race keeps no single steps
-        yield from rung_warnings(row, report.runs[row.name][0], card)
+        yield from rung_warnings(row, report.runs[row.name][0], card, report.machine.get("kept_busy"))
     if len({row.rounds for row in report.rows}) > 1:
         yield "the rungs have different numbers of rounds: their spreads do not compare"
     if any(row.rounds == 1 and row.counted < MIN_COUNTED for row in report.rows):

@@ -4,8 +4,8 @@ import re
 
 import pandas
 
-from ladder.count.cards import CARDS
-from ladder.count.floor import floor_data
+from ladder.count.cards import card_of
+from ladder.count.floor import STORED, floor_data
 from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
@@ -18,10 +18,23 @@ from ladder.show.terminal import WIDE, print_texts
 NOTHING = "–"  # where a log does not say
 NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
-HEADINGS = (f"× before: with * significant, p < {BEYOND_CHANCE} in a paired test over {FEWEST_ROUNDS} rounds or more; "
-            "else no measurable gain, or with ? too few rounds to tell. s to: seconds to the first step, or "
+STARS = (f"× before: with * significant, p < {BEYOND_CHANCE} in a paired test over {FEWEST_ROUNDS} rounds or more; "
+         "else no measurable gain, or with ? too few rounds to tell")
+HEADINGS = (f"{STARS}. s to: seconds to the first step, or "
             "validation, with this loss, the lowest that all reach. 1st step: with compilation, unless its graphs were "
             "in torch's cache")
+
+
+def gain(report):
+    """How many times the baseline's speed the fastest rung has; 0 without a baseline."""
+    return max(row.times_baseline or 0 for row in report.rows)
+
+
+def floors_of(report):
+    """{label: ms of its counted floor} of the report's card, for what is stored; {} for other cards and batches."""
+    card = card_of(report.setting["device"])
+    stored = all(report.setting[key] == value for key, value in STORED.items())
+    return {row["label"]: row["ms"][card.name]["floor"] for row in floor_data([card])["rungs"]} if card and stored else {}
 
 
 def data_of(report):
@@ -74,8 +87,12 @@ def link_to(row):
     return f"[`{file}`]({file})"
 
 
-def ms_of(row):
-    return f"{row.ms:,.1f}" if row.ms < 1000 else f"{row.ms:,.0f}"
+def ms_text(ms):
+    return f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}"
+
+
+def spread_of(row):
+    return f"{ms_text(row.ms_low)}–{ms_text(row.ms_high)}"
 
 
 def loss_of(row):
@@ -84,13 +101,6 @@ def loss_of(row):
 
 def mfu_of(row):
     return text_of(row.mfu, "{:.0%} (!)" if row.mfu and row.mfu > 1 else "{:.0%}")
-
-
-def speed_range(row):
-    """Tokens per second, and those of the slowest and the fastest round."""
-    speed = row.tokens_per_second or 0
-    slowest, fastest = speed * row.ms / row.ms_high, speed * row.ms / row.ms_low
-    return f"{speed:,.0f} ({slowest:,.0f}–{fastest:,.0f})"
 
 
 def times_before(row):
@@ -102,18 +112,21 @@ def times_before(row):
 
 
 def short_row(row, floors):
-    """README.md's; `floors` are the ms of {label: an A100's counted floor}."""
+    """README.md's; `floors` are the ms of {label: the counted floor of the report's card}, {} where there is none."""
     stage = stage_of(row.name)
-    counted = f"{floors[stage.label]:,.0f}" if stage.label in floors else NOTHING
-    return {"file": link_to(row), "the one change": row.title, "tokens/sec": speed_range(row),
-            "× baseline": text_of(row.times_baseline, "{:.2f}"), "A100: least ms, counted": counted,
-            "published ms": str(stage.lecture_ms or NOTHING)}
+    texts = {"file": link_to(row), "the one change": row.title,
+             "ms/step": f"{ms_text(row.ms)} ({spread_of(row)})",
+             "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"), "× before": times_before(row),
+             "× baseline": text_of(row.times_baseline, "{:.2f}")}
+    if floors:
+        texts["least ms, counted"] = f"{floors[stage.label]:,.0f}" if stage.label in floors else NOTHING
+    return texts | {"A100, published ms": str(stage.lecture_ms or NOTHING)}
 
 
 def long_row(row):
     """docs/results.md's."""
-    return {"": stage_of(row.name).label, "file": link_to(row), "the one change": row.title, "ms/step": ms_of(row),
-            "spread": f"{row.ms_low:,.0f}–{row.ms_high:,.0f}",
+    return {"": stage_of(row.name).label, "file": link_to(row), "the one change": row.title, "ms/step": ms_text(row.ms),
+            "spread": spread_of(row),
             "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"),
             "× baseline": text_of(row.times_baseline, "{:.2f}"), "MFU": mfu_of(row),
             "causal": text_of(row.mfu_causal, "{:.0%}"), "peak GB": text_of(row.peak_memory_gb, "{:.2f}"),
@@ -124,8 +137,8 @@ def shown_row(row, report):
     """A terminal's and the page's."""
     return {
         "rung": row.title,
-        "ms/step": ms_of(row),
-        "spread": f"{row.ms_low:,.0f}–{row.ms_high:,.0f}",
+        "ms/step": ms_text(row.ms),
+        "spread": spread_of(row),
         "tokens/s": text_of(row.tokens_per_second, "{:,.0f}"),
         "× base": text_of(row.times_baseline, "{:.2f}"),
         "× before": times_before(row),
@@ -168,11 +181,10 @@ def markdown(rows, n_left):
 
 
 def short_table(report):
-    """README.md's: each rung's speed and its spread, and its counted and published times for an A100."""
-    floors = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
+    """README.md's: each rung's step with its spread, beside its counted floor and the lecture's time."""
     rounds = max(row.rounds for row in report.rows)
-    return (f"{markdown([short_row(row, floors) for row in report.rows], 2)}\n\n"
-            f"{where(report)}; the median of {rounds} rounds, lowest to highest.")
+    return (f"{markdown([short_row(row, floors_of(report)) for row in report.rows], 2)}\n\n"
+            f"{where(report)}; the median of {rounds} rounds, lowest to highest. {STARS}.")
 
 
 def long_table(report):
@@ -205,12 +217,9 @@ def write_between(path, name, tables):
 
 
 def write_tables(reports, root=ROOT):
-    """Put the tables between their marks in README.md and docs/.
-
-    The README shows the machine with the most rungs; among several, the one where they gain the most.
-    """
+    """Put the tables between their marks in README.md, of the machine where the ladder gains the most, and in docs/."""
     ladder = [report for report in reports if BY_LABEL["0"].name in report.runs]
-    ladder.sort(key=lambda report: (-len(report.rows), -max(row.times_baseline or 0 for row in report.rows)))
+    ladder.sort(key=gain, reverse=True)
     write_between(root / "README.md", "ladder", [short_table(report) for report in ladder[:1]])
     write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in ladder])
     write_between(root / "docs" / "floors.md", "published", [published_table()])
