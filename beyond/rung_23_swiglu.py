@@ -229,12 +229,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             ids = targets[i : i + chunk]  # (chunk,)
             logits = F.linear(x_part, weight)  # (chunk, C) -> (chunk, n_rows)
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
-            log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
-            total += F.nll_loss(log_probs, ids, reduction="sum")
+            log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
+            is_target = rows == ids[:, None]  # (chunk, n_rows)
+            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
+            # the end, and keep the logits of all until then.
+            target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
+            total += (log_sum - target_logits).sum()
             if weight_grad is not None:
                 # the gradient of a token's loss by its logits: softmax, minus 1 at the target
-                probs = log_probs.exp_()
-                is_target = rows == ids[:, None]  # (chunk, n_rows)
+                probs = (logits.float() - log_sum[:, None]).exp_()
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
                 # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16

@@ -226,3 +226,24 @@ def compiled_kernels(function, *shapes):
 ])
 def test_bytes_of_compiled_kernels(function, shapes, expected):
     assert [kernel.bytes for kernel in compiled_kernels(function, *shapes).elements()] == expected
+
+
+def most_alive(graph, numel):
+    """How many buffers of so many elements exist at once, in the order that Inductor has scheduled."""
+    nodes = graph.scheduler.nodes
+    last_use = {dep.name: when for when, node in enumerate(nodes) for dep in node.read_writes.reads}
+    ends, most = [], 0
+    for when, node in enumerate(nodes):
+        ends += [last_use[name] for name in node.get_buffer_names()
+                 if graph.get_numel(name) == numel and last_use.get(name, when) > when]
+        most = max(most, sum(end >= when for end in ends))
+    return most
+
+
+def test_17_the_logits_of_all_chunks_never_exist_at_once_when_compiled_for_a_gpu(monkeypatch):
+    """Of four chunks only those of one, and their gradients: an H100's peak had those of all four."""
+    most, schedule = [], kernels.scheduled_kernels
+    monkeypatch.setattr(kernels, "scheduled_kernels", lambda graph: (
+        most.append(most_alive(graph, 4096 * 50304)) or schedule(graph)))
+    kernels.count("17", "tiny", 16, 1024, loss_chunk=4096)
+    assert most == [2, 0]  # forward, backward
