@@ -110,7 +110,7 @@ def test_the_memory_of_a_step_is_the_memory_models():
         points = drawings.memory_curve(label)
         assert points[-1] == (12 * (drawings.FORWARD + drawings.BACKWARD) + drawings.LOSS, 0)
         assert [x for x, _ in points] == sorted(x for x, _ in points)
-    logits = 10 * 50257 * drawings.B * drawings.T
+    logits = 4 * 50257 * drawings.B * drawings.T
     assert drawings.kept_bytes("16")[2] == logits and drawings.kept_bytes("17")[2:] == (logits / 4, 4)
 
 

@@ -8,9 +8,12 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
 
     rungs                       a                             v    s
     0-2, float32                64: 16 vectors                12   4: the softmax
-    3-5, 16-bit autocast        36: 2 in float32, 14 in 16    12   6: the softmax in float32 (CUDA), its 16-bit copy
-    6 on, 16 bits and flash     36                            10   0: the scores are never stored
-    17 on, chunks of logits     36                            10   0; the logits of LOSS_CHUNK tokens at most
+    3-4, 16-bit autocast        36: 2 in float32, 14 in 16    12   6: the softmax in float32 (CUDA), its 16-bit copy
+    5, compiled                 36                            4    4: scores and softmax, in 16 bits
+    6 on, flash attention       36                            4    0: the scores are never stored
+    17 on, chunks of logits     36                            4    0; the logits of LOSS_CHUNK tokens at most
+
+Compiled, the logits and their gradients exist in 16 bits only; where torch cannot compile, v is 10 where it is 4 here.
 
 `stages.py` has a, v and s of each rung. Tests compare the model with what autograd keeps and with the peaks in
 logs/reference/. `card_bytes` models the same for several cards that share a run of rung 24 (DDP) or fsdp_run.py;

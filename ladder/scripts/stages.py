@@ -70,10 +70,10 @@ rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2", "PRECISION", 
 rung("4", "speedup_04_residual_scaling.py", "residual scaling", "3",
      "CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights")
 rung("5", "speedup_05_compile.py", "torch.compile", "4", "add_flags", "check_compiler", "train",
-     same_losses=0.1, lecture_ms=130)
+     same_losses=0.1, memory=(36, 4, 4), lecture_ms=130)
 rung("6", "speedup_06_flash_attn.py", "flash attention", "5",
      "CausalSelfAttention.__init__", "CausalSelfAttention.forward",
-     same_losses=0.1, causal=True, memory=(36, 10, 0), lecture_ms=96)
+     same_losses=0.1, causal=True, memory=(36, 4, 0), lecture_ms=96)
 rung("7", "speedup_07_vocab_pad.py", "vocabulary padding", "6", "GPT.__init__", "GPT.forward", lecture_ms=93)
 rung("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", "7", "train")
 rung("9", "speedup_09_cosine_lr.py", "cosine learning rate", "8", "add_flags", "get_lr", "train")
