@@ -34,7 +34,8 @@ def floors_of(report):
     """{label: ms of its counted floor} of the report's card, for what is stored; {} for other cards and batches."""
     card = card_of(report.setting["device"])
     stored = all(report.setting[key] == value for key, value in STORED.items())
-    return {row["label"]: row["ms"][card.name]["floor"] for row in floor_data([card])["rungs"]} if card and stored else {}
+    rungs = floor_data([card])["rungs"] if card and stored else []
+    return {row["label"]: row["ms"][card.name]["floor"] for row in rungs}
 
 
 def data_of(report):
