@@ -5,6 +5,7 @@ import html
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -271,6 +272,15 @@ def test_the_chosen_card_has_its_counted_floors_and_published_figures(open_page)
         expected = [row["who"] for _, row in read_published().iterrows() if card.startswith(row["card"])]
         assert len(shown) == len(expected) and all(who in text for who, text in zip(expected, shown, strict=True))
     assert "floor, ms" not in effect(page, "ddp")  # counted for one card
+
+
+def test_the_committed_page_begins_with_a_gpu_beside_its_own_floors(open_page, tmp_path_factory):
+    """No step takes less than the least time of its card; beside another card's floors some would."""
+    page = open_page(path=Path(shutil.copy(PAGE, tmp_path_factory.mktemp("committed"))))
+    for label in map(str, range(1, 11)):
+        rows = effect(page, label)
+        steps, floors = ([float(text.replace(",", "")) for text in rows[name][:2]] for name in ("ms/step", "floor, ms"))
+        assert all(0.5 * step < floor < step for step, floor in zip(steps, floors, strict=True)), label
 
 
 @WIDTHS

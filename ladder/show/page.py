@@ -17,7 +17,7 @@ from pygments import lex
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
-from ladder.count.cards import CARDS
+from ladder.count.cards import CARDS, card_of
 from ladder.count.floor import floor_data
 from ladder.count.published import read_published
 from ladder.errors import UserError
@@ -199,6 +199,12 @@ def floors_view():
     return {"B": data["B"], "T": data["T"], "rungs": rounded(rungs)}
 
 
+def first_card(reports):
+    """The card that the page begins with: the first machine's, so that its steps stand beside their own floors."""
+    card = card_of(reports[0].setting["device"]) if reports else None
+    return card.name if card else "A100"
+
+
 def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     if path.is_dir():
@@ -214,7 +220,7 @@ def write_page(reports, path):
     text = environment.get_template("page.html.j2").render(
         tree=list(tree_view()), lessons={stage.label: lesson_view(stage) for stage in STAGES}, pictures=drawing_views(),
         machines=[machine_view(report) for report in reports],
-        kinds=KIND_COLORS, cards=list(CARDS), floors=floors_view(),
+        kinds=KIND_COLORS, cards=list(CARDS), chosen_card=first_card(reports), floors=floors_view(),
         published=read_published().to_dict("records"), style=style, script=script, uplot=uplot)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
