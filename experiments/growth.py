@@ -29,7 +29,7 @@ from ladder.show.logs import read_log
 from ladder.show.plots import digest
 
 BYTES = 257  # the vocabulary of data/bytes: 256 bytes and <|endoftext|>
-LENGTH, MEMORY = "growth_length.png", "growth_memory.png"
+LENGTH, TIME, MEMORY = "growth_length.png", "growth_time.png", "growth_memory.png"
 COLORS = ["#31356e", "#d9822b", "#35b779", "#a33b76"]
 GB = 1e9
 
@@ -71,6 +71,7 @@ class Curve:
     steps: int
     setting: Callable  # (value): --data, --model, -B and -T
     rungs: dict  # {name: (label, flags of its own, (value): bytes, counted)}
+    laws: tuple = ()  # (rung, power, text): how its time is expected to grow
 
 
 CURVES = {
@@ -80,17 +81,20 @@ CURVES = {
         {"rung 0": ("0", [], lambda T: step_bytes("4x4x256", 1, T, "0", BYTES)),
          "rung 5, compiled": ("5", [], lambda T: step_bytes("4x4x256", 1, T, "5", BYTES)),
          "rung 6, flash attention": ("6", [], lambda T: step_bytes("4x4x256", 1, T, "6", BYTES)),
-         "rung 10": ("10", [], lambda T: step_bytes("4x4x256", 1, T, "10", BYTES))}),
+         "rung 10": ("10", [], lambda T: step_bytes("4x4x256", 1, T, "10", BYTES))},
+        laws=(("rung 0", 2, "T²"), ("rung 10", 1, "T"))),
     "batch": Curve(
         "tokens in a batch", [1024, 2048, 4096, 8192, 16384], 32768, 4,
         lambda tokens: ("data/tokens", "2x4x256", tokens // 256, 256),
         {"rung 7": ("7", [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, "7")),
-         "rung 17, chunks": ("17", [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, "17"))}),
+         "rung 17, chunks": ("17", [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, "17"))},
+        laws=(("rung 7", 1, "tokens"),)),
     "depth": Curve(
         "blocks", [2, 4, 8, 16], 32, 4,
         lambda depth: ("data/bytes", f"{depth}x4x256", 32, 256),
         {"rung 15": ("15", [], depth_bytes),
-         "rung 16, all recomputed": ("16", ["--recompute-blocks", "99"], recomputing_bytes)}),
+         "rung 16, all recomputed": ("16", ["--recompute-blocks", "99"], recomputing_bytes)},
+        laws=(("rung 16, all recomputed", 1, "blocks"),)),
     "ranks": Curve(
         "ranks", [1, 2, 4], 8, 3,
         lambda ranks: ("data/tokens", "gpt2", 1, 128),
@@ -173,7 +177,7 @@ def use_logarithms(axes, ticks):
 
 
 def draw_times(axes, record, name):
-    """Milliseconds, and two grey lines: what grows with the value, and with its square."""
+    """Milliseconds, and in grey what grows as expected."""
     curve = CURVES[name]
     prepare(axes, curve, "ms per step")
     for rung, color in zip(curve.rungs, COLORS, strict=False):
@@ -181,11 +185,10 @@ def draw_times(axes, record, name):
         axes.plot(values, ms, "o-", color=color, markersize=4, label=rung)
         axes.fill_between(values, low, high, color=color, alpha=0.2, linewidth=0)
     first, last = curve.values[0], curve.values[-1]
-    top = medians(record, name, "rung 0", "ms")[1][-1]
-    bottom = medians(record, name, "rung 10", "ms")[1][-1]
-    for end, power, text in ((top, 2, "T²"), (bottom, 1, "T")):
-        axes.plot([first, last], [1.15 * end * (first / last) ** power, 1.15 * end], ":", color="0.5")
-        axes.annotate(text, (last, 1.15 * end), (3, 3), textcoords="offset points", color="0.4")
+    for rung, power, text in curve.laws:
+        end = 1.15 * medians(record, name, rung, "ms")[1][-1]
+        axes.plot([first, last], [end * (first / last) ** power, end], ":", color="0.5")
+        axes.annotate(text, (last, end), (3, 3), textcoords="offset points", color="0.4")
     use_logarithms(axes, curve.values)
     axes.legend(frameon=False, fontsize=8)
 
@@ -207,12 +210,19 @@ def draw_memory(axes, record, name):
 
 
 def draw(path, folder):
-    """LENGTH: time and memory against T; MEMORY: memory against the rest. Each has the digest of its record."""
+    """LENGTH: time and memory against T; TIME: against batch and depth; MEMORY: against these and the ranks.
+
+    Each has the digest of its record.
+    """
     record, seen = pandas.read_csv(path), digest(path.read_text(encoding="utf-8"))
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     draw_times(axes[0], record, "length")
     draw_memory(axes[1], record, "length")
     save(figure, folder / LENGTH, seen)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for one, name in zip(axes, ("batch", "depth"), strict=True):
+        draw_times(one, record, name)
+    save(figure, folder / TIME, seen)
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
     for one, name in zip(axes, ("batch", "depth", "ranks"), strict=True):
         draw_memory(one, record, name)
@@ -256,11 +266,17 @@ def main():
     args = parser.parse_args()
     if args.logs:
         measure(args.logs, args.curves, args.rounds)
-        write_whole(args.record, read(args.logs).to_csv(index=False))
+        rows = read(args.logs)
+        if args.record.exists():  # keeps the curves that were not measured now
+            before = pandas.read_csv(args.record)
+            rows = pandas.concat([before[~before.curve.isin(rows.curve)], rows])
+        write_whole(args.record, rows.to_csv(index=False))
     record = pandas.read_csv(args.record)
     print_table(record)
     print_gains(record, "length", "rung 0", "rung 10")
     print_gains(record, "length", "rung 5, compiled", "rung 6, flash attention")
+    print_gains(record, "batch", "rung 7", "rung 17, chunks")
+    print_gains(record, "depth", "rung 16, all recomputed", "rung 15")
     draw(args.record, ROOT / "docs")
 
 

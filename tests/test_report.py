@@ -18,10 +18,10 @@ from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import PEER
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
 from ladder.show.report import build_report, check_comparable, warnings
-from ladder.show.tables import write_tables
+from ladder.show.tables import short_table, write_tables
 
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
-BASELINE, TIED = (BY_LABEL[label].name for label in ("0", "1"))
+BASELINE, TIED, FUSED = (BY_LABEL[label].name for label in ("0", "1", "10"))
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +120,14 @@ HEADER = "# model: gpt2\n# device: {} | allocator: {}\n# batch: B=6 T=1024 | ste
     ("EPYC (2 threads)", 4.5, 4.5, 20, "impossible"),  # its MFU is above 100 %
     ("NVIDIA A100", 20_000, 300, 20, "less than 3 s"),  # the first step compiles
     ("NVIDIA A100", 100, 340, 20, None),
+    ("NVIDIA A100 (kept busy)", 20_000, 300, 20, None),  # by experiments.in_turns, whose other rungs ran before it
 ])
 def test_each_doubt_about_a_run_is_named(device, first, ms, steps, warning, tmp_path):
     """Impossible speeds, a GPU that has not warmed up, an unfinished run: each alone, and named."""
+    device, kept_busy, _ = device.partition(" (kept busy)")
     write_log(tmp_path / f"{BASELINE}.log", ms=[first, *[ms] * (steps - 1)],
                     header=HEADER.format(device, "torch"), tail=MEDIAN.replace("3-3", f"{steps - 9}-20"))
-    (tmp_path / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 119e12}}))
+    (tmp_path / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 119e12}, "kept_busy": bool(kept_busy)}))
     found = list(warnings(build_report(tmp_path)))
     assert len(found) == (warning is not None) and all(warning in text and "baseline" in text for text in found), found
 
@@ -173,6 +175,18 @@ def test_a_gain_is_named_where_a_paired_test_over_five_rounds_says_so(tmp_path, 
     shutil.rmtree(tmp_path / "machine" / "round_5")
     assert all(row.p_before is None for row in build_report(tmp_path / "machine").rows)
     assert "1.03?" in call("report", tmp_path / "machine")[1] and "too few rounds" in call("diff", 13)[1]
+
+
+@pytest.mark.parametrize("device, batch, shown", [
+    ("NVIDIA H100 80GB HBM3", "B=16 T=1024", True), ("NVIDIA H100 80GB HBM3", "B=8 T=1024", False),
+    ("EPYC (2 threads)", "B=16 T=1024", False)])
+def test_the_readme_s_table_has_the_floors_that_were_counted_for_its_card_and_batch(device, batch, shown, tmp_path):
+    """An H100's of rung 10: 23 ms. Its lecture's A100 took 90."""
+    write_log(tmp_path / f"{FUSED}.log", header=f"# model: gpt2\n# device: {device}\n# batch: {batch} | steps: 3\n")
+    table = short_table(build_report(tmp_path))
+    assert ("least ms, counted" in table) == shown
+    last = [cell.strip() for cell in table.splitlines()[2].strip("|").split("|")][6:]
+    assert last == (["23", "90"] if shown else ["90"])
 
 
 def test_csv_and_json_have_every_number_of_a_row(tmp_path, capsys):
@@ -233,7 +247,7 @@ def test_every_picture_is_shown_and_up_to_date(reference):
     pictures, shown = all_pictures(reference), shown_in_docs(ROOT)
     assert {path.name for path in ROOT.glob("docs/*.png")} == shown
     record = (ROOT / "docs" / "growth.csv").read_text(encoding="utf-8")
-    drawn = pictures | dict.fromkeys((growth.LENGTH, growth.MEMORY), record)
+    drawn = pictures | dict.fromkeys((growth.LENGTH, growth.TIME, growth.MEMORY), record)
     for name in shown - {race_docs.RACES, race_docs.LEAD}:
         same = PIL.Image.open(ROOT / "docs" / name).text["Digest"] == digest(drawn[name])
         assert same, f"docs/{name}: run python -m ladder report --readme, or experiments.growth for growth_*.png"
