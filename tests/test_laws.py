@@ -51,7 +51,7 @@ def test_train_is_readable(stage):
 def test_scripts_are_short():
     """Lines, docstring included: whoever opens the first file should see nothing that it does not need."""
     lines = {stage.label: len(SOURCES[stage.file].splitlines()) for stage in STAGES}
-    most = {"0": 393, "10": 476, "ddp": 516, "24": 932, "29": 1055}
+    most = {"0": 393, "10": 476, "ddp": 516, "24": 935, "29": 1056}
     assert {label: lines[label] for label in most if lines[label] > most[label]} == {}
 
 
