@@ -20,6 +20,7 @@ from pathlib import Path
 import filelock
 import torch
 
+from ladder.errors import UserError
 from ladder.measure.runner import write_machine
 from ladder.scripts.stages import BY_LABEL, LADDER, load_script
 from ladder.show.logs import PEER
@@ -28,6 +29,7 @@ WARM, TRAIN = "warm", "train"  # what is said to a child
 TIMED, READY = "timed", "ready"  # what it says: it has the GPU; it has done what it was told
 TRIES = 6  # of a first run that finds the GPU's memory taken by the others
 
+KINDS = ("ladder", "beyond", "large", "last")
 STEP = ["--total-batch", "65536", "--val-every", "0", "--checkpoint-every", "0", "--steps", "10"]
 LARGE = ["--model", "gpt2-large", "-B", "8", "-T", "1024", "--total-batch", "16384", "--val-every", "0",
          "--checkpoint-every", "0", "--steps", "12"]
@@ -183,12 +185,14 @@ def start_turn(child, number, out, started):
 def measure(kinds, out, rounds, flags):
     """Start a child for each run, warm all at once, then let them train in turns. Returns how many failed."""
     scratch, started = out / "output", time.monotonic()
+    if scratch.exists():
+        raise UserError(f"{out} holds a run; give a new folder")
     scratch.mkdir(parents=True)
     sets = [[Child(*run, scratch) for run in runs_of(kind, flags)] for kind in kinds]
     children = [child for one in sets for child in one]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        write_machine(out, device, arguments=sys.argv[1:])
+        write_machine(out, device, arguments=sys.argv[1:], kept_busy=True)  # one rung follows another without a pause
         threads = [threading.Thread(target=child.ask, args=(WARM, scratch / "warm" / child.name.replace(" ", "_")))
                    for child in children]
         for thread in threads:
@@ -210,13 +214,23 @@ def measure(kinds, out, rounds, flags):
     return sum(not child.alive for child in children)
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "--child":
-        child(*sys.argv[2:4], sys.argv[4:])
-        sys.exit()
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", help="of ladder, beyond, large, last, with commas between")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("kinds", help=f"of {', '.join(KINDS)}, with commas between")
+    parser.add_argument("out", type=Path, help="a new folder; all other flags go to the scripts")
     parser.add_argument("--rounds", type=int, default=5)
     args, rest = parser.parse_known_args()
-    sys.exit(1 if measure(args.kinds.split(","), args.out, args.rounds, rest) else 0)
+    kinds = args.kinds.split(",")
+    if not set(kinds) <= set(KINDS):
+        parser.error(f"{args.kinds}: the kinds are {', '.join(KINDS)}")
+    return measure(kinds, args.out, args.rounds, rest) > 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:4], sys.argv[4:])
+        sys.exit()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"error: {error}")

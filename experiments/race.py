@@ -43,7 +43,7 @@ from ladder.show.machine import read_machine
 from ladder.show.plots import save
 from ladder.show.report import build_report
 
-MOST_RATES = 12  # that a search tries
+MOST_RATES = 24  # that a search tries
 SEED = 1337  # of the first round, and of the search for the learning rates
 TIMINGS = 3  # rounds that measure the time of a step
 TIMED_STEPS_ON_A_CPU, TIMED_STEPS = 30, 200
