@@ -59,7 +59,7 @@ def test_every_program_starts(name, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_runs_in_turns_are_those_of_the_script_alone(tokens, tmp_path):
-    """Each round of a process that trains in turn has the losses of a process of its own, and a log of all its steps."""
+    """Each round of a process that trains in turn has the losses of a process of its own, and all of its steps."""
     flags = ["--data", tokens, "--model", "tiny", "-T", "32", "--steps", "3", "--compile-mode", "none"]
     turns = [sys.executable, "-m", "experiments.in_turns", "last", tmp_path / "out", "--rounds", "2", *flags]
     done = run_command(*turns)
