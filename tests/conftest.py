@@ -483,6 +483,8 @@ def same_start():
     with own_settings():
         yield
     torch.compiler.reset()
+    if torch.distributed.is_initialized():  # of a run that ended with an error
+        torch.distributed.destroy_process_group()
 
 
 from run_tool import call, fake_run  # noqa: E402, F401, fixtures: they need what stands above
