@@ -9,8 +9,9 @@ The extra rows belong to no token: they are never an input and never a target, a
 their logits off, so that they get no probability and no gradient.
 
 Gain: faster kernels for the output projection and its gradients, on GPUs, where nothing else aligns
-the rows: 96 -> 93 ms in Karpathy's lecture on an A100. On an H100 no gain was measured, since
-today's torch.compile already stores rung 6's logits in rows of 50304 numbers (docs/results.md).
+the rows: 96 -> 93 ms in Karpathy's lecture on an A100. On an H100 no gain was measured, probably
+because today's torch.compile already stores rung 6's logits in rows of 50304 numbers
+(docs/results.md).
 Cost: 1.5 GB on that H100, for a second tensor of logits, and 36,096 parameters that do nothing.
 Changing the shape changes the random initialization, so this rung starts from different weights
 than rung 6 with the same seed.

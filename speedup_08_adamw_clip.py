@@ -5,11 +5,13 @@ Two settings of one recipe:
 
 1. The betas. AdamW divides each step by the root of a running average of the squared gradient.
 torch's default, beta2 = 0.999, averages over about 1000 steps; GPT-3's 0.95 averages over about 20,
-which follows a change in gradient scale sooner. 2. The clipping. The gradients are clipped to a
-global norm of 1.0, the norm of all of them taken as one vector. AdamW divides by the gradients' own
-size, so late in a run even a huge gradient moves a weight by at most (1 - beta1) / sqrt(1 - beta2)
-learning rates in its step: 0.45, or 3.2 with torch's betas. But it would dominate the running
-averages, and with them the direction and the size of many steps to come.
+which follows a change in gradient scale sooner.
+
+2. The clipping. The gradients are clipped to a global norm of 1.0, the norm of all of them taken as
+one vector. AdamW divides by the gradients' own size, so late in a run even a huge gradient moves a
+weight by at most (1 - beta1) / sqrt(1 - beta2) learning rates in its step: 0.45, or 3.2 with
+torch's betas. But it would dominate the running averages, and with them the direction and the size
+of many steps to come.
 
 Gain: in 300 steps of a narrow model of 12 layers 0.17 to 0.20 nats, and it learns at rates at
 which it otherwise stalls (experiments/README.md); a gradient norm in the log, the first place to

@@ -12,7 +12,8 @@ loss. Up to --loss-chunk tokens (-B 4 -T 1024) are one chunk, which saves no mem
     python beyond/rung_17_chunked_cross_entropy.py -B 16
 
 Gain: memory, not speed. That of the logits no longer grows with B or T: a 12M model on
-micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured, experiments/README.md).
+micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured on a CPU; for a GPU it is
+only counted yet: experiments/README.md).
 Cost: no extra matrix products: the existing three are split into chunks, which must stay large
 enough to be efficient. The gradient of the output matrix exists from the forward pass on.
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al.

@@ -8,9 +8,9 @@ Muon's rate and AdamW's have the same shape.
 
 Gain: until the decay begins, the rates do not depend on the number of steps. A run that was stopped
 before it (Ctrl-C) can be resumed with other --steps: longer, or with an early decay (that is what
-the change in `Checkpoints` is for). The loss is about the cosine's: in the race 0.018 nats per byte
-lower, not significant at 0.01 (p = 0.011: docs/race.md); with 12 narrow layers 0.004 to 0.021 lower
-in rung 15, and no detectable difference here (p = 0.2; experiments/README.md).
+the change in `Checkpoints` is for).
+The loss does not measurably differ from the cosine's: p = 0.011 in the race (docs/race.md), p = 0.2
+in a model of 12 narrow layers (experiments/README.md).
 Cost: the loss before the decay is not the loss that the run will end with.
 
 Sources: Hu et al. 2024, "MiniCPM" (WSD); Haegele et al. 2024, "Scaling Laws and Compute-Optimal

@@ -1,11 +1,11 @@
 """ladder/count/memory.py, flops.py: the models of a step's memory and arithmetic, against what is kept and measured."""
 import pytest
 import torch
-from conftest import ROOT, new_gpt, rung
+from conftest import ROOT, new_gpt, rung, table_of
 
 from ladder.count.flops import flops_per_token
-from ladder.count.memory import RUN_BY_DEFAULT, recommend, step_bytes
-from ladder.scripts.stages import BY_NAME
+from ladder.count.memory import RUN_BY_DEFAULT, recommend, shape_of, step_bytes
+from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import read_folder
 
 
@@ -66,3 +66,36 @@ def test_the_recommended_batch_fits_every_rung(GB):
     worst, too_much = (max(step_bytes(model, n, T, label) for label in RUN_BY_DEFAULT) for n in (B, 2 * B))
     assert worst <= 0.8 * GB * 1e9 and (B == 64 if GB == 1000 else too_much > 0.8 * GB * 1e9)
     assert recommend(GB * 1e9, accelerator=False) == ("gpt2", 1, 1024)
+
+
+POWERS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def largest_batch(gigabytes, needed):
+    """The largest of POWERS whose bytes, in `needed`, fit; as the documentation writes it."""
+    return str(max((B for B, n in zip(POWERS, needed, strict=True) if n <= gigabytes * 1e9), default="–"))
+
+
+def test_the_batches_that_measuring_md_recommends():
+    """In 80 % of the memory."""
+    sizes, *rows = table_of("docs/measuring.md", "| | 16 GB | 24 GB |")
+    for (name, *cells), labels in zip(rows, (RUN_BY_DEFAULT, ["10"]), strict=True):
+        needed = [max(step_bytes("gpt2", B, 1024, label) for label in labels) for B in POWERS]
+        for cell, size in zip(cells, sizes[1:], strict=True):
+            assert cell == largest_batch(0.8 * float(size.removesuffix(" GB")), needed), (name, size)
+
+
+def test_the_batches_that_own_text_md_names():
+    """In 90 %; in brackets with all blocks recomputed: one keeps its vectors, the others their input in float32."""
+    sizes, *rows = table_of("docs/own_text.md", "| | 8 GB | 12 GB |")
+    for name, *cells in rows:
+        model = name.split()[0]
+        n_layer, _, n_embd = shape_of(model)
+        saved = 1024 * n_embd * (BY_LABEL["17"].memory[0] * (n_layer - 1) - 4 * n_layer)
+        kept = [step_bytes(model, B, 1024, "17") for B in POWERS]
+        recomputed = [n - B * saved for B, n in zip(POWERS, kept, strict=True)]
+        for cell, size in zip(cells, sizes[1:], strict=True):
+            memory = 0.9 * float(size.removesuffix(" GB"))
+            expected = f"{largest_batch(memory, kept)} ({largest_batch(memory, recomputed)})"
+            assert cell == expected.removesuffix(" (–)"), (model, size)
+    assert len(rows) == 3

@@ -53,7 +53,7 @@ def step_bars(report, floors):
 
 
 def lecture_bars():
-    """Milliseconds of a step on an A100, B=16 T=1024: the lecture's as bars, the counted least times as floors."""
+    """Milliseconds of a step on an A100, B=16 T=1024: the lecture's as bars, the counted floors as marks."""
     for row in floor_data([CARDS["A100"]])["rungs"]:
         published = BY_LABEL[row["label"]].lecture_ms
         yield {"title": row["title"], "label": row["label"], "parts": [published or 0],

@@ -120,7 +120,7 @@ def short_row(row, floors):
              "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"), "× before": times_before(row),
              "× baseline": text_of(row.times_baseline, "{:.2f}")}
     if floors:
-        texts["least ms, counted"] = f"{floors[stage.label]:,.0f}" if stage.label in floors else NOTHING
+        texts["floor, counted ms"] = f"{floors[stage.label]:,.0f}" if stage.label in floors else NOTHING
     return texts | {"A100, published ms": str(stage.lecture_ms or NOTHING)}
 
 
