@@ -1,12 +1,14 @@
 """data/prepare.py: the default text, what it refuses, token files that are whole or absent."""
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -231,16 +233,18 @@ def test_a_stopped_preparation_leaves_the_old_files(error, said, prepare):
     assert sorted(os.listdir()) == ["new", "tokens"]
 
 
-def test_a_second_preparation_waits_for_the_first_and_uses_its_tokens(prepare, capsys):
+def test_a_second_preparation_waits_for_the_first_and_uses_its_tokens(prepare, monkeypatch):
     """Two scripts, or two ranks, found no data and start together: the second must not replace what one reads."""
-    second, made = threading.Thread(target=prepare.main, args=(["--out", "tokens"],)), []
+    second, made, said = threading.Thread(target=prepare.main, args=(["--out", "tokens"],)), [], io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)  # emptying capsys would lose a line that comes meanwhile
 
     def text_of_the_first():
         made.append("a text")
         if not second.ident:
             second.start()
-            while "waiting for another preparation" not in capsys.readouterr().err:
+            while "waiting for another preparation" not in said.getvalue():
                 assert second.is_alive()
+                time.sleep(0.01)
         return CONTENT.decode(), "python_topics"
 
     prepare.default_text = text_of_the_first
