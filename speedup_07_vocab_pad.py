@@ -12,7 +12,8 @@ Gain: faster kernels for the output projection and its gradients, on GPUs, where
 the rows: 96 -> 93 ms in Karpathy's lecture on an A100. On an H100 no gain was measured, probably
 because today's torch.compile already stores rung 6's logits in rows of 50304 numbers
 (docs/results.md).
-Cost: 1.5 GB on that H100, for a second tensor of logits, and 36,096 parameters that do nothing.
+Cost: 1.5 GB on that H100, probably for a second tensor of logits, and 36,096 parameters that do
+nothing.
 Changing the shape changes the random initialization, so this rung starts from different weights
 than rung 6 with the same seed.
 

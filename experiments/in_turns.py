@@ -5,8 +5,8 @@
 
 `python -m ladder run --repeat 5` starts 55 processes, and on a fast GPU a start takes longer than the steps. Here each
 rung has one process for all rounds. All start, and compile in a first run of two steps, at the same time; then they
-train in turns, each alone on the GPU, round by round. The logs are the scripts' own, in folders as `ladder run` writes
-them; `ladder` of several sets (`ladder,beyond`) are measured one after another.
+train in turns, round by round; while one trains, the next only builds its model. The logs are the scripts' own, in
+folders as `ladder run` writes them; several sets (`ladder,beyond`) are measured one after another.
 """
 import argparse
 import gc

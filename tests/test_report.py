@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
@@ -18,7 +19,7 @@ from ladder.scripts.stages import BY_LABEL, BY_NAME
 from ladder.show.logs import PEER
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
 from ladder.show.report import build_report, check_comparable, warnings
-from ladder.show.tables import short_table, write_tables
+from ladder.show.tables import short_table, times_before, write_tables
 
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
 BASELINE, TIED, FUSED = (BY_LABEL[label].name for label in ("0", "1", "10"))
@@ -225,6 +226,15 @@ def test_the_reference_logs_are_possible(reference):
         for run in (run for runs in report.runs.values() for run in runs if not report.race):
             assert run.complete and run.name in {*BY_NAME, PEER}
             assert not report.machine or 0 < mfu(run, report.machine["rates"], run.tokens_per_second) < 1
+
+
+@pytest.mark.parametrize("ratio, p, text", [
+    (1.134, 0.001, "1.13*"), (1.134, 0.01, "1.13"), (1.134, None, "1.13?"), (None, None, "–"),
+    (1.0034, 0.004, "1.003*"), (0.9966, 0.004, "0.997*"), (1.0034, 0.2, "1.00"),
+])
+def test_a_ratio_has_the_mark_of_its_test(ratio, p, text):
+    """A significant ratio is never shown as 1.00."""
+    assert times_before(SimpleNamespace(times_before=ratio, p_before=p)) == text
 
 
 def test_every_generated_table_is_up_to_date(tmp_path, reference):

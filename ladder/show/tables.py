@@ -18,8 +18,8 @@ from ladder.show.terminal import WIDE, print_texts
 NOTHING = "–"  # where a log does not say
 NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
-STARS = (f"× before: with * significant, p < {BEYOND_CHANCE} in a paired test over {FEWEST_ROUNDS} rounds or more; "
-         "else no measurable gain, or with ? too few rounds to tell")
+STARS = (f"× before: * is significant (p < {BEYOND_CHANCE}, a paired test over {FEWEST_ROUNDS} rounds or more), "
+         "? too few rounds to tell; without a mark no gain is measurable")
 HEADINGS = (f"{STARS}. s to: seconds to the first step, or "
             "validation, with this loss, the lowest that all reach. 1st step: with compilation, unless its graphs were "
             "in torch's cache")
@@ -108,8 +108,12 @@ def times_before(row):
     """The ratio to the rung before, with what a paired test says of it."""
     if row.times_before is None:
         return NOTHING
-    mark = "*" if row.p_before is not None and row.p_before < BEYOND_CHANCE else ""
-    return f"{row.times_before:.2f}{NO_TEST if row.p_before is None else mark}"
+    ratio = f"{row.times_before:.2f}"
+    if row.p_before is None:
+        return ratio + NO_TEST
+    if row.p_before >= BEYOND_CHANCE:
+        return ratio
+    return f"{row.times_before:.3f}*" if ratio == "1.00" else f"{ratio}*"
 
 
 def short_row(row, floors):
@@ -192,8 +196,9 @@ def long_table(report):
     """docs/results.md's."""
     rounds = max(row.rounds for row in report.rows)
     spread = f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else ""
-    return (f"{markdown([long_row(row) for row in report.rows], 3)}\n\n{conditions(report)} ms/step is the "
-            f"median{spread}, the loss that of step {last_steps(report)}.")
+    below = f"ms/step is the median{spread}, the loss that of step {last_steps(report)}."
+    return (f"**{where(report)}**\n\n{markdown([long_row(row) for row in report.rows], 3)}\n\n"
+            f"{fastest(report)} {below}".rstrip())
 
 
 def published_table():
