@@ -7,8 +7,8 @@ them. GPT-2 therefore initializes the projections at the end of each residual br
 smaller by 1 / sqrt(n).
 
 Gain: at initialization, what the layers together add to the stream no longer grows with n_layer (a
-test measures it). In 300 steps of a narrow model of 12 layers the loss is lower by less than
-0.01 nats, less than seeds differ by (experiments/README.md). Speed and memory stay the same.
+test measures it). In 300 steps of a narrow model of 12 layers no effect on the loss was detectable
+(five seeds, p = 0.7: experiments/README.md). Speed and memory stay the same.
 Cost: none.
 
 Source: Radford et al. 2019 (GPT-2), section 2.3: "We scale the weights of residual layers at

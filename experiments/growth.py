@@ -19,6 +19,7 @@ import pandas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from rich.console import Console
 
+from ladder.count.flops import VOCAB_SIZE, shape_of
 from ladder.count.memory import card_bytes, split_parameters, step_bytes
 from ladder.errors import UserError
 from ladder.files import write_whole
@@ -36,15 +37,12 @@ GB = 1e9
 
 # ---- the memory that ladder/count/memory.py expects, in bytes ------------------------------------------------------
 
-def depth_bytes(depth):
-    return step_bytes(f"{depth}x4x256", 32, 256, "16", BYTES)
-
-
-def recomputing_bytes(depth):
-    """Each block keeps only its input, a float32 vector per token; one block has all of its vectors."""
-    tokens = 32 * 256
-    bytes_of_an_entry = BY_LABEL["16"].memory[0]
-    return depth_bytes(depth) - tokens * 256 * (bytes_of_an_entry * (depth - 1) - 4 * depth)
+def recomputing_bytes(model, B, T, label, vocab_size=VOCAB_SIZE):
+    """`step_bytes`, where each block keeps only its input, a float32 vector per token; one has all of its vectors."""
+    n_layer, _, n_embd = shape_of(model)
+    bytes_of_an_entry = BY_LABEL[label].memory[0]
+    saved = B * T * n_embd * (bytes_of_an_entry * (n_layer - 1) - 4 * n_layer)
+    return step_bytes(model, B, T, label, vocab_size) - saved
 
 
 def ddp_bytes(ranks):
@@ -92,8 +90,9 @@ CURVES = {
     "depth": Curve(
         "blocks", [2, 4, 8, 16], 32, 4,
         lambda depth: ("data/bytes", f"{depth}x4x256", 32, 256),
-        {"rung 15": ("15", [], depth_bytes),
-         "rung 16, all recomputed": ("16", ["--recompute-blocks", "99"], recomputing_bytes)},
+        {"rung 15": ("15", [], lambda depth: step_bytes(f"{depth}x4x256", 32, 256, "15", BYTES)),
+         "rung 16, all recomputed": ("16", ["--recompute-blocks", "99"],
+                                     lambda depth: recomputing_bytes(f"{depth}x4x256", 32, 256, "16", BYTES))},
         laws=(("rung 16, all recomputed", 1, "blocks"),)),
     "ranks": Curve(
         "ranks", [1, 2, 4], 8, 3,

@@ -4,8 +4,8 @@
         --val-every 60
     python -m experiments.variants logs/start --patches start --model 2x12x768 -B 1 -T 1024 --total-batch 1024 \
         --steps 33 --val-every 33
-    python -m experiments.variants logs/evidence --patches evidence --base 15 --data data/bytes --model 12x2x64 -B 8 \
-        -T 64 --total-batch 512 --steps 300 --val-every 150 --val-sequences 256 --compile-mode none
+    python -m experiments.variants logs/evidence --seeds 5 --patches evidence --base 15 --data data/bytes \
+        --model 12x2x64 -B 8 -T 64 --total-batch 512 --steps 300 --val-every 150 --val-sequences 256 --compile-mode none
 
 Each is a patch of a rung's script, of rung 24's or the one that --base names, in patches/variants/ or the folder that
 --patches names there. LOGS then holds what python -m experiments.race leaves, without timings; rerun the same command

@@ -3,9 +3,10 @@ import pytest
 import torch
 from conftest import ROOT, new_gpt, rung, table_of
 
+from experiments.growth import recomputing_bytes
 from ladder.count.flops import flops_per_token
-from ladder.count.memory import RUN_BY_DEFAULT, recommend, shape_of, step_bytes
-from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.count.memory import RUN_BY_DEFAULT, recommend, step_bytes
+from ladder.scripts.stages import BY_NAME
 from ladder.show.logs import read_folder
 
 
@@ -86,14 +87,11 @@ def test_the_batches_that_measuring_md_recommends():
 
 
 def test_the_batches_that_own_text_md_names():
-    """In 90 %; in brackets with all blocks recomputed: one keeps its vectors, the others their input in float32."""
+    """In 90 %; in brackets with all blocks recomputed."""
     sizes, *rows = table_of("docs/own_text.md", "| | 8 GB | 12 GB |")
     for name, *cells in rows:
         model = name.split()[0]
-        n_layer, _, n_embd = shape_of(model)
-        saved = 1024 * n_embd * (BY_LABEL["17"].memory[0] * (n_layer - 1) - 4 * n_layer)
-        kept = [step_bytes(model, B, 1024, "17") for B in POWERS]
-        recomputed = [n - B * saved for B, n in zip(POWERS, kept, strict=True)]
+        kept, recomputed = ([count(model, B, 1024, "17") for B in POWERS] for count in (step_bytes, recomputing_bytes))
         for cell, size in zip(cells, sizes[1:], strict=True):
             memory = 0.9 * float(size.removesuffix(" GB"))
             expected = f"{largest_batch(memory, kept)} ({largest_batch(memory, recomputed)})"

@@ -19,7 +19,7 @@ NOTHING = "–"  # where a log does not say
 NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
 STARS = (f"× before: * is significant (p < {BEYOND_CHANCE}, a paired test over {FEWEST_ROUNDS} rounds or more), "
-         "? too few rounds to tell; without a mark no gain is measurable")
+         "? too few rounds to tell; without a mark no difference is measurable")
 HEADINGS = (f"{STARS}. s to: seconds to the first step, or "
             "validation, with this loss, the lowest that all reach. 1st step: with compilation, unless its graphs were "
             "in torch's cache")
@@ -196,9 +196,9 @@ def long_table(report):
     """docs/results.md's."""
     rounds = max(row.rounds for row in report.rows)
     spread = f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else ""
-    below = f"ms/step is the median{spread}, the loss that of step {last_steps(report)}."
-    return (f"**{where(report)}**\n\n{markdown([long_row(row) for row in report.rows], 3)}\n\n"
-            f"{fastest(report)} {below}".rstrip())
+    table = markdown([long_row(row) for row in report.rows], 3)
+    below = f"{fastest(report)} ms/step is the median{spread}, the loss that of step {last_steps(report)}.".strip()
+    return f"**{where(report)}**\n\n{table}\n\n{below}"
 
 
 def published_table():
