@@ -204,6 +204,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, vocab_size)
         if targets is None:
             return logits
+        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
 

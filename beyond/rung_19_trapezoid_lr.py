@@ -279,6 +279,7 @@ class GPT(nn.Module):
         logits = logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         if targets is None:
             return logits
+        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
     def configure_optimizers(self, lr, muon_lr, weight_decay):

@@ -65,8 +65,8 @@ rung("1", "speedup_01_weight_tying.py", "weight tying", "0", "GPT.__init__", tie
 # How close losses stay when a rung changes only how the arithmetic is done: TF32 and bfloat16 round each activation to
 # 10 and 7 bits, compile and flash attention round in different places, and training amplifies such differences.
 rung("2", "speedup_02_tf32.py", "TF32", "1", "train", same_losses=0.05, lecture_ms=333)
-rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2", "PRECISION", "autocast_dtype", "train",
-     same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)
+rung("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2",
+     "GPT.forward", "PRECISION", "autocast_dtype", "train", same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)
 rung("4", "speedup_04_residual_scaling.py", "residual scaling", "3",
      "CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights")
 rung("5", "speedup_05_compile.py", "torch.compile", "4", "add_flags", "check_compiler", "train",
