@@ -205,10 +205,13 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, n_rows)
-        logits = logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         if targets is None:
-            return logits
+            return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        # Masked, not cut off, so that the rows stay aligned; exp(-inf) is 0: no probability
+        padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
+        padding[self.config.vocab_size :] = -torch.inf
+        logits = logits + padding  # (B, T, n_rows) + (n_rows,)
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
     def configure_optimizers(self, lr, weight_decay):
