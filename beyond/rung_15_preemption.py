@@ -448,6 +448,8 @@ def check_compiler(device):
     try:
         torch.compile(torch.sin)(torch.ones(1, device=device))
     except RuntimeError as error:
+        if "out of memory" in str(error):
+            raise
         reason = str(error).strip().splitlines()[0]
         sys.exit(f"error: torch.compile does not work here ({reason}): --compile-mode none trains"
                  " without it; python -m ladder check says what is missing")
