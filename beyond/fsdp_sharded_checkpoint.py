@@ -973,8 +973,6 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if min(args.B, args.T, args.steps) < 1:
         parser.error("-B, -T and --steps must be at least 1")
-    if args.pretrained and not args.pretrained.is_file():
-        parser.error(f"argument --pretrained: there is no file {args.pretrained}")
     if args.save and (args.save.is_dir() or not os.access(args.save.parent, os.W_OK)):
         parser.error(f"argument --save: {args.save}: give a file name in a writable folder")
     return args
@@ -985,5 +983,7 @@ if __name__ == "__main__":
         train(parse_args())
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # torch's own, cuBLAS's, or one that wraps it
+        if "out of memory" not in str(error) and "ALLOC_FAILED" not in str(error):
+            raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

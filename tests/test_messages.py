@@ -40,7 +40,7 @@ def stopped(byte_tokens, tmp_path):
     *((label, f"--model {model}", f"error: --model {model}: ") for label in rungs_that_change("model_config")
       for model in ("gpt5", "4x4", "4x3x128")),
     ("0", "--step 5", "unrecognized arguments: --step"),  # not short for --steps
-    ("0", "--pretrained gpt2", "--pretrained: there is no file gpt2"),
+    ("0", "--pretrained gpt2", "--pretrained gpt2: not a file of --save or convert.py"),
     ("0", "--data nowhere", "--data nowhere: no token files; "),
     ("0", "-B 100000 -T 1024", "a batch needs 102400001; lower -B or -T"),
 ])
