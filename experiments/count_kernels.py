@@ -10,8 +10,8 @@ launches of every kernel are counted.
   outputs once. FLOPs are those of torch.utils.flop_counter; a causal flash kernel does half of them.
 - Compiled: Inductor lowers the graphs for CUDA (an A100's properties) and fuses them; code generation is replaced by
   counting. Each fused group is one kernel, which reads and writes what crosses the group's border.
-- The fake tensors are on a CPU, so what CUDA does differently is patched in: its autocast keeps softmax, LayerNorm and
-  the loss in float32; AdamW and clipping work on many tensors per launch ("foreach").
+- The fake tensors are on a CPU, so what CUDA does differently is patched in: its autocast computes softmax and
+  LayerNorm in float32; AdamW and clipping work on many tensors per launch ("foreach").
 """
 import argparse
 import ast
@@ -271,7 +271,7 @@ def as_on_a_gpu():
         "torch.nn.Module._apply": lambda module, function, recurse=True: module,  # to(device): it is there
         "torch.cpu._is_avx512_bf16_supported": lambda: True,
         **{f"torch.nn.functional.{name}": in_float32(getattr(torch.nn.functional, name))
-           for name in ("softmax", "layer_norm", "cross_entropy")},
+           for name in ("softmax", "layer_norm")},
         "torch.optim.adam._default_to_fused_or_foreach": lambda *args, **kwargs: (False, True),
         "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
         "torch._inductor.config.fx_graph_cache": False,

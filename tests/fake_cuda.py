@@ -21,6 +21,8 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -104,6 +106,8 @@ from ladder.scripts.stages import BY_LABEL  # noqa: E402
 PINNED = WeakIdKeyDictionary()
 B, T = 2, 128
 N_MICRO_STEPS = 2
+LOSS_KERNEL = re.compile("softmax_online|log_softmax_backward")  # reads all logits; the former's also attention's
+LOAD_16_BITS = re.compile(r"ld\.global\S*\.b16")
 CARDS = {  # by compute capability: multiprocessors, threads on each, bytes of shared memory that a block may take
     75: (40, 1024, 65536), 80: (108, 2048, 166912), 86: (82, 1536, 101376), 89: (128, 1536, 101376),
     90: (132, 2048, 232448), 120: (170, 1536, 101376),
@@ -111,13 +115,17 @@ CARDS = {  # by compute capability: multiprocessors, threads on each, bytes of s
 
 
 class Watch(TorchDispatchMode):
-    """Counts where the host waits for the device in `script`: {(step, in the timed part of train, what): times}."""
+    """Counts where the host waits for the device in `script`: {(step, in the timed part of train, what): times}.
+
+    Notes in which types the loss computes its log-probabilities.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self, script):
         super().__init__()
         self.script, self.step, self.waits = script, 1, Counter()
+        self.losses_in = set()  # the types of the log-probabilities
         train = next(node for node in ast.parse(script.read_text()).body if getattr(node, "name", "") == "train")
         loop = next(node for node in train.body if isinstance(node, ast.For) and ast.unparse(node.target) == "step")
         last = next(node for node in loop.body if ast.unparse(node).startswith("dt = "))
@@ -160,7 +168,10 @@ class Watch(TorchDispatchMode):
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
             assert {tensor.device.type for tensor in (*args[0], *args[1:3])} == {"cuda"}
             return None
-        return op(*args, **kwargs)
+        out = op(*args, **kwargs)
+        if name == "aten::_log_softmax":
+            self.losses_in.add(str(out.dtype))
+        return out
 
 
 def pin(tensor):
@@ -246,7 +257,10 @@ class Lowered(BaseException):
 
 
 def machine_code(graph_module, inputs, options, cc):
-    """Yield (name, what went wrong, "" if nothing did) of each Triton kernel of a graph."""
+    """Yield (name, what went wrong, "" if nothing did, PTX) of each Triton kernel of a graph.
+
+    And of each tensor that the graph allocates ("its shape", "", "").
+    """
     import triton
     from torch._inductor.compile_fx import compile_fx_inner
     from triton.backends.compiler import GPUTarget
@@ -259,6 +273,8 @@ def machine_code(graph_module, inputs, options, cc):
 
     with mock.patch("torch._inductor.graph.GraphLowering._compile_to_module", stop), contextlib.suppress(Lowered):
         compile_fx_inner(graph_module, inputs, **options)
+    for shape in re.findall(r"empty_strided_cuda\(\(([\d, ]+)\)", generated[0]):
+        yield shape, "", ""
     for name, tuner in triton_kernels(generated[0]):
         for config in tuner.configs:
             meta = tuner._create_compile_meta(config)
@@ -267,14 +283,14 @@ def machine_code(graph_module, inputs, options, cc):
                 compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32),
                                           options=tuner._create_compile_options(config, meta))
             except Exception as error:  # any: of Triton, LLVM or ptxas
-                yield name, f"{type(error).__name__}: {error}"[:300]
+                yield name, f"{type(error).__name__}: {error}"[:300], ""
             else:
                 taken, there, why = compiled.metadata.shared, CARDS[cc][2], ""
                 if taken > there:
                     why = f"asks for {taken} bytes of shared memory, of {there}"
                 elif name.startswith("triton_tem_") and "mma" not in compiled.asm["ptx"]:
                     why = "multiplies matrices without tensor cores"
-                yield name, why
+                yield name, why, compiled.asm["ptx"]
 
 
 def triton_kernels(code):
@@ -442,7 +458,12 @@ def run(label, model, recompute, folder, float16, backend):
         "waits": {what: n for (step, timed, what), n in watch.waits.items() if step == 2 and timed},
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
         "rng": [name for name in operations if "rng_state" in name],
-        "kernels": len(kernels), "failed": [(name, why) for name, why in kernels if why],
+        "kernels": sum(bool(ptx) for _, _, ptx in kernels), "failed": [(name, why) for name, why, _ in kernels if why],
+        "of_logits": [name for name, _, ptx in kernels if ptx and LOSS_KERNEL.search(name)],
+        "narrow": [name for name, _, ptx in kernels if LOSS_KERNEL.search(name) and LOAD_16_BITS.search(ptx)],
+        "logits": sum(math.prod(map(int, re.findall(r"\d+", shape))) >= B * T * 50257 for shape, _, ptx in kernels
+                      if shape[0].isdigit()),
+        "losses_in": sorted(watch.losses_in),
         "flex": sum("flex_attention" in name for name in operations),
         "fused": sorted({name for name in operations if "_attention.default" in name}),
     }

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT, builds_on, run_command, rungs_that_change
 
-from ladder.scripts.stages import STAGES
+from ladder.scripts.stages import BY_LABEL, STAGES
 
 LABELS = [stage.label for stage in STAGES if stage.label not in ("fsdp", "dcp")]  # those two need several ranks
 COMPILED = LABELS[LABELS.index("5"):]
@@ -54,6 +54,8 @@ def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype
     for word, run in zip(words, runs(tmp_path, dtype, backend, words), strict=True):
         assert sum(run["waits"].values()) == waits_of(run["label"], dtype), run
         assert not run["breaks"] and run["graphs"] == 2 * compiled  # forward and backward
+        in_chunks = BY_LABEL[run["label"]].chunked  # whose log-sum-exp is rung 17's own
+        assert run["losses_in"] == ([] if in_chunks else ["torch.float32"])
         if word == RECOMPUTED:
             assert_recomputed(run)
             continue
@@ -91,3 +93,12 @@ def test_every_kernel_compiles_for_a_gpu_and_fits_into_its_shared_memory(card, w
     assert min(run["kernels"] for run in found) > 10
     explicit = [run["label"] for run in found if not run["fused"] and not run["flex"]]
     assert explicit == [word for word in words if word == "5"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install triton")
+def test_07_the_loss_reads_the_padded_logits_in_vectors_and_overwrites_them(tmp_path):
+    """Lowered for an H100. Without padding it reads 2 bytes at a time, and its gradients need a tensor of their own."""
+    for run in runs(tmp_path, "bfloat16", "sm_90", ["6", "7", "10"]):
+        assert run["of_logits"] and bool(run["narrow"]) == (run["label"] == "6")
+        assert run["logits"] == 1 + (run["label"] == "6")

@@ -206,10 +206,37 @@ def test_a_loss_that_is_not_finite(loss, stopped, tmp_path, monkeypatch):
     assert f"step : 1 | loss: {loss}" in (tmp_path / "logs" / "baseline.log").read_text()
 
 
-def test_out_of_memory(stopped, monkeypatch):
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` for 2.00 GiB"),
+    RuntimeError("backend='inductor' raised: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+])
+def test_out_of_memory(error, stopped, monkeypatch):
     def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise error
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", fail)
     code, line = stopped("0", *STEP)
     assert code == 1 and "error: out of memory; try half the -B, or a lower -T" in line and "2.00 GiB" in line
+
+
+@pytest.mark.parametrize("reason, line", [
+    ("no C++ compiler", "error: torch.compile does not work here (no C++ compiler): --compile-mode none trains without"),
+    ("Triton Error [CUDA]: out of memory", "error: out of memory; try half the -B"),
+])
+def test_a_compiler_that_fails(reason, line, stopped, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(torch, "compile", fail)
+    code, last = stopped("5", *STEP)
+    assert code == 1 and line in last
+
+
+def test_another_error_of_torch_is_not_called_out_of_memory(byte_tokens, tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", fail)
+    with pytest.raises(RuntimeError, match="mat1"):
+        as_program("0", "--data", byte_tokens, "--log-dir", tmp_path, *STEP)
