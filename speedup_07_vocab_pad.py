@@ -1,19 +1,20 @@
 """Rung 7, vocabulary padding: 50257 tokens in a matrix of 50304 rows, a multiple of 128.
 Starts from rung 6.
 
-GPU kernels usually work in tiles whose sides are powers of two, and tensor cores want aligned rows.
-50257 is odd: the largest matrix product of the model, (B*T, 768) @ (768, 50257), ends in ragged
-tiles and misaligned rows. 47 more rows make it 393 * 128.
+GPU kernels work in tiles whose sides are powers of two, and read memory in aligned vectors of up to
+16 bytes. 50257 is odd: the largest matrix product of the model, (B*T, 768) @ (768, 50257), ends in
+ragged tiles, and a row of its logits starts anywhere. 47 more rows make it 393 * 128.
 
-The extra rows belong to no token: they are never an input and never a target, and `forward` cuts
-their logits off, so that they get no probability and no gradient.
+The extra rows belong to no token: they are never an input and never a target. `forward` cuts their
+logits off when it returns them. For the loss it adds -inf instead, so that they get no probability
+and no gradient: cut off there, too, the rows would be odd again, and the gain lost.
 
-Gain: faster kernels for the output projection and its gradients, on GPUs, where nothing else aligns
-the rows: 96 -> 93 ms in Karpathy's lecture on an A100. On an H100 no gain was measured, probably
-because today's torch.compile already stores rung 6's logits in rows of 50304 numbers
-(docs/results.md).
-Cost: 1.5 GB on that H100, probably for a second tensor of logits, and 36,096 parameters that do
-nothing.
+Gain, on GPUs: faster kernels for the output projection and the loss, 96 -> 93 ms in Karpathy's
+lecture on an A100. Today's torch.compile stores rung 6's logits in rows of 50304 numbers anyway,
+but its loss reads them 2 bytes at a time and writes their gradients to a second tensor, of 1.6 GB
+at B=16; here it reads 8 bytes at a time and overwrites the logits (in the code that it generates
+for an H100; not measured on a GPU yet).
+Cost: 36,096 parameters that do nothing.
 Changing the shape changes the random initialization, so this rung starts from different weights
 than rung 6 with the same seed.
 

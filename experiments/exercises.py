@@ -226,14 +226,14 @@ def exercise_7():
     n_rows = [count("7", "tiny", size) - count("6", "tiny", size) for size in (50257, 257, 256)]
     print("parameters more in tiny, vocabularies of 50257, 257, 256:", *n_rows, "in gpt2:",
           count("7", "gpt2") - count("6", "gpt2"))
-    cut = "        logits = logits[..., : self.config.vocab_size]  # (B, T, vocab_size)\n"
-    ours, whole = (run(script("7", *edits)) for edits in ([], [(cut, "")]))
+    mask = "        logits = logits + padding  # (B, T, n_rows) + (n_rows,)\n"
+    ours, whole = (run(script("7", *edits)) for edits in ([], [(mask, "")]))
     print(f"ln(50304 / 50257) = {math.log(50304 / 50257):.6f}")
     for step in (1, 2, 10, 50):
-        print(f"step {step}: {ours.losses[step - 1]:.6f}, without the slice {whole.losses[step - 1]:.6f},"
+        print(f"step {step}: {ours.losses[step - 1]:.6f}, without the mask {whole.losses[step - 1]:.6f},"
               f" difference {whole.losses[step - 1] - ours.losses[step - 1]:.6f}")
     start = new_model(script("7")).lm_head.weight
-    for name, done in (("with the slice", ours), ("without", whole)):
+    for name, done in (("with the mask", ours), ("without", whole)):
         change = (done.weights["lm_head.weight"] - start)[50257:]
         print(f"{name}: padding rows moved by {change.square().mean().sqrt():.6f} (they start at 0.02)")
 
