@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, builds_on, converted, cut_in_half, edit_json, load_module, new_gpt, rung, rungs_that_change
+from conftest import builds_on, converted, cut_in_half, edit_json, new_gpt, rung, rungs_that_change
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-import convert
 from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
 
@@ -194,17 +193,6 @@ def test_neighbours_start_from_the_same_weights(label):
     smaller = {name for name in before if not torch.equal(before[name], after[name])}
     assert smaller == ({"lm_head.weight", "transformer.wte.weight"} if label == "30" else set())
     assert all(after[name].std().item() == pytest.approx(1 / 64, rel=0.03) for name in smaller)
-
-
-def test_the_peer_computes_the_loss_of_rung_10(byte_tokens):
-    """In training, with the same weights: so it has no dropout, and rung 10 is compared with its equal."""
-    peer_file = load_module(ROOT / "ladder" / "measure" / "peer_transformers.py")
-    module = rung("10")
-    loader = module.DataLoaderLite(byte_tokens, 2, 64)
-    peer = peer_file.Peer(module.parse_args(["--model", "tiny", "--device", "cpu"]), loader).train()
-    model, batch = convert.from_transformers(peer.model, BY_LABEL["10"].file), loader.batch(0)
-    assert torch.allclose(peer(*batch), model(*batch), rtol=1e-5)
-    assert peer.model.config._attn_implementation == "sdpa"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import ladder.__main__ as tool
 from experiments import growth, race_docs
 from ladder.count.flops import flops_per_token, mfu
 from ladder.scripts.stages import BY_LABEL, BY_NAME
-from ladder.show.logs import PEER
+from ladder.show.logs import PEER, PEERS
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
 from ladder.show.report import build_report, check_comparable, warnings
 from ladder.show.tables import short_table, times_before, write_tables
@@ -224,7 +224,7 @@ def test_the_reference_logs_are_possible(reference):
         check_comparable(report.runs, report.name)
         assert not report.skipped
         for run in (run for runs in report.runs.values() for run in runs if not report.race):
-            assert run.complete and run.name in {*BY_NAME, PEER}
+            assert run.complete and run.name in {*BY_NAME, *PEERS}
             assert not report.machine or 0 < mfu(run, report.machine["rates"], run.tokens_per_second) < 1
 
 

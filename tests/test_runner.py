@@ -1,4 +1,4 @@
-"""python -m ladder run: jobs and how they end, folders, resuming, Ctrl-C; the largest batch; the peer."""
+"""python -m ladder run: jobs and how they end, folders, resuming, Ctrl-C; the largest batch."""
 import json
 import os
 import re
@@ -13,7 +13,7 @@ import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, edit_json, load_module, rung, train
+from conftest import ROOT, edit_json
 from log_files import MEDIAN, write_log
 from run_tool import LADDER, files_in, flags, is_one_error
 
@@ -22,6 +22,7 @@ from ladder.count.memory import step_bytes
 from ladder.measure import check, jobs, max_batch, runner
 from ladder.measure import run as run_verb
 from ladder.measure.jobs import Job, run_job
+from ladder.measure.peers import find_peers
 from ladder.measure.runner import command_for, eager_flags, plan, split_flags
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import PEER, read_log
@@ -81,7 +82,6 @@ def test_a_rung_gets_the_flags_that_it_has_and_saves_no_checkpoints():
     assert "--nproc_per_node=3" in command("ddp", processes=3) and "--nproc_per_node=3" in command("fsdp", processes=3)
     assert "--checkpoint-every" not in command("13")
     assert command("14")[1:3] == command("16")[1:3] == ["--checkpoint-every", "0"]
-    assert command_for(None, [], Path("x"))[1].endswith("peer_transformers.py")
 
 
 def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_run, monkeypatch, tmp_path, capsys):
@@ -112,7 +112,7 @@ def test_windows_has_no_torchrun(words, tokens, monkeypatch, call):
 
 def test_rounds_are_interleaved(tmp_path):
     """Rung by rung, drift in machine speed would look like a difference between rungs."""
-    jobs = plan([BY_LABEL["0"], BY_LABEL["1"]], [], tmp_path, repeat=2, peers=True)
+    jobs = plan([BY_LABEL["0"], BY_LABEL["1"]], [], tmp_path, repeat=2, peers=find_peers(True))
     assert [(job.log_dir.name, job.name) for job in jobs] == [
         (number, name) for number in ("round_1", "round_2")
         for name in ("baseline", "speedup_01_weight_tying", PEER)]
@@ -247,18 +247,3 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
             assert int(values[1]) == int(values[0]) * 1024 * ranks  # one micro-step
         else:
             assert len(values) == 1
-
-
-def test_the_peer_is_rung_10_with_another_model(tmp_path, tokens, monkeypatch):
-    """With the rungs' own dtype: no bfloat16 where there is none."""
-    module = rung(10)
-    peer = load_module(ROOT / "ladder" / "measure" / "peer_transformers.py")
-    monkeypatch.setattr(module, "autocast_dtype", lambda device: torch.float32)
-    peer.main([*flags(tokens), "--log-dir", str(tmp_path), "--compile-mode", "none"])
-    log = read_log(tmp_path / f"{PEER}.log")
-    assert log.complete and log.headers["precision"] == "float32 (no bfloat16 on this CPU)"
-    assert log.headers["compile"] == "none"
-    assert "norm: " in log.path.read_text()  # clipped, as rung 10 is
-    ours = read_log(train(rung(1), tmp_path, tokens, *flags(tokens)[4:]))
-    assert log.losses[0] == pytest.approx(ours.losses[0], abs=0.3)  # both start at ln 50257, with tied weights
-    assert log.tokens_per_step == ours.tokens_per_step

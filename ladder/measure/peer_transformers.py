@@ -2,19 +2,25 @@
 
     python ladder/measure/peer_transformers.py -B 1 -T 1024 --steps 12
 
-It is rung 10 with a different model, transformers' GPT2LMHeadModel with SDPA attention and without dropout: the same
-data, autocast and GradScaler, compilation, fused AdamW, clipping, learning rate, clock and log. Rung 10 should not be
-slower. The log is `<log-dir>/peer_transformers.log`.
+It is rung 10 with a different model, transformers' GPT2LMHeadModel with causal SDPA attention and without dropout: the
+same data, autocast and GradScaler, compilation, fused AdamW, clipping, learning rate, clock and log. Rung 10 should not
+be slower. The log is `<log-dir>/peer_transformers.log`.
 """
 import sys
 from pathlib import Path
 
 import torch.nn as nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import speedup_10_fused_adamw as rung_10  # noqa: E402
+
+# transformers' default, "sdpa", skips the mask only if no sequences are packed, which it cannot tell while
+# torch.compile traces: a compiled GPT-2 computes a dense (T, T) mask, and SDPA cannot take its causal kernel. For an
+# attention with a name of our own transformers makes no mask, and the same function is causal.
+AttentionInterface.register("plain_sdpa", sdpa_attention_forward)
 
 
 class Peer(nn.Module):
@@ -30,8 +36,10 @@ class Peer(nn.Module):
         self.model = GPT2LMHeadModel(GPT2Config(
             vocab_size=shape.vocab_size, n_positions=shape.block_size,
             n_embd=shape.n_embd, n_layer=shape.n_layer, n_head=shape.n_head,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="plain_sdpa",
         ))
+        # What transformers falls back to, but then it warns, which breaks the compiled graph between logits and loss.
+        self.model.loss_type = "ForCausalLM"
 
     def forward(self, idx, targets):
         """Token ids and targets, (B, T) each -> the mean loss. Our targets are already the next tokens."""

@@ -5,6 +5,7 @@ import sys
 from ladder.errors import UserError
 from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.max_batch import print_largest
+from ladder.measure.peers import find_peers
 from ladder.measure.runner import Runner, check_flags, check_same_machine, eager_flags, locked, plan
 from ladder.scripts.choose import parse_rungs
 from ladder.scripts.stages import BY_LABEL
@@ -26,12 +27,12 @@ def run(args, logs, console):
     """Do what the parsed `args` of `run` say, into the folder `logs`; returns the exit code."""
     stages = parse_rungs(args.rungs)
     check_together(args, stages)
-    settings = check_flags(stages, args.flags)
-    compiled = [*stages, BY_LABEL["10"]] if args.peers else stages  # the peer is another rung 10
+    peers, settings = find_peers(args.peers), check_flags(stages, args.flags)
+    compiled = [*stages, BY_LABEL["10"]] if peers else stages  # each peer is another rung 10
     args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
         return print_largest(stages, args.flags, args.time_limit, args.processes, console)
-    jobs, interrupted = plan(stages, args.flags, logs, args.repeat, args.peers, args.processes), False
+    jobs, interrupted = plan(stages, args.flags, logs, args.repeat, peers, args.processes), False
     runner = Runner(settings.device, logs, args.time_limit, console, args.resume, len(jobs))
     with locked(logs, args.resume):
         check_same_machine(logs, "--resume --logs")

@@ -23,7 +23,7 @@ from ladder.measure.check import compile_problem, nvidia_problem
 from ladder.measure.jobs import Job, Outcome, run_jobs
 from ladder.measure.rates import device_name, nvidia_gpus
 from ladder.scripts.stages import BY_LABEL, ROOT, load_script
-from ladder.show.logs import PEER, PEER_FILE, STEP_LINE, read_log
+from ladder.show.logs import STEP_LINE, read_log
 from ladder.show.machine import read_machine
 
 
@@ -53,12 +53,16 @@ def own_flags(stage, flags, log_dir):
 
 
 def command_for(stage, flags, log_dir, processes=2):
-    """The command line of a rung, or of the peer (None)."""
-    script = stage.path if stage else ROOT / PEER_FILE
+    """The command line of a rung."""
     start = [sys.executable]
-    if stage and stage.torchrun:
+    if stage.torchrun:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [*start, str(script), *own_flags(stage or BY_LABEL["10"], flags, log_dir), "--log-dir", str(log_dir)]
+    return [*start, str(stage.path), *own_flags(stage, flags, log_dir), "--log-dir", str(log_dir)]
+
+
+def peer_command(words, flags, log_dir):
+    """The command line of a peer, which begins with these words; it is another rung 10."""
+    return [sys.executable, *map(str, words), *own_flags(BY_LABEL["10"], flags, log_dir), "--log-dir", str(log_dir)]
 
 
 def settings_of(stage, flags):
@@ -97,11 +101,13 @@ def check_flags(stages, flags):
     return settings
 
 
-def plan(stages, flags, log_dir, repeat=1, peers=False, processes=2):
-    """The jobs, round by round, so that drift in machine speed affects all rungs alike."""
-    folders = [log_dir / f"round_{number + 1}" for number in range(repeat)] if repeat > 1 else [log_dir]
-    return [Job(stage.name if stage else PEER, command_for(stage, flags, folder, processes), folder)
-            for folder in folders for stage in [*stages, *([None] if peers else [])]]
+def plan(stages, flags, log_dir, repeat=1, peers=None, processes=2):
+    """The jobs, round by round, so that drift in machine speed affects all rungs alike; `peers` are of find_peers."""
+    folders, jobs = [log_dir / f"round_{number + 1}" for number in range(repeat)] if repeat > 1 else [log_dir], []
+    for folder in folders:
+        jobs += [Job(stage.name, command_for(stage, flags, folder, processes), folder) for stage in stages]
+        jobs += [Job(name, peer_command(words, flags, folder), folder) for name, words in (peers or {}).items()]
+    return jobs
 
 
 def is_finished(log):

@@ -15,9 +15,13 @@ import numpy
 from ladder.errors import UserError
 from ladder.scripts.stages import BY_NAME, Stage
 
-PEER = "peer_transformers"
-PEER_FILE = f"ladder/measure/{PEER}.py"
-ORDER = [*BY_NAME, PEER]
+PEER = "peer_transformers"  # the one that needs no file fetched
+PEERS = {  # {a log's name: what trained, which is no rung}
+    name: Stage("", file, title, None, frozenset()) for name, file, title in (
+        (PEER, "ladder/measure/peer_transformers.py", "transformers' GPT-2, everything on"),
+        ("peer_nanogpt", "ladder/measure/peer_nanogpt.py", "nanoGPT's GPT-2, everything on"),
+        ("peer_build_nanogpt", "ladder/measure/peer_nanogpt.py", "build-nanogpt's GPT-2, everything on"))}
+ORDER = [*BY_NAME, *PEERS]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 COUNT = r"(\d{1,12})"
 STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms"
@@ -142,10 +146,8 @@ class Run:
 
 
 def stage_of(name):
-    """The stage of a log's name; one without a label for the peer, and for a script outside of the ladder."""
-    if name == PEER:
-        return Stage("", PEER_FILE, "transformers' GPT-2, everything on", None, frozenset())
-    return BY_NAME.get(name) or Stage("", f"{name}.py", name, None, frozenset())
+    """The stage of a log's name; one without a label for a peer, and for a script outside of the ladder."""
+    return BY_NAME.get(name) or PEERS.get(name) or Stage("", f"{name}.py", name, None, frozenset())
 
 
 def read_headers(lines):

@@ -19,7 +19,7 @@ from matplotlib.ticker import EngFormatter, NullFormatter
 from ladder.errors import UserError
 from ladder.scripts.stages import LADDER
 from ladder.show.charts import KIND_COLORS, curves, lecture_bars, memory_bars, profile_bars, speed_bars, step_bars
-from ladder.show.logs import PEER
+from ladder.show.logs import PEERS
 from ladder.show.tables import batch_of, conditions, floors_of, where
 
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
@@ -28,10 +28,11 @@ plt.rcParams["text.parse_math"] = False  # a $ in a name does not start a formul
 
 
 def colors_of(names):
-    """{rung: color} along one color map, so that only neighbors look alike; the peer is grey."""
-    rungs = [name for name in names if name != PEER]
+    """{rung: color} along one color map, so that only neighbors look alike; the peers are grey."""
+    rungs = [name for name in names if name not in PEERS]
     shades = plt.get_cmap("viridis")
-    return {name: to_hex(shades(0.92 * i / max(1, len(rungs) - 1))) for i, name in enumerate(rungs)} | {PEER: "grey"}
+    greys = dict(zip(PEERS, ("grey", "silver", "black"), strict=True))
+    return {name: to_hex(shades(0.92 * i / max(1, len(rungs) - 1))) for i, name in enumerate(rungs)} | greys
 
 
 def heading(bar):

@@ -197,6 +197,8 @@ def build_report(folder):
         rows = [row_of(rounds, *common) for rounds in runs.values()]
     first = next(iter(runs.values()))[0]
     machine, profile = read_beside(folder, first, skipped)
+    for row in rows:  # a record says where what it ran differs from today's
+        row.title = machine.get("titles", {}).get(row.name, row.title)
     add_speeds(rows, runs, machine.get("rates"))
     setting = first.setting() | {"device": first.device}
     return Report(Path(folder).resolve().name, setting, machine, *common, rows, runs, profile, race, skipped)
