@@ -6,9 +6,9 @@ takes the dot product with every row. Tokens with similar meanings should be clo
 uses one matrix for both.
 
 Gain: 50257 * 768 = 38.6M fewer parameters (163.0M -> 124.4M), so less memory for weights, gradients
-and AdamW's two moments (running means of the gradient and of its square), and a shorter optimizer
-step: 0.5 GB of 31.4 and 1 ms of 394 on an H100 (measured, docs/results.md, like the gains of the
-rungs to come). The matrix products stay the same.
+and AdamW's two moments (running means of the gradient and of its square): 0.5 GB of 31.4 on an H100
+(measured, docs/results.md, like the gains of the rungs to come). The optimizer step is shorter, but
+a whole step not significantly. The matrix products stay the same.
 Cost: none known at this size; GPT-2 itself was trained this way.
 Beware: `wte.weights = ...` (with an s) raises no error and ties nothing. Check the parameter count
 in the log.

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,17 @@ def test_a_gpu_that_torch_cannot_use(driver, wheel, nvidia_smi):
     machine = rates.describe("cpu")
     assert machine["gpus"] == [f"NVIDIA H100 80GB HBM3, {driver}, 700.00 W"]
     assert "threads" in machine["cpu"] and machine["name"] == machine["cpu"]
+
+
+def test_a_machine_names_the_commit_where_git_tells_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(rates, "ROOT", tmp_path)
+    assert "commit" not in rates.describe("cpu")
+    (tmp_path / "file").write_text("as committed")
+    for words in ("init -q", "add file", "-c user.name=a -c user.email=a@b commit -q -m first"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    assert re.fullmatch("[0-9a-f]{7,}", rates.describe("cpu")["commit"])
+    (tmp_path / "file").write_text("changed")
+    assert rates.describe("cpu")["commit"].endswith("-dirty")
 
 
 @pytest.mark.parametrize("words", [["run", "--rungs", "0"], ["profile", "--rungs", "0"], ["survey"], ["smoke"]],

@@ -147,10 +147,15 @@ def test_every_floor_lies_below_the_published_step_and_falls_with_it():
 
 
 @pytest.mark.parametrize("device, name", [
-    ("NVIDIA A100-SXM4-40GB", "A100"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla T4", "T4"),
-    ("Tesla V100-SXM2-16GB", "V100"), ("NVIDIA GeForce RTX 3090", "RTX 3090"),
-    ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090"),
-    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100"), ("NVIDIA L4", "L4"), ("NVIDIA L40S", None),
+    ("NVIDIA A100-SXM4-40GB", "A100"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"), ("A100-SXM-80GB", "A100 80GB"),
+    ("Tesla T4", "T4"), ("Tesla V100-SXM2-32GB", "V100"), ("NVIDIA GeForce RTX 3090", "RTX 3090"), ("T4", "T4"),
+    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA B200", "B200"), ("NVIDIA L4", "L4"),
+    # other products: some are faster than the card on the list
+    ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA GeForce RTX 3080 Laptop GPU", None),
+    ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA H100 PCIe", None),
+    ("NVIDIA H100 NVL", None), ("NVIDIA H200 NVL", None), ("NVIDIA A100-PCIE-40GB", None),
+    ("NVIDIA A100 80GB PCIe", None), ("NVIDIA A100-SXM-64GB", None), ("Tesla V100-PCIE-16GB", None),
+    ("NVIDIA L40S", None), ("NVIDIA GH200 480GB", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ("AMD EPYC", None), (None, None),
 ])
 def test_cards_are_known_by_the_drivers_name(device, name):

@@ -6,9 +6,11 @@ from log_files import MEDIAN, write_log
 
 from ladder.count.flops import flops_per_token, mfu
 from ladder.errors import UserError
-from ladder.show.logs import read_log
+from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import PEER, read_log
 from ladder.show.machine import read_machine
 from ladder.show.report import build_report
+from ladder.show.tables import as_json
 
 
 @pytest.mark.parametrize("header, tail, complete", [
@@ -52,6 +54,22 @@ def test_mfu_counts_the_vocabulary_of_the_data(tokens, vocab_size, tmp_path):
     run.name = "rung_32_grouped_query_attention"
     assert mfu(run, {"float32": 1e12}, 1000) is None  # its flags change the matrices
     assert share == (vocab_size and flops_per_token("4x4x128", 64, vocab_size=vocab_size) * 1000 / 1e12)
+
+
+def test_a_rounds_logs_in_one_file_are_those_of_a_folder(tmp_path):
+    """Joined as records are, by `cat round_1/*.log > round_1.log`; each is still found by its path."""
+    folder, record = tmp_path / "folder" / "machine", tmp_path / "record" / "machine"
+    record.mkdir(parents=True)
+    for number in range(1, 6):
+        for name, ms in ((BY_LABEL["0"].name, 100), (BY_LABEL["1"].name, 90), (PEER, 80)):
+            write_log(folder / f"round_{number}" / f"{name}.log", ms=[9000, ms + number**2 % 7, ms + number],
+                      header=f"# script: {name}.py\n# batch: B=4 T=1024 | steps: 3\n", tail=MEDIAN)
+        joined = "".join(log.read_text() for log in sorted((folder / f"round_{number}").glob("*.log")))
+        (record / f"round_{number}.log").write_text(joined)
+    reports = [build_report(path) for path in (folder, record)]
+    assert as_json(reports[:1]) == as_json(reports[1:]) and len(reports[1].rows) == 3
+    assert all(row.rounds == 5 for row in reports[1].rows) and reports[1].rows[1].p_before
+    assert read_log(record / "round_2.log" / f"{PEER}.log").ms == read_log(folder / "round_2" / f"{PEER}.log").ms
 
 
 def test_mfu_of_ranks_counts_their_gpus(tmp_path):

@@ -21,7 +21,7 @@ def test_flops_in_closed_form():
 def test_memory_model_against_measured_peaks():
     """Within 30 % for rungs 0 to 10, on every reference machine."""
     checked = set()
-    for folder in {log.parents[1] for log in (ROOT / "logs" / "reference").glob("*/round_*/*.log")}:
+    for folder in {log.parent for log in (ROOT / "logs" / "reference").glob("*/round_*.log")}:
         for name, rounds in read_folder(folder)[0].items():
             label = BY_NAME[name].label if name in BY_NAME else None
             for run in rounds if label in RUN_BY_DEFAULT else ():

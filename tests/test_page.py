@@ -233,7 +233,7 @@ def test_the_page_s_gains_are_those_of_the_readme():
     rows = {row["label"]: row for row in page_module.rows_data(report)}
     starred = re.findall(r"^\| \[`(\w+)\.py`.*\d\*", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
     assert [BY_LABEL[label].name for label, row in rows.items() if row["differs"]] == starred
-    assert len(starred) == 6 and rows["0"]["p"] is None
+    assert len(starred) == 5 and rows["0"]["p"] is None
 
 
 def test_the_chosen_machine_is_the_whole_pages_and_remembered(open_page):

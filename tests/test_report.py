@@ -16,6 +16,7 @@ import ladder.__main__ as tool
 from experiments import growth, race_docs
 from ladder.count.flops import flops_per_token, mfu
 from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.show.chance import holm
 from ladder.show.logs import PEER, PEERS
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
 from ladder.show.report import build_report, check_comparable, warnings
@@ -167,15 +168,24 @@ def test_a_gain_is_named_where_a_paired_test_over_five_rounds_says_so(tmp_path, 
                       header="# batch: B=4 T=1024 | steps: 8\n", tail=MEDIAN)
     report = build_report(tmp_path / "machine")
     p = [row.p_before for row in report.rows]
-    expected = [ttest_1samp(np.log(ratios[i]), 0).pvalue for i in (1, 2, 3)]
-    assert p[0] is None and p[1:] == pytest.approx(expected) and (p[1] > 0.01, p[2] < 0.01, p[3] > 0.01) == (True,) * 3
+    alone = ttest_1samp(np.log(ratios[2]), 0).pvalue
+    assert p == [None, 1, pytest.approx(3 * alone), 1] and p[2] < 0.01  # the smallest of a table's three
     shown = call("report", tmp_path / "machine")[1]
     assert "1.03*" in shown and shown.count("*") == 2  # the other explains it
     monkeypatch.setattr(tool, "REFERENCE", tmp_path)
-    assert "no measurable gain: p = " in call("diff", 12)[1] and "tokens/sec; p = 0.00" in call("diff", 13)[1]
+    assert "no significant difference: p = 1)" in call("diff", 12)[1]
+    assert f"tokens/sec; p = {3 * alone:.2g})" in call("diff", 13)[1]  # the table's
     shutil.rmtree(tmp_path / "machine" / "round_5")
     assert all(row.p_before is None for row in build_report(tmp_path / "machine").rows)
     assert "1.03?" in call("report", tmp_path / "machine")[1] and "too few rounds" in call("diff", 13)[1]
+
+
+@pytest.mark.parametrize("ps, corrected", [
+    ({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}, {"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06}),  # as 2 * 0.03
+    ({"a": 0.4, "b": 0.9, "c": 0.004}, {"c": 0.012, "a": 0.8, "b": 0.9}),
+    ({"a": 0.7, "b": 0.6}, {"b": 1, "a": 1}), ({"a": 0.3}, {"a": 0.3}), ({}, {})])
+def test_holm_multiplies_the_smallest_p_by_all_and_keeps_the_order(ps, corrected):
+    assert holm(ps) == pytest.approx(corrected)
 
 
 @pytest.mark.parametrize("device, batch, shown", [

@@ -55,7 +55,7 @@ def test_what_works_is_listed_and_the_folder_tells_it(fake, tmp_path):
         [("b", logs([11.01, 10.9, 10.8, 10.72]), {"first": 1, "like": "a"})])
     assert code == 0 and "0 failed" in output and re.search(r"a +ok +\d+ s  loss 11.000 10.900 10.800 10.700", output)
     assert "the largest difference is 0.0200" in output and "- float8: none here\n" in output
-    assert summary["packages"]["torch"] == torch.__version__ and summary["commit"]
+    assert summary["packages"]["torch"] == torch.__version__ and summary["machine"]["commit"]
     assert trials["b"]["losses"]["4"] == 10.72
     out = tmp_path / "out"
     assert (out / "summary.txt").read_text() in output and "step : 4 | loss: 10.700000" in (out / "a.txt").read_text()

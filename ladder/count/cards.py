@@ -41,6 +41,8 @@ CARDS = {card.name: card for card in (
     Card("H200", 67, 494.7, 989.4, 4800, "NVIDIA H200 datasheet, SXM, halved"),
     Card("B200", 80, 1125, 2250, 8000, "NVIDIA Blackwell architecture brief, HGX B200 at 1,000 W, halved"),
 )}
+# Which the driver adds to the names of just these products; any other word tells of a different one.
+USUAL_WORDS = {"NVIDIA", "Tesla", "GeForce", "SXM", "SXM2", "SXM4", "HBM3", "16GB", "32GB", "40GB", "80GB"}
 
 
 def find_card(text):
@@ -60,5 +62,7 @@ def find_card(text):
 
 
 def card_of(device):
-    """The card that a log's device ("NVIDIA A100-SXM4-40GB") names, or None; a "Ti" or "Laptop" counts as the card."""
-    return next((card for name, card in CARDS.items() if re.search(rf"\b{name}\b", device or "")), None)
+    """The card that a log's device ("NVIDIA A100-SXM4-40GB") names, or None: "3090 Ti" or "H100 PCIe" are others."""
+    words = set(re.findall(r"\w+", device or ""))
+    found = [card for name, card in CARDS.items() if set(name.split()) <= words <= USUAL_WORDS.union(name.split())]
+    return max(found, key=lambda card: len(card.name.split()), default=None)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils import collect_env
 
-from ladder.scripts.stages import BY_LABEL, load_script
+from ladder.scripts.stages import BY_LABEL, ROOT, load_script
 
 rung_10 = load_script(BY_LABEL["10"])
 SHAPES = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
@@ -80,8 +80,9 @@ def device_name(device):
 
 
 def describe(device):
-    """What a reader of the rates needs to know about the machine."""
-    return {
+    """What a reader of the rates needs to know about the machine, and the project's commit where git tells it."""
+    code, commit, _ = collect_env.run(f'git -C "{ROOT}" describe --always --dirty')
+    return ({"commit": commit} if code == 0 else {}) | {
         "device": device, "name": device_name(device), "cpu": device_name("cpu"), "gpus": nvidia_gpus(),
         "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
         "system": platform.platform(), "threads": torch.get_num_threads(),

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -237,11 +236,9 @@ def summarize(trials, seconds, say):
 
 def write_summary(path, trials, device):
     """Write the machine, all versions and all trials as JSON, for whoever gets the folder."""
-    git, describes = shutil.which("git"), ["describe", "--always", "--dirty"]
-    commit = git and subprocess.run([git, *describes], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     packages = {package.metadata["Name"]: package.version for package in distributions()}
     shown = ("name", "command", "status", "reason", "seconds", "losses")
-    found = {"machine": describe(device), "commit": commit, "packages": packages,
+    found = {"machine": describe(device), "packages": packages,
              "trials": [{key: getattr(trial, key) for key in shown} for trial in trials]}
     write_whole(path, json.dumps(found, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """Measure as much of a machine as a given time allows, by the tool's other verbs, the most important first.
 
-The folders that a survey writes can be committed to logs/reference/ as they are.
+The folders that a survey writes become records as logs/reference/README.md says.
 """
 import _thread
 import re

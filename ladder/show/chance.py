@@ -1,4 +1,4 @@
-"""Is a difference significant? A paired t-test over rounds or seeds."""
+"""Is a difference significant? A paired t-test over rounds or seeds, and Holm's correction for several at once."""
 import math
 import warnings
 
@@ -27,6 +27,18 @@ def speed_p(before, after):
     first, second = log_times(before), log_times(after)
     shared = sorted(first.keys() & second.keys())
     return paired_p([first[name] for name in shared], [second[name] for name in shared], FEWEST_ROUNDS)
+
+
+def holm(ps):
+    """{name: p} of the tests of one family, corrected for their number, so that chance alone rarely makes any small.
+
+    S. Holm, A simple sequentially rejective multiple test procedure, Scandinavian Journal of Statistics 6 (1979).
+    """
+    corrected, largest = {}, 0
+    for n_smaller, name in enumerate(sorted(ps, key=ps.get)):
+        largest = max(largest, min(1, (len(ps) - n_smaller) * ps[name]))
+        corrected[name] = largest
+    return corrected
 
 
 def log_times(runs):

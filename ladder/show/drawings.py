@@ -393,7 +393,7 @@ def drawings():
                       "Orange: the tile at work; green: rows that are done."),
               Drawing(time_over_length(),
                       "Measured: 4 blocks of width 256, byte tokens, B=1, on two cores of an Intel Xeon with AMX; "
-                      "medians of five rounds. Flash attention makes no measurable difference at T=256 and 512; at "
+                      "medians of five rounds. Flash attention makes no significant difference at T=256 and 512; at "
                       "4,096 it is 2.2 times as fast as rung 5.")],
         "16": [Drawing(memory_over_a_step("15", "16"),
                        "GPT-2 (124M), B=16 T=1024, all 12 blocks recomputed: counted as in `ladder/count/memory.py`, "

@@ -1,5 +1,8 @@
 """Read the logs of the training scripts.
 
+A round's logs are files of a folder, `round_1/baseline.log`, or, as records have them, one file, `round_1.log`: one log
+after another, each from its line `# script:` on. In such a file a log's path is `round_1.log/baseline.log`.
+
 A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with or without further fields. Everything
 else is optional: what a log does not say is None.
 """
@@ -161,14 +164,26 @@ def read_headers(lines):
     return headers
 
 
+def logs_in(path):
+    """The paths of the logs in a file: a round's has one for each line `# script:`, any other is a log itself."""
+    scripts = []
+    if path.match("round_*.log"):
+        scripts = re.findall(r"(?m)^# script: (.*)\.py$", path.read_text(encoding="utf-8", errors="replace"))
+    return [path / f"{name}.log" for name in scripts] or [path]
+
+
 def read_lines(path):
     """The lines of a log; without the last one if it is incomplete, as when a run was killed while writing."""
+    of_round = path.parent.is_file()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (path.parent if of_round else path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a text file, so not a log") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; name the log that a script has written") from None
+    if of_round:
+        logs = re.split("(?m)^(?=# script: )", text)
+        text = "".join(log for log in logs if log.startswith(f"# script: {path.stem}.py\n"))
     return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
 
 
@@ -228,7 +243,8 @@ def read_folder(folder):
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of logs")
     runs, skipped = {}, []
-    for path in sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")]):
+    files = sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")])
+    for path in itertools.chain.from_iterable(map(logs_in, files)):
         try:
             run = read_log(path)
         except UserError as error:

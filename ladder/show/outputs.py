@@ -69,7 +69,7 @@ def loss_effect(old, new):
 def verdict(p):
     if p is None:
         return "too few rounds to tell a gain from chance"
-    return f"p = {p:.2g}" if p < BEYOND_CHANCE else f"no measurable gain: p = {p:.2g}"
+    return f"p = {p:.2g}" if p < BEYOND_CHANCE else f"no significant difference: p = {p:.2g}"
 
 
 def print_effect(before, stage, folders, console):
@@ -81,7 +81,8 @@ def print_effect(before, stage, folders, console):
         old, new = rows[before.name], rows[stage.name]
         memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
         ratio = new.tokens_per_second / old.tokens_per_second
-        chance = verdict(speed_p(runs[before.name], runs[stage.name]))
+        in_table = before.label == stage.before
+        chance = verdict(new.p_before if in_table else speed_p(runs[before.name], runs[stage.name]))
         console.print(f"Measured, {where(reference)}:", style="bold", soft_wrap=True)
         console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({ratio:.2f} x the tokens/sec; {chance})"
                       f"{memory}, {loss_effect(old, new)}", soft_wrap=True)

@@ -105,7 +105,7 @@ function effect(machine, {label, before}) { // what a lesson measured, as HTML
     })}</tbody></table>${!old ? "" : old.tokens !== now.tokens ?
       `<p>A step reads ${number(now.tokens)} tokens, in rung ${before} ${number(old.tokens)}.</p>` :
       now.p == null ? "<p>Too few rounds to tell a difference in speed from chance.</p>" :
-      now.differs ? "" : `<p>No difference in speed beyond chance (p = ${number(now.p, 2)}).</p>`}`;
+      now.differs ? "" : `<p>No significant difference in speed (p = ${number(now.p, 2)}).</p>`}`;
 }
 
 function choose(id) {

@@ -15,7 +15,7 @@ import pandas
 from ladder.count.flops import mfu
 from ladder.errors import UserError
 from ladder.scripts.stages import BY_LABEL
-from ladder.show.chance import speed_p
+from ladder.show.chance import holm, speed_p
 from ladder.show.compare import MIN_COUNTED
 from ladder.show.impossible import CLOCK, impossible
 from ladder.show.logs import read_folder, run_of, stage_of
@@ -52,7 +52,7 @@ class Row:
     tokens_per_second: float | None = None
     times_baseline: float | None = None  # its tokens per second as times those of others
     times_before: float | None = None
-    p_before: float | None = None
+    p_before: float | None = None  # by Holm, over the rungs of the table
 
 
 @dataclass
@@ -161,6 +161,9 @@ def add_speeds(rows, runs, rates):
             row.times_before = speeds[row.name] / speeds[before.name]
         if before and before.name in runs:
             row.p_before = speed_p(runs[before.name], runs[row.name])
+    corrected = holm({row.name: row.p_before for row in rows if row.p_before is not None})
+    for row in rows:
+        row.p_before = corrected.get(row.name)
 
 
 def read_beside(folder, first, skipped):
