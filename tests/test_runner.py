@@ -22,7 +22,7 @@ from ladder.count.memory import step_bytes
 from ladder.measure import check, jobs, max_batch, runner
 from ladder.measure import run as run_verb
 from ladder.measure.jobs import Job, run_job
-from ladder.measure.runner import command_for, eager_flags, plan, split_flags
+from ladder.measure.runner import command_for, eager_flags, split_flags
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import PEER, read_log
 from ladder.show.report import build_report
@@ -108,14 +108,6 @@ def test_windows_has_no_torchrun(words, tokens, monkeypatch, call):
     monkeypatch.setattr(run_verb, "sys", SimpleNamespace(platform="win32"))
     answer = call("run", *words, *flags(tokens))
     assert is_one_error(answer, "--rungs ", "torchrun does not start on Windows", "running.md")
-
-
-def test_rounds_are_interleaved(tmp_path):
-    """Rung by rung, drift in machine speed would look like a difference between rungs."""
-    jobs = plan([BY_LABEL["0"], BY_LABEL["1"]], [], tmp_path, repeat=2, peers=True)
-    assert [(job.log_dir.name, job.name) for job in jobs] == [
-        (number, name) for number in ("round_1", "round_2")
-        for name in ("baseline", "speedup_01_weight_tying", PEER)]
 
 
 def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):

@@ -78,8 +78,8 @@ def by_kind(events, logit_widths, device):
     def add(name, kind, ms):
         parts[kind] += ms
         kernel = kernels.setdefault((name, kind), [0, 0.0])
-        kernel[0] += 1 / len(steps)
-        kernel[1] += ms / len(steps)
+        kernel[0] += 1
+        kernel[1] += ms
 
     for event in on_cpu:
         if not any(step.start <= event.time_range.start < step.end for step in steps):
@@ -97,7 +97,8 @@ def by_kind(events, logit_widths, device):
         if not any(parts.values()):
             raise UserError("the profiler saw no kernels; allow it to use CUPTI, which containers often forbid")
         parts["waiting"] = max(0.0, total - sum(parts.values()))
-    kernels = sorted(([*key, *numbers] for key, numbers in kernels.items()), key=lambda kernel: -kernel[-1])
+    rows = [[*key, calls / len(steps), ms / len(steps)] for key, (calls, ms) in kernels.items()]
+    kernels = sorted(rows, key=lambda row: -row[-1])
     return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps), kernels
 
 
