@@ -43,7 +43,7 @@ with open(folder / "times", "a") as file:
 
 @pytest.fixture
 def turns(tmp_path):
-    """turns(names, at_once, compiles, trains, …): (Runner, [[name, pid, begin, compiled, first step, end] by end])."""
+    """turns(names, at_once, compiles, trains, …): (Runner, [[name, pid, begin, compiled, trains, end] by end])."""
     def run(names, at_once, compiles="", trains="", seconds=30, folder="round_1"):
         logs = tmp_path / folder
         logs.mkdir(exist_ok=True)
@@ -110,8 +110,8 @@ def test_ctrl_c_keeps_finished_logs_and_leaves_no_process(turns, tmp_path):
 def test_a_child_that_nobody_gives_a_turn_ends(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('before')\nprint('# script: x.py')\nprint('trains')")
-    done = run_command(sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL)",
-                       sys.executable, "-m", "ladder.measure.turn", "eager", script)
+    without_input = "import subprocess, sys; subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL)"
+    done = run_command(sys.executable, "-c", without_input, sys.executable, "-m", "ladder.measure.turn", "eager", script)
     assert "before\nwaits" in done.stdout and "trains" not in done.stdout and "error: nobody" in done.stderr
 
 

@@ -106,7 +106,8 @@ class Child:
             self.limit = job.memory or MEMORY_SHARE * free_memory("cpu")
             self.env = os.environ | allocator.keeping_freed_memory() | job.env
         with open(file, "wb") as output:
-            self.process = subprocess.Popen(job.command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=self.env,
+            self.process = subprocess.Popen(job.command, stdin=subprocess.PIPE, stdout=output,
+                                            stderr=subprocess.STDOUT, env=self.env,
                                             start_new_session=os.name == "posix")
         self.output = open(file, encoding="utf-8", errors="replace")
 

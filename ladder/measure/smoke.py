@@ -113,7 +113,8 @@ def own_text(settings, scratch):
     start = train("28", "own-text", steps=60, muon_lr=0.02, max_lr=0.01, compile_mode="none")
     start.first = 0  # more steps than are looked at
     eager = train("29", "own-text", pretrained=start.log_dir / "model.pt", compile_mode="none")
-    compiled = train("29", "documents", eager.name, 0.01, pretrained=start.log_dir / "model.pt")  # FlexAttention on a GPU
+    # on a GPU by FlexAttention
+    compiled = train("29", "documents", eager.name, 0.01, pretrained=start.log_dir / "model.pt")
     return [script(eager, "data/prepare.py", "--text", text, "--tokenizer", "bytes", "--out", data), start, eager,
             *([compiled] if settings.compile_mode != "none" else []), *using(eager, device, exports=True),
             script(eager, "evaluate.py", eager.log_dir / "model.pt", "--data", data, "--device", device)]
@@ -147,7 +148,7 @@ def torchrun_chains(train, device):
 
 
 def gloo_chains(settings, scratch):
-    """The rungs that start as several ranks, beside a GPU, which two ranks cannot share: on the CPU, alone and as two."""
+    """Beside a GPU, which two ranks cannot share: the rungs that start as several, on the CPU, alone and as two."""
     if settings.device != "cuda" or sys.platform == "win32":
         return
     on_cpu = argparse.Namespace(**vars(settings) | {"device": "cpu", "compile_mode": "none"})

@@ -67,9 +67,9 @@ def names_around(event):
 
 
 def by_kind(events, logit_widths, device):
-    """({kind: ms}, ms, kernels) of one step: from the profiler's `events` inside its steps, and of these steps themselves.
+    """({kind: ms}, ms, kernels) of one step: from the profiler's `events` inside its steps, and the steps' own ms.
 
-    `kernels` are what the first adds up, on a CPU operators: [name, kind, calls, ms], the longest first.
+    `kernels`, on a CPU operators, are what the kinds add up: [name, kind, calls, ms], the longest first.
     """
     on_cpu = [event for event in events if event.device_type.name == "CPU"]
     steps = [event.time_range for event in on_cpu if event.name == STEP]
