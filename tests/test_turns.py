@@ -111,7 +111,8 @@ def test_a_child_that_nobody_gives_a_turn_ends(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('before')\nprint('# script: x.py')\nprint('trains')")
     without_input = "import subprocess, sys; subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL)"
-    done = run_command(sys.executable, "-c", without_input, sys.executable, "-m", "ladder.measure.turn", "eager", script)
+    turn = [sys.executable, "-m", "ladder.measure.turn", "eager", script]
+    done = run_command(sys.executable, "-c", without_input, *turn)
     assert "before\nwaits" in done.stdout and "trains" not in done.stdout and "error: nobody" in done.stderr
 
 
