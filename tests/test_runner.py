@@ -54,6 +54,15 @@ def test_a_job_ends_with_a_status_and_the_complaint_that_matters(code, status, r
         assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie"
 
 
+def test_a_stopped_compiler_leaves_no_half_of_a_library(tmp_path):
+    """A kill while it links would leave an empty file in torch's cache, which later runs try to load."""
+    (tmp_path / "g++").symlink_to(sys.executable)
+    library = "import time; time.sleep(2); open('library', 'w').write('whole')"
+    script = f"import subprocess; subprocess.run([{str(tmp_path / 'g++')!r}, '-c', {library!r}], cwd={str(tmp_path)!r})"
+    outcome = run_job(Job("job", [sys.executable, "-c", script], tmp_path), 1, "cuda")
+    assert outcome.status == "timed out" and (tmp_path / "library").read_text() == "whole"
+
+
 def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_path):
     """On a GPU nobody watches: what fills up there is not this memory."""
     memory = psutil.virtual_memory()._replace(available=100e6)

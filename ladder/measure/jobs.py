@@ -20,6 +20,7 @@ from ladder.measure.turn import WAITS
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
 # A line of a child's output; torchrun's own, about its child, says nothing.
 COMPLAINT = re.compile(r"(\[rank\d+\]: )?(?!.*ChildFailedError)(error:|[\w.]*(Error|Exception)\b)")
+COMPILER = re.compile(r"(.*-)?((g|c|clang)\+\+|cc1plus|collect2|as|ld)(-\d+)?")
 OUT_OF_MEMORY = "out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 SIGKILL = 9  # which the kernel sends when memory runs out; Windows' signal module lacks the name
 
@@ -59,12 +60,14 @@ def process_tree(pid):
 
 
 def stop(child):
-    """Kill a child and everything it started."""
-    tree = process_tree(child.pid)
-    for process in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(tree, timeout=10)
+    """Kill a child and everything it started; a compiler may end by itself, in ten seconds."""
+    tree = alive = process_tree(child.pid)
+    for spared in (COMPILER, None):  # of its half-written library torch's cache would tell nobody
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if spared is None or not spared.fullmatch(process.name()):
+                    process.kill()
+        _, alive = psutil.wait_procs(tree, timeout=10)
     child.wait()
 
 
