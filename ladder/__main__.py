@@ -95,17 +95,6 @@ def profile(args):
                             args.repeat)
 
 
-def survey(args):
-    """all of this in a given time, for machines that you use only once; unknown flags go to the scripts"""
-    from ladder.measure.survey import survey
-
-    def do(words):
-        words = parse_args(words)
-        return words.do(words)
-
-    return survey(args.minutes, args.out or new_folder("logs/survey"), args.flags, do, console)
-
-
 def report(args):
     """the table, plots and the tutorial page, from logs
 
@@ -225,7 +214,9 @@ flag("--data", help="(default: data/tokens, prepared if it is not there)")
 flag("--out", **FOLDER, help="a new folder (default: logs/smoke/DATE_TIME)")
 flag = verb(run)
 flag("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
-flag("--repeat", type=COUNT, default=1, metavar="N", help="N interleaved rounds, to see the noise")
+flag("--repeat", type=COUNT, default=1, metavar="N", help="N rounds, each in an order of its own, to see the noise")
+flag("--at-once", type=COUNT, default=1, metavar="N",
+     help="start and compile N rungs at once; they still train one after another (default: %(default)s)")
 flag("--peers", nargs="?", const=True, **FOLDER, help="add transformers' own GPT-2 with everything switched on, and "
      "from FOLDER model.py of github.com/karpathy/nanoGPT and train_gpt2.py of github.com/karpathy/build-nanogpt")
 flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
@@ -238,9 +229,6 @@ flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
 flag("--repeat", type=COUNT, default=3, metavar="N",
      help="N rounds, preferably odd: the median round counts (default: %(default)s)")
 flag("--logs", **FOLDER, help="of a run, to be shown with it (default: logs/profile/DATE_TIME)")
-flag = verb(survey)
-flag("--minutes", type=AMOUNT, default=10, help="(default: %(default)s)")
-flag("--out", **FOLDER, help="a new folder (default: logs/survey/DATE_TIME)")
 flag = verb(report)
 flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine")
 flag("--logs", action="append", default=[], **FOLDER, help="the same")
@@ -274,7 +262,7 @@ flag("rung", help="its file, or N")
 def parse_args(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     args, rest = PARSER.parse_known_args(argv)
-    if rest and args.do not in (run, profile, survey, try_):  # which pass them on to the scripts
+    if rest and args.do not in (run, profile, try_):  # which pass them on to the scripts
         VERBS.choices[args.verb].error(f"unknown: {' '.join(rest)}")
     args.flags, args.argv = [word for word in rest if word != "--"], argv
     return args

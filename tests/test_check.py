@@ -12,6 +12,7 @@ from conftest import FakeClock
 from log_files import MEDIAN, write_log
 from run_tool import flags, is_one_error, ladder
 
+from ladder.errors import UserError
 from ladder.measure import check, rates
 
 
@@ -65,7 +66,7 @@ def test_a_machine_names_the_commit_where_git_tells_it(tmp_path, monkeypatch):
     assert rates.describe("cpu")["commit"].endswith("-dirty")
 
 
-@pytest.mark.parametrize("words", [["run", "--rungs", "0"], ["profile", "--rungs", "0"], ["survey"], ["smoke"]],
+@pytest.mark.parametrize("words", [["run", "--rungs", "0"], ["profile", "--rungs", "0"], ["smoke"]],
                          ids=" ".join)
 def test_no_cpu_is_measured_beside_a_gpu_unless_asked_for(words, nvidia_smi, tmp_path, monkeypatch,
                                                           call):
@@ -96,6 +97,15 @@ exec {shutil.which("g++")} "${{kept[@]}}"
     found = findings(check.check_kernels, "cpu")["torch.compile"]
     assert found.startswith("x ") and "python3-dev" in found
     assert "fatal error: Python.h: No such file" in found
+
+
+@pytest.mark.parametrize("line", [
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 MiB.",
+    "torch._inductor.exc.InductorError: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"])
+def test_a_full_gpu_is_not_one_that_cannot_compile(line):
+    """Else the rungs would be measured eagerly, and the user sent to install a compiler."""
+    with pytest.raises(UserError, match="^out of memory: .*(Tried|ALLOC)"):
+        check.problem_of(f"import sys; print('Traceback', {line!r}, sep='\\n', file=sys.stderr); sys.exit(1)")
 
 
 @pytest.mark.parametrize("dtype, names, bfloat16", [

@@ -45,7 +45,7 @@ def test_rungs_are_chosen_by_label_range_or_file():
     (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
     (["diff", "1", "2", "3"], ["one rung, or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),
     (["run", "--save=x"], ["--save"]), (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),
-    (["survey", "--compile-mode", "none"], ["--compile-mode", "not for a survey"]),
+    (["run", "--max-batch", "--at-once", "2"], ["--at-once: not with --max-batch"]),
     (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps", "not for a profile"]),
 ])
 def test_wrong_words_end_in_one_line_before_anything_is_written(words, reasons, tmp_path, monkeypatch, call):

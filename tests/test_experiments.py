@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_module, losses, run_command, train
+from conftest import load_module
 
 from experiments import causal_attention, variants
 from ladder.scripts.stages import BY_LABEL
-from ladder.show.report import build_report
 
 FOLDER = Path(variants.__file__).parent
 BASES = {"evidence": "15", "own_text": "29", "read_often": "29"}  # of the patches in a folder, where it is not rung 24
@@ -55,25 +54,6 @@ def test_every_program_starts(name, monkeypatch, capsys):
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     logging.disable(logging.NOTSET)
     assert capsys.readouterr().out.startswith("usage: ")
-
-
-@pytest.mark.slow
-def test_runs_in_turns_are_those_of_the_script_alone(tokens, tmp_path):
-    """Each round of a process that trains in turn has the losses of a process of its own, and all of its steps."""
-    flags = ["--data", tokens, "--model", "tiny", "-T", "32", "--steps", "3", "--compile-mode", "none"]
-    turns = [sys.executable, "-m", "experiments.in_turns", "last", tmp_path / "out", "--rounds", "2", *flags]
-    done = run_command(*turns)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rung = BY_LABEL["10"]
-    for name, batch in (("B4", 4), ("B32", 32)):
-        truth = losses(train(load_module(rung.path), tmp_path / name, tokens, *flags, "-B", str(batch)))
-        for number in (1, 2):
-            log = tmp_path / "out" / name / f"round_{number}" / f"{rung.name}.log"
-            assert losses(log) == pytest.approx(truth, abs=1e-4) and len(truth) == 3
-    report = build_report(tmp_path / "out" / "B4")
-    assert report.rows[0].rounds == 2
-    again = run_command(*turns)
-    assert again.returncode == 1 and again.stderr.startswith("error: ") and "new folder" in again.stderr
 
 
 def test_causal_attention_in_blocks_is_causal_attention():

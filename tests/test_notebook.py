@@ -60,7 +60,7 @@ def colab(monkeypatch):
 
 @pytest.mark.slow
 def test_the_notebook_runs_in_a_clone_that_it_makes(notebook, colab, tokens, tmp_path, monkeypatch):
-    """All of it but smoke and the survey, as on Colab, where it lies outside the repository."""
+    """All of it but smoke and the five rounds, as on Colab, where it lies outside the repository."""
     origin, folder = tmp_path / "origin", tmp_path / "content"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "logs", "checkpoints", "*.bin", "meta.json", "tokenizer.json")
     shutil.copytree(ROOT, origin, ignore=ignored)

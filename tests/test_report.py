@@ -122,7 +122,7 @@ HEADER = "# model: gpt2\n# device: {} | allocator: {}\n# batch: B=6 T=1024 | ste
     ("EPYC (2 threads)", 4.5, 4.5, 20, "impossible"),  # its MFU is above 100 %
     ("NVIDIA A100", 20_000, 300, 20, "less than 3 s"),  # the first step compiles
     ("NVIDIA A100", 100, 340, 20, None),
-    ("NVIDIA A100 (kept busy)", 20_000, 300, 20, None),  # by experiments.in_turns, whose other rungs ran before it
+    ("NVIDIA A100 (kept busy)", 20_000, 300, 20, None),  # of a record whose other rungs ran before it
 ])
 def test_each_doubt_about_a_run_is_named(device, first, ms, steps, warning, tmp_path):
     """Impossible speeds, a GPU that has not warmed up, an unfinished run: each alone, and named."""

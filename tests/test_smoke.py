@@ -19,7 +19,8 @@ from ladder.measure import smoke
 from ladder.measure.check import Finding
 from ladder.measure.runner import split_flags
 from ladder.measure.smoke import Trial, plan
-from ladder.scripts.stages import STAGES
+from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.show.logs import read_log
 
 GOOD = [11.0, 10.9, 10.8, 10.7]
 
@@ -109,7 +110,7 @@ def test_ctrl_c_stops_all_that_run(fake, tmp_path):
 
     threading.Thread(target=interrupt, daemon=True).start()
     code, output, _, _ = fake(*([(file.stem, [sys.executable, "-c", sleeper, str(file)], {})] for file in files))
-    assert code == 130 and "stopped" in output and "1/3" not in output and not files[2].exists()
+    assert code == 130 and "stopped" in output and "0 trials in" in output and not files[2].exists()
     assert not any(psutil.pid_exists(int(file.read_text())) for file in files[:2])
 
 
@@ -118,7 +119,7 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
     monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
     settings = SimpleNamespace(device=device, model="tiny", data=tmp_path, compile_mode="default")
     trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
-    others = {"24-eager", "24-float16", "24-resume", "27-resume"}
+    others = {"24-eager", "24-float16", "24-resume", "27-resume", "29-documents"}
     assert {stage.label for stage in STAGES} | others <= trials.keys()
     assert {trial.like for trial in trials.values()} <= trials.keys() | {""}
     assert not any("None" in trial.command for trial in trials.values())
@@ -127,8 +128,41 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
         assert (f"{stage.label}-torchrun" in trials) == (device != "mps" and (  # which has no DDP
             stage.torchrun or stage.label == "24" or stage.label in ("25", "29") and device == "cuda"))
     assert ("10-graphs" in trials) == (device == "cuda") and ("26-pinned" in trials) == (device != "cpu")
+    assert ("fsdp-gloo" in trials) == ("fsdp-cpu" in trials) == (device == "cuda")  # which NCCL does not share
+    names = list(trials)  # first what the others are compared with, then what has run least often
+    assert names.index("24") < names.index("24-eager") < names.index("20")
     samples = {name for name in trials if name.endswith("-sample")}
     assert {"0-sample", "31-sample"} < samples and "0-convert" in trials and "31-convert" not in trials
+
+
+def test_ranks_that_cannot_share_a_gpu_are_two_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
+    settings = SimpleNamespace(device="cuda", model="tiny", data=tmp_path, compile_mode="default")
+    trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
+    for label in ("ddp", "33", "fsdp", "dcp"):
+        alone, ranks, nccl = (trials[f"{label}-{how}"] for how in ("cpu", "gloo", "torchrun"))
+        assert ranks.like == alone.name and "--nproc_per_node=2" in ranks.command
+        assert "--nproc_per_node=1" in nccl.command and "distributed" not in " ".join(alone.command)
+        devices = [split_flags(trial.command, "--device", "--compile-mode")[0] for trial in (alone, ranks, nccl)]
+        assert devices == [["cpu", "none"], ["cpu", "none"], ["cuda", "default"]]
+
+
+@pytest.mark.slow
+def test_trials_with_several_documents_would_notice_attention_across_them(tmp_path, tokens):
+    """Rung 28 is rung 29 without its mask."""
+    settings = SimpleNamespace(device="cpu", model="tiny", data=tokens, compile_mode="default")
+    trials = {trial.name: trial for trial in smoke.own_text(settings, tmp_path)}
+    for trial in (trials["29-own-text-prepare"], trials["28-own-text"], trials["29-own-text"]):
+        trial.log_dir.mkdir(exist_ok=True)
+        done = run_command(*trial.command)
+        assert done.returncode == 0, done.stderr
+    without = [word.replace(BY_LABEL["29"].file, BY_LABEL["28"].file) for word in trials["29-documents"].command]
+    done = run_command(*without, "--compile-mode", "none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, other = (read_log(path).losses[0] for path in (
+        trials["29-own-text"].log_dir / f"{BY_LABEL['29'].name}.log",
+        trials["29-documents"].log_dir / f"{BY_LABEL['28'].name}.log"))
+    assert abs(first - other) > 3 * trials["29-documents"].within, (first, other)
 
 
 def test_the_plan_where_nothing_compiles_and_on_windows(tmp_path, monkeypatch):
@@ -137,7 +171,7 @@ def test_the_plan_where_nothing_compiles_and_on_windows(tmp_path, monkeypatch):
     settings = SimpleNamespace(device="cuda", model="tiny", data=tmp_path, compile_mode="none")
     trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
     assert not [name for name in trials if "torchrun" in name or "graphs" in name]
-    assert split_flags(trials["24"].command, "--compile-mode")[0] == ["none"]
+    assert split_flags(trials["24"].command, "--compile-mode")[0] == ["none"] and "29-documents" not in trials
     assert "--compile-mode" not in trials["4"].command
 
 

@@ -1,1 +1,1 @@
-"""Runs scripts and measures: rungs, races, profiles, surveys, and the machine itself."""
+"""Runs scripts and measures: rungs, races, profiles, and the machine itself."""

@@ -16,8 +16,9 @@ from torch.nn.attention import SDPBackend
 
 from ladder.count.memory import (
     card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters)
+from ladder.errors import UserError
 from ladder.measure.allocator import keeping_freed_memory, name_of
-from ladder.measure.jobs import COMPLAINT
+from ladder.measure.jobs import COMPLAINT, OUT_OF_MEMORY
 from ladder.measure.rates import device_name, nvidia_gpus, rung_10
 from ladder.scripts.stages import ROOT
 from ladder.show.terminal import print_texts
@@ -37,11 +38,17 @@ def finding(good, what, gains, lacks, bad=NEUTRAL):
 
 
 def problem_of(code):
-    """What `python -c CODE`, or a compiler that it starts, complains of; None if it ends well."""
+    """What `python -c CODE`, or a compiler that it starts, complains of; None if it ends well.
+
+    UserError where memory is lacking, which says nothing about the machine.
+    """
     # In a process of its own: one that has used a GPU keeps memory there.
     child = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     if child.returncode == 0:
         return None
+    lacking = re.search(rf".*({OUT_OF_MEMORY}).*", child.stderr)
+    if lacking:
+        raise UserError(f"out of memory: end what else uses the device, or wait, and try again ({lacking[0].strip()})")
     # Of gcc, clang and MSVC, within a line: "main.c:5:10: fatal error: Python.h: No such file …".
     by_compiler = re.search(r": ((fatal )?error\b.*)", child.stderr)
     if by_compiler:

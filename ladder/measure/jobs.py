@@ -15,10 +15,13 @@ import torch
 from ladder.count.memory import free_memory
 from ladder.measure import allocator
 from ladder.measure.rates import cpu_name
+from ladder.measure.turn import WAITS
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
 # A line of a child's output; torchrun's own, about its child, says nothing.
 COMPLAINT = re.compile(r"(\[rank\d+\]: )?(?!.*ChildFailedError)(error:|[\w.]*(Error|Exception)\b)")
+COMPILER = re.compile(r"(.*-)?((g|c|clang)\+\+|cc1plus|collect2|as|ld)(-\d+)?")
+OUT_OF_MEMORY = "out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 SIGKILL = 9  # which the kernel sends when memory runs out; Windows' signal module lacks the name
 
 
@@ -57,12 +60,14 @@ def process_tree(pid):
 
 
 def stop(child):
-    """Kill a child and everything it started."""
-    tree = process_tree(child.pid)
-    for process in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(tree, timeout=10)
+    """Kill a child and everything it started; a compiler may end by itself, in ten seconds."""
+    tree = alive = process_tree(child.pid)
+    for spared in (COMPILER, None):  # of its half-written library torch's cache would tell nobody
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if spared is None or not spared.fullmatch(process.name()):
+                    process.kill()
+        _, alive = psutil.wait_procs(tree, timeout=10)
     child.wait()
 
 
@@ -98,12 +103,14 @@ class Child:
     def __init__(self, job, seconds, device, file):
         self.job, self.seconds, self.device, self.started = job, seconds, device, time.monotonic()
         self.lines, self.rest, self.peak = [], "", 0
+        self.waits = False  # for its turn, and its time does not run
         self.limit, self.env = math.inf, os.environ | job.env  # a GPU refuses on its own
         if device == "cpu":
             self.limit = job.memory or MEMORY_SHARE * free_memory("cpu")
             self.env = os.environ | allocator.keeping_freed_memory() | job.env
         with open(file, "wb") as output:
-            self.process = subprocess.Popen(job.command, stdout=output, stderr=subprocess.STDOUT, env=self.env,
+            self.process = subprocess.Popen(job.command, stdin=subprocess.PIPE, stdout=output,
+                                            stderr=subprocess.STDOUT, env=self.env,
                                             start_new_session=os.name == "posix")
         self.output = open(file, encoding="utf-8", errors="replace")
 
@@ -114,9 +121,10 @@ class Child:
         code, seconds = self.process.poll(), time.monotonic() - self.started
         *lines, self.rest = (self.rest + self.output.read()).split("\n")
         self.lines += lines
+        self.waits |= WAITS in lines
         if code is not None:
             status, reason = self.judge(code, [*self.lines, self.rest])
-        elif seconds > self.seconds:
+        elif seconds > self.seconds and not self.waits:
             status, reason = "timed out", f"no end after {self.seconds:g} s"
         elif held > self.limit:
             status, reason = "out of memory", f"took more than {self.limit / 1e9:.1f} GB"
@@ -134,19 +142,29 @@ class Child:
         errors = [line.strip() for line in lines if COMPLAINT.match(line)]
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         final = errors[-1] if errors else last
-        if code == -SIGKILL or re.search("out of memory|CUBLAS_STATUS_ALLOC_FAILED", final):
+        if code == -SIGKILL or re.search(OUT_OF_MEMORY, final):
             return "out of memory", final
         return "failed", "; ".join(errors) or last or f"exit code {code}"
+
+    def give_turn(self):
+        """Let it train: from now on its time runs."""
+        self.waits, self.started = False, time.monotonic()
+        with contextlib.suppress(OSError):  # it has just ended
+            self.process.stdin.write(b"\n")
+            self.process.stdin.flush()
 
     def stop(self):
         stop(self.process)
         self.output.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
 
 
 def run_jobs(jobs, seconds, device, at_once, ended, show=lambda running: None):
     """Run the jobs, `at_once` at a time: ended(job, outcome) after each, show(the children) four times a second.
 
-    `ended` may add to the list `jobs`. Ctrl-C and other exceptions stop all that run.
+    Once all that run wait for their turns (turn.py), the first of them gets its turn. `ended` may add to the list
+    `jobs`. Ctrl-C and other exceptions stop all that run.
     """
     running, n_started = [], 0
     with TemporaryDirectory() as folder:
@@ -160,6 +178,8 @@ def run_jobs(jobs, seconds, device, at_once, ended, show=lambda running: None):
                     if outcome:
                         running.remove(child)
                         ended(child.job, outcome)
+                if running and all(child.waits for child in running):
+                    running[0].give_turn()
                 show(running)
                 time.sleep(0.25)
         finally:

@@ -6,7 +6,8 @@ from ladder.errors import UserError
 from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.max_batch import print_largest
 from ladder.measure.peers import find_peers
-from ladder.measure.runner import Runner, check_flags, check_same_machine, eager_flags, locked, plan
+from ladder.measure.runner import (
+    Runner, check_flags, check_same_machine, clocks_logged, eager_flags, locked, plan)
 from ladder.scripts.choose import parse_rungs
 from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import has_steps
@@ -18,7 +19,8 @@ def check_together(args, stages):
     """Refuse flags of `run` that say different things, and what cannot start on Windows."""
     if sys.platform == "win32" and any(stage.torchrun for stage in stages):
         raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
-    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1), ("--logs", args.logs)):
+    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1), ("--at-once", args.at_once > 1),
+                        ("--logs", args.logs)):
         if given and args.max_batch:
             raise UserError(f"{flag}: not with --max-batch; leave it out")
 
@@ -32,15 +34,18 @@ def run(args, logs, console):
     args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
         return print_largest(stages, args.flags, args.time_limit, args.processes, console)
-    jobs, interrupted = plan(stages, args.flags, logs, args.repeat, peers, args.processes), False
-    runner = Runner(settings.device, logs, args.time_limit, console, args.resume, len(jobs))
+    rounds = plan(stages, args.flags, logs, args.repeat, peers, args.processes, args.at_once)
+    runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
+    interrupted = False
     with locked(logs, args.resume):
         check_same_machine(logs, "--resume --logs")
         try:
-            with runner:  # between two measurements of the machine
+            with runner, clocks_logged(logs, settings.device):  # between two measurements of the machine
                 if not args.resume:
-                    runner.measure_machine(arguments=args.argv)
-                runner.run(jobs)
+                    order = [[job.name for job in jobs] for jobs in rounds]
+                    runner.measure_machine(arguments=args.argv, order=order)
+                for jobs in rounds:
+                    runner.run_in_turns(jobs, args.at_once)
                 runner.measure_machine()
         except KeyboardInterrupt:
             interrupted = True

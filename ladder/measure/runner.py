@@ -1,12 +1,14 @@
 """Run the rungs as a user would, in child processes, and measure the machine in the same run.
 
-They run one after another, or several at once where only their losses count. A rung that fails, runs out of memory or
-takes too long is reported, and the others still run. Ctrl-C stops the children and everything they started; finished
-results are kept.
+They run one after another, or several at once where only their losses count; or several start and compile at once, and
+then train in turns. A rung that fails, runs out of memory or takes too long is reported, and the others still run.
+Ctrl-C stops the children and everything they started; finished results are kept.
 """
 import argparse
 import contextlib
 import json
+import random
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -52,17 +54,27 @@ def own_flags(stage, flags, log_dir):
     return flags
 
 
-def command_for(stage, flags, log_dir, processes=2):
-    """The command line of a rung."""
+def turn_words(stage, flags):
+    """What makes a script of a rung, or of a peer that trains as it does, a child that waits (turn.py)."""
+    eager = "compile_mode" not in defaults(stage) or split_flags(flags, "--compile-mode")[0] == ["none"]
+    return ["-m", "ladder.measure.turn", "eager" if eager else "compiled"]
+
+
+def command_for(stage, flags, log_dir, processes=2, in_turns=False):
+    """The command line of a rung; `in_turns`: as a child that waits."""
     start = [sys.executable]
     if stage.torchrun:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    elif in_turns:
+        start += turn_words(stage, flags)
     return [*start, str(stage.path), *own_flags(stage, flags, log_dir), "--log-dir", str(log_dir)]
 
 
-def peer_command(words, flags, log_dir):
+def peer_command(words, flags, log_dir, in_turns=False):
     """The command line of a peer, which begins with these words; it is another rung 10."""
-    return [sys.executable, *map(str, words), *own_flags(BY_LABEL["10"], flags, log_dir), "--log-dir", str(log_dir)]
+    rung_10 = BY_LABEL["10"]
+    start = [sys.executable, *(turn_words(rung_10, flags) if in_turns else [])]
+    return [*start, *map(str, words), *own_flags(rung_10, flags, log_dir), "--log-dir", str(log_dir)]
 
 
 def settings_of(stage, flags):
@@ -101,13 +113,21 @@ def check_flags(stages, flags):
     return settings
 
 
-def plan(stages, flags, log_dir, repeat=1, peers=None, processes=2):
-    """The jobs, round by round, so that drift in machine speed affects all rungs alike; `peers` are of find_peers."""
-    folders, jobs = [log_dir / f"round_{number + 1}" for number in range(repeat)] if repeat > 1 else [log_dir], []
-    for folder in folders:
-        jobs += [Job(stage.name, command_for(stage, flags, folder, processes), folder) for stage in stages]
-        jobs += [Job(name, peer_command(words, flags, folder), folder) for name, words in (peers or {}).items()]
-    return jobs
+def plan(stages, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):
+    """The jobs of each round; `peers` are of find_peers. Several, so that drift in machine speed affects all alike.
+
+    Each round then has a random order, by its number, so that --resume plans the same.
+    """
+    rounds = []
+    for number in range(1, repeat + 1):
+        folder = log_dir / f"round_{number}" if repeat > 1 else log_dir
+        jobs = [Job(stage.name, command_for(stage, flags, folder, processes, at_once > 1), folder) for stage in stages]
+        jobs += [Job(name, peer_command(words, flags, folder, at_once > 1), folder)
+                 for name, words in (peers or {}).items()]
+        if repeat > 1:
+            random.Random(number).shuffle(jobs)
+        rounds.append(jobs)
+    return rounds
 
 
 def is_finished(log):
@@ -153,6 +173,20 @@ def check_same_machine(folder, flag):
     for old, new in ((there["torch"], here["torch"]), (chips(there), chips(here))):
         if old != new:
             raise UserError(f"{flag} {folder}: was measured with {old}, and this is {new}; give a new folder")
+
+
+@contextlib.contextmanager
+def clocks_logged(folder, device):
+    """Meanwhile, write the clock and the power of NVIDIA GPUs to folder/clocks.csv, twice a second."""
+    if device != "cuda" or not shutil.which("nvidia-smi"):
+        yield
+        return
+    query = "nvidia-smi --query-gpu=timestamp,index,clocks.sm,power.draw --format=csv -lms 500"
+    with open(folder / "clocks.csv", "a") as file, subprocess.Popen(query.split(), stdout=file) as logger:
+        try:
+            yield
+        finally:
+            logger.kill()
 
 
 @contextlib.contextmanager
@@ -203,16 +237,39 @@ class Runner:
 
     def run(self, jobs, at_once=1):
         """Run the jobs, `at_once` at a time."""
+        run_jobs(self.unfinished(jobs), self.seconds, self.device, at_once, self.finish, self.show)
+
+    def unfinished(self, jobs):
+        """The jobs without those that an earlier run has finished, which count as ok."""
         finished = [job for job in jobs if self.resume and is_finished(job.log)]
         self.outcomes += [Outcome(job.name, "ok") for job in finished]
-        jobs = [job for job in jobs if job not in finished]
-        run_jobs(jobs, self.seconds, self.device, at_once, self.finish, self.show)
+        return [job for job in jobs if job not in finished]
+
+    def run_in_turns(self, jobs, at_once):
+        """Run the jobs of a round: `at_once` of them start together, and then train one after another.
+
+        One that finds the memory taken by the others is tried again at the end, alone.
+        """
+        jobs = self.unfinished(jobs)
+        ranks = [job for job in jobs if "torch.distributed.run" in job.command]  # torchrun passes no turn on
+        turns = [job for job in jobs if job not in ranks]
+        groups = [turns[i : i + at_once] for i in range(0, len(turns), at_once)] + [[job] for job in ranks]
+        groups.sort(key=lambda group: jobs.index(group[0]))
+
+        def ended(job, outcome):
+            if outcome.status == "out of memory" and len(group) > 1:
+                groups.append([job])
+            else:
+                self.finish(job, outcome)
+
+        for group in groups:
+            run_jobs(list(group), self.seconds, self.device, at_once, ended, self.show)
 
     def show(self, running):
         """Show how many jobs have ended, and the last step of the newest one."""
         done = len(self.outcomes)
         self.n_jobs = max(self.n_jobs, done + len(running))
-        for child in running[-1:]:
+        for child in [child for child in running if not child.waits][-1:]:
             match = STEP_LINE.match(child.lines[-1]) if child.lines else None
             step = f"step {match[1]} loss {match[2]} {match[3]} ms" if match else ""
             self.progress.update(self.bar, total=self.n_jobs, completed=done,

@@ -4,6 +4,7 @@ Also what scripts do only elsewhere or when asked: ranks, float16, the other pla
 graphs, resuming, sampling from and exporting the trained model. A trial that fails is shown and the others still run;
 losses that must be equal are compared. The times mean nothing: the trials share the machine.
 """
+import argparse
 import json
 import math
 import os
@@ -73,7 +74,7 @@ def training(settings, scratch, label, how="", like="", within=SAME, **changes):
     start = [str(stage.path)]
     if how in PATCHES:
         start = ["-m", "ladder.measure.smoke", how, label]
-    if how == "torchrun":
+    if how in ("torchrun", "gloo"):
         ranks = 2 if settings.device == "cpu" else min(2, max(1, torch.cuda.device_count()))
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *start]
         flags["B"] = B // ranks  # a step has the same tokens as in one process
@@ -100,13 +101,22 @@ def using(trial, device, exports):
 
 
 def own_text(settings, scratch):
-    """docs/own_text.md in small: a text is prepared in bytes, a model of it is trained, and used."""
-    device, data = settings.device, scratch / "own-text"
-    train = training(settings, scratch, "29", "own-text", data=data, model="2x2x64", compile_mode="none")
-    text = ROOT / "CONTRIBUTING.md"
-    return [script(train, "data/prepare.py", "--text", text, "--tokenizer", "bytes", "--out", data),
-            train, *using(train, device, exports=True),
-            script(train, "evaluate.py", train.log_dir / "model.pt", "--data", data, "--device", device)]
+    """docs/own_text.md in small: documents are prepared in bytes, a model of them is trained, and used.
+
+    Rung 29 goes on from a model whose attention matters already: without its mask, the loss would differ.
+    """
+    device, data, text = settings.device, scratch / "own-text", scratch / "documents.jsonl"
+    lines = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines if line), encoding="utf-8")
+    train = partial(training, settings, scratch, data=data, model="2x2x64", dropout=0)
+    start = train("28", "own-text", steps=60, muon_lr=0.02, max_lr=0.01, compile_mode="none")
+    start.first = 0  # more steps than are looked at
+    eager = train("29", "own-text", pretrained=start.log_dir / "model.pt", compile_mode="none")
+    # on a GPU by FlexAttention
+    compiled = train("29", "documents", eager.name, 0.01, pretrained=start.log_dir / "model.pt")
+    return [script(eager, "data/prepare.py", "--text", text, "--tokenizer", "bytes", "--out", data), start, eager,
+            *([compiled] if settings.compile_mode != "none" else []), *using(eager, device, exports=True),
+            script(eager, "evaluate.py", eager.log_dir / "model.pt", "--data", data, "--device", device)]
 
 
 def rung_chain(train, stage, device):
@@ -136,14 +146,25 @@ def torchrun_chains(train, device):
         yield [trial, resuming(trial)] if resumes else [trial]
 
 
+def gloo_chains(settings, scratch):
+    """Beside a GPU, which two ranks cannot share: the rungs that start as several, on the CPU, alone and as two."""
+    if settings.device != "cuda" or sys.platform == "win32":
+        return
+    on_cpu = argparse.Namespace(**vars(settings) | {"device": "cpu", "compile_mode": "none"})
+    for label in [stage.label for stage in STAGES if stage.torchrun]:
+        alone = training(on_cpu, scratch, label, "cpu")
+        yield [alone, training(on_cpu, scratch, label, "gloo", like=alone.name)]
+
+
 def plan(settings, scratch):
     """All trials for a device, in lists: those of one list use the files of its first.
 
-    Each rung runs from the command line, then as scripts run elsewhere or when asked.
+    Each rung runs from the command line, and as scripts run elsewhere or when asked: that, and what it is compared
+    with, comes first, since it has run least often, and a smoke test may be cut short.
     """
     train, device = partial(training, settings, scratch), settings.device
-    chains = [rung_chain(train, stage, device) for stage in STAGES]
-    chains += torchrun_chains(train, device)
+    rungs = [rung_chain(train, stage, device) for stage in STAGES]
+    chains = [own_text(settings, scratch), *torchrun_chains(train, device), *gloo_chains(settings, scratch)]
     place = "on-device" if device == "cpu" else "pinned"
     chains += [
         [train("3", "float16")], [train("10", "float16")], [train("24", "float16", like="24")],
@@ -152,7 +173,8 @@ def plan(settings, scratch):
     ]
     if device == "cuda" and settings.compile_mode != "none":
         chains.append([train("10", "graphs", like="10", compile_mode="reduce-overhead")])
-    return [*chains, own_text(settings, scratch)]
+    likes = {trial.like for chain in chains for trial in chain}
+    return sorted([*chains, *rungs], key=lambda chain: (chain[0].name not in likes, chain[0].name in BY_LABEL))
 
 
 def prepare(trial):
@@ -279,17 +301,18 @@ def smoke(flags, out, console):
             say(f"{finding.mark} {finding.what}: {finding.detail}")
         chains = plan(settings, Path(scratch))
         say(f"\n{sum(map(len, chains))} trials, {workers} at a time")
+        stopped = False
         try:
             run_chains(chains, workers, out, device, say, done)
-            code = summarize(done, time.monotonic() - started, say)
         except KeyboardInterrupt:
             say("stopped")
-            code = 130
+            stopped = True
+        code = summarize(done, time.monotonic() - started, say)
         console.save_text(out / "summary.txt")
         console.record = False
         write_summary(out / "summary.json", done, device)
     console.print(f"all output is in {out}")
-    return code
+    return 130 if stopped else code
 
 
 def main(how, label, *flags):

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pandas
+
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.jobs import Job, run_job
@@ -65,26 +67,39 @@ def names_around(event):
 
 
 def by_kind(events, logit_widths, device):
-    """({kind: ms}, ms) of one step: from the profiler's `events` inside its steps, and of these steps themselves."""
+    """({kind: ms}, ms, kernels) of one step: from the profiler's `events` inside its steps, and the steps' own ms.
+
+    `kernels`, on a CPU operators, are what the kinds add up: [name, kind, calls, ms], the longest first.
+    """
     on_cpu = [event for event in events if event.device_type.name == "CPU"]
     steps = [event.time_range for event in on_cpu if event.name == STEP]
-    parts = dict.fromkeys(KINDS, 0.0)
+    parts, kernels = dict.fromkeys(KINDS, 0.0), {}
+
+    def add(name, kind, ms):
+        parts[kind] += ms
+        kernel = kernels.setdefault((name, kind), [0, 0.0])
+        kernel[0] += 1
+        kernel[1] += ms
+
     for event in on_cpu:
         if not any(step.start <= event.time_range.start < step.end for step in steps):
             continue
         around = names_around(event)
         if device == "cpu":
-            parts[kind_of(event.name, event.input_shapes, around, logit_widths)] += event.self_cpu_time_total / 1000
+            kind = kind_of(event.name, event.input_shapes, around, logit_widths)
+            add(event.name, kind, event.self_cpu_time_total / 1000)
         for kernel in event.kernels if not event.is_user_annotation else []:  # a range does no work itself
             name = kernel.name if kernel.name.startswith("Mem") else event.name
             kind = kind_of(name, event.input_shapes, around, logit_widths)
-            parts["normalization and pointwise" if kind == "waiting" else kind] += kernel.duration / 1000
+            add(kernel.name, "normalization and pointwise" if kind == "waiting" else kind, kernel.duration / 1000)
     total = sum(step.elapsed_us() for step in steps) / 1000
     if device != "cpu":
         if not any(parts.values()):
             raise UserError("the profiler saw no kernels; allow it to use CUPTI, which containers often forbid")
         parts["waiting"] = max(0.0, total - sum(parts.values()))
-    return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps)
+    rows = [[*key, calls / len(steps), ms / len(steps)] for key, (calls, ms) in kernels.items()]
+    kernels = sorted(rows, key=lambda row: -row[-1])
+    return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps), kernels
 
 
 def logit_widths(vocab_size):
@@ -121,10 +136,10 @@ def profile_rung(label, flags, folder):
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
     _, meta = script.load_tokens(settings.data, "train", 1)
     vocab_size = meta["vocab_size"]  # of a tokenizer of one's own a log does not tell it
-    parts, step_ms = by_kind(profiler.events(), logit_widths(vocab_size), settings.device)
+    parts, step_ms, kernels = by_kind(profiler.events(), logit_widths(vocab_size), settings.device)
     plain_ms = statistics.median(run.ms[warm_up : warm_up + plain])
     return {"name": run.name, "step_ms": step_ms, "plain_ms": plain_ms, "parts_ms": parts,
-            "vocab_size": vocab_size}
+            "kernels": kernels, "vocab_size": vocab_size}
 
 
 def products_ms(run, rates, vocab_size):
@@ -195,8 +210,12 @@ def profile_ladder(stages, flags, settings, folder, console, repeat):
             console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red")
             continue
         found[stage.name].append(rung)
-        profile["rungs"] = [median_round(rounds) for rounds in found.values() if rounds]
+        medians = [median_round(rounds) for rounds in found.values() if rounds]
+        profile["rungs"] = [{key: rung[key] for key in rung if key != "kernels"} for rung in medians]
         write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
+        kernels = [[rung["name"], *kernel] for rung in medians for kernel in rung["kernels"]]
+        table = pandas.DataFrame(kernels, columns=["rung", "name", "kind", "calls", "ms"])
+        write_whole(folder / "kernels.csv", table.to_csv(index=False, float_format="%.6g"))
         console.print(f"{stage.name}: {rung['step_ms']:,.1f} ms/step under the profiler, {rung['plain_ms']:,.1f} "
                       f"without{'' if is_reliable(rung) else ': ' + UNRELIABLE}")
     return failed
@@ -214,7 +233,7 @@ def profile_and_show(stages, flags, folder, console, repeat):
     if found:
         print_profile(found, console)
         save(profile_picture(found), folder / "profile.png")
-        console.print(f"{folder}/profile.json, profile.png")
+        console.print(f"{folder}/profile.json, profile.png, kernels.csv")
     return 1 if failed else 0
 
 

@@ -1,0 +1,179 @@
+"""python -m ladder run --at-once: rungs that start together, and train one after another."""
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from conftest import run_command, train
+from log_files import MEDIAN
+from rich.console import Console
+from run_tool import LADDER, flags
+
+from ladder.measure.jobs import Job
+from ladder.measure.runner import Runner, clocks_logged, command_for, plan
+from ladder.scripts.stages import BY_LABEL, LADDER as STAGES
+from ladder.show.logs import PEER, read_log
+from ladder.show.report import build_report
+
+# A script that compiles for a moment, begins its log, and trains for another; it tells when, and who it was.
+SCRIPT = f"""
+import json, os, sys, time
+from pathlib import Path
+folder, name = Path(sys.argv[1]), sys.argv[2]
+times = [os.getpid(), time.monotonic()]
+time.sleep(0.1)
+COMPILES
+times.append(time.monotonic())
+print("# script: fake.py", flush=True)
+times.append(time.monotonic())
+TRAINS
+time.sleep(0.1)
+with open(folder / f"{{name}}.log", "w") as log:
+    log.write("# batch: B=4 T=1024 | steps: 3\\n" + "".join(
+        f"step : {{n}} | loss: {{9 - n}} | dt: 50 ms\\n" for n in (1, 2, 3)) + {MEDIAN.lstrip()!r})
+with open(folder / "times", "a") as file:
+    print(json.dumps([name, *times, time.monotonic()]), file=file)
+"""
+
+
+@pytest.fixture
+def turns(tmp_path):
+    """turns(names, at_once, compiles, trains, …): (Runner, [[name, pid, begin, compiled, trains, end] by end])."""
+    def run(names, at_once, compiles="", trains="", seconds=30, folder="round_1"):
+        logs = tmp_path / folder
+        logs.mkdir(exist_ok=True)
+        script = logs / "script.py"
+        script.write_text(SCRIPT.replace("COMPILES", compiles).replace("TRAINS", trains))
+        command = [sys.executable, "-m", "ladder.measure.turn", "eager", str(script), str(logs)]
+        runner = Runner("cuda", tmp_path, seconds, Console(file=io.StringIO()))
+        with runner:
+            runner.run_in_turns([Job(name, [*command, name], logs) for name in names], at_once)
+        times = logs / "times"
+        return runner, [json.loads(line) for line in times.read_text().splitlines()] if times.exists() else []
+
+    return run
+
+
+def test_all_start_together_and_one_trains_at_a_time_in_the_order_given(turns):
+    slow = "time.sleep(0.5 if name == 'a' else 0)"
+    rounds = [turns(names, 3, slow, folder=folder)[1] for names, folder in (("cab", "round_1"), ("ba", "round_2"))]
+    assert [[one[0] for one in ended] for ended in rounds] == [list("cab"), list("ba")]
+    assert len({one[1] for ended in rounds for one in ended}) == 5  # new processes in every round
+    for ended in rounds:
+        _, _, _, compiled, trains, ends = zip(*ended, strict=True)
+        assert max(compiled) < min(trains)
+        assert all(end < start for end, start in zip(ends, trains[1:], strict=False))
+
+
+def test_no_more_start_together_than_may(turns):
+    _, [a, b, c] = turns("abc", 2, trains="time.sleep(0.4)")
+    assert (a[0], b[0], c[0]) == ("a", "b", "c")
+    assert b[2] < a[5] and b[5] < c[2]  # two begin together, and the third when both have ended
+
+
+@pytest.mark.parametrize("part", ["compiles", "trains"])
+def test_a_child_that_hangs_is_stopped_and_named_and_the_others_lose_no_time_by_it(turns, part):
+    """Not even one that waits for longer than it may take."""
+    runner, ended = turns("abc", 3, **{part: "time.sleep(60 if name == 'a' else 0.4)"}, seconds=2)
+    assert [(one.name, one.status, one.reason) for one in runner.failed()] == [("a", "timed out", "no end after 2 s")]
+    assert [one[0] for one in ended] == ["b", "c"]
+
+
+def test_a_child_that_lacked_memory_beside_the_others_is_tried_again_alone_at_the_end(turns):
+    beside = "if name == 'd' or name == 'a' and len(list(folder.glob('*.log'))) < 2: "
+    runner, ended = turns("abcd", 2, compiles=f"{beside}sys.exit('error: torch: CUDA out of memory')")
+    assert [(one.name, one.status) for one in runner.outcomes] == [
+        ("b", "ok"), ("c", "ok"), ("a", "ok"), ("d", "out of memory")]
+
+
+def test_ctrl_c_keeps_finished_logs_and_leaves_no_process(turns, tmp_path):
+    logs = tmp_path / "round_1"
+
+    def interrupt():
+        while not (logs / "a.log").exists() or len(list(logs.glob("*.pid"))) < 3:
+            time.sleep(0.02)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        turns("abc", 3, compiles="(folder / f'{name}.pid').write_text(str(os.getpid()))",
+              trains="time.sleep(60 if name == 'b' else 0)")
+    assert read_log(logs / "a.log").complete and not (logs / "c.log").exists()
+    assert not any(psutil.pid_exists(int(file.read_text())) for file in logs.glob("*.pid"))
+
+
+def test_a_child_that_nobody_gives_a_turn_ends(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('before')\nprint('# script: x.py')\nprint('trains')")
+    without_input = "import subprocess, sys; subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL)"
+    turn = [sys.executable, "-m", "ladder.measure.turn", "eager", script]
+    done = run_command(sys.executable, "-c", without_input, *turn)
+    assert "before\nwaits" in done.stdout and "trains" not in done.stdout and "error: nobody" in done.stderr
+
+
+def test_each_of_several_rounds_has_an_order_of_its_own(tmp_path):
+    def orders(repeat):
+        return [[job.name for job in jobs] for jobs in plan(STAGES, [], tmp_path, repeat, peers=True)]
+
+    names = [*(stage.name for stage in STAGES), PEER]
+    assert orders(1) == [names]
+    five = orders(5)
+    assert five == orders(5) and len({tuple(order) for order in [names, *five]}) == 6  # --resume plans the same
+    assert all(sorted(order) == sorted(names) for order in five)
+    folders = {job.log_dir.name for jobs in plan(STAGES, [], tmp_path, 2) for job in jobs}
+    assert folders == {"round_1", "round_2"}
+
+
+def test_only_what_compiles_has_a_first_run(tmp_path):
+    def how(label, *words):
+        return command_for(BY_LABEL[label], list(words), tmp_path, in_turns=True)[2:4]
+
+    assert how("4") == ["ladder.measure.turn", "eager"] and how("5") == ["ladder.measure.turn", "compiled"]
+    assert how("5", "--compile-mode", "none") == ["ladder.measure.turn", "eager"]
+    assert command_for(None, [], tmp_path, in_turns=True)[3] == "compiled"
+    assert how("ddp")[0] == "torch.distributed.run"
+
+
+def test_the_clocks_of_a_gpu_are_logged_meanwhile(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nwhile :; do echo \"$$, $*\"; sleep 0.05; done\n")
+    program.chmod(0o755)
+    with clocks_logged(tmp_path, "cuda"):  # without nvidia-smi
+        pass
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    with clocks_logged(tmp_path, "cpu"):
+        pass
+    assert not (tmp_path / "clocks.csv").exists()
+    with clocks_logged(tmp_path, "cuda"):
+        time.sleep(0.5)
+    lines = (tmp_path / "clocks.csv").read_text().splitlines()
+    assert len(lines) > 1 and "clocks.sm,power.draw" in lines[0]
+    assert not psutil.pid_exists(int(lines[0].partition(",")[0]))
+
+
+@pytest.mark.slow
+def test_rungs_in_turns_train_as_they_do_alone_and_a_stopped_run_is_resumed(tokens, tmp_path):
+    """Through the tool, with the peer: stopped once a log is there, then resumed to its end."""
+    logs = tmp_path / "logs"
+    words = ["run", "--rungs", "0,10", "--peers", "--repeat", "2", "--at-once", "3", "--logs", logs, *flags(tokens)]
+    stop = "import os, signal, subprocess, sys, time; from pathlib import Path\n" \
+           "run = subprocess.Popen(sys.argv[2:])\n" \
+           "while not list(Path(sys.argv[1]).glob('round_1/*.log')): time.sleep(0.02)\n" \
+           "run.send_signal(signal.SIGINT); sys.exit(run.wait())"
+    stopped = run_command(sys.executable, "-c", stop, logs, *LADDER, *words)
+    assert stopped.returncode == 130 and "run --resume --logs" in stopped.stdout, stopped.stdout + stopped.stderr
+    resumed = run_command(*LADDER, "run", "--resume", "--logs", logs)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    runs = build_report(logs).runs
+    assert [len(rounds) for rounds in runs.values()] == [2, 2, 2] and len(json.loads(
+        (logs / "machine.json").read_text())["order"]) == 2
+    for label in ("0", "10"):
+        alone = read_log(train(BY_LABEL[label], tmp_path / "alone", tokens, *flags(tokens)[4:]))
+        for run in runs[BY_LABEL[label].name]:
+            assert run.complete and run.losses == pytest.approx(alone.losses, abs=1e-4), label
