@@ -221,7 +221,7 @@ def test_out_of_memory(error, stopped, monkeypatch):
 
 
 @pytest.mark.parametrize("reason, line", [
-    ("no C++ compiler", "error: torch.compile does not work here (no C++ compiler): --compile-mode none trains without"),
+    ("no C++ compiler", "error: torch.compile does not work here (no C++ compiler): --compile-mode none trains"),
     ("Triton Error [CUDA]: out of memory", "error: out of memory; try half the -B"),
 ])
 def test_a_compiler_that_fails(reason, line, stopped, monkeypatch):

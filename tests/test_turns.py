@@ -15,6 +15,7 @@ from rich.console import Console
 from run_tool import LADDER, flags
 
 from ladder.measure.jobs import Job
+from ladder.measure.peers import find_peers
 from ladder.measure.runner import Runner, clocks_logged, command_for, plan
 from ladder.scripts.stages import BY_LABEL, LADDER as STAGES
 from ladder.show.logs import PEER, read_log
@@ -118,7 +119,7 @@ def test_a_child_that_nobody_gives_a_turn_ends(tmp_path):
 
 def test_each_of_several_rounds_has_an_order_of_its_own(tmp_path):
     def orders(repeat):
-        return [[job.name for job in jobs] for jobs in plan(STAGES, [], tmp_path, repeat, peers=True)]
+        return [[job.name for job in jobs] for jobs in plan(STAGES, [], tmp_path, repeat, peers=find_peers(True))]
 
     names = [*(stage.name for stage in STAGES), PEER]
     assert orders(1) == [names]
