@@ -173,5 +173,6 @@ def test_the_rooms_of_the_tool_import_one_way():
 
 
 def test_every_script_is_a_stage():
-    scripts = {path.relative_to(ROOT).as_posix() for folder in (ROOT, ROOT / "beyond") for path in folder.glob("*.py")}
+    files = [*ROOT.glob("*.py"), *ROOT.glob("beyond/**/*.py")]
+    scripts = {path.relative_to(ROOT).as_posix() for path in files}
     assert scripts - {"sample.py", "convert.py", "evaluate.py"} == {stage.file for stage in STAGES}

@@ -17,8 +17,8 @@ BASELINE = BY_LABEL["0"]
 @pytest.fixture
 def repository(tmp_path):
     """A copy of the scripts under git, to be fixed."""
-    (tmp_path / "beyond").mkdir()
     for stage in STAGES:
+        (tmp_path / stage.file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(stage.path, tmp_path / stage.file)
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
@@ -91,7 +91,7 @@ def test_a_line_is_carried_through_what_rungs_change_in_it_up_to_where_it_moves(
 
 def test_only_what_starts_from_the_fixed_rung_is_touched(repository):
     """Rungs 30 and 31 start from 24, as 26 does."""
-    edit(repository / "beyond/rung_27_best_checkpoint.py", ("0 < self.steps_of_patience", "1 < self.steps_of_patience"))
+    edit(repository / BY_LABEL["27"].file, ("0 < self.steps_of_patience", "1 < self.steps_of_patience"))
     written, stops = propagate(BY_LABEL["27"], repository)
     assert list(written) == [BY_LABEL["28"].file, BY_LABEL["29"].file] and stops == []
 

@@ -1,25 +1,23 @@
-"""Rung 11, gradient accumulation: the batch size of the papers, in the memory that you have.
-Starts from ddp_run.py.
+"""Rung 17, chunked cross-entropy: the logits of a whole batch never exist at once.
+Starts from rung 16.
 
-GPT-3 trained its 125M model with batches of half a million tokens, far more than fit into one
-forward pass. But a batch's gradient is the mean of its parts' gradients, and backward() adds to the
-gradients that are there: so split the batch into micro-batches of B sequences, divide each loss by
-their number, and make one optimizer step at the end.
+With 50,257 logits per token, the output layer needs more memory than all blocks together once these
+are recomputed (rung 16). But the loss is a mean over tokens, and the gradient of a token's loss
+with respect to its logits depends on no other token: it is the softmax, minus 1 at the target. So
+the forward pass takes --loss-chunk tokens at a time and, while a chunk's logits exist, also adds
+its share to the gradients of the output matrix and of the hidden vectors. The backward pass only
+scales those. With --loss-chunk 0 the loss is F.cross_entropy, as before: use that if you change the
+loss. Up to --loss-chunk tokens (-B 4 -T 1024) are one chunk, which saves little memory, so try
 
-    python beyond/rung_11_gradient_accumulation.py --total-batch 524288
-    torchrun --standalone --nproc_per_node=2 beyond/rung_11_gradient_accumulation.py
+    python beyond/long_run/rung_17_chunked_cross_entropy.py -B 16
 
-Gain: any batch size in the memory of one micro-batch. The optimizer step, the clipping and, on
-several ranks, the all-reduce of the gradients happen once for all micro-batches: `no_sync` switches
-DDP's averaging off until the last.
-Cost: no extra arithmetic; the gradients stay in memory between micro-steps, under DDP beside its
-buckets.
---total-batch counts the tokens of all micro-steps and ranks, and so does tokens/sec. Tiny
-Shakespeare has 0.3 million tokens, so each step of half a million repeats some. What `train` did in
-a step is now the function optimizer_step.
-
-Source: Brown et al. 2020 (GPT-3), table 2.1 (0.5M tokens); DistributedDataParallel.no_sync in
-PyTorch's documentation.
+Gain: memory, not speed. That of the logits no longer grows with B or T: a 12M model on
+micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured on a CPU; for a GPU it is
+only counted yet: experiments/README.md).
+Cost: no extra matrix products: the existing three are split into chunks, which must stay large
+enough to be efficient. The gradient of the output matrix exists from the forward pass on.
+Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al.
+2024, "Liger Kernel".
 """
 import argparse
 import contextlib
@@ -28,17 +26,21 @@ import math
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
+import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.utils.checkpoint
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -68,6 +70,13 @@ def add_flags(parser):
     flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
     flag("--steps", type=int, default=50, help="optimizer steps")
+    flag("--loss-chunk", type=int, default=4096, help="tokens whose logits exist at once; 0: all")
+    flag("--recompute-blocks", type=int, default=0, help="blocks to recompute, from the first")
+    flag("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
+    flag("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
+    flag("--resume", action="store_true", help="continue from the newest checkpoint, if any")
+    flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
+    flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
@@ -78,6 +87,14 @@ def add_flags(parser):
     flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
          default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
     flag("--save", type=Path, help="write the trained model to this file")
+
+
+# Flags that --resume does not compare: they change speed, rounding, or what is written.
+MAY_CHANGE = {
+    "B", "device", "compile_mode", "data", "log_dir", "save",
+    "checkpoint_every", "checkpoint_dir", "resume", "val_every", "val_sequences",
+    "recompute_blocks", "loss_chunk",
+}
 
 
 @dataclass
@@ -166,12 +183,57 @@ class Block(nn.Module):
         return x
 
 
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
+
+    x (N, C), weight (n_rows, C), targets (N,). The forward pass computes the gradients, too, while
+    the logits exist.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, chunk):
+        total = torch.zeros((), device=x.device)
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:  # not in evaluate()
+            x_grad = torch.empty_like(x)
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        rows = torch.arange(len(weight), device=x.device)
+        for i in range(0, len(x), chunk):
+            x_part = x[i : i + chunk]  # (chunk, C)
+            ids = targets[i : i + chunk]  # (chunk,)
+            logits = F.linear(x_part, weight)  # (chunk, C) -> (chunk, n_rows)
+            logits[:, vocab_size:] = -torch.inf  # no probability for padding
+            log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
+            is_target = rows == ids[:, None]  # (chunk, n_rows)
+            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
+            # the end, and keep the logits of all until then.
+            target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
+            total += (log_sum - target_logits).sum()
+            if weight_grad is not None:
+                # the gradient of a token's loss by its logits: softmax, minus 1 at the target
+                probs = (logits.float() - log_sum[:, None]).exp_()
+                logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
+                x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
+                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
+                weight_grad += logits_grad.T @ (x_part / 64)
+        ctx.save_for_backward(x_grad, weight_grad)
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx, loss_grad):
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
+        scale = loss_grad / len(x_grad)
+        return x_grad * scale, weight_grad * (64 * scale), None, None, None
+
+
 class GPT(nn.Module):
     """GPT-2, with the parameter names of the Hugging Face checkpoints."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.recompute_blocks = 0  # build_model sets it
+        self.loss_chunk = 0  # and this
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
         # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
@@ -203,9 +265,17 @@ class GPT(nn.Module):
         B, T = idx.shape
         pos = torch.arange(T, device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
-        for block in self.transformer.h:
-            x = block(x)
+        for i, block in enumerate(self.transformer.h):
+            if self.training and i < self.recompute_blocks:
+                # keeps only x, (B, T, C), and computes the block again in the backward pass
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         x = self.transformer.ln_f(x)
+        if targets is not None and self.loss_chunk > 0:
+            x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
+            return ChunkedCrossEntropy.apply(
+                x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
@@ -229,22 +299,180 @@ class GPT(nn.Module):
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file, memory-mapped: it may exceed the memory."""
+    """Batches of consecutive tokens from a token file, on the device."""
 
-    def __init__(self, folder, B, T):
-        self.B, self.T = B, T
-        self.tokens, self.meta = load_tokens(folder, "train", B * T + 1)  # (n_tokens,)
+    def __init__(self, folder, B, T, device, split="train"):
+        self.B, self.T, self.device = B, T, device
+        self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
+        # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
+        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
+        # batch is fetched while the device computes this one.
+        self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
+        if self.on_device:
+            self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
+        self.prefetched = {}  # {i: the i-th batch}
+
+    def prefetch(self, i):
+        """Fetch the i-th batch now, so that batch(i) will give it without a wait."""
+        self.prefetched[i] = self.batch(i)
 
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
         It wraps around at the end of the file, and keeps no position.
         """
+        if i in self.prefetched:
+            return self.prefetched.pop(i)
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
-        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
+        if not self.on_device:
+            chunk = self.copy_to_device(chunk)
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
+
+    def copy_to_device(self, chunk):
+        """These tokens of the file as a tensor on the device."""
+        chunk = torch.from_numpy(chunk.astype(np.int64))
+        if self.device == "cuda":
+            # the GPU copies from pinned memory by itself, while Python goes on
+            return chunk.pin_memory().to(self.device, non_blocking=True)
+        return chunk.to(self.device)
+
+
+def free_memory(device):
+    """Free bytes of the device; 0 for a CPU, whose memory the tokens are in already."""
+    if device == "cuda":
+        n_free, _ = torch.cuda.mem_get_info()
+        return n_free
+    if device == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return 0
+
+
+@torch.no_grad()
+def evaluate(model, loader, n_sequences, autocast, rank, world_size):
+    """The mean loss on the first sequences of a loader with B=1, in nats per token.
+
+    The ranks take the sequences in turn.
+    """
+    total = torch.zeros((), device=loader.device)
+    model.eval()
+    with autocast:
+        for i in range(rank, n_sequences, world_size):
+            x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
+            total += model(x, y)
+    model.train()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.item() / n_sequences
+
+
+class Checkpoints:
+    """The run on disk: each file holds all that the next step depends on."""
+
+    def __init__(self, args, loader, model, optimizer, scaler):
+        self.args = args
+        self.loader = loader
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.folder = args.checkpoint_dir
+        # what makes it this run and no other: the script, the text, the flags
+        text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
+        self.run = {"script": SCRIPT.name, "text": text}
+        for name, value in vars(args).items():
+            if name not in MAY_CHANGE:
+                self.run[name] = str(value)
+
+    def paths(self):
+        """The checkpoints, the newest last."""
+        return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
+
+    def lock(self):
+        """Keep other runs out of the folder until this process ends; exit if one is in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder_lock = filelock.FileLock(self.folder / "lock")
+        try:
+            self.folder_lock.acquire(timeout=0)
+        except filelock.Timeout:
+            sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
+
+    def load(self):
+        """Restore the newest checkpoint and return its step; 0 if there is none."""
+        paths = self.paths()
+        if dist.is_initialized():
+            names = [None] * dist.get_world_size()
+            dist.all_gather_object(names, str(paths))
+            if len(set(names)) > 1:
+                sys.exit(f"error: --checkpoint-dir {self.folder}: the ranks see different files;"
+                         " give a folder that all of them share")
+        if not paths or not (self.args.resume or self.args.checkpoint_every):
+            return 0
+        newest = paths[-1]
+        if not self.args.resume:
+            sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
+                     " another --checkpoint-dir starts over")
+        self.refuse_damaged(newest)
+        saved = torch.load(newest, map_location="cpu", weights_only=True)
+        self.refuse_other_run(newest, saved)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if saved["scaler"]:  # empty unless that part of the run was in float16
+            self.scaler.load_state_dict(saved["scaler"])
+        return saved["step"]
+
+    def refuse_damaged(self, path):
+        """Exit if a checkpoint is damaged. torch writes checksums, but does not read them."""
+        try:
+            with zipfile.ZipFile(path) as file:
+                damaged = file.testzip() is not None
+        except zipfile.BadZipFile:
+            damaged = True
+        if damaged:
+            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
+
+    def refuse_other_run(self, path, saved):
+        """Exit if the checkpoint is not one of this run."""
+        for name, value in self.run.items():
+            theirs = saved["run"].get(name)
+            if theirs != value:
+                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
+
+    def save(self, step, log):
+        """Write a checkpoint, and delete all but the newest two."""
+        log.line(f"# checkpoint: step {step} in {self.folder}")
+        saved = model_file(self.model, self.loader, step)
+        saved["optimizer"] = self.optimizer.state_dict()
+        saved["scaler"] = self.scaler.state_dict()
+        saved["run"] = self.run
+        # no data position and no RNG state: all that a step reads or draws follows from its number
+        self.write(saved, self.folder / f"step_{step:07}.pt")
+        for older in self.paths()[:-2]:
+            older.unlink()
+
+    def write(self, saved, path):
+        """Write a file aside, then rename it: no kill leaves half of one under its name."""
+        partial = self.folder / "partial"
+        with open(partial, "wb") as file:
+            torch.save(saved, file)
+            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+        partial.replace(path)
+
+    def start_log(self, step, precision, **notes):
+        """This run's log: after the header the lines of its earlier part, up to this step."""
+        earlier = ""
+        path = self.args.log_dir / f"{SCRIPT.stem}.log"
+        if step > 0 and path.exists():
+            text = path.read_text(encoding="utf-8")
+            end = text.find(f"# checkpoint: step {step} in {self.folder}\n")
+            earlier = text[text.find("step : ") : max(0, end)]
+        # sets that file aside
+        log = Log(self.args, self.model, self.loader, self.args.total_batch, precision, **notes)
+        log.file.write(earlier)
+        if step > 0:
+            log.line(f"# checkpoint: step {step} in {self.folder}")
+            log.line(f"# resumed after step {step} of {self.args.steps}")
+        return log
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
@@ -284,6 +512,34 @@ def check_compiler(device):
                  " without it; python -m ladder check says what is missing")
 
 
+def sum_over_ranks(*numbers, device):
+    """The sum over the ranks of each of these numbers."""
+    sums = torch.tensor(numbers, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def catch_signals():
+    """From now on, collect the signals that ask this process to end in the list returned."""
+    caught = []
+
+    def catch(number, frame):
+        caught.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
+        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
+            sys.stdout = open(os.devnull, "w")
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, catch)
+    return caught
+
+
 def init_ranks(device):
     """Join the other processes of torchrun: this one's rank, and how many there are; else 0, 1."""
     if "RANK" not in os.environ:
@@ -314,13 +570,12 @@ def batches_per_step(args, world_size):
     return args.total_batch // (args.B * args.T)
 
 
-def optimizer_step(model, optimizer, scaler, loader, numbers, device, autocast):
+def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
     """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
     optimizer.zero_grad()
-    loss = torch.zeros((), device=device)
+    loss = torch.zeros((), device=loader.device)
     for i in numbers:
         x, y = loader.batch(i)  # (B, T) each
-        x, y = x.to(device), y.to(device)
         # DDP averages the gradients of the ranks once, in the last backward pass
         averages_later = contextlib.nullcontext()  # does nothing
         if dist.is_initialized() and i != numbers[-1]:
@@ -330,11 +585,21 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, device, autocast):
                 micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
+        # this rank's next batch, while the device is busy; numbers.step is the number of ranks
+        loader.prefetch(i + numbers.step)
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
     scaler.update()
     return loss, norm
+
+
+def build_model(args, loader):
+    """The model on its device, with what the flags say about training it."""
+    model = new_model(args, loader).to(args.device)
+    model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
+    model.loss_chunk = args.loss_chunk
+    return model
 
 
 def train(args):
@@ -352,8 +617,8 @@ def train(args):
     # gradients do not underflow, and divides the gradients again. Else it passes them through.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
-    loader = DataLoaderLite(args.data, args.B, args.T)
-    model = new_model(args, loader).to(device)
+    loader = DataLoaderLite(args.data, args.B, args.T, device)
+    model = build_model(args, loader)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved
@@ -366,10 +631,22 @@ def train(args):
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
+    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
+    notes["batches"] = "on the device" if loader.on_device else "prefetched"
+    if args.val_every:
+        val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
+        n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
+        notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
+    checkpoints = Checkpoints(args, loader, model, optimizer, scaler)
+    if args.checkpoint_every and rank == 0:
+        checkpoints.lock()
+    step = checkpoints.load()
     if rank == 0:
-        log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype], **notes)
+        log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
-    for step in range(1, args.steps + 1):
+    steps_left = range(step + 1, args.steps + 1)
+    signals = []
+    for step in steps_left:
         t0 = time.perf_counter()
         lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
         for group in optimizer.param_groups:
@@ -377,19 +654,39 @@ def train(args):
         # the batches of this step; the ranks take them in turn
         first = (step - 1) * n_batches
         numbers = range(first + rank, first + n_batches, world_size)
-        loss, norm = optimizer_step(
-            step_model, optimizer, scaler, loader, numbers, device, autocast)
+        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, numbers, autocast)
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        loss = loss / world_size
-        if dist.is_initialized():
-            dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
+        # after the clock: the mean loss, and whether any rank is to end. All must end after the
+        # same step, or they would wait for each other forever.
+        mean_loss = loss.item() / world_size
+        loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
+        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
+            signals = catch_signals()
         if rank == 0:
-            log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
+            seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
+            left = timedelta(seconds=round(seconds))
+            log.step(step, loss, dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
+        last = step == args.steps
+        if args.val_every and (step % args.val_every == 0 or last):
+            t0 = time.perf_counter()
+            # the uncompiled model: it has the same weights, and needs no second compilation
+            loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
+            seconds = time.perf_counter() - t0
+            if rank == 0:
+                log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
+        last = last or n_signals > 0
+        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
+            checkpoints.save(step, log)
+        if n_signals > 0 and rank == 0:
+            log.line(f"# ended by a signal after step {step}")
+        if last:
+            break
 
     if rank == 0:
-        log.finish(step)
+        if log.seconds:  # else no step was left
+            log.finish(step)
         save_model(args.save, model, loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()

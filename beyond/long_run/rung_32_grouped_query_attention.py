@@ -1,21 +1,24 @@
-"""Rung FSDP: fully sharded data parallelism, for models that do not fit on one card.
+"""Rung 32, grouped-query attention: several query heads share a head of keys and values.
 Starts from rung 24.
 
-    torchrun --standalone --nproc_per_node=8 beyond/fsdp_run.py --model gpt2-xl
+    python beyond/long_run/rung_32_grouped_query_attention.py --kv-heads 4
 
-DDP keeps all parameters, gradients and moments on every card. Here each of n ranks keeps 1/n of
-each tensor's rows (ZeRO-3). A block's parameters are all-gathered just before it computes, in the
-forward and again in the backward pass, and freed after it; its gradients are reduce-scattered. The
-rest, the "root", stays gathered in between: the tied embedding is the first and the last layer.
-Every forward pass communicates, so all ranks must run the same number.
+Text is generated token by token, and each new token attends to all before it: their keys and values
+are kept (the cache). In long texts and large batches reading them costs more than reading the
+weights. With n_kv_head heads of keys and values in place of n_head, the cache and the matrices that
+compute it are smaller by a factor of n_head / n_kv_head; query head i attends to key and value head
+i * n_kv_head // n_head. With head sizes other than n_embd / n_head (--head-size) and the base of
+RoPE's angles of a converted model (rope_theta), the model takes the shape of the published Qwen3s:
+docs/own_text.md has the commands to convert one and train it further.
 
-Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
-Cost: more is sent than by DDP, in every micro-step, and the residual stream is bfloat16:
-docs/sharding.md counts both. Read `shard` first, then `orthogonalize` and `gather`: a checkpoint is
-one file as before, gathered on rank 0. Without torchrun use rung 24.
-Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
+Gain: a cache that is n_head / n_kv_head times smaller, and fewer parameters.
+Cost: the model is a little less expressive. With two heads of keys and values for four of queries,
+neither the loss (p = 0.76) nor the time of a step differed measurably (experiments/README.md).
+
+Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models".
 """
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -36,12 +39,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.utils.checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_state_dict, set_state_dict,
-)
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 SCRIPT = Path(__file__)
 MODELS = {  # layers x heads x width
@@ -65,6 +64,8 @@ def add_flags(parser):
     """The flags of this script; --help shows each default."""
     flag = parser.add_argument
     flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
+    flag("--kv-heads", type=int, help="heads of keys and values; None: n_head / 2, if even")
+    flag("--head-size", type=int, default=0, help="numbers in a head; 0: n_embd / n_head")
     flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
     flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
@@ -107,10 +108,17 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
+    n_kv_head: int = 0  # heads of keys and values; 0: n_head
+    head_size: int = 0  # 0: n_embd / n_head
+    rope_theta: float = 10_000.0  # the base of rung 20's angles
 
     def __post_init__(self):
         if self.n_hidden == 0:  # three matrices have as many weights as two with 4 n_embd
             self.n_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
+        if self.n_kv_head == 0:
+            self.n_kv_head = self.n_head
+        if self.head_size == 0:
+            self.head_size = self.n_embd // self.n_head
 
 
 def model_config(args, vocab_size):
@@ -125,12 +133,20 @@ def model_config(args, vocab_size):
         sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
     if n_embd // n_head % 2 != 0:
         sys.exit(f"error: --model {args.model}: RoPE needs pairs, so width / heads must be even")
+    n_kv_head = args.kv_heads
+    if n_kv_head is None:
+        n_kv_head = n_head // 2 if n_head % 2 == 0 else n_head
+    if n_kv_head < 1 or n_head % n_kv_head != 0 or args.head_size % 2 != 0:
+        sys.exit(f"error: --kv-heads {n_kv_head} must divide the {n_head} heads,"
+                 f" and --head-size {args.head_size} be even")
     return GPTConfig(
         block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size,
         n_layer=n_layer,
         n_head=n_head,
         n_embd=n_embd,
+        n_kv_head=n_kv_head,
+        head_size=args.head_size,
     )
 
 
@@ -154,30 +170,35 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names); with
+        # fewer keys and values there is less to compute, and less to keep when sampling
+        n_heads = config.n_head + 2 * config.n_kv_head
+        self.c_attn = nn.Linear(config.n_embd, n_heads * config.head_size, bias=False)
+        self.c_proj = nn.Linear(config.n_head * config.head_size, config.n_embd, bias=False)
         self.c_proj.ends_residual_branch = True
         self.n_head = config.n_head
-        self.q_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
-        self.k_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
+        self.n_kv_head = config.n_kv_head
+        self.head_size = config.head_size
+        self.q_norm = nn.RMSNorm(config.head_size, eps=1e-6)
+        self.k_norm = nn.RMSNorm(config.head_size, eps=1e-6)
 
     def forward(self, x, cos, sin):
-        B, T, C = x.shape  # batch, sequence, n_embd
-        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
-        # nh heads of size hs each
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        B, T, _ = x.shape  # batch, sequence, n_embd
+        heads = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, all, T, hs)
+        # (B, nh, T, hs), 2 x (B, nkv, T, hs)
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
         # so that no score grows with the length of a query or key; normalized in float32
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
+        # each head of keys and values serves n_head / n_kv_head heads of queries, one after another
+        k = k.repeat_interleave(self.n_head // self.n_kv_head, dim=1)  # (B, nh, T, hs)
+        v = v.repeat_interleave(self.n_head // self.n_kv_head, dim=1)  # (B, nh, T, hs)
         # (B, nh, T, hs); the (T, T) scores exist only in tiles
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
+        y = y.transpose(1, 2).contiguous().view(B, T, -1)  # concatenate the heads
         return self.c_proj(y)
 
 
@@ -264,7 +285,6 @@ class GPT(nn.Module):
         self.config = config
         self.recompute_blocks = 0  # build_model sets it
         self.loss_chunk = 0  # and this
-        self.chunked_cross_entropy = ChunkedCrossEntropy.apply  # compile_parts compiles it
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
         # the embedding of tokens, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
@@ -275,7 +295,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
         # one parameter (n_rows, n_embd) under two names
         self.transformer.wte.weight = self.lm_head.weight
-        angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
+        angles = rotary_angles(config.block_size, config.head_size, config.rope_theta)
         cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
         # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
         self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
@@ -306,7 +326,7 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x)
         if targets is not None and self.loss_chunk > 0:
             x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
-            return self.chunked_cross_entropy(
+            return ChunkedCrossEntropy.apply(
                 x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
@@ -336,11 +356,6 @@ def orthogonalize(matrix):
 
     So no direction dominates the update.
     """
-    if isinstance(matrix, DTensor):
-        # every rank must come here: each gathers the matrix, does the work, and keeps its rows
-        whole = orthogonalize(matrix.full_tensor())
-        return distribute_tensor(
-            whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
     if matrix.size(0) > matrix.size(1):
         return orthogonalize(matrix.mT).mT  # so that x @ x.mT has the shorter side
     x = matrix / (matrix.norm() + 1e-7)  # so every singular value is at most 1
@@ -445,13 +460,9 @@ def evaluate(model, loader, n_sequences, autocast, rank, world_size):
     total = torch.zeros((), device=loader.device)
     model.eval()
     with autocast:
-        n_turns = math.ceil(n_sequences / world_size)
-        for turn in range(n_turns):
-            i = turn * world_size + rank
+        for i in range(rank, n_sequences, world_size):
             x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
-            loss = model(x, y)  # every rank must come here, as the blocks gather parameters
-            if i < n_sequences:
-                total += loss
+            total += model(x, y)
     model.train()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -506,13 +517,8 @@ class Checkpoints:
         self.refuse_damaged(newest)
         saved = torch.load(newest, map_location="cpu", weights_only=True)
         self.refuse_other_run(newest, saved)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=saved["model"],
-            optim_state_dict=saved["optimizer"],
-            options=StateDictOptions(full_state_dict=True),
-        )
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         return saved["step"]
@@ -542,13 +548,10 @@ class Checkpoints:
                 sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
 
     def save(self, step, log):
-        """Write a checkpoint, and delete all but the newest two. Every rank must call this."""
-        whole, moments = gather(self.model, self.optimizer)
-        if log is None:  # not on rank 0
-            return
+        """Write a checkpoint, and delete all but the newest two."""
         log.line(f"# checkpoint: step {step} in {self.folder}")
-        saved = model_file(whole, self.loader, step)
-        saved["optimizer"] = moments
+        saved = model_file(self.model, self.loader, step)
+        saved["optimizer"] = self.optimizer.state_dict()
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
         # no data position and no RNG state: all that a step reads or draws follows from its number
@@ -688,60 +691,25 @@ def batches_per_step(args, world_size):
     return args.total_batch // (args.B * args.T)
 
 
-def shard(model, device):
-    """Leave to each rank 1/n of every parameter; block by block they are gathered when needed.
-
-    Parameters, gradients and moments become DTensors: each rank has some of their rows.
-    """
-    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # RoPE's angles stay float32
-    if autocast_dtype(device) == torch.bfloat16:
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # the rest: embedding, last norm
-
-
-def gather(model, optimizer):
-    """The whole model and optimizer state in rank 0's main memory. Every rank must call this."""
-    optimizer.zero_grad(set_to_none=True)  # or one that has skipped all steps would have no state
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(model, optimizer, options=options)
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return None, None
-    with torch.device("meta"):  # draws no random weights
-        whole = GPT(model.config)
-    whole.to_empty(device="cpu")
-    whole.transformer.wte.weight = whole.lm_head.weight  # one parameter again
-    whole.load_state_dict(weights)
-    return whole, moments
-
-
-def compile_parts(model, mode):
-    """Compile each block, and the loss: between two of them FSDP gathers and frees parameters."""
-    for block in model.transformer.h:
-        block.forward = torch.compile(block.forward, mode=mode)
-    model.chunked_cross_entropy = torch.compile(model.chunked_cross_entropy, mode=mode)
-
-
 def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
     """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
     for i in numbers:
         x, y = loader.batch(i)  # (B, T) each
-        with autocast:
-            micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
-        # averages each gradient over the ranks, of which each keeps its share
-        scaler.scale(micro_loss).backward()
+        # DDP averages the gradients of the ranks once, in the last backward pass
+        averages_later = contextlib.nullcontext()  # does nothing
+        if dist.is_initialized() and i != numbers[-1]:
+            averages_later = model.no_sync()
+        with averages_later:
+            with autocast:
+                micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
+            scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
         # this rank's next batch, while the device is busy; numbers.step is the number of ranks
         loader.prefetch(i + numbers.step)
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
     scaler.step(optimizer)
     scaler.update()
     return loss, norm
@@ -749,10 +717,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
 
 def build_model(args, loader):
     """The model on its device, with what the flags say about training it."""
-    model = new_model(args, loader)
-    if dist.is_initialized():
-        shard(model, args.device)
-    model.to(args.device)
+    model = new_model(args, loader).to(args.device)
     model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
     model.loss_chunk = args.loss_chunk
     return model
@@ -776,9 +741,14 @@ def train(args):
     loader = DataLoaderLite(args.data, args.B, args.T, device)
     model = build_model(args, loader)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
+    step_model = model  # will share its weights: `model` itself is what is saved
+    if dist.is_initialized():
+        # backward() will also average the gradients over the ranks, so that all make the same
+        # step; it leaves them as views of the buckets in which they travel, not as copies
+        step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
-        compile_parts(model, args.compile_mode)
+        step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
     notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
@@ -791,7 +761,6 @@ def train(args):
     if args.checkpoint_every and rank == 0:
         checkpoints.lock()
     step = checkpoints.load()
-    log = None
     if rank == 0:
         log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
@@ -803,7 +772,7 @@ def train(args):
         # the batches of this step; the ranks take them in turn
         first = (step - 1) * n_batches
         numbers = range(first + rank, first + n_batches, world_size)
-        loss, norm = optimizer_step(model, optimizer, scaler, loader, numbers, autocast)
+        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, numbers, autocast)
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
@@ -820,26 +789,23 @@ def train(args):
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
-            # its compiled parts compile once more, for one sequence and without gradients
+            # the uncompiled model: it has the same weights, and needs no second compilation
             loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
             seconds = time.perf_counter() - t0
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
         last = last or n_signals > 0
-        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last):
-            checkpoints.save(step, log)  # every rank must come here
+        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
+            checkpoints.save(step, log)
         if n_signals > 0 and rank == 0:
             log.line(f"# ended by a signal after step {step}")
         if last:
             break
 
-    if args.save:
-        whole, _ = gather(model, optimizer)  # every rank must come here
     if rank == 0:
         if log.seconds:  # else no step was left
             log.finish(step)
-        if args.save:
-            save_model(args.save, whole, loader, step)
+        save_model(args.save, model, loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process

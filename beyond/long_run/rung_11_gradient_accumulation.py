@@ -1,21 +1,25 @@
-"""Rung 13, validation: is the model learning the language, or memorizing the text?
-Starts from rung 12.
+"""Rung 11, gradient accumulation: the batch size of the papers, in the memory that you have.
+Starts from ddp_run.py.
 
-After a few epochs over a small text the training loss keeps falling while the model gets worse on
-text that it has not seen: it overfits. So data/prepare.py holds out a tenth of the text (at most 10
-million tokens), and every --val-every steps the model is evaluated on some of it: without
-gradients, always on the same sequences, whatever -B is; the ranks divide them.
+GPT-3 trained its 125M model with batches of half a million tokens, far more than fit into one
+forward pass. But a batch's gradient is the mean of its parts' gradients, and backward() adds to the
+gradients that are there: so split the batch into micro-batches of B sequences, divide each loss by
+their number, and make one optimizer step at the end.
 
-    python beyond/rung_13_validation.py --val-every 250 --val-sequences 0   # 0: all of val.bin
+    python beyond/long_run/rung_11_gradient_accumulation.py --total-batch 524288
+    torchrun --standalone --nproc_per_node=2 beyond/long_run/rung_11_gradient_accumulation.py
 
-Gain: the loss that counts; `python -m ladder report` then shows the seconds to a validation loss.
-Cost: one forward pass, a third of the arithmetic of training on as many tokens, outside `dt`. It
-takes one sequence at a time and keeps no activations, so it needs no more memory than a step. The
-line `val : step N` is the loss after the update of step N (the step line has the loss before it).
-The uncompiled model is evaluated: it shares its weights with the compiled one, and needs no second
-compilation.
+Gain: any batch size in the memory of one micro-batch. The optimizer step, the clipping and, on
+several ranks, the all-reduce of the gradients happen once for all micro-batches: `no_sync` switches
+DDP's averaging off until the last.
+Cost: no extra arithmetic; the gradients stay in memory between micro-steps, under DDP beside its
+buckets.
+--total-batch counts the tokens of all micro-steps and ranks, and so does tokens/sec. Tiny
+Shakespeare has 0.3 million tokens, so each step of half a million repeats some. What `train` did in
+a step is now the function optimizer_step.
 
-Source: Karpathy's build-nanogpt, whose training loop has a validation loss.
+Source: Brown et al. 2020 (GPT-3), table 2.1 (0.5M tokens); DistributedDataParallel.no_sync in
+PyTorch's documentation.
 """
 import argparse
 import contextlib
@@ -64,8 +68,6 @@ def add_flags(parser):
     flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
     flag("--steps", type=int, default=50, help="optimizer steps")
-    flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
-    flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
@@ -227,72 +229,22 @@ class GPT(nn.Module):
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file, on the device."""
+    """Batches of consecutive tokens from a token file, memory-mapped: it may exceed the memory."""
 
-    def __init__(self, folder, B, T, device, split="train"):
-        self.B, self.T, self.device = B, T, device
-        self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
+    def __init__(self, folder, B, T):
+        self.B, self.T = B, T
+        self.tokens, self.meta = load_tokens(folder, "train", B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
-        # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
-        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
-        # batch is fetched while the device computes this one.
-        self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
-        if self.on_device:
-            self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
-        self.prefetched = {}  # {i: the i-th batch}
-
-    def prefetch(self, i):
-        """Fetch the i-th batch now, so that batch(i) will give it without a wait."""
-        self.prefetched[i] = self.batch(i)
 
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
         It wraps around at the end of the file, and keeps no position.
         """
-        if i in self.prefetched:
-            return self.prefetched.pop(i)
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
-        if not self.on_device:
-            chunk = self.copy_to_device(chunk)
+        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
-
-    def copy_to_device(self, chunk):
-        """These tokens of the file as a tensor on the device."""
-        chunk = torch.from_numpy(chunk.astype(np.int64))
-        if self.device == "cuda":
-            # the GPU copies from pinned memory by itself, while Python goes on
-            return chunk.pin_memory().to(self.device, non_blocking=True)
-        return chunk.to(self.device)
-
-
-def free_memory(device):
-    """Free bytes of the device; 0 for a CPU, whose memory the tokens are in already."""
-    if device == "cuda":
-        n_free, _ = torch.cuda.mem_get_info()
-        return n_free
-    if device == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return 0
-
-
-@torch.no_grad()
-def evaluate(model, loader, n_sequences, autocast, rank, world_size):
-    """The mean loss on the first sequences of a loader with B=1, in nats per token.
-
-    The ranks take the sequences in turn.
-    """
-    total = torch.zeros((), device=loader.device)
-    model.eval()
-    with autocast:
-        for i in range(rank, n_sequences, world_size):
-            x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
-            total += model(x, y)
-    model.train()
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.item() / n_sequences
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
@@ -362,12 +314,13 @@ def batches_per_step(args, world_size):
     return args.total_batch // (args.B * args.T)
 
 
-def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
+def optimizer_step(model, optimizer, scaler, loader, numbers, device, autocast):
     """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
     optimizer.zero_grad()
-    loss = torch.zeros((), device=loader.device)
+    loss = torch.zeros((), device=device)
     for i in numbers:
         x, y = loader.batch(i)  # (B, T) each
+        x, y = x.to(device), y.to(device)
         # DDP averages the gradients of the ranks once, in the last backward pass
         averages_later = contextlib.nullcontext()  # does nothing
         if dist.is_initialized() and i != numbers[-1]:
@@ -377,8 +330,6 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
                 micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-        # this rank's next batch, while the device is busy; numbers.step is the number of ranks
-        loader.prefetch(i + numbers.step)
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
@@ -401,7 +352,7 @@ def train(args):
     # gradients do not underflow, and divides the gradients again. Else it passes them through.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
-    loader = DataLoaderLite(args.data, args.B, args.T, device)
+    loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
@@ -415,11 +366,6 @@ def train(args):
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
-    notes["batches"] = "on the device" if loader.on_device else "prefetched"
-    if args.val_every:
-        val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
-        n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
-        notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
     if rank == 0:
         log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype], **notes)
 
@@ -431,7 +377,8 @@ def train(args):
         # the batches of this step; the ranks take them in turn
         first = (step - 1) * n_batches
         numbers = range(first + rank, first + n_batches, world_size)
-        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, numbers, autocast)
+        loss, norm = optimizer_step(
+            step_model, optimizer, scaler, loader, numbers, device, autocast)
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
@@ -440,14 +387,6 @@ def train(args):
             dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
         if rank == 0:
             log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
-        last = step == args.steps
-        if args.val_every and (step % args.val_every == 0 or last):
-            t0 = time.perf_counter()
-            # the uncompiled model: it has the same weights, and needs no second compilation
-            loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
-            seconds = time.perf_counter() - t0
-            if rank == 0:
-                log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
 
     if rank == 0:
         log.finish(step)

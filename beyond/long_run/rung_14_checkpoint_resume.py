@@ -1,21 +1,25 @@
-"""Rung 32, grouped-query attention: several query heads share a head of keys and values.
-Starts from rung 24.
+"""Rung 14, checkpoint and resume: a run that survives a crash. Starts from rung 13.
 
-    python beyond/rung_32_grouped_query_attention.py --kv-heads 4
+Every --checkpoint-every steps all that the next step depends on goes into a new file: the weights,
+the optimizer's moments, the gradient scaler, the step. --resume continues from the newest:
 
-Text is generated token by token, and each new token attends to all before it: their keys and values
-are kept (the cache). In long texts and large batches reading them costs more than reading the
-weights. With n_kv_head heads of keys and values in place of n_head, the cache and the matrices that
-compute it are smaller by a factor of n_head / n_kv_head; query head i attends to key and value head
-i * n_kv_head // n_head. With head sizes other than n_embd / n_head (--head-size) and the base of
-RoPE's angles of a converted model (rope_theta), the model takes the shape of the published Qwen3s:
-docs/own_text.md has the commands to convert one and train it further.
+    python beyond/long_run/rung_14_checkpoint_resume.py --steps 20000 --resume
 
-Gain: a cache that is n_head / n_kv_head times smaller, and fewer parameters.
-Cost: the model is a little less expressive. With two heads of keys and values for four of queries,
-neither the loss (p = 0.76) nor the time of a step differed measurably (experiments/README.md).
+Give --resume from the start: without a checkpoint the run begins at step 1, and after a crash you
+rerun the same command. No data position is saved: the loader computes it from the step. No RNG
+state either: nothing here draws random numbers once the weights are initialized. Read `save`, then
+`load`. --resume refuses a checkpoint of another text or of other flags; those in MAY_CHANGE may
+differ (B too, because --total-batch stays). As runs are long from here on, the log says how much
+time is left.
 
-Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models".
+Gain: a crash costs only the steps since the last checkpoint. On a CPU the repeated steps are
+bit-for-bit identical; on a GPU they may differ in the last digits, because the order of some sums
+varies from run to run.
+Cost: 12 bytes per parameter and file (1.5 GB for GPT-2); the newest two stay, and a third is there
+while saving. The time is not in `dt`.
+sample.py and --pretrained read a checkpoint, too. More: docs/long_runs.md.
+
+Source: "Saving and loading a general checkpoint" in PyTorch's tutorials.
 """
 import argparse
 import contextlib
@@ -24,21 +28,17 @@ import math
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.utils.checkpoint
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -64,14 +64,10 @@ def add_flags(parser):
     """The flags of this script; --help shows each default."""
     flag = parser.add_argument
     flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
-    flag("--kv-heads", type=int, help="heads of keys and values; None: n_head / 2, if even")
-    flag("--head-size", type=int, default=0, help="numbers in a head; 0: n_embd / n_head")
     flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
     flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
     flag("--steps", type=int, default=50, help="optimizer steps")
-    flag("--loss-chunk", type=int, default=4096, help="tokens whose logits exist at once; 0: all")
-    flag("--recompute-blocks", type=int, default=0, help="blocks to recompute, from the first")
     flag("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
     flag("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
     flag("--resume", action="store_true", help="continue from the newest checkpoint, if any")
@@ -79,9 +75,7 @@ def add_flags(parser):
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
@@ -95,7 +89,6 @@ def add_flags(parser):
 MAY_CHANGE = {
     "B", "device", "compile_mode", "data", "log_dir", "save",
     "checkpoint_every", "checkpoint_dir", "resume", "val_every", "val_sequences",
-    "recompute_blocks", "loss_chunk",
 }
 
 
@@ -107,18 +100,6 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
-    n_kv_head: int = 0  # heads of keys and values; 0: n_head
-    head_size: int = 0  # 0: n_embd / n_head
-    rope_theta: float = 10_000.0  # the base of rung 20's angles
-
-    def __post_init__(self):
-        if self.n_hidden == 0:  # three matrices have as many weights as two with 4 n_embd
-            self.n_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
-        if self.n_kv_head == 0:
-            self.n_kv_head = self.n_head
-        if self.head_size == 0:
-            self.head_size = self.n_embd // self.n_head
 
 
 def model_config(args, vocab_size):
@@ -131,35 +112,13 @@ def model_config(args, vocab_size):
         sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
     if n_embd % n_head != 0:
         sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
-    if n_embd // n_head % 2 != 0:
-        sys.exit(f"error: --model {args.model}: RoPE needs pairs, so width / heads must be even")
-    n_kv_head = args.kv_heads
-    if n_kv_head is None:
-        n_kv_head = n_head // 2 if n_head % 2 == 0 else n_head
-    if n_kv_head < 1 or n_head % n_kv_head != 0 or args.head_size % 2 != 0:
-        sys.exit(f"error: --kv-heads {n_kv_head} must divide the {n_head} heads,"
-                 f" and --head-size {args.head_size} be even")
     return GPTConfig(
         block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size,
         n_layer=n_layer,
         n_head=n_head,
         n_embd=n_embd,
-        n_kv_head=n_kv_head,
-        head_size=args.head_size,
     )
-
-
-def rotary_angles(T, head_size, theta=10_000.0):
-    """position * theta^(-2i/hs), the angle of each position and pair, in float32: (T, hs/2)."""
-    radians_per_token = 1.0 / theta ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
-    return torch.arange(T)[:, None] * radians_per_token
-
-
-def rotate(x, cos, sin):
-    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
-    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
-    return x * cos + partner * sin
 
 
 class CausalSelfAttention(nn.Module):
@@ -170,35 +129,22 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names); with
-        # fewer keys and values there is less to compute, and less to keep when sampling
-        n_heads = config.n_head + 2 * config.n_kv_head
-        self.c_attn = nn.Linear(config.n_embd, n_heads * config.head_size, bias=False)
-        self.c_proj = nn.Linear(config.n_head * config.head_size, config.n_embd, bias=False)
+        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.c_proj.ends_residual_branch = True
         self.n_head = config.n_head
-        self.n_kv_head = config.n_kv_head
-        self.head_size = config.head_size
-        self.q_norm = nn.RMSNorm(config.head_size, eps=1e-6)
-        self.k_norm = nn.RMSNorm(config.head_size, eps=1e-6)
 
-    def forward(self, x, cos, sin):
-        B, T, _ = x.shape  # batch, sequence, n_embd
-        heads = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, all, T, hs)
-        # (B, nh, T, hs), 2 x (B, nkv, T, hs)
-        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
-        # so that no score grows with the length of a query or key; normalized in float32
-        q = self.q_norm(q.float())
-        k = self.k_norm(k.float())
-        # a score then depends on the two positions only through their distance
-        q = rotate(q, cos, sin)
-        k = rotate(k, cos, sin)
-        # each head of keys and values serves n_head / n_kv_head heads of queries, one after another
-        k = k.repeat_interleave(self.n_head // self.n_kv_head, dim=1)  # (B, nh, T, hs)
-        v = v.repeat_interleave(self.n_head // self.n_kv_head, dim=1)  # (B, nh, T, hs)
+    def forward(self, x):
+        B, T, C = x.shape  # batch, sequence, n_embd
+        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        # nh heads of size hs each
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         # (B, nh, T, hs); the (T, T) scores exist only in tiles
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).contiguous().view(B, T, -1)  # concatenate the heads
+        y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
         return self.c_proj(y)
 
 
@@ -207,14 +153,13 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
-        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
-        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)
-        self.down_proj.ends_residual_branch = True
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.gelu = nn.GELU(approximate="tanh")  # GPT-2 was trained with the tanh approximation
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_proj.ends_residual_branch = True
 
     def forward(self, x):
-        gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
-        return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
+        return self.c_proj(self.gelu(self.c_fc(x)))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
 
 
 class Block(nn.Module):
@@ -222,92 +167,45 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
-        self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.ln_1 = nn.LayerNorm(config.n_embd)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin):
-        x = x + self.attn(self.ln_1(x), cos, sin)
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
         x = x + self.mlp(self.ln_2(x))
         return x
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
-
-    x (N, C), weight (n_rows, C), targets (N,). The forward pass computes the gradients, too, while
-    the logits exist.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, chunk):
-        total = torch.zeros((), device=x.device)
-        x_grad = weight_grad = None
-        if ctx.needs_input_grad[0]:  # not in evaluate()
-            x_grad = torch.empty_like(x)
-            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
-        rows = torch.arange(len(weight), device=x.device)
-        for i in range(0, len(x), chunk):
-            x_part = x[i : i + chunk]  # (chunk, C)
-            ids = targets[i : i + chunk]  # (chunk,)
-            logits = F.linear(x_part, weight)  # (chunk, C) -> (chunk, n_rows)
-            logits[:, vocab_size:] = -torch.inf  # no probability for padding
-            log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
-            is_target = rows == ids[:, None]  # (chunk, n_rows)
-            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
-            # the end, and keep the logits of all until then.
-            target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
-            total += (log_sum - target_logits).sum()
-            if weight_grad is not None:
-                # the gradient of a token's loss by its logits: softmax, minus 1 at the target
-                probs = (logits.float() - log_sum[:, None]).exp_()
-                logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
-                x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
-                weight_grad += logits_grad.T @ (x_part / 64)
-        ctx.save_for_backward(x_grad, weight_grad)
-        return total / len(x)
-
-    @staticmethod
-    def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
-        scale = loss_grad / len(x_grad)
-        return x_grad * scale, weight_grad * (64 * scale), None, None, None
-
-
 class GPT(nn.Module):
-    """A Qwen3, with GPT-2's names for what both have."""
+    """GPT-2, with the parameter names of the Hugging Face checkpoints."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.recompute_blocks = 0  # build_model sets it
-        self.loss_chunk = 0  # and this
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
-        # the embedding of tokens, the blocks ("hidden"), the last norm
+        # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
+            wpe=nn.Embedding(config.block_size, config.n_embd),
             h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-            ln_f=nn.RMSNorm(config.n_embd, eps=1e-6),
+            ln_f=nn.LayerNorm(config.n_embd),
         ))
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
         # one parameter (n_rows, n_embd) under two names
         self.transformer.wte.weight = self.lm_head.weight
-        angles = rotary_angles(config.block_size, config.head_size, config.rope_theta)
-        cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
-        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
-        self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
-        self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                std = 0.0  # the block starts as the identity; these weights do get gradients
+                # 2 * n_layer branches: so their sum does not grow with the depth
+                std *= (2 * self.config.n_layer) ** -0.5
             nn.init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size).
@@ -315,19 +213,11 @@ class GPT(nn.Module):
         With targets (B, T): only the mean cross-entropy, in nats per token.
         """
         B, T = idx.shape
-        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
-        x = self.transformer.wte(idx)  # (B, T, C)
-        for i, block in enumerate(self.transformer.h):
-            if self.training and i < self.recompute_blocks:
-                # keeps only x, (B, T, C), and computes the block again in the backward pass
-                x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False)
-            else:
-                x = block(x, cos, sin)
+        pos = torch.arange(T, device=idx.device)  # (T,)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
+        for block in self.transformer.h:
+            x = block(x)
         x = self.transformer.ln_f(x)
-        if targets is not None and self.loss_chunk > 0:
-            x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
-            return ChunkedCrossEntropy.apply(
-                x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
@@ -338,66 +228,16 @@ class GPT(nn.Module):
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
-    def configure_optimizers(self, lr, muon_lr, weight_decay):
-        """Muon for the blocks' matrices, fused AdamW for the rest; only matrices decay."""
-        matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
-        others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
-        embeddings = [self.transformer.wte.weight]
+    def configure_optimizers(self, lr, weight_decay):
+        """Fused AdamW, which decays only matrices: embeddings and linear layers."""
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
         groups = [
-            {"params": matrices, "max_lr": muon_lr, "weight_decay": weight_decay},  # Muon's
-            {"params": others, "max_lr": lr, "weight_decay": 0.0},
-            {"params": embeddings, "max_lr": lr, "weight_decay": weight_decay},
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": others, "weight_decay": 0.0},
         ]
-        return MuonAdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-
-
-def orthogonalize(matrix):
-    """(m, n) -> (m, n): the same singular vectors, all singular values near 1.
-
-    So no direction dominates the update.
-    """
-    if matrix.size(0) > matrix.size(1):
-        return orthogonalize(matrix.mT).mT  # so that x @ x.mT has the shorter side
-    x = matrix / (matrix.norm() + 1e-7)  # so every singular value is at most 1
-    # float16 has the range for that, and three more bits than bfloat16
-    x = x.to(torch.float16 if x.is_cuda else autocast_dtype("cpu"))
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
-    for _ in range(5):
-        gram = x @ x.mT  # (m, m)
-        # -4.7750 gram + 2.0315 gram @ gram
-        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        # 3.4445 x + polynomial @ x
-        x = torch.addmm(x, polynomial, x, beta=3.4445)
-    return x
-
-
-def muon_update(grad, momentum):
-    """The update of a matrix (m, n), from its gradient and its momentum."""
-    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
-    ahead = grad.lerp(momentum, 0.95)
-    # scaled so that its entries are about as large as those of an update of AdamW
-    return 0.2 * max(ahead.shape) ** 0.5 * orthogonalize(ahead)
-
-
-class MuonAdamW(torch.optim.AdamW):
-    """Muon for the matrices in the first group, AdamW for the others."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if getattr(self, "found_inf", False):
-            return  # set by the gradient scaler, where a float16 gradient has overflowed
-        muon = self.param_groups[0]
-        for p in muon["params"]:
-            state = self.state[p]
-            if not state:
-                state["momentum"] = torch.zeros_like(p)
-                state["step"] = torch.zeros(())  # only because AdamW's load_state_dict asks for it
-            state["momentum"].lerp_(p.grad, 0.05)  # 0.95 momentum + 0.05 grad
-            update = muon_update(p.grad, state["momentum"])
-            p.sub_(update + muon["weight_decay"] * p, alpha=muon["lr"])
-            p.grad = None  # so that AdamW skips it
-        super().step()
+        # fused: one kernel updates everything, instead of about ten operations for each tensor
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 class DataLoaderLite:
@@ -490,31 +330,15 @@ class Checkpoints:
         """The checkpoints, the newest last."""
         return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
 
-    def lock(self):
-        """Keep other runs out of the folder until this process ends; exit if one is in it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.folder_lock = filelock.FileLock(self.folder / "lock")
-        try:
-            self.folder_lock.acquire(timeout=0)
-        except filelock.Timeout:
-            sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
-
     def load(self):
         """Restore the newest checkpoint and return its step; 0 if there is none."""
         paths = self.paths()
-        if dist.is_initialized():
-            names = [None] * dist.get_world_size()
-            dist.all_gather_object(names, str(paths))
-            if len(set(names)) > 1:
-                sys.exit(f"error: --checkpoint-dir {self.folder}: the ranks see different files;"
-                         " give a folder that all of them share")
         if not paths or not (self.args.resume or self.args.checkpoint_every):
             return 0
         newest = paths[-1]
         if not self.args.resume:
             sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
                      " another --checkpoint-dir starts over")
-        self.refuse_damaged(newest)
         saved = torch.load(newest, map_location="cpu", weights_only=True)
         self.refuse_other_run(newest, saved)
         self.model.load_state_dict(saved["model"])
@@ -523,27 +347,10 @@ class Checkpoints:
             self.scaler.load_state_dict(saved["scaler"])
         return saved["step"]
 
-    def refuse_damaged(self, path):
-        """Exit if a checkpoint is damaged. torch writes checksums, but does not read them."""
-        try:
-            with zipfile.ZipFile(path) as file:
-                damaged = file.testzip() is not None
-        except zipfile.BadZipFile:
-            damaged = True
-        if damaged:
-            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
-
     def refuse_other_run(self, path, saved):
         """Exit if the checkpoint is not one of this run."""
-        # until the rate falls, the steps are those of any longer or shorter run
-        not_yet_falling = (
-            saved["step"] <= last_step_at_max_lr(self.run)
-            and saved["step"] <= last_step_at_max_lr(saved["run"])
-        )
         for name, value in self.run.items():
             theirs = saved["run"].get(name)
-            if name in ("steps", "decay_share") and not_yet_falling:
-                continue
             if theirs != value:
                 sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
 
@@ -561,6 +368,7 @@ class Checkpoints:
 
     def write(self, saved, path):
         """Write a file aside, then rename it: no kill leaves half of one under its name."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / "partial"
         with open(partial, "wb") as file:
             torch.save(saved, file)
@@ -584,25 +392,13 @@ class Checkpoints:
         return log
 
 
-def last_step_at_max_lr(run):
-    """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
-    decay_share = float(run.get("decay_share", 1))
-    return float(run["steps"]) * (1 - decay_share) + 1
-
-
-def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
-    """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
-    rise = step / max(1, warmup_steps)
-    fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)
-    return max_lr * min(rise, 1.0, fall)
-
-
-def set_learning_rates(optimizer, step, args):
-    """Give each group its learning rate for this step; return AdamW's, for the log."""
-    for group in optimizer.param_groups:
-        group["lr"] = get_lr(
-            step, args.steps, group["max_lr"], args.warmup_steps, args.decay_share)
-    return optimizer.param_groups[-1]["lr"]
+def get_lr(step, max_steps, max_lr, warmup_steps):
+    """The learning rate of a step, from 1 to max_steps."""
+    if step <= warmup_steps:
+        return max_lr * step / warmup_steps
+    progress = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
+    min_lr = max_lr / 10
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (max_lr - min_lr)
 
 
 PRECISION = {  # for the log
@@ -631,34 +427,6 @@ def check_compiler(device):
         reason = str(error).strip().splitlines()[0]
         sys.exit(f"error: torch.compile does not work here ({reason}): --compile-mode none trains"
                  " without it; python -m ladder check says what is missing")
-
-
-def sum_over_ranks(*numbers, device):
-    """The sum over the ranks of each of these numbers."""
-    sums = torch.tensor(numbers, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    return sums.tolist()
-
-
-def catch_signals():
-    """From now on, collect the signals that ask this process to end in the list returned."""
-    caught = []
-
-    def catch(number, frame):
-        caught.append(number)
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
-        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
-            sys.stdout = open(os.devnull, "w")
-
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, catch)
-    return caught
 
 
 def init_ranks(device):
@@ -715,14 +483,6 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
     return loss, norm
 
 
-def build_model(args, loader):
-    """The model on its device, with what the flags say about training it."""
-    model = new_model(args, loader).to(args.device)
-    model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
-    model.loss_chunk = args.loss_chunk
-    return model
-
-
 def train(args):
     """Train for args.steps steps; print and log each one."""
     device = args.device
@@ -739,8 +499,9 @@ def train(args):
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T, device)
-    model = build_model(args, loader)
-    optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
+    model = new_model(args, loader).to(device)
+    # torch's default weight decay is 0.01
+    optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that all make the same
@@ -751,24 +512,22 @@ def train(args):
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
-    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
     notes["batches"] = "on the device" if loader.on_device else "prefetched"
     if args.val_every:
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
     checkpoints = Checkpoints(args, loader, model, optimizer, scaler)
-    if args.checkpoint_every and rank == 0:
-        checkpoints.lock()
     step = checkpoints.load()
     if rank == 0:
         log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
     steps_left = range(step + 1, args.steps + 1)
-    signals = []
     for step in steps_left:
         t0 = time.perf_counter()
-        lr = set_learning_rates(optimizer, step, args)
+        lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         # the batches of this step; the ranks take them in turn
         first = (step - 1) * n_batches
         numbers = range(first + rank, first + n_batches, world_size)
@@ -776,16 +535,13 @@ def train(args):
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        # after the clock: the mean loss, and whether any rank is to end. All must end after the
-        # same step, or they would wait for each other forever.
-        mean_loss = loss.item() / world_size
-        loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
-        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
-            signals = catch_signals()
+        loss = loss / world_size
+        if dist.is_initialized():
+            dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
         if rank == 0:
             seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
             left = timedelta(seconds=round(seconds))
-            log.step(step, loss, dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
+            log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
@@ -794,13 +550,8 @@ def train(args):
             seconds = time.perf_counter() - t0
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
-        last = last or n_signals > 0
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
             checkpoints.save(step, log)
-        if n_signals > 0 and rank == 0:
-            log.line(f"# ended by a signal after step {step}")
-        if last:
-            break
 
     if rank == 0:
         if log.seconds:  # else no step was left

@@ -1,25 +1,24 @@
-"""Rung 14, checkpoint and resume: a run that survives a crash. Starts from rung 13.
+"""Rung 16, gradient checkpointing: trade compute for memory. Starts from rung 15.
 
-Every --checkpoint-every steps all that the next step depends on goes into a new file: the weights,
-the optimizer's moments, the gradient scaler, the step. --resume continues from the newest:
+The backward pass needs what the forward pass computed, so each block keeps the equivalent of about
+16 tensors of (B, T, C) until the backward pass reaches it. A checkpointed block keeps only its
+input and recomputes the rest then: the activations of one block in memory instead of those of
+n_layer blocks.
 
-    python beyond/rung_14_checkpoint_resume.py --steps 20000 --resume
+    python beyond/long_run/rung_16_gradient_checkpointing.py -B 16 --recompute-blocks 12  # all
+    python beyond/long_run/rung_16_gradient_checkpointing.py -B 16 --recompute-blocks 6   # half
 
-Give --resume from the start: without a checkpoint the run begins at step 1, and after a crash you
-rerun the same command. No data position is saved: the loader computes it from the step. No RNG
-state either: nothing here draws random numbers once the weights are initialized. Read `save`, then
-`load`. --resume refuses a checkpoint of another text or of other flags; those in MAY_CHANGE may
-differ (B too, because --total-batch stays). As runs are long from here on, the log says how much
-time is left.
+Gain: a larger -B, a longer -T or a larger model on the same device, with the same loss and
+gradients.
+Cost: up to one more forward pass through the blocks, about a third more compute for them; on two
+EPYC cores steps of small models of 2 to 16 blocks took 21 to 25 % longer (measured,
+docs/results.md).
+The logits and their gradient take as much memory as before: they lie outside the blocks.
+Also called activation checkpointing. It has nothing to do with rung 14's checkpoints, which save
+the run on disk.
 
-Gain: a crash costs only the steps since the last checkpoint. On a CPU the repeated steps are
-bit-for-bit identical; on a GPU they may differ in the last digits, because the order of some sums
-varies from run to run.
-Cost: 12 bytes per parameter and file (1.5 GB for GPT-2); the newest two stay, and a third is there
-while saving. The time is not in `dt`.
-sample.py and --pretrained read a checkpoint, too. More: docs/long_runs.md.
-
-Source: "Saving and loading a general checkpoint" in PyTorch's tutorials.
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; torch.utils.checkpoint in
+PyTorch's documentation.
 """
 import argparse
 import contextlib
@@ -28,17 +27,21 @@ import math
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.utils.checkpoint
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -68,6 +71,7 @@ def add_flags(parser):
     flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
     flag("--steps", type=int, default=50, help="optimizer steps")
+    flag("--recompute-blocks", type=int, default=0, help="blocks to recompute, from the first")
     flag("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
     flag("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
     flag("--resume", action="store_true", help="continue from the newest checkpoint, if any")
@@ -89,6 +93,7 @@ def add_flags(parser):
 MAY_CHANGE = {
     "B", "device", "compile_mode", "data", "log_dir", "save",
     "checkpoint_every", "checkpoint_dir", "resume", "val_every", "val_sequences",
+    "recompute_blocks",
 }
 
 
@@ -184,6 +189,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.recompute_blocks = 0  # build_model sets it
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
         # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
@@ -215,8 +221,12 @@ class GPT(nn.Module):
         B, T = idx.shape
         pos = torch.arange(T, device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
-        for block in self.transformer.h:
-            x = block(x)
+        for i, block in enumerate(self.transformer.h):
+            if self.training and i < self.recompute_blocks:
+                # keeps only x, (B, T, C), and computes the block again in the backward pass
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
@@ -330,15 +340,31 @@ class Checkpoints:
         """The checkpoints, the newest last."""
         return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
 
+    def lock(self):
+        """Keep other runs out of the folder until this process ends; exit if one is in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder_lock = filelock.FileLock(self.folder / "lock")
+        try:
+            self.folder_lock.acquire(timeout=0)
+        except filelock.Timeout:
+            sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
+
     def load(self):
         """Restore the newest checkpoint and return its step; 0 if there is none."""
         paths = self.paths()
+        if dist.is_initialized():
+            names = [None] * dist.get_world_size()
+            dist.all_gather_object(names, str(paths))
+            if len(set(names)) > 1:
+                sys.exit(f"error: --checkpoint-dir {self.folder}: the ranks see different files;"
+                         " give a folder that all of them share")
         if not paths or not (self.args.resume or self.args.checkpoint_every):
             return 0
         newest = paths[-1]
         if not self.args.resume:
             sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
                      " another --checkpoint-dir starts over")
+        self.refuse_damaged(newest)
         saved = torch.load(newest, map_location="cpu", weights_only=True)
         self.refuse_other_run(newest, saved)
         self.model.load_state_dict(saved["model"])
@@ -346,6 +372,16 @@ class Checkpoints:
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         return saved["step"]
+
+    def refuse_damaged(self, path):
+        """Exit if a checkpoint is damaged. torch writes checksums, but does not read them."""
+        try:
+            with zipfile.ZipFile(path) as file:
+                damaged = file.testzip() is not None
+        except zipfile.BadZipFile:
+            damaged = True
+        if damaged:
+            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
 
     def refuse_other_run(self, path, saved):
         """Exit if the checkpoint is not one of this run."""
@@ -368,7 +404,6 @@ class Checkpoints:
 
     def write(self, saved, path):
         """Write a file aside, then rename it: no kill leaves half of one under its name."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / "partial"
         with open(partial, "wb") as file:
             torch.save(saved, file)
@@ -429,6 +464,34 @@ def check_compiler(device):
                  " without it; python -m ladder check says what is missing")
 
 
+def sum_over_ranks(*numbers, device):
+    """The sum over the ranks of each of these numbers."""
+    sums = torch.tensor(numbers, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def catch_signals():
+    """From now on, collect the signals that ask this process to end in the list returned."""
+    caught = []
+
+    def catch(number, frame):
+        caught.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
+        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
+            sys.stdout = open(os.devnull, "w")
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, catch)
+    return caught
+
+
 def init_ranks(device):
     """Join the other processes of torchrun: this one's rank, and how many there are; else 0, 1."""
     if "RANK" not in os.environ:
@@ -483,6 +546,13 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
     return loss, norm
 
 
+def build_model(args, loader):
+    """The model on its device, with what the flags say about training it."""
+    model = new_model(args, loader).to(args.device)
+    model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
+    return model
+
+
 def train(args):
     """Train for args.steps steps; print and log each one."""
     device = args.device
@@ -499,7 +569,7 @@ def train(args):
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T, device)
-    model = new_model(args, loader).to(device)
+    model = build_model(args, loader)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved
@@ -512,17 +582,21 @@ def train(args):
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
+    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
     notes["batches"] = "on the device" if loader.on_device else "prefetched"
     if args.val_every:
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
     checkpoints = Checkpoints(args, loader, model, optimizer, scaler)
+    if args.checkpoint_every and rank == 0:
+        checkpoints.lock()
     step = checkpoints.load()
     if rank == 0:
         log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
     steps_left = range(step + 1, args.steps + 1)
+    signals = []
     for step in steps_left:
         t0 = time.perf_counter()
         lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
@@ -535,13 +609,16 @@ def train(args):
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        loss = loss / world_size
-        if dist.is_initialized():
-            dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
+        # after the clock: the mean loss, and whether any rank is to end. All must end after the
+        # same step, or they would wait for each other forever.
+        mean_loss = loss.item() / world_size
+        loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
+        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
+            signals = catch_signals()
         if rank == 0:
             seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
             left = timedelta(seconds=round(seconds))
-            log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
+            log.step(step, loss, dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
@@ -550,8 +627,13 @@ def train(args):
             seconds = time.perf_counter() - t0
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
+        last = last or n_signals > 0
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
             checkpoints.save(step, log)
+        if n_signals > 0 and rank == 0:
+            log.line(f"# ended by a signal after step {step}")
+        if last:
+            break
 
     if rank == 0:
         if log.seconds:  # else no step was left

@@ -1,18 +1,19 @@
-"""Rung DCP: every rank writes its own shards of a checkpoint. Starts from fsdp_run.py.
+"""Rung FSDP: fully sharded data parallelism, for models that do not fit on one card.
+Starts from rung 24.
 
-    torchrun --standalone --nproc_per_node=8 beyond/fsdp_sharded_checkpoint.py --resume
+    torchrun --standalone --nproc_per_node=8 beyond/several_cards/fsdp_run.py --model gpt2-xl
 
-fsdp_run.py gathers a checkpoint on rank 0: the whole state passes through one process while the
-others sit idle, and every rank reads all of it to resume. With torch.distributed.checkpoint (DCP) a
-checkpoint is a folder: each rank writes what it keeps, beside a table of what is where, and reads
-only what it needs. So any number of ranks, or one process without torchrun, resumes. The folder is
-written under a temporary name and renamed when complete, as the file was.
+DDP keeps all parameters, gradients and moments on every card. Here each of n ranks keeps 1/n of
+each tensor's rows (ZeRO-3). A block's parameters are all-gathered just before it computes, in the
+forward and again in the backward pass, and freed after it; its gradients are reduce-scattered. The
+rest, the "root", stays gathered in between: the tied embedding is the first and the last layer.
+Every forward pass communicates, so all ranks must run the same number.
 
-Gain: the time and memory of a save fall with the number of ranks.
-Cost: a damaged checkpoint is noticed only if it cannot be read; a flipped bit is not, as the shards
-carry no checksums. --save still gathers the parameters in one file, for sample.py and convert.py.
-Read `save` first, then `read`. Details: docs/sharding.md.
-Source: PyTorch's documentation of torch.distributed.checkpoint.
+Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
+Cost: more is sent than by DDP, in every micro-step, and the residual stream is bfloat16:
+docs/sharding.md counts both. Read `shard` first, then `orthogonalize` and `gather`: a checkpoint is
+one file as before, gathered on rank 0. Without torchrun use rung 24.
+Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
 """
 import argparse
 import json
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -32,7 +34,6 @@ import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.utils.checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -458,7 +459,7 @@ def evaluate(model, loader, n_sequences, autocast, rank, world_size):
 
 
 class Checkpoints:
-    """The run on disk: each folder holds all that the next step depends on."""
+    """The run on disk: each file holds all that the next step depends on."""
 
     def __init__(self, args, loader, model, optimizer, scaler):
         self.args = args
@@ -475,9 +476,8 @@ class Checkpoints:
                 self.run[name] = str(value)
 
     def paths(self):
-        """The checkpoints, the newest last; notes.json is written last, so they are complete."""
-        notes = self.folder.glob("step_" + 7 * "[0-9]" + "/notes.json")
-        return sorted(path.parent for path in notes)
+        """The checkpoints, the newest last."""
+        return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
 
     def lock(self):
         """Keep other runs out of the folder until this process ends; exit if one is in it."""
@@ -503,24 +503,29 @@ class Checkpoints:
         if not self.args.resume:
             sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
                      " another --checkpoint-dir starts over")
-        saved = json.loads((newest / "notes.json").read_text(encoding="utf-8"))
+        self.refuse_damaged(newest)
+        saved = torch.load(newest, map_location="cpu", weights_only=True)
         self.refuse_other_run(newest, saved)
-        self.read(newest)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+            options=StateDictOptions(full_state_dict=True),
+        )
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         return saved["step"]
 
-    def read(self, path):
-        """Load this rank's shards, whatever number of ranks wrote them; exit if damaged."""
-        weights, moments = get_state_dict(self.model, self.optimizer)
+    def refuse_damaged(self, path):
+        """Exit if a checkpoint is damaged. torch writes checksums, but does not read them."""
         try:
-            dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
-        except dcp.CheckpointException as error:
-            reason = str(error).strip().splitlines()[-1]  # above it is a traceback
-            sys.exit(f"error: --resume: {path} cannot be read ({reason}); if it is damaged,"
-                     " delete it to resume from the older one")
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+            with zipfile.ZipFile(path) as file:
+                damaged = file.testzip() is not None
+        except zipfile.BadZipFile:
+            damaged = True
+        if damaged:
+            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
 
     def refuse_other_run(self, path, saved):
         """Exit if the checkpoint is not one of this run."""
@@ -538,22 +543,26 @@ class Checkpoints:
 
     def save(self, step, log):
         """Write a checkpoint, and delete all but the newest two. Every rank must call this."""
-        self.optimizer.zero_grad(set_to_none=True)  # as in `gather`
-        weights, moments = get_state_dict(self.model, self.optimizer)
-        partial = self.folder / "shards.partial"
-        # each rank writes its own shards, and goes on when all have
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial)
+        whole, moments = gather(self.model, self.optimizer)
         if log is None:  # not on rank 0
             return
         log.line(f"# checkpoint: step {step} in {self.folder}")
-        notes = {"step": step, "run": self.run, "scaler": self.scaler.state_dict()}
-        with open(partial / "notes.json", "w", encoding="utf-8") as file:
-            json.dump(notes, file)
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave it empty
-        partial.replace(self.folder / f"step_{step:07}")
+        saved = model_file(whole, self.loader, step)
+        saved["optimizer"] = moments
+        saved["scaler"] = self.scaler.state_dict()
+        saved["run"] = self.run
+        # no data position and no RNG state: all that a step reads or draws follows from its number
+        self.write(saved, self.folder / f"step_{step:07}.pt")
         for older in self.paths()[:-2]:
-            shutil.rmtree(older)
+            older.unlink()
+
+    def write(self, saved, path):
+        """Write a file aside, then rename it: no kill leaves half of one under its name."""
+        partial = self.folder / "partial"
+        with open(partial, "wb") as file:
+            torch.save(saved, file)
+            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+        partial.replace(path)
 
     def start_log(self, step, precision, **notes):
         """This run's log: after the header the lines of its earlier part, up to this step."""

@@ -1,23 +1,20 @@
-"""Rung 17, chunked cross-entropy: the logits of a whole batch never exist at once.
-Starts from rung 16.
+"""Rung 33, sharded optimizer: each rank updates a share of the parameters. Starts from rung 24.
 
-With 50,257 logits per token, the output layer needs more memory than all blocks together once these
-are recomputed (rung 16). But the loss is a mean over tokens, and the gradient of a token's loss
-with respect to its logits depends on no other token: it is the softmax, minus 1 at the target. So
-the forward pass takes --loss-chunk tokens at a time and, while a chunk's logits exist, also adds
-its share to the gradients of the output matrix and of the hidden vectors. The backward pass only
-scales those. With --loss-chunk 0 the loss is F.cross_entropy, as before: use that if you change the
-loss. Up to --loss-chunk tokens (-B 4 -T 1024) are one chunk, which saves little memory, so try
+    torchrun --standalone --nproc_per_node=8 beyond/several_cards/rung_33_sharded_optimizer.py
 
-    python beyond/rung_17_chunked_cross_entropy.py -B 16
+Under DDP all ranks have the same gradients, and until here all of them compute the same update from
+the same moments. Here each parameter has one owner, which keeps its moments and updates it, Muon's
+products included; then the owners send their new weights to the others. That is the first stage of
+ZeRO; fsdp_run.py also shards gradients and weights.
 
-Gain: memory, not speed. That of the logits no longer grows with B or T: a 12M model on
-micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured on a CPU; for a GPU it is
-only counted yet: experiments/README.md).
-Cost: no extra matrix products: the existing three are split into chunks, which must stay large
-enough to be efficient. The gradient of the output matrix exists from the forward pass on.
-Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al.
-2024, "Liger Kernel".
+Gain: the optimizer's memory and time are shared, by size: the owner of the embedding gets fewer of
+Muon's matrices.
+Cost: one more exchange of the weights, half as large as the gradients' all-reduce; rank 0 gathers
+moments to save them. Read `step` first. A checkpoint is one file as before, so any number of ranks
+resumes.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models" (stage 1).
 """
 import argparse
 import contextlib
@@ -79,7 +76,9 @@ def add_flags(parser):
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
+    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
@@ -105,6 +104,11 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
+    n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
+
+    def __post_init__(self):
+        if self.n_hidden == 0:  # three matrices have as many weights as two with 4 n_embd
+            self.n_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
 
 
 def model_config(args, vocab_size):
@@ -117,6 +121,8 @@ def model_config(args, vocab_size):
         sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
     if n_embd % n_head != 0:
         sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
+    if n_embd // n_head % 2 != 0:
+        sys.exit(f"error: --model {args.model}: RoPE needs pairs, so width / heads must be even")
     return GPTConfig(
         block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size,
@@ -124,6 +130,18 @@ def model_config(args, vocab_size):
         n_head=n_head,
         n_embd=n_embd,
     )
+
+
+def rotary_angles(T, head_size, theta=10_000.0):
+    """position * theta^(-2i/hs), the angle of each position and pair, in float32: (T, hs/2)."""
+    radians_per_token = 1.0 / theta ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
+    return torch.arange(T)[:, None] * radians_per_token
+
+
+def rotate(x, cos, sin):
+    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
+    return x * cos + partner * sin
 
 
 class CausalSelfAttention(nn.Module):
@@ -135,18 +153,26 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_proj.ends_residual_branch = True
         self.n_head = config.n_head
+        self.q_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
+        self.k_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
 
-    def forward(self, x):
+    def forward(self, x, cos, sin):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
         # nh heads of size hs each
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        # so that no score grows with the length of a query or key; normalized in float32
+        q = self.q_norm(q.float())
+        k = self.k_norm(k.float())
+        # a score then depends on the two positions only through their distance
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         # (B, nh, T, hs); the (T, T) scores exist only in tiles
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
@@ -158,13 +184,14 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.gelu = nn.GELU(approximate="tanh")  # GPT-2 was trained with the tanh approximation
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
-        self.c_proj.ends_residual_branch = True
+        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)
+        self.down_proj.ends_residual_branch = True
 
     def forward(self, x):
-        return self.c_proj(self.gelu(self.c_fc(x)))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
+        gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
+        return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
 
 
 class Block(nn.Module):
@@ -172,13 +199,14 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
+        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
+        self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.mlp = MLP(config)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x, cos, sin):
+        x = x + self.attn(self.ln_1(x), cos, sin)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -227,7 +255,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class GPT(nn.Module):
-    """GPT-2, with the parameter names of the Hugging Face checkpoints."""
+    """A Qwen3, with GPT-2's names for what both have."""
 
     def __init__(self, config):
         super().__init__()
@@ -235,27 +263,28 @@ class GPT(nn.Module):
         self.recompute_blocks = 0  # build_model sets it
         self.loss_chunk = 0  # and this
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
-        # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
+        # the embedding of tokens, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
-            wpe=nn.Embedding(config.block_size, config.n_embd),
             h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-            ln_f=nn.LayerNorm(config.n_embd),
+            ln_f=nn.RMSNorm(config.n_embd, eps=1e-6),
         ))
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
         # one parameter (n_rows, n_embd) under two names
         self.transformer.wte.weight = self.lm_head.weight
+        angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
+        cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
+        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                # 2 * n_layer branches: so their sum does not grow with the depth
-                std *= (2 * self.config.n_layer) ** -0.5
+                std = 0.0  # the block starts as the identity; these weights do get gradients
             nn.init.normal_(module.weight, mean=0.0, std=std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size).
@@ -263,14 +292,14 @@ class GPT(nn.Module):
         With targets (B, T): only the mean cross-entropy, in nats per token.
         """
         B, T = idx.shape
-        pos = torch.arange(T, device=idx.device)  # (T,)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
+        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
+        x = self.transformer.wte(idx)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
                 # keeps only x, (B, T, C), and computes the block again in the backward pass
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, cos, sin)
         x = self.transformer.ln_f(x)
         if targets is not None and self.loss_chunk > 0:
             x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
@@ -286,16 +315,117 @@ class GPT(nn.Module):
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
-    def configure_optimizers(self, lr, weight_decay):
-        """Fused AdamW, which decays only matrices: embeddings and linear layers."""
-        matrices = [p for p in self.parameters() if p.dim() >= 2]
-        others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
+    def configure_optimizers(self, lr, muon_lr, weight_decay):
+        """Muon for the blocks' matrices, fused AdamW for the rest; only matrices decay."""
+        matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
+        others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
+        embeddings = [self.transformer.wte.weight]
         groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": matrices, "max_lr": muon_lr, "weight_decay": weight_decay},  # Muon's
+            {"params": others, "max_lr": lr, "weight_decay": 0.0},
+            {"params": embeddings, "max_lr": lr, "weight_decay": weight_decay},
         ]
-        # fused: one kernel updates everything, instead of about ten operations for each tensor
-        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        if dist.is_initialized():
+            return ShardedMuonAdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        return MuonAdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def orthogonalize(matrix):
+    """(m, n) -> (m, n): the same singular vectors, all singular values near 1.
+
+    So no direction dominates the update.
+    """
+    if matrix.size(0) > matrix.size(1):
+        return orthogonalize(matrix.mT).mT  # so that x @ x.mT has the shorter side
+    x = matrix / (matrix.norm() + 1e-7)  # so every singular value is at most 1
+    # float16 has the range for that, and three more bits than bfloat16
+    x = x.to(torch.float16 if x.is_cuda else autocast_dtype("cpu"))
+    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
+    # more than triple, large ones stay near 1.
+    for _ in range(5):
+        gram = x @ x.mT  # (m, m)
+        # -4.7750 gram + 2.0315 gram @ gram
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        # 3.4445 x + polynomial @ x
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
+    return x
+
+
+def muon_update(grad, momentum):
+    """The update of a matrix (m, n), from its gradient and its momentum."""
+    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
+    ahead = grad.lerp(momentum, 0.95)
+    # scaled so that its entries are about as large as those of an update of AdamW
+    return 0.2 * max(ahead.shape) ** 0.5 * orthogonalize(ahead)
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """Muon for the matrices in the first group, AdamW for the others."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if getattr(self, "found_inf", False):
+            return  # set by the gradient scaler, where a float16 gradient has overflowed
+        muon = self.param_groups[0]
+        for p in muon["params"]:
+            if p.grad is None:  # another rank's
+                continue
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+                state["step"] = torch.zeros(())  # only because AdamW's load_state_dict asks for it
+            state["momentum"].lerp_(p.grad, 0.05)  # 0.95 momentum + 0.05 grad
+            update = muon_update(p.grad, state["momentum"])
+            p.sub_(update + muon["weight_decay"] * p, alpha=muon["lr"])
+            p.grad = None  # so that AdamW skips it
+        super().step()
+
+
+class ShardedMuonAdamW(MuonAdamW):
+    """MuonAdamW in which each parameter has one owner, a rank that updates it for all."""
+
+    def __init__(self, groups, **options):
+        super().__init__(groups, **options)
+        self.rank = dist.get_rank()
+        self.params = []
+        for group in self.param_groups:
+            self.params += group["params"]
+        # the largest first, each to the rank that owns the least so far
+        self.owners = {}
+        n_owned = [0] * dist.get_world_size()
+        for p in sorted(self.params, key=torch.numel, reverse=True):
+            owner = n_owned.index(min(n_owned))
+            self.owners[p] = owner
+            n_owned[owner] += p.numel()
+
+    def step(self, closure=None):
+        for p, owner in self.owners.items():
+            if owner != self.rank:
+                p.grad = None  # a parameter without a gradient is skipped, and gets no moments
+        super().step()
+        for p, owner in self.owners.items():
+            dist.broadcast(p.detach(), owner)  # the owner's new values, to all
+
+    def state_dict(self):
+        """The state of all parameters on rank 0, on the others only of some; all must call it."""
+        saved = super().state_dict()
+        mine = {}
+        for i, state in saved["state"].items():
+            mine[i] = {name: value.cpu() for name, value in state.items()}
+        shares = [None] * dist.get_world_size()
+        dist.gather_object(mine, shares if self.rank == 0 else None)
+        if self.rank == 0:
+            for share in shares:
+                saved["state"].update(share)
+        return saved
+
+    def load_state_dict(self, saved):
+        """Take over the moments of this rank's own parameters."""
+        mine = {}
+        for i, state in saved["state"].items():
+            if self.owners[self.params[i]] == self.rank:
+                mine[i] = state
+        super().load_state_dict({"state": mine, "param_groups": saved["param_groups"]})
 
 
 class DataLoaderLite:
@@ -433,16 +563,26 @@ class Checkpoints:
 
     def refuse_other_run(self, path, saved):
         """Exit if the checkpoint is not one of this run."""
+        # until the rate falls, the steps are those of any longer or shorter run
+        not_yet_falling = (
+            saved["step"] <= last_step_at_max_lr(self.run)
+            and saved["step"] <= last_step_at_max_lr(saved["run"])
+        )
         for name, value in self.run.items():
             theirs = saved["run"].get(name)
+            if name in ("steps", "decay_share") and not_yet_falling:
+                continue
             if theirs != value:
                 sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
 
     def save(self, step, log):
-        """Write a checkpoint, and delete all but the newest two."""
+        """Write a checkpoint, and delete all but the newest two. Every rank must call this."""
+        moments = self.optimizer.state_dict()  # gathers them
+        if log is None:  # not on rank 0
+            return
         log.line(f"# checkpoint: step {step} in {self.folder}")
         saved = model_file(self.model, self.loader, step)
-        saved["optimizer"] = self.optimizer.state_dict()
+        saved["optimizer"] = moments
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
         # no data position and no RNG state: all that a step reads or draws follows from its number
@@ -475,13 +615,25 @@ class Checkpoints:
         return log
 
 
-def get_lr(step, max_steps, max_lr, warmup_steps):
-    """The learning rate of a step, from 1 to max_steps."""
-    if step <= warmup_steps:
-        return max_lr * step / warmup_steps
-    progress = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
-    min_lr = max_lr / 10
-    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (max_lr - min_lr)
+def last_step_at_max_lr(run):
+    """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
+    decay_share = float(run.get("decay_share", 1))
+    return float(run["steps"]) * (1 - decay_share) + 1
+
+
+def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
+    """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
+    rise = step / max(1, warmup_steps)
+    fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)
+    return max_lr * min(rise, 1.0, fall)
+
+
+def set_learning_rates(optimizer, step, args):
+    """Give each group its learning rate for this step; return AdamW's, for the log."""
+    for group in optimizer.param_groups:
+        group["lr"] = get_lr(
+            step, args.steps, group["max_lr"], args.warmup_steps, args.decay_share)
+    return optimizer.param_groups[-1]["lr"]
 
 
 PRECISION = {  # for the log
@@ -554,7 +706,7 @@ def init_ranks(device):
             sys.exit(f"error: --nproc_per_node: there are {n_gpus} GPUs; use at most as many")
         torch.cuda.set_device(local_rank)
         if dist.is_nccl_available():  # not on Windows
-            backend = "nccl"
+            backend = "cpu:gloo,cuda:nccl"  # gloo gathers the moments, in main memory
     dist.init_process_group(backend)
     return dist.get_rank(), dist.get_world_size()
 
@@ -619,8 +771,7 @@ def train(args):
 
     loader = DataLoaderLite(args.data, args.B, args.T, device)
     model = build_model(args, loader)
-    # torch's default weight decay is 0.01
-    optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
+    optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that all make the same
@@ -641,6 +792,7 @@ def train(args):
     if args.checkpoint_every and rank == 0:
         checkpoints.lock()
     step = checkpoints.load()
+    log = None
     if rank == 0:
         log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
@@ -648,9 +800,7 @@ def train(args):
     signals = []
     for step in steps_left:
         t0 = time.perf_counter()
-        lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        lr = set_learning_rates(optimizer, step, args)
         # the batches of this step; the ranks take them in turn
         first = (step - 1) * n_batches
         numbers = range(first + rank, first + n_batches, world_size)
@@ -677,8 +827,8 @@ def train(args):
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
         last = last or n_signals > 0
-        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
-            checkpoints.save(step, log)
+        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last):
+            checkpoints.save(step, log)  # every rank must come here
         if n_signals > 0 and rank == 0:
             log.line(f"# ended by a signal after step {step}")
         if last:

@@ -1,27 +1,20 @@
-"""Rung 16, gradient checkpointing: trade compute for memory. Starts from rung 15.
+"""Rung DCP: every rank writes its own shards of a checkpoint. Starts from fsdp_run.py.
 
-The backward pass needs what the forward pass computed, so each block keeps the equivalent of about
-16 tensors of (B, T, C) until the backward pass reaches it. A checkpointed block keeps only its
-input and recomputes the rest then: the activations of one block in memory instead of those of
-n_layer blocks.
+    torchrun --nproc_per_node=8 beyond/several_cards/fsdp_sharded_checkpoint.py --resume
 
-    python beyond/rung_16_gradient_checkpointing.py -B 16 --recompute-blocks 12   # all of GPT-2
-    python beyond/rung_16_gradient_checkpointing.py -B 16 --recompute-blocks 6    # the first half
+fsdp_run.py gathers a checkpoint on rank 0: the whole state passes through one process while the
+others sit idle, and every rank reads all of it to resume. With torch.distributed.checkpoint (DCP) a
+checkpoint is a folder: each rank writes what it keeps, beside a table of what is where, and reads
+only what it needs. So any number of ranks, or one process without torchrun, resumes. The folder is
+written under a temporary name and renamed when complete, as the file was.
 
-Gain: a larger -B, a longer -T or a larger model on the same device, with the same loss and
-gradients.
-Cost: up to one more forward pass through the blocks, about a third more compute for them; on two
-EPYC cores steps of small models of 2 to 16 blocks took 21 to 25 % longer (measured,
-docs/results.md).
-The logits and their gradient take as much memory as before: they lie outside the blocks.
-Also called activation checkpointing. It has nothing to do with rung 14's checkpoints, which save
-the run on disk.
-
-Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; torch.utils.checkpoint in
-PyTorch's documentation.
+Gain: the time and memory of a save fall with the number of ranks.
+Cost: a damaged checkpoint is noticed only if it cannot be read; a flipped bit is not, as the shards
+carry no checksums. --save still gathers the parameters in one file, for sample.py and convert.py.
+Read `save` first, then `read`. Details: docs/sharding.md.
+Source: PyTorch's documentation of torch.distributed.checkpoint.
 """
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -31,7 +24,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -40,10 +32,15 @@ import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.utils.checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_state_dict, set_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 SCRIPT = Path(__file__)
 MODELS = {  # layers x heads x width
@@ -71,6 +68,7 @@ def add_flags(parser):
     flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
     flag("--steps", type=int, default=50, help="optimizer steps")
+    flag("--loss-chunk", type=int, default=4096, help="tokens whose logits exist at once; 0: all")
     flag("--recompute-blocks", type=int, default=0, help="blocks to recompute, from the first")
     flag("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
     flag("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
@@ -79,7 +77,9 @@ def add_flags(parser):
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
+    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
@@ -93,7 +93,7 @@ def add_flags(parser):
 MAY_CHANGE = {
     "B", "device", "compile_mode", "data", "log_dir", "save",
     "checkpoint_every", "checkpoint_dir", "resume", "val_every", "val_sequences",
-    "recompute_blocks",
+    "recompute_blocks", "loss_chunk",
 }
 
 
@@ -105,6 +105,11 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
+    n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
+
+    def __post_init__(self):
+        if self.n_hidden == 0:  # three matrices have as many weights as two with 4 n_embd
+            self.n_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
 
 
 def model_config(args, vocab_size):
@@ -117,6 +122,8 @@ def model_config(args, vocab_size):
         sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
     if n_embd % n_head != 0:
         sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
+    if n_embd // n_head % 2 != 0:
+        sys.exit(f"error: --model {args.model}: RoPE needs pairs, so width / heads must be even")
     return GPTConfig(
         block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size,
@@ -124,6 +131,18 @@ def model_config(args, vocab_size):
         n_head=n_head,
         n_embd=n_embd,
     )
+
+
+def rotary_angles(T, head_size, theta=10_000.0):
+    """position * theta^(-2i/hs), the angle of each position and pair, in float32: (T, hs/2)."""
+    radians_per_token = 1.0 / theta ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
+    return torch.arange(T)[:, None] * radians_per_token
+
+
+def rotate(x, cos, sin):
+    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
+    return x * cos + partner * sin
 
 
 class CausalSelfAttention(nn.Module):
@@ -135,18 +154,26 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_proj.ends_residual_branch = True
         self.n_head = config.n_head
+        self.q_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
+        self.k_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
 
-    def forward(self, x):
+    def forward(self, x, cos, sin):
         B, T, C = x.shape  # batch, sequence, n_embd
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
         # nh heads of size hs each
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        # so that no score grows with the length of a query or key; normalized in float32
+        q = self.q_norm(q.float())
+        k = self.k_norm(k.float())
+        # a score then depends on the two positions only through their distance
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         # (B, nh, T, hs); the (T, T) scores exist only in tiles
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
@@ -158,13 +185,14 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.gelu = nn.GELU(approximate="tanh")  # GPT-2 was trained with the tanh approximation
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
-        self.c_proj.ends_residual_branch = True
+        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)
+        self.down_proj.ends_residual_branch = True
 
     def forward(self, x):
-        return self.c_proj(self.gelu(self.c_fc(x)))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
+        gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
+        return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
 
 
 class Block(nn.Module):
@@ -172,46 +200,93 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
+        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
+        self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.mlp = MLP(config)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x, cos, sin):
+        x = x + self.attn(self.ln_1(x), cos, sin)
         x = x + self.mlp(self.ln_2(x))
         return x
 
 
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
+
+    x (N, C), weight (n_rows, C), targets (N,). The forward pass computes the gradients, too, while
+    the logits exist.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, chunk):
+        total = torch.zeros((), device=x.device)
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:  # not in evaluate()
+            x_grad = torch.empty_like(x)
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        rows = torch.arange(len(weight), device=x.device)
+        for i in range(0, len(x), chunk):
+            x_part = x[i : i + chunk]  # (chunk, C)
+            ids = targets[i : i + chunk]  # (chunk,)
+            logits = F.linear(x_part, weight)  # (chunk, C) -> (chunk, n_rows)
+            logits[:, vocab_size:] = -torch.inf  # no probability for padding
+            log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
+            is_target = rows == ids[:, None]  # (chunk, n_rows)
+            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
+            # the end, and keep the logits of all until then.
+            target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
+            total += (log_sum - target_logits).sum()
+            if weight_grad is not None:
+                # the gradient of a token's loss by its logits: softmax, minus 1 at the target
+                probs = (logits.float() - log_sum[:, None]).exp_()
+                logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
+                x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
+                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
+                weight_grad += logits_grad.T @ (x_part / 64)
+        ctx.save_for_backward(x_grad, weight_grad)
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx, loss_grad):
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
+        scale = loss_grad / len(x_grad)
+        return x_grad * scale, weight_grad * (64 * scale), None, None, None
+
+
 class GPT(nn.Module):
-    """GPT-2, with the parameter names of the Hugging Face checkpoints."""
+    """A Qwen3, with GPT-2's names for what both have."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.recompute_blocks = 0  # build_model sets it
+        self.loss_chunk = 0  # and this
+        self.chunked_cross_entropy = ChunkedCrossEntropy.apply  # compile_parts compiles it
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
-        # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
+        # the embedding of tokens, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
-            wpe=nn.Embedding(config.block_size, config.n_embd),
             h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-            ln_f=nn.LayerNorm(config.n_embd),
+            ln_f=nn.RMSNorm(config.n_embd, eps=1e-6),
         ))
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
         # one parameter (n_rows, n_embd) under two names
         self.transformer.wte.weight = self.lm_head.weight
+        angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
+        cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
+        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                # 2 * n_layer branches: so their sum does not grow with the depth
-                std *= (2 * self.config.n_layer) ** -0.5
+                std = 0.0  # the block starts as the identity; these weights do get gradients
             nn.init.normal_(module.weight, mean=0.0, std=std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size).
@@ -219,15 +294,19 @@ class GPT(nn.Module):
         With targets (B, T): only the mean cross-entropy, in nats per token.
         """
         B, T = idx.shape
-        pos = torch.arange(T, device=idx.device)  # (T,)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
+        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
+        x = self.transformer.wte(idx)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
                 # keeps only x, (B, T, C), and computes the block again in the backward pass
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, cos, sin)
         x = self.transformer.ln_f(x)
+        if targets is not None and self.loss_chunk > 0:
+            x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
+            return self.chunked_cross_entropy(
+                x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
@@ -238,16 +317,71 @@ class GPT(nn.Module):
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
-    def configure_optimizers(self, lr, weight_decay):
-        """Fused AdamW, which decays only matrices: embeddings and linear layers."""
-        matrices = [p for p in self.parameters() if p.dim() >= 2]
-        others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
+    def configure_optimizers(self, lr, muon_lr, weight_decay):
+        """Muon for the blocks' matrices, fused AdamW for the rest; only matrices decay."""
+        matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
+        others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
+        embeddings = [self.transformer.wte.weight]
         groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": matrices, "max_lr": muon_lr, "weight_decay": weight_decay},  # Muon's
+            {"params": others, "max_lr": lr, "weight_decay": 0.0},
+            {"params": embeddings, "max_lr": lr, "weight_decay": weight_decay},
         ]
-        # fused: one kernel updates everything, instead of about ten operations for each tensor
-        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        return MuonAdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def orthogonalize(matrix):
+    """(m, n) -> (m, n): the same singular vectors, all singular values near 1.
+
+    So no direction dominates the update.
+    """
+    if isinstance(matrix, DTensor):
+        # every rank must come here: each gathers the matrix, does the work, and keeps its rows
+        whole = orthogonalize(matrix.full_tensor())
+        return distribute_tensor(
+            whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+    if matrix.size(0) > matrix.size(1):
+        return orthogonalize(matrix.mT).mT  # so that x @ x.mT has the shorter side
+    x = matrix / (matrix.norm() + 1e-7)  # so every singular value is at most 1
+    # float16 has the range for that, and three more bits than bfloat16
+    x = x.to(torch.float16 if x.is_cuda else autocast_dtype("cpu"))
+    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
+    # more than triple, large ones stay near 1.
+    for _ in range(5):
+        gram = x @ x.mT  # (m, m)
+        # -4.7750 gram + 2.0315 gram @ gram
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        # 3.4445 x + polynomial @ x
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
+    return x
+
+
+def muon_update(grad, momentum):
+    """The update of a matrix (m, n), from its gradient and its momentum."""
+    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
+    ahead = grad.lerp(momentum, 0.95)
+    # scaled so that its entries are about as large as those of an update of AdamW
+    return 0.2 * max(ahead.shape) ** 0.5 * orthogonalize(ahead)
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """Muon for the matrices in the first group, AdamW for the others."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if getattr(self, "found_inf", False):
+            return  # set by the gradient scaler, where a float16 gradient has overflowed
+        muon = self.param_groups[0]
+        for p in muon["params"]:
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+                state["step"] = torch.zeros(())  # only because AdamW's load_state_dict asks for it
+            state["momentum"].lerp_(p.grad, 0.05)  # 0.95 momentum + 0.05 grad
+            update = muon_update(p.grad, state["momentum"])
+            p.sub_(update + muon["weight_decay"] * p, alpha=muon["lr"])
+            p.grad = None  # so that AdamW skips it
+        super().step()
 
 
 class DataLoaderLite:
@@ -310,9 +444,13 @@ def evaluate(model, loader, n_sequences, autocast, rank, world_size):
     total = torch.zeros((), device=loader.device)
     model.eval()
     with autocast:
-        for i in range(rank, n_sequences, world_size):
+        n_turns = math.ceil(n_sequences / world_size)
+        for turn in range(n_turns):
+            i = turn * world_size + rank
             x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
-            total += model(x, y)
+            loss = model(x, y)  # every rank must come here, as the blocks gather parameters
+            if i < n_sequences:
+                total += loss
     model.train()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -320,7 +458,7 @@ def evaluate(model, loader, n_sequences, autocast, rank, world_size):
 
 
 class Checkpoints:
-    """The run on disk: each file holds all that the next step depends on."""
+    """The run on disk: each folder holds all that the next step depends on."""
 
     def __init__(self, args, loader, model, optimizer, scaler):
         self.args = args
@@ -337,8 +475,9 @@ class Checkpoints:
                 self.run[name] = str(value)
 
     def paths(self):
-        """The checkpoints, the newest last."""
-        return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
+        """The checkpoints, the newest last; notes.json is written last, so they are complete."""
+        notes = self.folder.glob("step_" + 7 * "[0-9]" + "/notes.json")
+        return sorted(path.parent for path in notes)
 
     def lock(self):
         """Keep other runs out of the folder until this process ends; exit if one is in it."""
@@ -364,51 +503,57 @@ class Checkpoints:
         if not self.args.resume:
             sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
                      " another --checkpoint-dir starts over")
-        self.refuse_damaged(newest)
-        saved = torch.load(newest, map_location="cpu", weights_only=True)
+        saved = json.loads((newest / "notes.json").read_text(encoding="utf-8"))
         self.refuse_other_run(newest, saved)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        self.read(newest)
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         return saved["step"]
 
-    def refuse_damaged(self, path):
-        """Exit if a checkpoint is damaged. torch writes checksums, but does not read them."""
+    def read(self, path):
+        """Load this rank's shards, whatever number of ranks wrote them; exit if damaged."""
+        weights, moments = get_state_dict(self.model, self.optimizer)
         try:
-            with zipfile.ZipFile(path) as file:
-                damaged = file.testzip() is not None
-        except zipfile.BadZipFile:
-            damaged = True
-        if damaged:
-            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
+            dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
+        except dcp.CheckpointException as error:
+            reason = str(error).strip().splitlines()[-1]  # above it is a traceback
+            sys.exit(f"error: --resume: {path} cannot be read ({reason}); if it is damaged,"
+                     " delete it to resume from the older one")
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
 
     def refuse_other_run(self, path, saved):
         """Exit if the checkpoint is not one of this run."""
+        # until the rate falls, the steps are those of any longer or shorter run
+        not_yet_falling = (
+            saved["step"] <= last_step_at_max_lr(self.run)
+            and saved["step"] <= last_step_at_max_lr(saved["run"])
+        )
         for name, value in self.run.items():
             theirs = saved["run"].get(name)
+            if name in ("steps", "decay_share") and not_yet_falling:
+                continue
             if theirs != value:
                 sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
 
     def save(self, step, log):
-        """Write a checkpoint, and delete all but the newest two."""
+        """Write a checkpoint, and delete all but the newest two. Every rank must call this."""
+        self.optimizer.zero_grad(set_to_none=True)  # as in `gather`
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        partial = self.folder / "shards.partial"
+        # each rank writes its own shards, and goes on when all have
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial)
+        if log is None:  # not on rank 0
+            return
         log.line(f"# checkpoint: step {step} in {self.folder}")
-        saved = model_file(self.model, self.loader, step)
-        saved["optimizer"] = self.optimizer.state_dict()
-        saved["scaler"] = self.scaler.state_dict()
-        saved["run"] = self.run
-        # no data position and no RNG state: all that a step reads or draws follows from its number
-        self.write(saved, self.folder / f"step_{step:07}.pt")
+        notes = {"step": step, "run": self.run, "scaler": self.scaler.state_dict()}
+        with open(partial / "notes.json", "w", encoding="utf-8") as file:
+            json.dump(notes, file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave it empty
+        partial.replace(self.folder / f"step_{step:07}")
         for older in self.paths()[:-2]:
-            older.unlink()
-
-    def write(self, saved, path):
-        """Write a file aside, then rename it: no kill leaves half of one under its name."""
-        partial = self.folder / "partial"
-        with open(partial, "wb") as file:
-            torch.save(saved, file)
-            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
-        partial.replace(path)
+            shutil.rmtree(older)
 
     def start_log(self, step, precision, **notes):
         """This run's log: after the header the lines of its earlier part, up to this step."""
@@ -427,13 +572,25 @@ class Checkpoints:
         return log
 
 
-def get_lr(step, max_steps, max_lr, warmup_steps):
-    """The learning rate of a step, from 1 to max_steps."""
-    if step <= warmup_steps:
-        return max_lr * step / warmup_steps
-    progress = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
-    min_lr = max_lr / 10
-    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (max_lr - min_lr)
+def last_step_at_max_lr(run):
+    """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
+    decay_share = float(run.get("decay_share", 1))
+    return float(run["steps"]) * (1 - decay_share) + 1
+
+
+def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
+    """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
+    rise = step / max(1, warmup_steps)
+    fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)
+    return max_lr * min(rise, 1.0, fall)
+
+
+def set_learning_rates(optimizer, step, args):
+    """Give each group its learning rate for this step; return AdamW's, for the log."""
+    for group in optimizer.param_groups:
+        group["lr"] = get_lr(
+            step, args.steps, group["max_lr"], args.warmup_steps, args.decay_share)
+    return optimizer.param_groups[-1]["lr"]
 
 
 PRECISION = {  # for the log
@@ -522,25 +679,60 @@ def batches_per_step(args, world_size):
     return args.total_batch // (args.B * args.T)
 
 
+def shard(model, device):
+    """Leave to each rank 1/n of every parameter; block by block they are gathered when needed.
+
+    Parameters, gradients and moments become DTensors: each rank has some of their rows.
+    """
+    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # RoPE's angles stay float32
+    if autocast_dtype(device) == torch.bfloat16:
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # the rest: embedding, last norm
+
+
+def gather(model, optimizer):
+    """The whole model and optimizer state in rank 0's main memory. Every rank must call this."""
+    optimizer.zero_grad(set_to_none=True)  # or one that has skipped all steps would have no state
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return None, None
+    with torch.device("meta"):  # draws no random weights
+        whole = GPT(model.config)
+    whole.to_empty(device="cpu")
+    whole.transformer.wte.weight = whole.lm_head.weight  # one parameter again
+    whole.load_state_dict(weights)
+    return whole, moments
+
+
+def compile_parts(model, mode):
+    """Compile each block, and the loss: between two of them FSDP gathers and frees parameters."""
+    for block in model.transformer.h:
+        block.forward = torch.compile(block.forward, mode=mode)
+    model.chunked_cross_entropy = torch.compile(model.chunked_cross_entropy, mode=mode)
+
+
 def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
     """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
     for i in numbers:
         x, y = loader.batch(i)  # (B, T) each
-        # DDP averages the gradients of the ranks once, in the last backward pass
-        averages_later = contextlib.nullcontext()  # does nothing
-        if dist.is_initialized() and i != numbers[-1]:
-            averages_later = model.no_sync()
-        with averages_later:
-            with autocast:
-                micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
-            scaler.scale(micro_loss).backward()
+        with autocast:
+            micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
+        # averages each gradient over the ranks, of which each keeps its share
+        scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
         # this rank's next batch, while the device is busy; numbers.step is the number of ranks
         loader.prefetch(i + numbers.step)
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     scaler.step(optimizer)
     scaler.update()
     return loss, norm
@@ -548,8 +740,12 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
 
 def build_model(args, loader):
     """The model on its device, with what the flags say about training it."""
-    model = new_model(args, loader).to(args.device)
+    model = new_model(args, loader)
+    if dist.is_initialized():
+        shard(model, args.device)
+    model.to(args.device)
     model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
+    model.loss_chunk = args.loss_chunk
     return model
 
 
@@ -570,16 +766,10 @@ def train(args):
 
     loader = DataLoaderLite(args.data, args.B, args.T, device)
     model = build_model(args, loader)
-    # torch's default weight decay is 0.01
-    optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
-    if dist.is_initialized():
-        # backward() will also average the gradients over the ranks, so that all make the same
-        # step; it leaves them as views of the buckets in which they travel, not as copies
-        step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
     if args.compile_mode != "none":
         check_compiler(device)
-        step_model = torch.compile(step_model, mode=args.compile_mode)
+        compile_parts(model, args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
     notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
@@ -592,6 +782,7 @@ def train(args):
     if args.checkpoint_every and rank == 0:
         checkpoints.lock()
     step = checkpoints.load()
+    log = None
     if rank == 0:
         log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
 
@@ -599,13 +790,11 @@ def train(args):
     signals = []
     for step in steps_left:
         t0 = time.perf_counter()
-        lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        lr = set_learning_rates(optimizer, step, args)
         # the batches of this step; the ranks take them in turn
         first = (step - 1) * n_batches
         numbers = range(first + rank, first + n_batches, world_size)
-        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, numbers, autocast)
+        loss, norm = optimizer_step(model, optimizer, scaler, loader, numbers, autocast)
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
@@ -622,23 +811,26 @@ def train(args):
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
-            # the uncompiled model: it has the same weights, and needs no second compilation
+            # its compiled parts compile once more, for one sequence and without gradients
             loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
             seconds = time.perf_counter() - t0
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
         last = last or n_signals > 0
-        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
-            checkpoints.save(step, log)
+        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last):
+            checkpoints.save(step, log)  # every rank must come here
         if n_signals > 0 and rank == 0:
             log.line(f"# ended by a signal after step {step}")
         if last:
             break
 
+    if args.save:
+        whole, _ = gather(model, optimizer)  # every rank must come here
     if rank == 0:
         if log.seconds:  # else no step was left
             log.finish(step)
-        save_model(args.save, model, loader, step)
+        if args.save:
+            save_model(args.save, whole, loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process
