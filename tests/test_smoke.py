@@ -123,7 +123,7 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
     assert {trial.like for trial in trials.values()} <= trials.keys() | {""}
     assert not any("None" in trial.command for trial in trials.values())
     for stage in STAGES:
-        assert trials[stage.label].like == (stage.before if stage.torchrun or stage.same_losses else "")
+        assert trials[stage.label].like == (stage.start.label if stage.torchrun or stage.same_losses else "")
         assert (f"{stage.label}-torchrun" in trials) == (device != "mps" and (  # which has no DDP
             stage.torchrun or stage.label == "24" or stage.label in ("25", "29") and device == "cuda"))
     assert ("10-graphs" in trials) == (device == "cuda") and ("26-pinned" in trials) == (device != "cpu")

@@ -1,5 +1,5 @@
 """Rung 32, grouped-query attention: several query heads share a head of keys and values.
-Starts from rung 24.
+Starts from long_run.py.
 
     python beyond/long_run/rung_32_grouped_query_attention.py --kv-heads 4
 

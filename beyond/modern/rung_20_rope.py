@@ -16,29 +16,22 @@ Source: Su et al. 2021, "RoFormer"; pairs from the two halves of a head, as in G
 Qwen3.
 """
 import argparse
-import contextlib
 import json
 import math
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
-import filelock
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-import torch.utils.checkpoint
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 SCRIPT = Path(__file__)
 MODELS = {  # layers x heads x width
@@ -66,14 +59,8 @@ def add_flags(parser):
     flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
     flag("--steps", type=int, default=50, help="optimizer steps")
-    flag("--loss-chunk", type=int, default=4096, help="tokens whose logits exist at once; 0: all")
-    flag("--recompute-blocks", type=int, default=0, help="blocks to recompute, from the first")
-    flag("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
-    flag("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
-    flag("--resume", action="store_true", help="continue from the newest checkpoint, if any")
     flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
-    flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
@@ -82,17 +69,9 @@ def add_flags(parser):
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
     flag("--log-dir", type=Path, default="logs", help="folder of the log")
-    flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
+    flag("--compile-mode", choices=["default", "reduce-overhead", "max-autotune", "none"],
          default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
     flag("--save", type=Path, help="write the trained model to this file")
-
-
-# Flags that --resume does not compare: they change speed, rounding, or what is written.
-MAY_CHANGE = {
-    "B", "device", "compile_mode", "data", "log_dir", "save",
-    "checkpoint_every", "checkpoint_dir", "resume", "val_every", "val_sequences",
-    "recompute_blocks", "loss_chunk",
-}
 
 
 @dataclass
@@ -198,57 +177,12 @@ class Block(nn.Module):
         return x
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
-
-    x (N, C), weight (n_rows, C), targets (N,). The forward pass computes the gradients, too, while
-    the logits exist.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, chunk):
-        total = torch.zeros((), device=x.device)
-        x_grad = weight_grad = None
-        if ctx.needs_input_grad[0]:  # not in evaluate()
-            x_grad = torch.empty_like(x)
-            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
-        rows = torch.arange(len(weight), device=x.device)
-        for i in range(0, len(x), chunk):
-            x_part = x[i : i + chunk]  # (chunk, C)
-            ids = targets[i : i + chunk]  # (chunk,)
-            logits = F.linear(x_part, weight)  # (chunk, C) -> (chunk, n_rows)
-            logits[:, vocab_size:] = -torch.inf  # no probability for padding
-            log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
-            is_target = rows == ids[:, None]  # (chunk, n_rows)
-            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
-            # the end, and keep the logits of all until then.
-            target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
-            total += (log_sum - target_logits).sum()
-            if weight_grad is not None:
-                # the gradient of a token's loss by its logits: softmax, minus 1 at the target
-                probs = (logits.float() - log_sum[:, None]).exp_()
-                logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
-                x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
-                weight_grad += logits_grad.T @ (x_part / 64)
-        ctx.save_for_backward(x_grad, weight_grad)
-        return total / len(x)
-
-    @staticmethod
-    def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
-        scale = loss_grad / len(x_grad)
-        return x_grad * scale, weight_grad * (64 * scale), None, None, None
-
-
 class GPT(nn.Module):
     """GPT-2 with rotary positions."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.recompute_blocks = 0  # build_model sets it
-        self.loss_chunk = 0  # and this
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
         # the embedding of tokens, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
@@ -284,17 +218,9 @@ class GPT(nn.Module):
         B, T = idx.shape
         cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
         x = self.transformer.wte(idx)  # (B, T, C)
-        for i, block in enumerate(self.transformer.h):
-            if self.training and i < self.recompute_blocks:
-                # keeps only x, (B, T, C), and computes the block again in the backward pass
-                x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False)
-            else:
-                x = block(x, cos, sin)
+        for block in self.transformer.h:
+            x = block(x, cos, sin)
         x = self.transformer.ln_f(x)
-        if targets is not None and self.loss_chunk > 0:
-            x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
-            return ChunkedCrossEntropy.apply(
-                x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
@@ -368,193 +294,35 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file, on the device."""
+    """Batches of consecutive tokens from a token file, memory-mapped: it may exceed the memory."""
 
-    def __init__(self, folder, B, T, device, split="train"):
-        self.B, self.T, self.device = B, T, device
+    def __init__(self, folder, B, T, split="train"):
+        self.B, self.T = B, T
         self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
-        # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
-        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
-        # batch is fetched while the device computes this one.
-        self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
-        if self.on_device:
-            self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
-        self.prefetched = {}  # {i: the i-th batch}
-
-    def prefetch(self, i):
-        """Fetch the i-th batch now, so that batch(i) will give it without a wait."""
-        self.prefetched[i] = self.batch(i)
 
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
         It wraps around at the end of the file, and keeps no position.
         """
-        if i in self.prefetched:
-            return self.prefetched.pop(i)
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
-        if not self.on_device:
-            chunk = self.copy_to_device(chunk)
+        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
-
-    def copy_to_device(self, chunk):
-        """These tokens of the file as a tensor on the device."""
-        chunk = torch.from_numpy(chunk.astype(np.int64))
-        if self.device == "cuda":
-            # the GPU copies from pinned memory by itself, while Python goes on
-            return chunk.pin_memory().to(self.device, non_blocking=True)
-        return chunk.to(self.device)
-
-
-def free_memory(device):
-    """Free bytes of the device; 0 for a CPU, whose memory the tokens are in already."""
-    if device == "cuda":
-        n_free, _ = torch.cuda.mem_get_info()
-        return n_free
-    if device == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return 0
 
 
 @torch.no_grad()
-def evaluate(model, loader, n_sequences, autocast, rank, world_size):
-    """The mean loss on the first sequences of a loader with B=1, in nats per token.
-
-    The ranks take the sequences in turn.
-    """
-    total = torch.zeros((), device=loader.device)
+def evaluate(model, loader, n_sequences, autocast, device):
+    """The mean loss on the first sequences of a loader with B=1, in nats per token."""
+    total = torch.zeros((), device=device)
     model.eval()
     with autocast:
-        for i in range(rank, n_sequences, world_size):
+        for i in range(n_sequences):
             x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
-            total += model(x, y)
+            total += model(x.to(device), y.to(device))
     model.train()
-    if dist.is_initialized():
-        dist.all_reduce(total)
     return total.item() / n_sequences
-
-
-class Checkpoints:
-    """The run on disk: each file holds all that the next step depends on."""
-
-    def __init__(self, args, loader, model, optimizer, scaler):
-        self.args = args
-        self.loader = loader
-        self.model = model
-        self.optimizer = optimizer
-        self.scaler = scaler
-        self.folder = args.checkpoint_dir
-        # what makes it this run and no other: the script, the text, the flags
-        text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
-        self.run = {"script": SCRIPT.name, "text": text}
-        for name, value in vars(args).items():
-            if name not in MAY_CHANGE:
-                self.run[name] = str(value)
-
-    def paths(self):
-        """The checkpoints, the newest last."""
-        return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
-
-    def lock(self):
-        """Keep other runs out of the folder until this process ends; exit if one is in it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.folder_lock = filelock.FileLock(self.folder / "lock")
-        try:
-            self.folder_lock.acquire(timeout=0)
-        except filelock.Timeout:
-            sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
-
-    def load(self):
-        """Restore the newest checkpoint and return its step; 0 if there is none."""
-        paths = self.paths()
-        if dist.is_initialized():
-            names = [None] * dist.get_world_size()
-            dist.all_gather_object(names, str(paths))
-            if len(set(names)) > 1:
-                sys.exit(f"error: --checkpoint-dir {self.folder}: the ranks see different files;"
-                         " give a folder that all of them share")
-        if not paths or not (self.args.resume or self.args.checkpoint_every):
-            return 0
-        newest = paths[-1]
-        if not self.args.resume:
-            sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
-                     " another --checkpoint-dir starts over")
-        self.refuse_damaged(newest)
-        saved = torch.load(newest, map_location="cpu", weights_only=True)
-        self.refuse_other_run(newest, saved)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if saved["scaler"]:  # empty unless that part of the run was in float16
-            self.scaler.load_state_dict(saved["scaler"])
-        return saved["step"]
-
-    def refuse_damaged(self, path):
-        """Exit if a checkpoint is damaged. torch writes checksums, but does not read them."""
-        try:
-            with zipfile.ZipFile(path) as file:
-                damaged = file.testzip() is not None
-        except zipfile.BadZipFile:
-            damaged = True
-        if damaged:
-            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
-
-    def refuse_other_run(self, path, saved):
-        """Exit if the checkpoint is not one of this run."""
-        # until the rate falls, the steps are those of any longer or shorter run
-        not_yet_falling = (
-            saved["step"] <= last_step_at_max_lr(self.run)
-            and saved["step"] <= last_step_at_max_lr(saved["run"])
-        )
-        for name, value in self.run.items():
-            theirs = saved["run"].get(name)
-            if name in ("steps", "decay_share") and not_yet_falling:
-                continue
-            if theirs != value:
-                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
-
-    def save(self, step, log):
-        """Write a checkpoint, and delete all but the newest two."""
-        log.line(f"# checkpoint: step {step} in {self.folder}")
-        saved = model_file(self.model, self.loader, step)
-        saved["optimizer"] = self.optimizer.state_dict()
-        saved["scaler"] = self.scaler.state_dict()
-        saved["run"] = self.run
-        # no data position and no RNG state: all that a step reads or draws follows from its number
-        self.write(saved, self.folder / f"step_{step:07}.pt")
-        for older in self.paths()[:-2]:
-            older.unlink()
-
-    def write(self, saved, path):
-        """Write a file aside, then rename it: no kill leaves half of one under its name."""
-        partial = self.folder / "partial"
-        with open(partial, "wb") as file:
-            torch.save(saved, file)
-            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
-        partial.replace(path)
-
-    def start_log(self, step, precision, **notes):
-        """This run's log: after the header the lines of its earlier part, up to this step."""
-        earlier = ""
-        path = self.args.log_dir / f"{SCRIPT.stem}.log"
-        if step > 0 and path.exists():
-            text = path.read_text(encoding="utf-8")
-            end = text.find(f"# checkpoint: step {step} in {self.folder}\n")
-            earlier = text[text.find("step : ") : max(0, end)]
-        # sets that file aside
-        log = Log(self.args, self.model, self.loader, self.args.total_batch, precision, **notes)
-        log.file.write(earlier)
-        if step > 0:
-            log.line(f"# checkpoint: step {step} in {self.folder}")
-            log.line(f"# resumed after step {step} of {self.args.steps}")
-        return log
-
-
-def last_step_at_max_lr(run):
-    """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
-    decay_share = float(run.get("decay_share", 1))
-    return float(run["steps"]) * (1 - decay_share) + 1
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
@@ -600,101 +368,11 @@ def check_compiler(device):
                  " without it; python -m ladder check says what is missing")
 
 
-def sum_over_ranks(*numbers, device):
-    """The sum over the ranks of each of these numbers."""
-    sums = torch.tensor(numbers, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    return sums.tolist()
-
-
-def catch_signals():
-    """From now on, collect the signals that ask this process to end in the list returned."""
-    caught = []
-
-    def catch(number, frame):
-        caught.append(number)
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
-        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
-            sys.stdout = open(os.devnull, "w")
-
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, catch)
-    return caught
-
-
-def init_ranks(device):
-    """Join the other processes of torchrun: this one's rank, and how many there are; else 0, 1."""
-    if "RANK" not in os.environ:
-        return 0, 1
-    if device == "mps":
-        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
-    backend = "gloo"
-    if device == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
-        n_gpus = torch.cuda.device_count()
-        if local_rank >= n_gpus:
-            sys.exit(f"error: --nproc_per_node: there are {n_gpus} GPUs; use at most as many")
-        torch.cuda.set_device(local_rank)
-        if dist.is_nccl_available():  # not on Windows
-            backend = "nccl"
-    dist.init_process_group(backend)
-    return dist.get_rank(), dist.get_world_size()
-
-
-def batches_per_step(args, world_size):
-    """How many batches of B * T tokens a step takes, on all ranks together: from --total-batch."""
-    tokens = args.B * args.T * world_size  # of one batch of every rank
-    if args.total_batch is None:
-        args.total_batch = 4 * tokens if args.device == "cpu" else 524288
-    if args.total_batch < 1 or args.total_batch % tokens != 0:
-        sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
-                 f" B * T * ranks = {tokens}; change one")
-    return args.total_batch // (args.B * args.T)
-
-
-def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
-    """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
-    optimizer.zero_grad()
-    loss = torch.zeros((), device=loader.device)
-    for i in numbers:
-        x, y = loader.batch(i)  # (B, T) each
-        # DDP averages the gradients of the ranks once, in the last backward pass
-        averages_later = contextlib.nullcontext()  # does nothing
-        if dist.is_initialized() and i != numbers[-1]:
-            averages_later = model.no_sync()
-        with averages_later:
-            with autocast:
-                micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
-            scaler.scale(micro_loss).backward()
-        loss += micro_loss.detach()
-        # this rank's next batch, while the device is busy; numbers.step is the number of ranks
-        loader.prefetch(i + numbers.step)
-    scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
-    scaler.step(optimizer)
-    scaler.update()
-    return loss, norm
-
-
-def build_model(args, loader):
-    """The model on its device, with what the flags say about training it."""
-    model = new_model(args, loader).to(args.device)
-    model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
-    model.loss_chunk = args.loss_chunk
-    return model
-
-
 def train(args):
     """Train for args.steps steps; print and log each one."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun started several of them
+        sys.exit("error: this script trains in one process; torchrun starts long_run.py")
     device = args.device
-    rank, world_size = init_ranks(device)
-    n_batches = batches_per_step(args, world_size)
     torch.manual_seed(args.seed)
     # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
     torch.set_float32_matmul_precision("high")
@@ -705,77 +383,46 @@ def train(args):
     # gradients do not underflow, and divides the gradients again. Else it passes them through.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
-    loader = DataLoaderLite(args.data, args.B, args.T, device)
-    model = build_model(args, loader)
+    loader = DataLoaderLite(args.data, args.B, args.T)
+    model = new_model(args, loader).to(device)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved
-    if dist.is_initialized():
-        # backward() will also average the gradients over the ranks, so that all make the same
-        # step; it leaves them as views of the buckets in which they travel, not as copies
-        step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
-        step_model = torch.compile(step_model, mode=args.compile_mode)
-    notes = {"compile": args.compile_mode, "ranks": world_size}
-    notes["total_batch"] = f"{args.total_batch} tokens"
-    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
-    notes["batches"] = "on the device" if loader.on_device else "prefetched"
+        step_model = torch.compile(model, mode=args.compile_mode)
+    notes = {"compile": args.compile_mode}
     if args.val_every:
-        val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
+        val_loader = DataLoaderLite(args.data, 1, args.T, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
-    checkpoints = Checkpoints(args, loader, model, optimizer, scaler)
-    if args.checkpoint_every and rank == 0:
-        checkpoints.lock()
-    step = checkpoints.load()
-    if rank == 0:
-        log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
+    log = Log(args, model, loader, args.B * args.T, PRECISION[amp_dtype], **notes)
 
-    steps_left = range(step + 1, args.steps + 1)
-    signals = []
-    for step in steps_left:
+    for step in range(1, args.steps + 1):
         t0 = time.perf_counter()
+        x, y = loader.batch(step - 1)  # (B, T) each
+        x, y = x.to(device), y.to(device)
         lr = set_learning_rates(optimizer, step, args)
-        # the batches of this step; the ranks take them in turn
-        first = (step - 1) * n_batches
-        numbers = range(first + rank, first + n_batches, world_size)
-        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, numbers, autocast)
+        optimizer.zero_grad()
+        with autocast:
+            loss = step_model(x, y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
+        scaler.step(optimizer)
+        scaler.update()
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        # after the clock: the mean loss, and whether any rank is to end. All must end after the
-        # same step, or they would wait for each other forever.
-        mean_loss = loss.item() / world_size
-        loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
-        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
-            signals = catch_signals()
-        if rank == 0:
-            seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
-            left = timedelta(seconds=round(seconds))
-            log.step(step, loss, dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
-        last = step == args.steps
-        if args.val_every and (step % args.val_every == 0 or last):
+        log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
+        if args.val_every and (step % args.val_every == 0 or step == args.steps):
             t0 = time.perf_counter()
             # the uncompiled model: it has the same weights, and needs no second compilation
-            loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
+            val_loss = evaluate(model, val_loader, n_val, autocast, device)
             seconds = time.perf_counter() - t0
-            if rank == 0:
-                log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
-        last = last or n_signals > 0
-        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
-            checkpoints.save(step, log)
-        if n_signals > 0 and rank == 0:
-            log.line(f"# ended by a signal after step {step}")
-        if last:
-            break
+            log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {seconds:.2f} s")
 
-    if rank == 0:
-        if log.seconds:  # else no step was left
-            log.finish(step)
-        save_model(args.save, model, loader, step)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process
+    log.finish(step)
+    save_model(args.save, model, loader, step)
 
 
 # ---- the same in every rung: files, log, command line; to skip on a first reading ----------------

@@ -1,5 +1,5 @@
 """Rung FSDP: fully sharded data parallelism, for models that do not fit on one card.
-Starts from rung 24.
+Starts from long_run.py.
 
     torchrun --standalone --nproc_per_node=8 beyond/several_cards/fsdp_run.py --model gpt2-xl
 
@@ -12,7 +12,7 @@ Every forward pass communicates, so all ranks must run the same number.
 Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
 Cost: more is sent than by DDP, in every micro-step, and the residual stream is bfloat16:
 docs/sharding.md counts both. Read `shard` first, then `orthogonalize` and `gather`: a checkpoint is
-one file as before, gathered on rank 0. Without torchrun use rung 24.
+one file as before, gathered on rank 0. Without torchrun use long_run.py.
 Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
 """
 import argparse

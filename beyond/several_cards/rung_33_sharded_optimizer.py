@@ -1,4 +1,5 @@
-"""Rung 33, sharded optimizer: each rank updates a share of the parameters. Starts from rung 24.
+"""Rung 33, sharded optimizer: each rank updates a share of the parameters.
+Starts from long_run.py.
 
     torchrun --standalone --nproc_per_node=8 beyond/several_cards/rung_33_sharded_optimizer.py
 

@@ -115,7 +115,7 @@ def rung_chain(train, stage, device):
     same = SAME if stage.torchrun else stage.same_losses  # without torchrun it is the rung before
     if "autocast_dtype" in stage.may_change and rung_10.autocast_dtype(device) is torch.float16:
         same = None  # float16's scaler skips the first steps
-    trial = train(stage.label, like=stage.before, within=same) if same else train(stage.label)
+    trial = train(stage.label, like=stage.start.label, within=same) if same else train(stage.label)
     chain = [trial]
     if stage in {(other.exports_to, other.tied): other for other in STAGES}.values():
         chain += using(trial, device, stage.exports_to)
