@@ -30,9 +30,9 @@ TIMED, READY = "timed", "ready"  # what it says: it has the GPU; it has done wha
 TRIES = 6  # of a first run that finds the GPU's memory taken by the others
 
 KINDS = ("ladder", "beyond", "large", "last")
-STEP = ["--total-batch", "65536", "--val-every", "0", "--checkpoint-every", "0", "--steps", "10"]
-LARGE = ["--model", "gpt2-large", "-B", "8", "-T", "1024", "--total-batch", "16384", "--val-every", "0",
-         "--checkpoint-every", "0", "--steps", "12"]
+STEP = ["--val-every", "0", "--steps", "10"]
+LONG = ["--total-batch", "65536", "--checkpoint-every", "0"]  # of the rungs of a long run
+LARGE = ["--model", "gpt2-large", "-B", "8", "-T", "1024", "--val-every", "0", "--steps", "12"]
 LAST = {  # variants of rung 10: what the batch's size and CUDA graphs change
     "B4": ["-B", "4", "-T", "1024", "--steps", "60"],
     "B32": ["-B", "32", "-T", "1024", "--steps", "24"],
@@ -48,7 +48,8 @@ def runs_of(kind, flags):
         return [("", label, words) for label in [*(stage.label for stage in LADDER), PEER]]
     if kind == "beyond":
         step = ["-B", "16", "-T", "1024", *STEP, *flags]
-        return [("gpt2", label, step) for label in ("15", "16", "17", "18", "19", "20", "21", "22", "23", "24", "25")]
+        long = [("gpt2", label, [*step, *LONG]) for label in ("15", "16", "17", "long_run")]
+        return [*long, *(("gpt2", label, step) for label in ("validation", *map(str, range(18, 26))))]
     if kind == "large":
         return [("large", label, [*LARGE, *flags]) for label in ("24", "25")]
     return [(name, "10", [*words, *flags]) for name, words in LAST.items()]

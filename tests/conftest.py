@@ -101,6 +101,11 @@ def builds_on(label, first):
     return label == first or any(builds_on(start.label, first) for start in BY_LABEL[label].starts)
 
 
+def validates(label):
+    """Whether a rung has a validation loss."""
+    return builds_on(label, "13") or builds_on(label, "validation")
+
+
 def known_flags(module, **wanted):
     """The words for these settings, as far as a script has them."""
     known = vars(module.parse_args([]))
