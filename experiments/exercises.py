@@ -475,7 +475,7 @@ def exercise_change():
     twice = (last, last.replace("return ", "return 2 * "))
     for label, chunk in (("24", 0), ("long_run", 4096), ("long_run", 0)):
         ours, changed = (run(script(label, *edits), steps=3, loss_chunk=chunk).losses for edits in ([], [twice]))
-        print(f"twice the loss in the last line of forward, {label}, --loss-chunk {chunk}:", *changed, "as it is:", *ours)
+        print(f"twice the loss in forward's last line, {label}, --loss-chunk {chunk}:", *changed, "as it is:", *ours)
 
 
 # ---- longer runs: (what, rung, edits, settings) ----------------------------------------------------------------------

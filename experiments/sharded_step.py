@@ -1,4 +1,4 @@
-"""What does sharing the optimizer's work among ranks save? The update of long_run.py and rung 33, interleaved, rank by rank.
+"""What does sharing the optimizer's work among ranks save? long_run.py's update and rung 33's, interleaved.
 
     torchrun --standalone --nproc_per_node=2 -m experiments.sharded_step --model gpt2
 """

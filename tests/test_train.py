@@ -70,7 +70,8 @@ BFLOAT16_TOLERANCE = 0.01
 # nothing is compiled; one rank, one micro-step; the same batches; validation, checkpoints and recomputation change no
 # weight; float8 needs a GPU; nothing is dropped, and the text is one document. long_run learns as rung 24.
 OTHER_LOSSES = "0 1 4 7 8 9 18 19 20 21 22 23 24 26 30 31 32 34".split()
-ROUNDED = ["3", "6", "17", "10", "long_run"]  # or the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step
+# Or the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step.
+ROUNDED = ["3", "6", "17", "10", "long_run"]
 
 
 @pytest.mark.parametrize("label", [label for label in BY_LABEL if label not in OTHER_LOSSES])

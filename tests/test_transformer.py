@@ -44,7 +44,8 @@ def test_20_the_angles_are_in_no_checkpoint_and_on_every_device(label):
 def test_20_only_the_angles_grow_with_t(label, table, tmp_path):
     """The vocabulary is the data's, the shape any."""
     data = data_with(vocabulary.of_bytes(), "To be, or not to be? " * 999, tmp_path / "data")
-    train(rung(label), tmp_path, data, *SHORT, "--model", "1x2x32", "--steps", 1, "-T", 1100, "--save", tmp_path / "model.pt")
+    train(rung(label), tmp_path, data, *SHORT, "--model", "1x2x32", "--steps", 1, "-T", 1100,
+          "--save", tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     assert any(1100 in weight.shape for weight in saved["model"].values()) is table
     assert saved["config"].items() >= {

@@ -38,7 +38,8 @@ from ladder.show.tree import after, tree_rows
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
            Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the color of the text
-STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)(?: and rung \w+)?\.")  # what the page says above a lesson, with a link
+# What the page says above a lesson, with a link.
+STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)(?: and rung \w+)?\.")
 LAST_LOSS = re.compile(r"step : (\d+) \| loss: (\S+)")
 MAX_POINTS = 400  # of a loss curve; for longer runs only every second, third, ... step is drawn
 
