@@ -74,9 +74,9 @@ def load_script(name):
     for path in scripts:
         if path.name == name:
             return importlib.import_module(path.stem)
-    for path in ROOT.glob("beyond/*.py"):
+    for path in ROOT.glob("beyond/*/*.py"):
         if path.name == name:
-            return importlib.import_module(f"beyond.{path.stem}")
+            return importlib.import_module(f"beyond.{path.parent.name}.{path.stem}")
     raise ValueError(f"{name} is not a script of the ladder")
 
 

@@ -1,4 +1,4 @@
-"""What does a small --total-batch do to a good learning rate?
+"""What do few tokens in a step do to a good learning rate?
 
     python data/prepare.py --tokenizer bytes --out data/bytes
     python -m experiments.batch_size data/bytes
@@ -21,13 +21,13 @@ BATCHES = [768, 3072, 12288]
 RATES = [0.005, 0.01, 0.02, 0.04]
 
 
-def last_loss(data, total_batch, rate):
+def last_loss(data, batch, rate):
     """The validation loss at the end of a run."""
-    steps = TOKENS // total_batch
-    flags = ["-B", total_batch // T, "-T", T, "--total-batch", total_batch, "--steps", steps,
+    steps = TOKENS // batch
+    flags = ["-B", batch // T, "-T", T, "--steps", steps,
              "--warmup-steps", steps // 50, "--max-lr", rate, "--muon-lr", rate / 2, "--dropout", 0,
              "--val-every", steps, "--val-sequences", 0, "--data", data]
-    return val_losses(BY_LABEL["29"], flags, Path("logs/batch_size") / data.name / f"{total_batch}_{rate:g}")[-1]
+    return val_losses(BY_LABEL["29"], flags, Path("logs/batch_size") / data.name / f"{batch}_{rate:g}")[-1]
 
 
 if __name__ == "__main__":
@@ -38,6 +38,6 @@ if __name__ == "__main__":
     with ThreadPool(2) as pool:
         losses = pool.starmap(last_loss, product([data], BATCHES, RATES))
     print("| tokens per step | " + " | ".join(f"{rate:g}" for rate in RATES) + " |\n| --: |" + " --: |" * len(RATES))
-    for i, total_batch in enumerate(BATCHES):
+    for i, batch in enumerate(BATCHES):
         row = losses[i * len(RATES) : (i + 1) * len(RATES)]
-        print(f"| {total_batch:,} | " + " | ".join(f"{loss:.3f}" for loss in row) + " |")
+        print(f"| {batch:,} | " + " | ".join(f"{loss:.3f}" for loss in row) + " |")

@@ -97,7 +97,7 @@ CURVES = {
     "ranks": Curve(
         "ranks", [1, 2, 4], 8, 3,
         lambda ranks: ("data/tokens", "gpt2", 1, 128),
-        {"rung 24, DDP": ("24", [], ddp_bytes),
+        {"rung 24, DDP": ("long_run", [], ddp_bytes),
          "rung 33, sharded optimizer": ("33", [], sharded_optimizer_bytes)}),
 }
 

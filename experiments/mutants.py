@@ -61,7 +61,7 @@ def texts(part):
     if part == "lessons":
         for stage in STAGES:
             lesson = (ROOT / stage.file).read_text().partition("\n" + BANNER)[0]
-            before = definitions(BY_LABEL[stage.before].path.read_text()) if stage.before else {}
+            before = definitions(stage.start.path.read_text()) if stage.start else {}
             for name, text in definitions(lesson).items():
                 if name != "imports":
                     yield stage.file, name, text, new_lines(before.get(name, "").partition("\n" + BANNER)[0], text)

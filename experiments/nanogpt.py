@@ -37,7 +37,7 @@ QUICK_START = (  # of nanoGPT's README, but for the learning rate
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
     f"--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters={NANO_STEPS} --lr_decay_iters={NANO_STEPS} "
     "--dropout=0.0 --always_save_checkpoint=True").split()
-OURS = "-B 6 -T 256 --total-batch 1536 --warmup-steps 10 --val-sequences 0 --dropout 0".split()  # docs/own_text.md
+OURS = "-B 6 -T 256 --warmup-steps 10 --val-sequences 0 --dropout 0".split()  # docs/own_text.md
 OUR_RATES = [(0.01, 0.005), (0.005, 0.005), (0.02, 0.005), (0.01, 0.0025), (0.01, 0.01)]  # AdamW's, Muon's: a cross
 SEEDS = [1337, 1338, 1339]
 

@@ -24,8 +24,8 @@ from ladder.scripts.stages import BY_LABEL
 from ladder.show.logs import read_log
 
 EVERY = 100  # steps from one validation to the next
-FLAGS = (f"--model 4x4x128 -B 6 -T 256 --total-batch 1536 --steps 1100 --val-every {EVERY} "
-         "--val-sequences 256 --checkpoint-every 0 --warmup-steps 20").split()
+FLAGS = (f"--model 4x4x128 -B 6 -T 256 --steps 1100 --val-every {EVERY} "
+         "--val-sequences 256 --warmup-steps 20").split()
 RATES = list(product((0.005, 0.01), (0.005, 0.01)))  # AdamW's, Muon's
 ROWS = {  # what it is: (rung, its flags)
     "24": ("24", []),
@@ -41,7 +41,7 @@ def val_losses(stage, flags, folder):
     """The validation losses of a run in `folder`, which is trained unless it is there."""
     path = folder / f"{stage.name}.log"
     if not path.exists() or not read_log(path).complete:
-        words = [stage.path, *FLAGS, *flags, "--log-dir", folder, "--checkpoint-dir", folder / "checkpoints"]
+        words = [stage.path, *FLAGS, *flags, "--log-dir", folder]
         subprocess.run([sys.executable, *map(str, words)], check=True, stdout=subprocess.DEVNULL)
     return read_log(path).val_losses
 

@@ -1,7 +1,7 @@
 """How many tokens and seconds does each rung need to reach the same validation loss?
 
-    python -m experiments.race logs/race --seeds 5 --jobs 2 --rungs 16,18-24 --data data/bytes --model 4x4x128 \
-        -B 16 -T 64 --total-batch 1024 --steps 600 --val-every 75 --val-sequences 1024
+    python -m experiments.race logs/race --seeds 5 --jobs 2 --rungs validation,18-24 --data data/bytes \
+        --model 4x4x128 -B 16 -T 64 --steps 600 --val-every 75 --val-sequences 1024
 
 A faster step shows in its milliseconds, a better one only in the loss it reaches. For a fair comparison all rungs train
 a model of the same size, on the same data, with the same batch and number of steps, each with its own best learning
@@ -65,7 +65,7 @@ def check_race(stages, flags):
             raise UserError(f"{flag}: a race sets it itself, for each rung and round; leave it out")
     for stage in stages:
         if "val_every" not in defaults(stage):
-            raise UserError(f"--rungs: {stage.file} does not validate; take rungs from 13 on, for example 16-24")
+            raise UserError(f"--rungs: {stage.file} does not validate; take others, for example validation,18-24")
     if not settings_of(stages[0], flags).val_every:
         raise UserError("--val-every 0: a race compares validation losses; give the steps from one to the next")
 
@@ -181,7 +181,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] + " Other flags go to the scripts.")
     parser.add_argument("logs", type=Path, help="a folder")
-    parser.add_argument("--rungs", required=True, help="for example 16,18-24; they must validate")
+    parser.add_argument("--rungs", required=True, help="for example validation,18-24; they must validate")
     parser.add_argument("--seeds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="scripts at a time, each on its share of the cores; "
                         "the timing always runs one (default: %(default)s)")

@@ -15,7 +15,7 @@ from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.show import standings
 from ladder.show.chance import FEWEST_SEEDS, paired_p
-from ladder.show.logs import ORDER, read_headers, read_lines, read_log, run_of
+from ladder.show.logs import ORDER, read_headers, read_lines, read_log, run_of, stage_of
 from ladder.show.machine import read_json
 from ladder.show.report import Row, median, title_of
 from ladder.show.standings import Racer
@@ -26,6 +26,7 @@ FEWEST_STEPS = 50  # of a race: below, most of a run is warm-up
 PARTS = {"search": "sweep/*/*.log", "round": "round_*/*.log", "timing": "timing/round_*/*.log"}
 FACTS = ["model", "device", "machine", "torch", "precision", "allocator", "compile", "ranks", "total batch", "batch",
          "steps", "validation", "data"]  # of the logs' headers: what the runs of a race have in common
+LONG_TRUNK = " Long trunk: scripts with micro-batches and checkpoints, not to be compared with newer races."
 COLUMNS = {"part": str, "rung": str, "max_lr": float, "muon_lr": float, "round": int, "seed": float, "step": int,
            "tokens": int, "loss": float, "val_loss": float, "ms": float, "first_ms": float,
            "peak_memory_gb": float, "parameters": float}
@@ -258,7 +259,10 @@ def caption(race, racers):
             searched += f" in {search.step.max():,} steps"
     timed = f"timed {timing['round'].nunique()} times, alone" if race.is_timed else "ms/step of the same runs"
     doubtful = "; ".join(doubts(race, racers))
-    return f"{rounds.seed.nunique()} seeds; {searched}; {timed}." + (f" Doubtful: {doubtful}." if doubtful else "")
+    modern = any(stage_of(racer.name).file.startswith("beyond/modern/") for racer in racers)
+    trunk = LONG_TRUNK if modern and "total batch" in race.facts else ""
+    text = f"{rounds.seed.nunique()} seeds; {searched}; {timed}."
+    return text + trunk + (f" Doubtful: {doubtful}." if doubtful else "")
 
 
 def row_of(record, name):

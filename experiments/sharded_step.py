@@ -1,4 +1,4 @@
-"""What does sharing the optimizer's work among ranks save? The update of rungs 24 and 33, interleaved, rank by rank.
+"""What does sharing the optimizer's work among ranks save? long_run.py's update and rung 33's, interleaved.
 
     torchrun --standalone --nproc_per_node=2 -m experiments.sharded_step --model gpt2
 """
@@ -24,7 +24,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     contestants = {}
-    for label in ("24", "33"):
+    for label in ("long_run", "33"):
         module = load_script(BY_LABEL[label])
         torch.manual_seed(0)  # the same weights and gradients on all ranks
         model = module.GPT(module.model_config(module.parse_args(["--model", args.model]), 50257)).to(device)

@@ -1,9 +1,6 @@
 """Variants of a rung by the protocol of the race, each with its own search: other ideas, or a rung's change undone.
 
-    python -m experiments.variants logs/variants --model mini -B 8 -T 128 --total-batch 1024 --steps 120 \
-        --val-every 60
-    python -m experiments.variants logs/start --patches start --model 2x12x768 -B 1 -T 1024 --total-batch 1024 \
-        --steps 33 --val-every 33
+    python -m experiments.variants logs/variants --model mini -B 8 -T 128 --steps 120 --val-every 60
     python -m experiments.variants logs/evidence --seeds 5 --patches evidence --base 15 --data data/bytes \
         --model 12x2x64 -B 8 -T 64 --total-batch 512 --steps 300 --val-every 150 --val-sequences 256 --compile-mode none
 

@@ -32,7 +32,7 @@ from ladder.show.plots import digest
 WIDTHS = [64, 128, 256, 512]
 FROM, TO = 128, [256, 512]  # the width whose rates are carried over, and those that they are tried at
 STEPS = 200
-FLAGS = ["--data", "data/bytes", "-B", "8", "-T", "128", "--total-batch", "1024", "--steps", str(STEPS),
+FLAGS = ["--data", "data/bytes", "-B", "8", "-T", "128", "--steps", str(STEPS),
          "--val-every", str(STEPS), "--val-sequences", "256", "--compile-mode", "none"]
 RATES = [0.00125, 0.0025, 0.005, 0.01, 0.02]  # marked on the picture's axes
 START = (0.005, 0.004)  # AdamW's rate and Muon's, where the first search begins

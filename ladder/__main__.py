@@ -13,7 +13,7 @@ from ladder.count.floor import STORED
 from ladder.count.flops import SHAPES
 from ladder.errors import UserError
 from ladder.scripts.choose import find_rung, parse_rungs
-from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.scripts.stages import ROOT
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"
@@ -123,7 +123,7 @@ def diff(args):
     if len(args.rungs) > 2:
         raise UserError("diff takes one rung, or two")
     stage = find_rung(args.rungs[-1])
-    before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else BY_LABEL.get(stage.before)
+    before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else stage.start
     old = before.path.read_text(encoding="utf-8") if before else None
     print_lesson(read_lesson(old, stage.path.read_text(encoding="utf-8")), console)
     if before and REFERENCE.is_dir():

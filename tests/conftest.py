@@ -93,12 +93,17 @@ def rungs_that_change(*definitions, since="0"):
         return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
     return [stage.label for stage in BY_LABEL.values() if builds_on(stage.label, since) and (
-        stage.before is None or any(overlap(*pair) for pair in itertools.product(definitions, stage.may_change)))]
+        stage.start is None or any(overlap(*pair) for pair in itertools.product(definitions, stage.may_change)))]
 
 
 def builds_on(label, first):
     """Whether a rung is `first` or goes back to it."""
-    return label is not None and (label == first or builds_on(BY_LABEL[label].before, first))
+    return label == first or any(builds_on(start.label, first) for start in BY_LABEL[label].starts)
+
+
+def validates(label):
+    """Whether a rung has a validation loss."""
+    return builds_on(label, "13") or builds_on(label, "validation")
 
 
 def known_flags(module, **wanted):

@@ -1,6 +1,6 @@
-"""Train with rung 15, killed at random moments and resumed until it is done, over and over. Prints what happened.
+"""Train with a rung, killed at random moments and resumed until it is done, over and over. Prints what happened.
 
-    python tests/killed_runs.py KILLS FOLDER [flags of the rung]
+    python tests/killed_runs.py LABEL KILLS FOLDER [flags of the rung]
 
 Every life is a fork of this process, which has imported torch already, so that none has to wait for that.
 """
@@ -17,7 +17,7 @@ import torch._dynamo  # noqa: F401 - the optimizer would import it in every life
 from conftest import main, rung
 
 LONGEST_LIFE = 1.2  # seconds; a life needs about 0.3 until its first step, on a busy machine far more: so it grows
-module = rung("15")
+module = rung(sys.argv[1])
 
 
 def live(flags, seconds):
@@ -52,7 +52,7 @@ def one_run(folder, flags, seconds):
     return kills, len(half_written)
 
 
-wanted, folder, flags = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+wanted, folder, flags = int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
 moments = random.Random(0)
 one_run(folder / "whole", flags, lambda kills: 300)
 rounds = kills = during_save = 0

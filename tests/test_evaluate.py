@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, edit_json, load_module, rung, tokens_of, train, train_in_float32, val_losses
+from conftest import ROOT, edit_json, known_flags, load_module, rung, tokens_of, train, train_in_float32, val_losses
 from torch.nn import functional as F
 
 from data import vocabulary
@@ -141,8 +141,9 @@ def test_each_token_is_predicted_once_and_from_its_own_sequence(evaluate):
 def test_the_loss_is_the_script_s_own(label, flags, evaluate, tmp_path, capsys):
     ids = encode(BYTES, [f"document {i} " * 3 for i in range(100)])[: 50 * 64 + 1]
     data = tokens_of(tmp_path / "data", ids, tokenizer=BYTES, documents=100)
-    log = train_in_float32(label, tmp_path, data, "-B", 2, "-T", 64, "--total-batch", 128, "--steps", 10, "--val-every",
-                           10, "--val-sequences", 0, "--max-lr", 0.01, "--save", tmp_path / "model.pt")
+    log = train_in_float32(label, tmp_path, data, "-B", 2, "-T", 64, "--steps", 10, "--val-every", 10,
+                           "--val-sequences", 0, "--max-lr", 0.01, "--save", tmp_path / "model.pt",
+                           *known_flags(rung(label), total_batch=128))
     loss = result(evaluate, capsys, "model.pt", "-B", 7, *flags).loss
     assert loss == pytest.approx(val_losses(log)[10], abs=6e-5)
     if flags:

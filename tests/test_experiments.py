@@ -13,7 +13,7 @@ from experiments import causal_attention, variants
 from ladder.scripts.stages import BY_LABEL
 
 FOLDER = Path(variants.__file__).parent
-BASES = {"evidence": "15", "own_text": "29", "read_often": "29"}  # of the patches in a folder, where it is not rung 24
+BASES = {"evidence": "15", "own_text": "29"}  # of the patches in a folder, where it is not rung 24
 NO_FLAGS = {"cpu_bfloat16", "floors", "race_record"}
 
 
@@ -24,7 +24,6 @@ def test_patches_train(patch, tmp_path):
     module = load_module(variants.write_variant(patch, tmp_path, base).path)
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(block_size=16, vocab_size=257, n_layer=4, n_head=2, n_embd=32))
-    model.loss_chunk = 4096
     rates = {"lr": 1e-3, "muon_lr": 2e-3} if hasattr(module, "MuonAdamW") else {"lr": 1e-3}
     optimizer = model.configure_optimizers(**rates, weight_decay=0.1)
     x = torch.randint(0, 257, (2, 16))
@@ -32,10 +31,9 @@ def test_patches_train(patch, tmp_path):
         loss = model(x, x.roll(-1, dims=1))
         loss.backward()
         if step == 0:
-            assert abs(loss.item() - math.log(257)) < (1 if patch.stem == "wide_init" else 0.2)
+            assert abs(loss.item() - math.log(257)) < 0.2
         if step == 2:
-            idle = {part for part, p in model.named_parameters() if p.grad is None or not p.grad.any()}
-            assert idle <= {"transformer.h.0.attn.mix"}  # of the first block, which has none before it
+            assert all(p.grad is not None and p.grad.any() for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     model.eval()

@@ -18,20 +18,18 @@ SCALED = [label for label in rungs_that_change("train", "optimizer_step", "MuonA
 GRAPHS = [label for label in COMPILED if label == "5" or label in rungs_that_change(
     "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward", "ChunkedCrossEntropy")]
 MICRO_STEPS = 2
-WAITS = {  # {first rung: waits in the timed part of a step}, until the next rung that is named
-    "bfloat16": {"0": 2, "11": 2 * MICRO_STEPS, "12": 0},  # a copy of x and one of y, until 12 prefetches them
-    "float16": {"0": 2, "3": 3, "10": 2, "11": 2 * MICRO_STEPS, "12": 0, "18": 1},  # the scaler, but for fused AdamW
-}
 # {rung and model: width of its heads}; narrower ones than 16 are "NYI" in FlexAttention, and of ones wider than 128 not
 # every GPU holds the blocks: those get a boolean mask. So do cards without bfloat16, where Triton's products are slow.
 HEADS = {"29": 32, "29:1x2x16": 8, "29:1x2x512": 256}
-RECOMPUTED = "29:1x2x64:recompute"
+RECOMPUTED = "long_run:1x2x64:recompute"
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guard is compiled with g++")
 
 
 def waits_of(label, dtype):
-    known = [rung for rung in WAITS[dtype] if LABELS.index(rung) <= LABELS.index(label)]
-    return WAITS[dtype][known[-1]]
+    """In the timed part of a step: a copy of x and one of y, until 12 prefetches; the scaler, but for fused AdamW."""
+    copies = 0 if builds_on(label, "12") else 2 * (MICRO_STEPS if builds_on(label, "11") else 1)
+    scales = dtype == "float16" and builds_on(label, "3")
+    return copies + (scales and (builds_on(label, "18") or not builds_on(label, "10")))
 
 
 def runs(folder, dtype, backend, words):
@@ -56,26 +54,15 @@ def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype
         assert not run["breaks"] and run["graphs"] == 2 * compiled  # forward and backward
         in_chunks = BY_LABEL[run["label"]].chunked  # whose log-sum-exp is rung 17's own
         assert run["losses_in"] == ([] if in_chunks else ["torch.float32"])
-        if word == RECOMPUTED:
-            assert_recomputed(run)
-            continue
         flex = compiled and dtype == "bfloat16" and 16 <= HEADS.get(word, 0) <= 128
         assert run["flex"] == 2 * flex
-        assert not run["rng"]  # --resume restores the default generator: the masks of dropout must come from it alone
-
-
-def assert_recomputed(run):
-    """The attention of one block once more, and the same dropout masks."""
-    assert run["flex"] == 3
-    assert run["rng"] == 2 * ["run_and_save_rng_state"] + 2 * ["run_with_rng_state"]
+        assert not run["rng"]  # the masks of dropout come from the default generator, which --seed sets
 
 
 @pytest.mark.slow
-def test_29_recomputes_attention_also_where_ddp_splits_the_graph(tmp_path):
-    plain, recomputed = runs(tmp_path, "bfloat16", "ddp", ["29", RECOMPUTED])
-    assert not plain["breaks"] and not recomputed["breaks"]
-    assert plain["graphs"] == recomputed["graphs"] == 4 and plain["flex"] == 2
-    assert_recomputed(recomputed)
+def test_16_recomputes_also_where_ddp_splits_the_graph(tmp_path):
+    for run in runs(tmp_path, "bfloat16", "ddp", ["long_run", RECOMPUTED]):
+        assert not run["breaks"] and run["graphs"] == 4
 
 
 @pytest.mark.slow

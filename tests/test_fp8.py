@@ -93,8 +93,8 @@ def test_25_the_three_products_are_torchaos():
     assert 0.01 < (found[0][0] - exact).norm() / exact.norm() < 0.06  # and are rounded, unlike float32's
 
 
-def test_25_compiled_in_one_graph_and_recomputed(fp8):
-    """As `train` runs it on a GPU: as eagerly, up to float8's own error; the same with and without recomputation."""
+def test_25_compiled_in_one_graph(fp8):
+    """As `train` runs it on a GPU: as eagerly, up to float8's own error."""
     torch.manual_seed(0)
     model, (x, y), found = new_gpt(fp8, "1x2x64", 257), torch.randint(0, 257, (2, 4, 32)), []
     for block in model.transformer.h:  # no weight is left at zero
@@ -102,22 +102,20 @@ def test_25_compiled_in_one_graph_and_recomputed(fp8):
             torch.nn.init.normal_(linear.weight, std=0.02)
     fp8.use_float8(model, args_of(fp8, "--float8-from", 1))
     counters.clear()
-    for blocks, forward in ((0, model), (1, model), (1, torch.compile(model, backend="aot_eager"))):
-        model.recompute_blocks = blocks
+    for forward in (model, torch.compile(model, backend="aot_eager")):
         with torch.autocast("cpu", torch.bfloat16):
             loss = forward(x, y)
         found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    for eager, recomputed, compiled in zip(*found, strict=True):
-        assert torch.equal(eager, recomputed)
+    for eager, compiled in zip(*found, strict=True):
         # where the largest number differs in its last bit, so do the scale and all roundings
         assert (compiled - eager).norm() < 0.2 * eager.norm()
-    assert torch.allclose(found[0][0], found[2][0], rtol=1e-4)
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-4)
 
 
 def test_25_train_uses_it(fp8, tmp_path, byte_tokens):
     """A CPU's own product of E5M2 numbers is slow; here these multiply the same numbers in float32."""
     fp8.float8_product = lambda a, fa, b, fb: ((a.float() @ b.float()) * (fa * fb)).bfloat16()
     fp8.autocast_dtype = lambda device: torch.bfloat16
-    log = train(fp8, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 2, "--float8-from", 1)
+    log = train(fp8, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--steps", 2, "--float8-from", 1)
     assert "# float8: 10 layers (0: " in log.read_text()

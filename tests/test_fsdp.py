@@ -45,7 +45,7 @@ def two_ranks(tmp_path_factory, byte_tokens, tokens):
 def one_process(tmp_path_factory, byte_tokens):
     """The log of rung 24, alone with twice the batch, in float32: the truth; and its model beside it."""
     folder = tmp_path_factory.mktemp("one")
-    return train_in_float32("24", folder, byte_tokens, "-B", 2, *SIX, "--save", folder / "model.pt")
+    return train_in_float32("long_run", folder, byte_tokens, "-B", 2, *SIX, "--save", folder / "model.pt")
 
 
 @pytest.mark.parametrize("run, file, log", [("float32", "model.pt", LOG), ("shards", "shards.pt", LOG_OF_SHARDS)])
@@ -63,7 +63,7 @@ def test_the_other_types_track_float32(two_ranks, one_process, tmp_path, tokens)
 
     Rank 1 has met the overflow; rank 0, whose scaler is saved, has halved its scale, too. The second step counts again.
     """
-    alone = train_in_float32("24", tmp_path, tokens, "-B", 2, *RUN, "--total-batch", 64, "--steps", 1)
+    alone = train_in_float32("long_run", tmp_path, tokens, "-B", 2, *RUN, "--total-batch", 64, "--steps", 1)
     for dtype, truth in (("bfloat16", alone), ("float16", one_process)):
         log = two_ranks / dtype / LOG
         assert losses(log)[0] == pytest.approx(losses(truth)[0], abs=0.02)
@@ -141,7 +141,7 @@ def test_the_peak_is_what_the_tool_predicts(two_ranks, tmp_path, tokens):
     """In bfloat16, of all tensors alive at once: of a rank of two, and of one process, which holds what DDP does."""
     found = json.loads((two_ranks / "bfloat16" / "rank0.json").read_text())["peak"]
     assert found == pytest.approx(card_bytes("tiny", 1, 16, 2, True) - PROCESS_BYTES, rel=0.2)
-    module = rung("24")
+    module = rung("long_run")
     module.autocast_dtype = lambda device: torch.bfloat16
     with Watch() as seen:
         train(module, tmp_path, tokens, "-B", 1, *RUN[:2], "--total-batch", 16, "--steps", 2)

@@ -1,7 +1,7 @@
 """Rung 17, which keeps no logits of a whole batch: the same loss and gradients. Rung 16 has its tests in exercises."""
 import pytest
 import torch
-from conftest import builds_on, rung, rungs_that_change, tiny
+from conftest import rung, rungs_that_change, tiny
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,12 +27,11 @@ def loss_and_gradients(loss, *leaves, scale=1.0):
 @pytest.mark.parametrize("label", rungs_that_change("ChunkedCrossEntropy")[1:])
 @pytest.mark.parametrize("chunk", [7, 25, 4096])
 def test_17_loss_and_gradients_are_those_of_the_full_logits(chunk, label):
-    """Against float64. The last chunk may be smaller; padding gets no gradient at all. Rung 30 adds a bias."""
+    """Against float64. The last chunk may be smaller; padding gets no gradient at all."""
     x, weight, targets = output_layer()
-    bias = [torch.linspace(-2, 2, 1024)] if builds_on(label, "30") else []
-    loss = rung(label).ChunkedCrossEntropy.apply(x, weight, *bias, targets, 1000, chunk)
+    loss = rung(label).ChunkedCrossEntropy.apply(x, weight, targets, 1000, chunk)
     found = loss_and_gradients(loss, x, weight)
-    logits = (x.double() @ weight.double().T + sum(bias))[:, :1000]
+    logits = (x.double() @ weight.double().T)[:, :1000]
     expected = loss_and_gradients(F.cross_entropy(logits, targets), x, weight)
     for ours, truth in zip(found, expected, strict=True):
         assert (ours - truth).norm() <= 1e-6 * truth.norm()

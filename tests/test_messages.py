@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import (
     ROOT, Attack, as_program, cut_in_half, data_with, load_module, losses, rung, rungs_that_change, save_as_from_a_gpu,
-    saved_model, tokens_of, train)
+    saved_model, tokens_of, train, validates)
 
 from data import vocabulary
 from ladder.scripts.stages import BY_LABEL
@@ -65,7 +65,7 @@ def model_of(tmp_path_factory, byte_tokens):
     def make(label):
         path = folder / f"{label}.pt"
         if not path.exists():
-            more = ("--val-every", 0, "--checkpoint-every", 0, "--total-batch", 16) if int(label) > 10 else ()
+            more = ("--val-every", 0) if validates(label) else ()
             train(rung(label), folder / label, byte_tokens, *STEP, "--save", path, *more)
             save_as_from_a_gpu(torch.load(path, weights_only=True), path)
         return path
@@ -96,8 +96,7 @@ def test_a_model_is_trained_further(model_of, stopped, byte_tokens, tmp_path):
     Rung 0's model does not tie its two matrices, and those have the names and shapes of rung 1's.
     """
     first = train(rung("10"), tmp_path, byte_tokens, *STEP, "--pretrained", model_of("10"))
-    last = train(rung("19"), tmp_path, byte_tokens, *STEP, "--pretrained", model_of("10"), "--total-batch", 16,
-                 "--val-every", 0)
+    last = train(rung("19"), tmp_path, byte_tokens, *STEP, "--pretrained", model_of("10"), "--val-every", 0)
     fresh = train(rung("10"), tmp_path / "fresh", byte_tokens, *STEP)
     assert losses(first) == pytest.approx(losses(last), abs=0.02) and losses(first)[0] < losses(fresh)[0] - 0.01
     for label, source in [("0", "10"), ("1", "0"), ("10", "1"), ("24", "10"), ("24", "31"), ("10", "24")]:

@@ -182,7 +182,7 @@ def test_neighbours_start_from_the_same_weights(label):
     Rungs 22, 30, 31 and 34 add some, and draw the others as before, but for rung 30's smaller embedding.
     """
     states = []
-    for module in (rung(BY_LABEL[label].before), rung(label)):
+    for module in (rung(BY_LABEL[label].starts[-1].label), rung(label)):
         torch.manual_seed(1337)
         states.append(new_gpt(module, vocab_size=257).state_dict())
     before, after = states

@@ -93,7 +93,7 @@ def test_the_page_is_one_file_with_every_lesson_and_its_diff():
         assert stage.file in section
         # without the lines that the diff takes away and adds, the two scripts are the same
         after = stage.path.read_text()
-        before = BY_LABEL[stage.before].path.read_text() if stage.before else after
+        before = stage.start.path.read_text() if stage.start else after
         left = []
         for source, css in ((before, "del"), (after, "ins")):
             lines = dict(enumerate(source.splitlines(), 1))
@@ -117,8 +117,8 @@ def test_previous_and_next_are_the_trees():
     for stage in STAGES:
         section = lesson_of(stage)
         ways = re.search('<nav class="ways".*?</nav>', section, re.S)[0].split("</div>")
-        expected = [[stage.before]] if stage.before else []
-        expected.append([other.label for other in STAGES if other.before == stage.label])
+        expected = [[start.label for start in stage.starts]] if stage.starts else []
+        expected.append([other.label for other in STAGES if stage in other.starts])
         assert [re.findall(r'href="#rung-(\w+)"', part) for part in ways[:-1]] == expected, stage.label
         assert "Starts from" not in section or section.count("Starts from") == 1  # with a link, above the text
     for place in ("contents", "tree"):

@@ -22,10 +22,10 @@ def test_each_rung_stands_once_in_the_tree_behind_what_it_starts_from():
     assert sorted(stage.label for stage in shown) == sorted(stage.label for stage in STAGES)
     for row in rows:
         for before, stage in zip(row.stages, row.stages[1:], strict=False):
-            assert stage.before == before.label and tree.after(before) == [stage]
-        assert row.goes_on == bool(tree.after(row.stages[-1]))
-        before = row.stages[0].before
-        assert row.is_branch == (before is not None and len(tree.after(BY_LABEL[before])) > 1)
+            assert stage.starts == (before,) and tree.drawn_after(before) == [stage]
+        assert row.goes_on == bool(tree.drawn_after(row.stages[-1]))
+        starts = row.stages[0].starts
+        assert row.is_branch == (starts != () and len(tree.drawn_after(starts[-1])) > 1)
 
 
 # ---- first and last lines --------------------------------------------------------------------------------------------

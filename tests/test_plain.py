@@ -12,7 +12,7 @@ from conftest import ROOT
 COLUMNS = 100
 NODES_A_STATEMENT = 12.5  # nanoGPT's model.py has 12.7, its train.py 9.5
 
-FILES = [path for folder in (ROOT, ROOT / "beyond", ROOT / "data") for path in sorted(folder.glob("*.py"))]
+FILES = [path for pattern in ("*.py", "beyond/*/*.py", "data/*.py") for path in sorted(ROOT.glob(pattern))]
 OTHER_FILES = [path for folder in ("ladder", "tests", "experiments") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from ladder.errors import UserError
 from ladder.scripts.laws import violations
-from ladder.scripts.propagate import Conflict, merge, propagate
+from ladder.scripts.propagate import Conflict, merge, propagate, rungs_after
 from ladder.scripts.stages import BY_LABEL, STAGES
 
 BASELINE = BY_LABEL["0"]
@@ -17,8 +17,8 @@ BASELINE = BY_LABEL["0"]
 @pytest.fixture
 def repository(tmp_path):
     """A copy of the scripts under git, to be fixed."""
-    (tmp_path / "beyond").mkdir()
     for stage in STAGES:
+        (tmp_path / stage.file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(stage.path, tmp_path / stage.file)
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
@@ -78,20 +78,22 @@ def test_a_line_is_carried_through_what_rungs_change_in_it_up_to_where_it_moves(
     """Indented, renamed: a later rung's line is its own but for the fix, and named to the user; 11 moves it."""
     edit(repository / "baseline.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
     written, [stop] = propagate(BASELINE, repository)
-    assert list(written) == [stage.file for stage in STAGES[1:12]]
-    for stage in STAGES[1:12]:
+    waiting = [BY_LABEL["11"], *rungs_after(BY_LABEL["11"])]
+    reached = [stage for stage in STAGES[1:] if stage not in waiting]
+    assert list(written) == [stage.file for stage in reached]
+    for stage in reached:
         own = "step_model(x, y)" if STAGES.index(stage) >= 5 else "loss = model(x, y)"
         assert (repository / stage.file).read_text() == replaced(stage, (own, own.replace("y)", "targets=y)")))
-    for stage in STAGES[12:]:
+    for stage in waiting:  # long_run, too, though 24 has the fix
         assert (repository / stage.file).read_text() == stage.path.read_text()
     assert {file: lines for file, lines in written.items() if lines} == {
         "speedup_05_compile.py": ["loss = step_model(x, targets=y)"]}
-    assert stop.startswith(f"{BY_LABEL['11'].file}: the fix stops here, for {len(STAGES) - 13} later rungs, too: ")
+    assert stop.startswith(f"{BY_LABEL['11'].file}: the fix stops here, for {len(waiting) - 1} later rungs, too: ")
 
 
 def test_only_what_starts_from_the_fixed_rung_is_touched(repository):
     """Rungs 30 and 31 start from 24, as 26 does."""
-    edit(repository / "beyond/rung_27_best_checkpoint.py", ("0 < self.steps_of_patience", "1 < self.steps_of_patience"))
+    edit(repository / BY_LABEL["27"].file, ("0 < self.steps_of_patience", "1 < self.steps_of_patience"))
     written, stops = propagate(BY_LABEL["27"], repository)
     assert list(written) == [BY_LABEL["28"].file, BY_LABEL["29"].file] and stops == []
 
@@ -123,14 +125,30 @@ def test_a_conflict_is_shown_with_its_place_and_the_rest_follows_the_fix_by_hand
 def test_other_branches_get_a_fix_that_stops_in_one(repository):
     """26 changes how a batch is found; 30, which starts from 24, too, does not wait for it, nor does 26 for 30."""
     fix = "(i % self.n_batches) * self.B * self.T", "i % self.n_batches * self.B * self.T"
-    edit(repository / BY_LABEL["12"].file, fix)
-    written, [stop] = propagate(BY_LABEL["12"], repository)
+    edit(repository / BY_LABEL["validation"].file, fix)
+    written, [stop] = propagate(BY_LABEL["validation"], repository)
     waiting = [BY_LABEL[label] for label in ("26", "27", "28", "29")]
     assert stop.startswith(f"{waiting[0].file}: the fix stops here, for 3 later rungs, too")
-    assert list(written) == [stage.file for stage in STAGES[14:] if stage not in waiting]
+    branch = [*map(str, range(18, 26)), "30", "31", "34"]  # long_run has its loader from the other branch
+    assert list(written) == [BY_LABEL[label].file for label in branch]
     edit(repository / waiting[0].file, ("divmod(w, self.n_windows)", "divmod(w, self.n_windows + 0)"))
     written, stops = propagate(waiting[0], repository)  # by hand; 30 has its fix
     assert list(written) == [stage.file for stage in waiting[1:]] and stops == []
+
+
+@pytest.mark.parametrize("label, fix", [
+    ("12", ("(i % self.n_batches) * self.B * self.T", "i % self.n_batches * self.B * self.T")),  # 17's alone
+    ("23", ("F.silu(self.gate_proj(x))", "F.silu(self.gate_proj.forward(x))")),  # 24's alone
+    ("0", ("loads it\"", "reads it\"")),  # of both
+    ("13", ("last = step == args.steps", "last = step >= args.steps")),  # in a definition that is neither's
+    ("18", ("of the blocks' matrices\")", "of matrices\")")),  # in another, beside a flag that the other has not
+])
+def test_what_starts_from_two_gets_a_fix_from_each_once(label, fix, repository):
+    edit(repository / BY_LABEL[label].file, fix)
+    _, stops = propagate(BY_LABEL[label], repository)
+    assert stops == []
+    joined = BY_LABEL["long_run"]
+    assert (repository / joined.file).read_text() == replaced(joined, fix)
 
 
 def test_a_fix_stops_where_it_would_break_the_law(repository):
@@ -162,7 +180,8 @@ def test_the_verb_names_what_to_check_and_what_to_do(repository):
     edit(repository / "speedup_03_bf16_autocast.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
     done = subprocess.run([sys.executable, "-m", "ladder", "propagate", "3"], cwd=repository, capture_output=True,
                           text=True)
-    assert "is now in 8 later rungs" in done.stdout and "please check: loss = step_model(x, targets=y)\n" in done.stdout
+    assert "is now in 24 later rungs" in done.stdout
+    assert "please check: loss = step_model(x, targets=y)\n" in done.stdout
     assert done.returncode == 1 and done.stderr.endswith("python -m ladder propagate " + BY_LABEL["11"].file + "\n")
 
 

@@ -160,7 +160,7 @@ def test_a_run_that_diverges_is_never_the_best_and_a_resumed_race_keeps_its_rate
     jobs = run_race(tmp_path, [ADAMW, MUON])
     assert {job.name for job in part_of(jobs, "sweep")} == {MUON.name}
     assert {rates_of(job) for job in part_of(jobs, "round") if job.name == ADAMW.name} == {("0.0006",)}
-    with pytest.raises(UserError, match="no run of beyond/rung_16.* ended with a loss"):
+    with pytest.raises(UserError, match="no run of beyond/.*/rung_16.* ended with a loss"):
         run_race(tmp_path / "all", [ADAMW], **{ADAMW.name: lambda end, job: "inf"})
 
 
@@ -307,7 +307,7 @@ def test_what_docs_shows_of_races_is_up_to_date(tmp_path):
 
 
 @pytest.mark.parametrize("labels, words, reason", [
-    (["10", "16"], [], "speedup_10_fused_adamw.py does not validate; take rungs from 13 on"),
+    (["10", "16"], [], "speedup_10_fused_adamw.py does not validate; take others, for example"),
     (["16"], ["--val-every", "0"], "--val-every 0"), (["18"], ["--muon-lr=0.01"], "--muon-lr: a race sets it itself")])
 def test_a_race_refuses_what_it_cannot_compare(labels, words, reason):
     with pytest.raises(UserError, match=reason):

@@ -119,15 +119,15 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
     monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
     settings = SimpleNamespace(device=device, model="tiny", data=tmp_path, compile_mode="default")
     trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
-    others = {"24-eager", "24-float16", "24-resume", "27-resume", "29-documents"}
+    others = {"24-eager", "24-float16", "29-documents", "long_run-float16", "long_run-resume"}
     assert {stage.label for stage in STAGES} | others <= trials.keys()
     assert {trial.like for trial in trials.values()} <= trials.keys() | {""}
     assert not any("None" in trial.command for trial in trials.values())
     for stage in STAGES:
-        assert trials[stage.label].like == (stage.before if stage.torchrun or stage.same_losses else "")
+        assert trials[stage.label].like == (stage.start.label if stage.torchrun or stage.same_losses else "")
         assert (f"{stage.label}-torchrun" in trials) == (device != "mps" and (  # which has no DDP
-            stage.torchrun or stage.label == "24" or stage.label in ("25", "29") and device == "cuda"))
-    assert ("10-graphs" in trials) == (device == "cuda") and ("26-pinned" in trials) == (device != "cpu")
+            stage.torchrun or stage.label == "long_run"))
+    assert ("10-graphs" in trials) == (device == "cuda") and ("long_run-pinned" in trials) == (device != "cpu")
     assert ("fsdp-gloo" in trials) == ("fsdp-cpu" in trials) == (device == "cuda")  # which NCCL does not share
     names = list(trials)  # first what the others are compared with, then what has run least often
     assert names.index("24") < names.index("24-eager") < names.index("20")
@@ -191,6 +191,6 @@ def test_everything_works_here(tmp_path, tokens):
     assert run.returncode == 0, run.stdout + run.stderr
     trials = json.loads((tmp_path / "out" / "summary.json").read_text())["trials"]
     assert len(trials) > 44 and not [trial for trial in trials if trial["status"] != "ok"]
-    for name, note in (("24-float16", "precision: float16"), ("24-on-device", "batches: on the device")):
+    for name, note in (("24-float16", "precision: float16"), ("long_run-on-device", "batches: on the device")):
         assert note in (tmp_path / "out" / f"{name}.txt").read_text()
     assert re.search(r" 0 failed\.\n\d\d must have the same losses as another, 0 disagree", run.stdout)

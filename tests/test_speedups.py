@@ -44,7 +44,7 @@ def test_03_float16_overflow_skips_the_step(label, tmp_path, byte_tokens, monkey
           "--save", tmp_path / "model.pt")
     trained = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
     torch.manual_seed(1337)
-    start = new_gpt(module, vocab_size=257).state_dict()
+    start = dict(new_gpt(module, vocab_size=257).named_parameters())
     assert scalers[0].get_scale() == 2.0**58
     assert all(torch.equal(trained[name], start[name]) for name in start)
 
@@ -63,7 +63,7 @@ def test_02_the_log_says_where_there_is_tf32(supported, said, byte_tokens, monke
     assert said in str(module.Log.call_args)
 
 
-@pytest.mark.parametrize("label", ["5", "6", "10", "ddp", "16", "17", "24"])
+@pytest.mark.parametrize("label", ["5", "6", "10", "ddp", "16", "17", "24", "long_run"])
 def test_05_the_model_is_one_graph(label, tmp_path, byte_tokens, monkeypatch):
     """With a backend that writes no C++: seconds instead of half a minute. And what is saved has plain names.
 
@@ -79,7 +79,7 @@ def test_05_the_model_is_one_graph(label, tmp_path, byte_tokens, monkeypatch):
     assert saved_model(module, tmp_path / "model.pt")(torch.tensor([[1, 2, 3]])).shape == (1, 3, 257)
 
 
-@pytest.mark.parametrize("label", ["5", "ddp", "24", "fsdp"])
+@pytest.mark.parametrize("label", ["5", "ddp", "24", "long_run", "fsdp"])
 def test_05_ends_where_nothing_can_be_compiled(label, tmp_path, byte_tokens):
     """With one line, before the first step. A real missing compiler; no Triton or an old Python raise as it does."""
     module = rung(label)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import (
     Crash, FakeClock, builds_on, known_flags, losses, new_gpt, norm_of, read_steps, rung, rungs_that_change, train,
-    watch)
+    validates, watch)
 from torch.nn import functional as F
 
 from ladder.scripts.stages import BY_LABEL
@@ -68,15 +68,16 @@ BFLOAT16_TOLERANCE = 0.01
 
 # Of these the lesson is another loss. All others compute the very same on a CPU, eagerly: "high" changes no product;
 # nothing is compiled; one rank, one micro-step; the same batches; validation, checkpoints and recomputation change no
-# weight; float8 needs a GPU; nothing is dropped, and the text is one document.
+# weight; float8 needs a GPU; nothing is dropped, and the text is one document. long_run learns as rung 24.
 OTHER_LOSSES = "0 1 4 7 8 9 18 19 20 21 22 23 24 26 30 31 32 34".split()
-ROUNDED = ["3", "6", "17", "10"]  # or the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step
+# Or the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step.
+ROUNDED = ["3", "6", "17", "10", "long_run"]
 
 
 @pytest.mark.parametrize("label", [label for label in BY_LABEL if label not in OTHER_LOSSES])
 def test_a_rung_learns_as_the_one_before(label, short_run):
     tolerance = BFLOAT16_TOLERANCE if label in ROUNDED else 0
-    before, after = losses(short_run(BY_LABEL[label].before).log), losses(short_run(label).log)
+    before, after = losses(short_run(BY_LABEL[label].starts[-1].label).log), losses(short_run(label).log)
     assert after == pytest.approx(before, abs=tolerance, rel=0) and len(after) == N_STEPS
     assert abs(before[-1] - before[0]) > 0.02  # the weights moved, so the backward pass was compared, too
 
@@ -123,17 +124,17 @@ def test_header_and_steps(label, short_run, byte_tokens):
 def test_what_the_model_is_given(label, short_run, byte_tokens):
     """One batch after the other, in the order of the file, or in rung 26's; its types, the precision of its products.
 
-    From rung 13 on a validation follows, under autocast without gradients.
+    From rung 13 on, and in the modern trunk, a validation follows, under autocast without gradients.
     """
     dtype = torch.bfloat16 if builds_on(label, "3") else torch.float32
     precision = "highest" if label in ("0", "1") else "high"
     expected = {(True, True, dtype, torch.float32, precision)}
-    expected |= {(False, False, dtype, torch.float32, precision)} if builds_on(label, "13") else set()
+    expected |= {(False, False, dtype, torch.float32, precision)} if validates(label) else set()
     assert short_run(label).forward == expected
     text = np.fromfile(byte_tokens / "train.bin", dtype="<u2").astype(np.int64)
     batches = torch.from_numpy(text[: N_STEPS * B * T]).view(-1, T)
     if builds_on(label, "26"):
-        loader = rung("26").DataLoaderLite(byte_tokens, B, T, "cpu", seed=7)
+        loader = rung("26").DataLoaderLite(byte_tokens, B, T, seed=7)
         batches = torch.cat([loader.batch(i)[0] for i in range(N_STEPS)])
     assert torch.equal(torch.cat(short_run(label).inputs), batches)
 
@@ -234,9 +235,10 @@ def flags_of(label):
 @pytest.mark.parametrize("label", rungs_that_change("add_flags")[1:])
 def test_a_flag_is_that_of_the_rung_before(label):
     """Except for CUDA graphs, which several ranks cannot have: there --compile-mode has other choices."""
-    before, after = flags_of(BY_LABEL[label].before), flags_of(label)
-    changed = {name for name in before if after.get(name) != before[name]}
-    assert changed == ({"compile_mode"} if label == "ddp" else set())
+    for start in BY_LABEL[label].starts:
+        before, after = flags_of(start.label), flags_of(label)
+        changed = {name for name in before if after.get(name) != before[name]}
+        assert changed == ({"compile_mode"} if (start.label, label) in {("10", "ddp"), ("24", "long_run")} else set())
 
 
 @from_rung("5")
@@ -253,7 +255,8 @@ def test_the_compile_mode_arrives(label, byte_tokens, tmp_path, monkeypatch):
 
 NOTES = {  # {first rung: what the log's header says from there on}; the tool reads it
     "5": "# compile: none", "ddp": "# ranks: 1", "11": f"# total batch: {B * T} tokens", "12": "# batches: prefetched",
-    "13": "# validation: every 25 steps on 2 sequences", "16": "# recomputed blocks: 0 of 2", "29": "# documents: one",
+    "13": "# validation: every 25 steps on 2 sequences", "validation": "# validation: every 25 steps on 2 sequences",
+    "16": "# recomputed blocks: 0 of 2", "29": "# documents: one",
 }
 
 

@@ -28,7 +28,7 @@ def edited(label, path, *changes):
 def test_the_rung_before_is_not_a_solution(label, tmp_path):
     """And is red because something is missing, not because a test broke. Ours is one: test_exercises.py."""
     failed = {}
-    before = BY_LABEL[BY_LABEL[label].before].path
+    before = BY_LABEL[label].start.path
     run_tests(BY_LABEL[label], before, tmp_path, lambda test, outcome, reason: (
         failed.setdefault(test, reason) if outcome != "passed" else None))
     assert failed

@@ -11,12 +11,12 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
     3-4, 16-bit autocast        36: 2 in float32, 14 in 16    12   6: the softmax in float32 (CUDA), its 16-bit copy
     5, compiled                 36                            4    4: scores and softmax, in 16 bits
     6 on, flash attention       36                            4    0: the scores are never stored
-    17 on, chunks of logits     36                            4    0; the logits of LOSS_CHUNK tokens at most
+    17, long_run on, chunks     36                            4    0; the logits of LOSS_CHUNK tokens at most
 
 Compiled, the logits and their gradients exist in 16 bits only; where torch cannot compile, v is 10 where it is 4 here.
 
 `stages.py` has a, v and s of each rung. Tests compare the model with what autograd keeps and with the peaks in
-logs/reference/. `card_bytes` models the same for several cards that share a run of rung 24 (DDP) or fsdp_run.py;
+logs/reference/. `card_bytes` models the same for several cards that share a run of long_run.py (DDP) or fsdp_run.py;
 `sent_bytes` is what they send each other. `python -m ladder.count.memory DEVICE` prints the device's free bytes.
 """
 import bisect
@@ -30,7 +30,7 @@ from ladder.scripts.stages import BY_LABEL, LADDER
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver takes about as much
 BLOCK_SIZE = 1024
-LOSS_CHUNK = 4096  # tokens whose logits exist at once from rung 17 on: the default of --loss-chunk
+LOSS_CHUNK = 4096  # tokens whose logits exist at once in rung 17: the default of --loss-chunk
 RUN_BY_DEFAULT = [stage.label for stage in LADDER]  # the labels of `python -m ladder run`
 
 
@@ -53,7 +53,7 @@ def largest_fitting(model, T, labels, available_bytes):
 
 
 def split_parameters(model, n_layer=None):
-    """(parameters of the embedding, of one block, number of blocks) of rung 24 and fsdp_run.py, without norms."""
+    """(parameters of the embedding, of one block, number of blocks) of long_run.py and fsdp_run.py, without norms."""
     layers, _, n_embd = shape_of(model)
     n_rows, n_hidden = math.ceil(VOCAB_SIZE / 128) * 128, math.ceil(8 * n_embd / 3 / 64) * 64
     return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer or layers
@@ -69,7 +69,7 @@ def state_bytes(model, ranks=1, n_layer=None):
 
 
 def card_bytes(model, B, T, ranks, sharded, n_layer=None):
-    """Bytes that a card takes at its peak, one of `ranks`: under FSDP (`sharded`, fsdp_run.py) or DDP (rung 24).
+    """Bytes that a card takes at its peak, one of `ranks`: under FSDP (`sharded`, fsdp_run.py) or DDP (long_run.py).
 
     All blocks recompute: only the input of each is kept (under FSDP in 16 bits), and all vectors of one. While in use,
     a sharded block takes 10 bytes per parameter: itself and the next one in 16 bits, its gradient, and that in float32

@@ -213,5 +213,6 @@ def print_cards(gpus, memories, console):
     """What 1 to `gpus` GPUs hold on paper, independent of this machine."""
     print_texts(plan_cards(gpus, memories), console,
                 "The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
-    console.print("DDP: rung 24; FSDP: beyond/fsdp_run.py. Sent: by each GPU, in a step of one micro-step; FSDP sends "
-                  "most of it again in each further one.\nAt most: as wide as gpt2-xl (1600), and as deep as fits.")
+    console.print("DDP: beyond/long_run/long_run.py; FSDP: beyond/several_cards/fsdp_run.py. Sent: by each GPU, in a "
+                  "step of one micro-step; FSDP sends most of it again in each further one.\nAt most: as wide as "
+                  "gpt2-xl (1600), and as deep as fits.")

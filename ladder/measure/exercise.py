@@ -17,7 +17,7 @@ import time
 
 from ladder.errors import UserError
 from ladder.scripts.lessons import diff_hunks, print_hunks, split_docstring
-from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.scripts.stages import ROOT
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
 from ladder.show.logs import read_log
 
@@ -122,12 +122,12 @@ def same_code(one, other):
 
 def show_diffs(stage, file, source, console):
     """What a reader has changed in the rung before, and what the rung itself changes."""
-    before, ours = (one.path.read_text(encoding="utf-8") for one in (BY_LABEL[stage.before], stage))
+    before, ours = (one.path.read_text(encoding="utf-8") for one in (stage.start, stage))
     if same_code(source, ours):
         console.print(f"{file.name} is {stage.file}, line for line, but for comments.", soft_wrap=True)
         return
     old, old_first = code(before)
-    for title, text in ((f"{file.name}, against rung {stage.before}", source), (f"ours: {stage.file}", ours)):
+    for title, text in ((f"{file.name}, against rung {stage.start.label}", source), (f"ours: {stage.file}", ours)):
         console.print(f"\n{title}", style="bold")
         new, new_first = code(text)
         print_hunks(diff_hunks(old, new, old_first, new_first), console)
@@ -238,8 +238,8 @@ def try_file(stage, file, rounds, flags, folder, console):
                   soft_wrap=True)
     failed = show_tests(stage, file, tests, folder, console)
     if failed:
-        if same_code(source, BY_LABEL[stage.before].path.read_text(encoding="utf-8")):
-            console.print(f"{file.name} is still rung {stage.before}: only comments differ.", soft_wrap=True)
+        if same_code(source, stage.start.path.read_text(encoding="utf-8")):
+            console.print(f"{file.name} is still rung {stage.start.label}: only comments differ.", soft_wrap=True)
         console.print(f"{len(failed)} of {len(tests)} tests are red; their output: {folder / 'tests.txt'}. Our change, "
                       f"when you want to see it: python -m ladder diff {stage.label}", soft_wrap=True)
     else:

@@ -120,15 +120,15 @@ def own_text(settings, scratch):
 
 
 def rung_chain(train, stage, device):
-    """A rung from its command line; what uses its model, for the last rung of each kind of model; two resume."""
+    """A rung from its command line; what uses its model, for the last rung of each kind of model; one resumes."""
     same = SAME if stage.torchrun else stage.same_losses  # without torchrun it is the rung before
     if "autocast_dtype" in stage.may_change and rung_10.autocast_dtype(device) is torch.float16:
         same = None  # float16's scaler skips the first steps
-    trial = train(stage.label, like=stage.before, within=same) if same else train(stage.label)
+    trial = train(stage.label, like=stage.start.label, within=same) if same else train(stage.label)
     chain = [trial]
     if stage in {(other.exports_to, other.tied): other for other in STAGES}.values():
         chain += using(trial, device, stage.exports_to)
-    if stage.label in ("24", "27"):
+    if stage.label == "long_run":
         chain.append(resuming(trial))
     return chain
 
@@ -137,9 +137,8 @@ def torchrun_chains(train, device):
     """The rungs that start as several ranks: none where torch has no DDP, or no torchrun."""
     if device == "mps" or sys.platform == "win32":
         return
-    labels = ["24", "25", "29"] if device == "cuda" else ["24"]
     for stage in STAGES:
-        if not stage.torchrun and stage.label not in labels:
+        if not stage.torchrun and stage.label != "long_run":
             continue
         trial = train(stage.label, "torchrun", like=stage.label)
         resumes = stage.torchrun and "--checkpoint-dir" in trial.command
@@ -168,8 +167,8 @@ def plan(settings, scratch):
     place = "on-device" if device == "cpu" else "pinned"
     chains += [
         [train("3", "float16")], [train("10", "float16")], [train("24", "float16", like="24")],
-        [train("24", place, like="24")], [train("26", place, like="26")],
         [train("24", "eager", like="24", compile_mode="none")],
+        [train("long_run", "float16", like="long_run")], [train("long_run", place, like="long_run")],
     ]
     if device == "cuda" and settings.compile_mode != "none":
         chains.append([train("10", "graphs", like="10", compile_mode="reduce-overhead")])

@@ -6,7 +6,7 @@ from ladder.scripts.stages import BY_LABEL, BY_NAME, STAGES
 
 NUMBERS = [label for label in BY_LABEL if label.isdigit()]
 OTHERS = [label for label in BY_LABEL if not label.isdigit()]
-CHOICE = f"{NUMBERS[0]} to {NUMBERS[-1]}, {', '.join(OTHERS)}"
+CHOICE = f"0 to {max(NUMBERS, key=int)}, {', '.join(OTHERS)}"
 
 
 def parse_rungs(text):

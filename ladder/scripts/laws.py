@@ -5,7 +5,7 @@ import itertools
 import re
 from collections import Counter
 
-from ladder.scripts.stages import BANNER, BY_LABEL, STAGES
+from ladder.scripts.stages import BANNER, STAGES
 
 
 MOST_LINES = 151  # below the banner
@@ -54,15 +54,16 @@ def definitions(source):
     return {name: text.rstrip() for name, text in pieces(source).items()}
 
 
-def changed_definitions(before, after):
-    """The names of the definitions that differ between two sources."""
-    before, after = definitions(before), definitions(after)
-    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+def changed_definitions(starts, after):
+    """The names of the definitions of a source that are in none of those that it starts from, and of those it lost."""
+    starts, after = [definitions(source) for source in starts], definitions(after)
+    lost = set().union(*starts) - after.keys()
+    return lost | {name for name, text in after.items() if text not in [before.get(name) for before in starts]}
 
 
-def forbidden_changes(before, after, may_change):
+def forbidden_changes(starts, after, may_change):
     """The changed definitions that neither their own name nor their class's allows."""
-    changed = changed_definitions(before, after)
+    changed = changed_definitions(starts, after)
     return {name for name in changed if name not in may_change and name.split(".")[0] not in may_change}
 
 
@@ -95,17 +96,18 @@ def foreign(sources):
         yield f"below the banner: {n_lines} lines, more than {MOST_LINES}"
 
 
-def rung_violations(stage, before, after):
-    """The breaches of the laws between the sources of a rung and of the one that it starts from, one line each."""
-    start = BY_LABEL[stage.before].file
-    for name in sorted(forbidden_changes(before, after, stage.may_change)):
-        yield f"{start} -> {stage.file}: {name} differs, which this rung may not change"
-    if plumbing(after) != plumbing(before):
-        yield f"{stage.file}: below the banner it differs from {start}"
+def rung_violations(stage, sources):
+    """The breaches of the laws in the source of a rung ({file: text}), one line each."""
+    after, starts = sources[stage.file], [sources[start.file] for start in stage.starts]
+    names = " and ".join(start.file for start in stage.starts)
+    for name in sorted(forbidden_changes(starts, after, stage.may_change)):
+        yield f"{names} -> {stage.file}: {name} differs, which this rung may not change"
+    if plumbing(after) != plumbing(starts[0]):
+        yield f"{stage.file}: below the banner it differs from {stage.start.file}"
 
 
 def violations(sources):
     """The breaches of the laws among the sources of all rungs ({file: text}), one line each."""
     yield from foreign(sources)
     for stage in STAGES[1:]:
-        yield from rung_violations(stage, sources[BY_LABEL[stage.before].file], sources[stage.file])
+        yield from rung_violations(stage, sources)

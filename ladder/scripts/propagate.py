@@ -3,7 +3,8 @@
 The fix is the uncommitted change of a rung's file, except its docstring. It goes from rung to rung along the tree: git
 merges it with what the rung itself changes, line by line, and where both changed the same lines, word by word. A rung
 where that is not possible, or where the result would break the ladder's law, stays as it is, as do those that start
-from it: the fix is made there by hand, and carried on from there.
+from it: the fix is made there by hand, and carried on from there. A rung that starts from two gets the fix from both,
+for each definition from the one that has it.
 """
 import difflib
 import json
@@ -14,9 +15,9 @@ from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.laws import foreign, plumbing, rung_violations
+from ladder.scripts.laws import definitions, foreign, pieces, plumbing, rung_violations
 from ladder.scripts.lessons import split_docstring
-from ladder.scripts.stages import BY_LABEL, ROOT, STAGES
+from ladder.scripts.stages import ROOT, STAGES
 
 CONFLICT = re.compile(r"^<{7} [^\n]*\n(.*?)^\|{7} [^\n]*\n(.*?)^={7}\n(.*?)^>{7} [^\n]*\n", re.MULTILINE | re.DOTALL)
 WORD = re.compile(r"\d[\w.]*(?:(?<=[eE])[-+]\d+)?|\w+|\n|[^\S\n]+|.")  # a number, with its exponent, is one
@@ -108,20 +109,43 @@ def rungs_after(stage):
     """The rungs that start from `stage`, directly or not."""
     found = [stage]
     for rung in STAGES:
-        if BY_LABEL.get(rung.before) in found:
+        if any(start in found for start in rung.starts):
             found.append(rung)
     return found[1:]
 
 
+def not_from(rung, start, old, new):
+    """The definitions that a rung does not get from `start`, one of two rungs that it starts from.
+
+    It has them from the other; or it has neither's, and the fix has come by the first of the two already.
+    """
+    if len(rung.starts) == 1:
+        return set()
+    ours, its = definitions(old[rung.file]), definitions(old[start.file])
+    [other] = [one for one in rung.starts if one is not start]
+    before, after = definitions(old[other.file]), definitions(new[other.file])
+    names = {name for name, text in ours.items() if text != its.get(name) and text == before.get(name)}
+    if start is not rung.start:
+        names |= {name for name in ours if before.get(name) != after.get(name)}
+    return names
+
+
+def body_with(source, other, names):
+    """A script's text below the docstring, with the definitions of these names as in another script."""
+    theirs = pieces(other)
+    return "".join(theirs.get(name, text) if name in names else text for name, text in pieces(source).items())
+
+
 def carry(rung, old, new):
-    """The text of `rung` with what has changed in the rung that it starts from; raises Conflict."""
-    before = BY_LABEL[rung.before].file
-    docstring, ours = split(rung.file, old[rung.file])
-    _, base = split(before, old[before])
-    _, theirs = split(before, new[before])
-    names = rung.file, f"{before} before the fix", f"{before} with it"
-    text = docstring + merge(ours, base, theirs, names, first_line=docstring.count("\n") + 1)
-    for broken in rung_violations(rung, new[before], text):
+    """The text of `rung` with what has changed in the rungs that it starts from; raises Conflict."""
+    text = old[rung.file]
+    for start in rung.starts:
+        docstring, ours = split(rung.file, text)
+        not_its = not_from(rung, start, old, new)
+        base, theirs = (body_with(source[start.file], text, not_its) for source in (old, new))
+        names = rung.file, f"{start.file} before the fix", f"{start.file} with it"
+        text = docstring + merge(ours, base, theirs, names, first_line=docstring.count("\n") + 1)
+    for broken in rung_violations(rung, new | {rung.file: text}):
         raise Conflict(f"the result would break the ladder's law: {broken}\n")
     return text
 
@@ -140,8 +164,7 @@ def check_start(stage, later, old, new):
                         f"if they are this fix, continue from there: python -m ladder propagate {dirty[-1]}")
     if split(stage.file, old[stage.file])[1] == split(stage.file, new[stage.file])[1]:
         raise UserError(f"{stage.file} has no uncommitted change outside its docstring: make the fix there first")
-    before = BY_LABEL.get(stage.before)
-    for broken in rung_violations(stage, new[before.file], new[stage.file]) if before else foreign(new):
+    for broken in rung_violations(stage, new) if stage.starts else foreign(new):
         raise UserError(f"nothing was written; the fix breaks the ladder's law: {broken}")
 
 
@@ -152,19 +175,24 @@ def propagate(stage, root=ROOT):
     stops: those that start from there wait, too.
     """
     later = rungs_after(stage)
-    old = {rung.file: committed(rung.file, root) for rung in (stage, *later)}
+    starts = {start for rung in later for start in rung.starts}  # of one that starts from two, the other, too
+    old = {rung.file: committed(rung.file, root) for rung in {stage, *later, *starts}}
     new = {rung.file: (root / rung.file).read_text(encoding="utf-8") for rung in STAGES}
     check_start(stage, later, old, new)
-    written, stops = {}, []
-    for rung in later:  # one that starts from a rung where the fix stopped finds nothing to carry
+    written, stops, waiting = {}, [], set()
+    for rung in later:
+        if rung in waiting:  # it starts from one where the fix has stopped
+            continue
         try:
             new[rung.file] = carry(rung, old, new)
         except Conflict as conflict:
+            waiting.update(rungs_after(rung))
             stops.append(f"{rung.file}: the fix stops here, for {len(rungs_after(rung))} later rungs, too: {conflict}"
                          f"make it in {rung.file} by hand, then: python -m ladder propagate {rung.file}")
             continue
         if new[rung.file] != old[rung.file]:
-            written[rung.file] = own_lines(new[rung.file], old[rung.file], new[BY_LABEL[rung.before].file])
+            written[rung.file] = own_lines(
+                new[rung.file], old[rung.file], *(new[start.file] for start in rung.starts))
     for file in written:
         mode = (root / file).stat().st_mode
         write_whole(root / file, new[file])

@@ -6,7 +6,7 @@ banner all scripts are byte-identical.
 """
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,20 +18,32 @@ STAGES, BY_LABEL = [], {}  # filled below
 class Stage:
     """One rung of the ladder."""
 
-    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "fsdp", "dcp"
+    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "long_run", "fsdp"
     file: str  # relative to the repository's root
     title: str
-    before: str | None  # the label of the rung it starts from
-    may_change: frozenset
+    before: str | tuple | None  # the label of the rung it starts from; of long_run those of both
+    may_change: frozenset  # of long_run: what is neither's
     same_losses: float | None = None  # nats: how close its losses stay to the rung before; None: it changes them
     lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/lecture.md)
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
-    # From here on, what a rung does not set is as in the rung it starts from.
+    # From here on, what a rung does not set is as in the (last) rung it starts from.
     tied: bool = False  # one matrix is both embedding and output layer
     causal: bool = False  # attention computes no scores above the diagonal
     memory: tuple = (64, 12, 4)  # bytes of a vector entry, a logit and a score: see memory.py
     chunked: bool = False  # the logits of a whole batch never exist at once
     exports_to: str | None = "gpt2"  # transformers' model type, None where it has no such model
+
+    @property
+    def starts(self):
+        """The rungs that it starts from: one, but none for the baseline, and two for long_run."""
+        if self.before is None:
+            return ()
+        return tuple(BY_LABEL[label] for label in ([self.before] if isinstance(self.before, str) else self.before))
+
+    @property
+    def start(self):
+        """The rung that it is compared with: the first that it starts from, None for the baseline."""
+        return self.starts[0] if self.starts else None
 
     @property
     def path(self):
@@ -45,10 +57,12 @@ class Stage:
 
 def rung(label, file, title, before=None, *may_change, **facts):
     """Add a rung to the list."""
-    inherited = ("tied", "causal", "memory", "chunked", "exports_to") if before else ()
-    facts = {name: getattr(BY_LABEL[before], name) for name in inherited} | facts
-    BY_LABEL[label] = Stage(label, file, title, before, frozenset(may_change), **facts)
-    STAGES.append(BY_LABEL[label])
+    stage = Stage(label, file, title, before, frozenset(may_change), **facts)
+    if before:
+        inherited = ("tied", "causal", "memory", "chunked", "exports_to")
+        stage = replace(stage, **{name: getattr(stage.starts[-1], name) for name in inherited} | facts)
+    BY_LABEL[label] = stage
+    STAGES.append(stage)
 
 
 def load_script(stage):
@@ -82,68 +96,75 @@ rung("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", "9", "GP
 LADDER = list(STAGES)  # up to here each rung makes a step faster or the loss fall faster, on one device
 rung("ddp", "ddp_run.py", "DistributedDataParallel", "10",
      "imports", "add_flags", "init_ranks", "train", torchrun=True)
-# Beyond speed: what a long training run needs.
-rung("11", "beyond/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
+# A long run: any number of ranks, batches of any size, through crashes, in little memory.
+rung("11", "beyond/long_run/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
      "imports", "add_flags", "batches_per_step", "optimizer_step", "train")
-rung("12", "beyond/rung_12_prefetch.py", "prefetch", "11",
+rung("12", "beyond/long_run/rung_12_prefetch.py", "prefetch", "11",
      "DataLoaderLite", "free_memory", "optimizer_step", "train", same_losses=0.01)
-rung("13", "beyond/rung_13_validation.py", "validation", "12",
+rung("13", "beyond/long_run/rung_13_validation.py", "validation", "12",
      "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01)
-rung("14", "beyond/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
+rung("14", "beyond/long_run/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
      "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01)
-rung("15", "beyond/rung_15_preemption.py", "preemption", "14",
+rung("15", "beyond/long_run/rung_15_preemption.py", "preemption", "14",
      "imports", "Checkpoints", "sum_over_ranks", "catch_signals", "train", same_losses=0.01)
-rung("16", "beyond/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
+rung("16", "beyond/long_run/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
      "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "build_model", "train", same_losses=0.1)
-# From GPT-2 to a modern transformer: fewer tokens to the same loss.
-rung("17", "beyond/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
+rung("17", "beyond/long_run/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
      "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "build_model",
      same_losses=0.1, chunked=True)
-rung("18", "beyond/rung_18_muon.py", "Muon", "17",
+# From GPT-2 to a modern transformer: fewer tokens to the same loss. One process, one batch a step.
+rung("validation", "beyond/modern/validation.py", "a validation loss", "10",
+     "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01)
+rung("18", "beyond/modern/rung_18_muon.py", "Muon", "validation",
      "add_flags", "GPT.configure_optimizers", "orthogonalize", "muon_update", "MuonAdamW",
      "set_learning_rates", "train")
-rung("19", "beyond/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18",
-     "add_flags", "Checkpoints.refuse_other_run", "last_step_at_max_lr", "get_lr", "set_learning_rates")
-rung("20", "beyond/rung_20_rope.py", "RoPE", "19",
+rung("19", "beyond/modern/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18",
+     "add_flags", "get_lr", "set_learning_rates")
+rung("20", "beyond/modern/rung_20_rope.py", "RoPE", "19",
      "model_config", "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None)
-rung("21", "beyond/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
+rung("21", "beyond/modern/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
      "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT")
-rung("22", "beyond/rung_22_qk_norm.py", "QK-norm", "21",
+rung("22", "beyond/modern/rung_22_qk_norm.py", "QK-norm", "21",
      "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT")
-rung("23", "beyond/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig", "MLP", "GPT",
+rung("23", "beyond/modern/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig", "MLP", "GPT",
      exports_to="qwen3")
-rung("24", "beyond/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
+rung("24", "beyond/modern/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
 # Larger models.
-rung("25", "beyond/rung_25_fp8.py", "FP8", "24", "add_flags", "MAY_CHANGE", "to_float8", "float8_product",
+rung("25", "beyond/modern/rung_25_fp8.py", "FP8", "24", "add_flags", "to_float8", "float8_product",
      "Float8Product", "Float8Linear", "use_float8", "CausalSelfAttention.__init__", "MLP.__init__", "train")
 # A model worth keeping from a small text.
-rung("26", "beyond/rung_26_shuffled_windows.py", "shuffled windows", "24", "DataLoaderLite", "train")
-rung("27", "beyond/rung_27_best_checkpoint.py", "best checkpoint", "26",
-     "imports", "add_flags", "MAY_CHANGE", "Best", "Checkpoints", "train", same_losses=0.01)
-rung("28", "beyond/rung_28_dropout.py", "dropout", "27",
-     "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "optimizer_step", "build_model")
-rung("29", "beyond/rung_29_documents_apart.py", "documents apart", "28",
+rung("26", "beyond/small_text/rung_26_shuffled_windows.py", "shuffled windows", "24", "DataLoaderLite", "train")
+rung("27", "beyond/small_text/rung_27_best_checkpoint.py", "best checkpoint", "26",
+     "add_flags", "Best", "train", same_losses=0.01)
+rung("28", "beyond/small_text/rung_28_dropout.py", "dropout", "27",
+     "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "build_model", "train")
+rung("29", "beyond/small_text/rung_29_documents_apart.py", "documents apart", "28",
      "imports", "boolean_mask", "block_mask", "CausalSelfAttention.forward",
      "Block.forward", "GPT.__init__", "GPT.forward",
      "build_model", "train")
 # Past Qwen3: fewer tokens to the same loss.
-rung("30", "beyond/rung_30_frequency_prior.py", "frequency prior", "24",
-     "ChunkedCrossEntropy", "GPT", "count_log_frequencies", "build_model", exports_to=None)
-rung("31", "beyond/rung_31_ngram_embeddings.py", "hashed n-gram embeddings", "30",
+rung("30", "beyond/modern/rung_30_frequency_prior.py", "frequency prior", "24",
+     "GPT", "count_log_frequencies", "train", exports_to=None)
+rung("31", "beyond/modern/rung_31_ngram_embeddings.py", "hashed n-gram embeddings", "30",
      "GPTConfig", "GPT.__init__", "GPT.forward", "GPT.configure_optimizers")
+# Both trunks in one.
+rung("long_run", "beyond/long_run/long_run.py", "a modern model, a long run", ("17", "24"),
+     "add_flags", "GPT.__init__", "GPT.forward", "Checkpoints.refuse_other_run", "last_step_at_max_lr", "train",
+     chunked=True)
 # The shape of published models.
-rung("32", "beyond/rung_32_grouped_query_attention.py", "grouped-query attention", "24",
+rung("32", "beyond/long_run/rung_32_grouped_query_attention.py", "grouped-query attention", "long_run",
      "add_flags", "GPTConfig", "model_config", "CausalSelfAttention", "GPT.__init__")
 # Several cards.
-rung("33", "beyond/rung_33_sharded_optimizer.py", "sharded optimizer", "24", "GPT.configure_optimizers",
-     "MuonAdamW.step", "ShardedMuonAdamW", "Checkpoints.save", "init_ranks", "train", same_losses=0.01, torchrun=True)
-rung("fsdp", "beyond/fsdp_run.py", "FSDP", "24",
+rung("33", "beyond/several_cards/rung_33_sharded_optimizer.py", "sharded optimizer", "long_run",
+     "GPT.configure_optimizers", "MuonAdamW.step", "ShardedMuonAdamW", "Checkpoints.save", "init_ranks", "train",
+     same_losses=0.01, torchrun=True)
+rung("fsdp", "beyond/several_cards/fsdp_run.py", "FSDP", "long_run",
      "imports", "GPT.__init__", "GPT.forward", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save",
      "shard", "gather", "compile_parts", "optimizer_step", "build_model", "train", torchrun=True)
-rung("dcp", "beyond/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
+rung("dcp", "beyond/several_cards/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
      "imports", "Checkpoints", same_losses=0.01, torchrun=True)
 # Learning rates for larger models.
-rung("34", "beyond/rung_34_rates_that_carry_over.py", "rates that carry over", "24",
+rung("34", "beyond/modern/rung_34_rates_that_carry_over.py", "rates that carry over", "24",
      "BASE_WIDTH", "GPT.__init__", "GPT.forward", "muon_update")
 
 BY_NAME = {stage.name: stage for stage in STAGES}

@@ -30,7 +30,7 @@ def loss_tolerance(one, other):
         stage, between = BY_NAME.get(last), []
         while stage and stage.name != first:
             between.append(stage.same_losses)
-            stage = BY_LABEL.get(stage.before)
+            stage = stage.start
         if stage:
             return None if None in between else sum(between)
     return None

@@ -38,7 +38,8 @@ from ladder.show.tree import after, tree_rows
 HERE = Path(__file__).parent
 CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
            Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the color of the text
-STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)\.")  # what the page says above a lesson, with a link
+# What the page says above a lesson, with a link.
+STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)(?: and rung \w+)?\.")
 LAST_LOSS = re.compile(r"step : (\d+) \| loss: (\S+)")
 MAX_POINTS = 400  # of a loss curve; for longer runs only every second, third, ... step is drawn
 
@@ -106,7 +107,7 @@ def printed_view(printed):
 
 def lesson_view(stage):
     """All that the template shows of a rung except its measurements."""
-    source, start = stage.path.read_text(encoding="utf-8"), BY_LABEL.get(stage.before)
+    source, start = stage.path.read_text(encoding="utf-8"), stage.start
     before = start and start.path.read_text(encoding="utf-8")
     lesson, code, hunks = read_lesson(before, source), [], []
     if start is None:  # there is nothing to compare with: show all of it, down to what all rungs share
@@ -131,7 +132,7 @@ def tree_view():
     titled = set()
     for row in tree_rows():
         own = row.depth - 1 if row.is_branch else row.depth
-        first = row.stages[0].before is None
+        first = row.stages[0].start is None
         yield {"row": row, "title": None if row.section in titled else row.section.title,
                "above": [] if first else sorted({*row.passing, own})}
         titled.add(row.section)

@@ -154,7 +154,7 @@ def add_speeds(rows, runs, rates):
             row.mfu_causal = mfu(run, rates, 1, causal=True) * speed
     baseline = BY_LABEL["0"].name
     for row in rows:
-        before = BY_LABEL.get(stage_of(row.name).before)
+        before = stage_of(row.name).start
         if {row.name, baseline} <= speeds.keys():
             row.times_baseline = speeds[row.name] / speeds[baseline]
         if before and {row.name, before.name} <= speeds.keys():

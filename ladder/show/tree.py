@@ -17,10 +17,11 @@ SECTIONS = [
     Section("ladder", "The ladder", ("0",)),
     Section("long-runs", "A long run", ("11",)),
     Section("memory", "Memory", ("16",)),
-    Section("modern", "From GPT-2 to Qwen3", ("18",)),
+    Section("modern", "From GPT-2 to Qwen3", ("validation",)),
     Section("larger", "Larger models", ("25",)),
     Section("small-text", "A small text", ("26",)),
     Section("past-qwen3", "Past Qwen3", ("30",)),
+    Section("both", "A long run of a modern model", ("long_run",)),
     Section("published-qwen3s", "The published Qwen3s", ("32",)),
     Section("cards", "Several cards", ("33", "fsdp")),
     Section("rates", "A wide model’s learning rates", ("34",)),
@@ -46,16 +47,21 @@ class Row:
 
 def after(stage):
     """The rungs that start from this one."""
-    return [other for other in STAGES if other.before == stage.label]
+    return [other for other in STAGES if stage in other.starts]
+
+
+def drawn_after(stage):
+    """Those that the tree shows behind it: one that starts from two rungs stands behind the second."""
+    return [other for other in after(stage) if other.starts[-1] is stage]
 
 
 def tree_rows(stage=STAGES[0], section=SECTIONS[0], depth=0, is_branch=False, passing=()):
     """The rows of a rung and all that build on it, in the order in which the page shows them."""
     row = Row(section, depth, is_branch, passing, [stage])
-    following = after(stage)
+    following = drawn_after(stage)
     while len(following) == 1 and following[0].label not in STARTS:
         row.stages += following
-        following = after(following[0])
+        following = drawn_after(following[0])
     row.goes_on = bool(following)
     yield row
     for one in following:

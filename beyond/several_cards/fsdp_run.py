@@ -1,0 +1,998 @@
+"""Rung FSDP: fully sharded data parallelism, for models that do not fit on one card.
+Starts from long_run.py.
+
+    torchrun --standalone --nproc_per_node=8 beyond/several_cards/fsdp_run.py --model gpt2-xl
+
+DDP keeps all parameters, gradients and moments on every card. Here each of n ranks keeps 1/n of
+each tensor's rows (ZeRO-3). A block's parameters are all-gathered just before it computes, in the
+forward and again in the backward pass, and freed after it; its gradients are reduce-scattered. The
+rest, the "root", stays gathered in between: the tied embedding is the first and the last layer.
+Every forward pass communicates, so all ranks must run the same number.
+
+Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
+Cost: more is sent than by DDP, in every micro-step, and the residual stream is bfloat16:
+docs/sharding.md counts both. Read `shard` first, then `orthogonalize` and `gather`: a checkpoint is
+one file as before, gathered on rank 0. Without torchrun use long_run.py.
+Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
+"""
+import argparse
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import filelock
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils.checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_state_dict, set_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+
+SCRIPT = Path(__file__)
+MODELS = {  # layers x heads x width
+    "tiny": "2x2x64",
+    "mini": "6x3x192",
+    "small": "6x6x384",
+    "gpt2": "12x12x768",
+    "gpt2-medium": "24x16x1024",
+    "gpt2-large": "36x20x1280",
+    "gpt2-xl": "48x25x1600",
+}
+DEVICES = ["cpu"]  # what this machine can train on, the fastest first
+if torch.cuda.is_available():
+    DEVICES.insert(0, "cuda")
+if torch.mps.is_available():
+    DEVICES.insert(0, "mps")
+DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
+
+
+def add_flags(parser):
+    """The flags of this script; --help shows each default."""
+    flag = parser.add_argument
+    flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
+    flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
+    flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
+    flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
+    flag("--steps", type=int, default=50, help="optimizer steps")
+    flag("--loss-chunk", type=int, default=4096, help="tokens whose logits exist at once; 0: all")
+    flag("--recompute-blocks", type=int, default=0, help="blocks to recompute, from the first")
+    flag("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
+    flag("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
+    flag("--resume", action="store_true", help="continue from the newest checkpoint, if any")
+    flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
+    flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
+    flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
+    flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
+    flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
+    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
+    flag("--seed", type=int, default=1337, help="random seed of the initial weights")
+    flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
+    flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
+    flag("--log-dir", type=Path, default="logs", help="folder of the log")
+    flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
+         default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
+    flag("--save", type=Path, help="write the trained model to this file")
+
+
+# Flags that --resume does not compare: they change speed, rounding, or what is written.
+MAY_CHANGE = {
+    "B", "device", "compile_mode", "data", "log_dir", "save",
+    "checkpoint_every", "checkpoint_dir", "resume", "val_every", "val_sequences",
+    "recompute_blocks", "loss_chunk",
+}
+
+
+@dataclass
+class GPTConfig:
+    """The shape of the model; the defaults are GPT-2 (124M)."""
+    block_size: int = 1024  # longest sequence
+    vocab_size: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
+
+    def __post_init__(self):
+        if self.n_hidden == 0:  # three matrices have as many weights as two with 4 n_embd
+            self.n_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
+
+
+def model_config(args, vocab_size):
+    """The shape that --model names, for a vocabulary of this size."""
+    shape = MODELS.get(args.model, args.model)
+    try:
+        n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
+    except ValueError:
+        names = ", ".join(MODELS)
+        sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
+    if n_embd % n_head != 0:
+        sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
+    if n_embd // n_head % 2 != 0:
+        sys.exit(f"error: --model {args.model}: RoPE needs pairs, so width / heads must be even")
+    return GPTConfig(
+        block_size=max(1024, args.T),  # GPT-2's, or longer
+        vocab_size=vocab_size,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+    )
+
+
+def rotary_angles(T, head_size, theta=10_000.0):
+    """position * theta^(-2i/hs), the angle of each position and pair, in float32: (T, hs/2)."""
+    radians_per_token = 1.0 / theta ** (torch.arange(0, head_size, 2) / head_size)  # (hs/2,)
+    return torch.arange(T)[:, None] * radians_per_token
+
+
+def rotate(x, cos, sin):
+    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
+    return x * cos + partner * sin
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head self-attention: (B, T, C) -> (B, T, C).
+
+    Each token attends to itself and to the tokens before it.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.c_proj.ends_residual_branch = True
+        self.n_head = config.n_head
+        self.q_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
+        self.k_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
+
+    def forward(self, x, cos, sin):
+        B, T, C = x.shape  # batch, sequence, n_embd
+        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        # nh heads of size hs each
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        # so that no score grows with the length of a query or key; normalized in float32
+        q = self.q_norm(q.float())
+        k = self.k_norm(k.float())
+        # a score then depends on the two positions only through their distance
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
+        # (B, nh, T, hs); the (T, T) scores exist only in tiles
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    """The position-wise feed-forward network: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)
+        self.down_proj.ends_residual_branch = True
+
+    def forward(self, x):
+        gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
+        return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer, two residual branches: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
+        self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attn(self.ln_1(x), cos, sin)
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
+
+    x (N, C), weight (n_rows, C), targets (N,). The forward pass computes the gradients, too, while
+    the logits exist.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, chunk):
+        total = torch.zeros((), device=x.device)
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:  # not in evaluate()
+            x_grad = torch.empty_like(x)
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        rows = torch.arange(len(weight), device=x.device)
+        for i in range(0, len(x), chunk):
+            x_part = x[i : i + chunk]  # (chunk, C)
+            ids = targets[i : i + chunk]  # (chunk,)
+            logits = F.linear(x_part, weight)  # (chunk, C) -> (chunk, n_rows)
+            logits[:, vocab_size:] = -torch.inf  # no probability for padding
+            log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
+            is_target = rows == ids[:, None]  # (chunk, n_rows)
+            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
+            # the end, and keep the logits of all until then.
+            target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
+            total += (log_sum - target_logits).sum()
+            if weight_grad is not None:
+                # the gradient of a token's loss by its logits: softmax, minus 1 at the target
+                probs = (logits.float() - log_sum[:, None]).exp_()
+                logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
+                x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
+                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
+                weight_grad += logits_grad.T @ (x_part / 64)
+        ctx.save_for_backward(x_grad, weight_grad)
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx, loss_grad):
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
+        scale = loss_grad / len(x_grad)
+        return x_grad * scale, weight_grad * (64 * scale), None, None, None
+
+
+class GPT(nn.Module):
+    """A Qwen3, with GPT-2's names for what both have."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.recompute_blocks = 0  # build_model sets it
+        self.loss_chunk = 0  # and this
+        self.chunked_cross_entropy = ChunkedCrossEntropy.apply  # compile_parts compiles it
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
+        # the embedding of tokens, the blocks ("hidden"), the last norm
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(n_rows, config.n_embd),
+            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            ln_f=nn.RMSNorm(config.n_embd, eps=1e-6),
+        ))
+        self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
+        # one parameter (n_rows, n_embd) under two names
+        self.transformer.wte.weight = self.lm_head.weight
+        angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
+        cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
+        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            std = 0.02
+            if hasattr(module, "ends_residual_branch"):
+                std = 0.0  # the block starts as the identity; these weights do get gradients
+            nn.init.normal_(module.weight, mean=0.0, std=std)
+
+    def forward(self, idx, targets=None):
+        """Token ids (B, T) -> logits (B, T, vocab_size).
+
+        With targets (B, T): only the mean cross-entropy, in nats per token.
+        """
+        B, T = idx.shape
+        cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
+        x = self.transformer.wte(idx)  # (B, T, C)
+        for i, block in enumerate(self.transformer.h):
+            if self.training and i < self.recompute_blocks:
+                # keeps only x, (B, T, C), and computes the block again in the backward pass
+                x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
+        x = self.transformer.ln_f(x)
+        if targets is not None and self.loss_chunk > 0:
+            x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
+            return self.chunked_cross_entropy(
+                x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
+        logits = self.lm_head(x)  # (B, T, n_rows)
+        if targets is None:
+            return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
+        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        # Masked, not cut off, so that the rows stay aligned; exp(-inf) is 0: no probability
+        padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
+        padding[self.config.vocab_size :] = -torch.inf
+        logits = logits + padding  # (B, T, n_rows) + (n_rows,)
+        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
+
+    def configure_optimizers(self, lr, muon_lr, weight_decay):
+        """Muon for the blocks' matrices, fused AdamW for the rest; only matrices decay."""
+        matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
+        others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
+        embeddings = [self.transformer.wte.weight]
+        groups = [
+            {"params": matrices, "max_lr": muon_lr, "weight_decay": weight_decay},  # Muon's
+            {"params": others, "max_lr": lr, "weight_decay": 0.0},
+            {"params": embeddings, "max_lr": lr, "weight_decay": weight_decay},
+        ]
+        return MuonAdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def orthogonalize(matrix):
+    """(m, n) -> (m, n): the same singular vectors, all singular values near 1.
+
+    So no direction dominates the update.
+    """
+    if isinstance(matrix, DTensor):
+        # every rank must come here: each gathers the matrix, does the work, and keeps its rows
+        whole = orthogonalize(matrix.full_tensor())
+        return distribute_tensor(
+            whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+    if matrix.size(0) > matrix.size(1):
+        return orthogonalize(matrix.mT).mT  # so that x @ x.mT has the shorter side
+    x = matrix / (matrix.norm() + 1e-7)  # so every singular value is at most 1
+    # float16 has the range for that, and three more bits than bfloat16
+    x = x.to(torch.float16 if x.is_cuda else autocast_dtype("cpu"))
+    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
+    # more than triple, large ones stay near 1.
+    for _ in range(5):
+        gram = x @ x.mT  # (m, m)
+        # -4.7750 gram + 2.0315 gram @ gram
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        # 3.4445 x + polynomial @ x
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
+    return x
+
+
+def muon_update(grad, momentum):
+    """The update of a matrix (m, n), from its gradient and its momentum."""
+    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
+    ahead = grad.lerp(momentum, 0.95)
+    # scaled so that its entries are about as large as those of an update of AdamW
+    return 0.2 * max(ahead.shape) ** 0.5 * orthogonalize(ahead)
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """Muon for the matrices in the first group, AdamW for the others."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if getattr(self, "found_inf", False):
+            return  # set by the gradient scaler, where a float16 gradient has overflowed
+        muon = self.param_groups[0]
+        for p in muon["params"]:
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+                state["step"] = torch.zeros(())  # only because AdamW's load_state_dict asks for it
+            state["momentum"].lerp_(p.grad, 0.05)  # 0.95 momentum + 0.05 grad
+            update = muon_update(p.grad, state["momentum"])
+            p.sub_(update + muon["weight_decay"] * p, alpha=muon["lr"])
+            p.grad = None  # so that AdamW skips it
+        super().step()
+
+
+class DataLoaderLite:
+    """Batches of consecutive tokens from a token file, on the device."""
+
+    def __init__(self, folder, B, T, device, split="train"):
+        self.B, self.T, self.device = B, T, device
+        self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
+        self.n_batches = (len(self.tokens) - 1) // (B * T)
+        # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
+        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
+        # batch is fetched while the device computes this one.
+        self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
+        if self.on_device:
+            self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
+        self.prefetched = {}  # {i: the i-th batch}
+
+    def prefetch(self, i):
+        """Fetch the i-th batch now, so that batch(i) will give it without a wait."""
+        self.prefetched[i] = self.batch(i)
+
+    def batch(self, i):
+        """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
+
+        It wraps around at the end of the file, and keeps no position.
+        """
+        if i in self.prefetched:
+            return self.prefetched.pop(i)
+        start = (i % self.n_batches) * self.B * self.T
+        chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
+        if not self.on_device:
+            chunk = self.copy_to_device(chunk)
+        return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
+
+    def copy_to_device(self, chunk):
+        """These tokens of the file as a tensor on the device."""
+        chunk = torch.from_numpy(chunk.astype(np.int64))
+        if self.device == "cuda":
+            # the GPU copies from pinned memory by itself, while Python goes on
+            return chunk.pin_memory().to(self.device, non_blocking=True)
+        return chunk.to(self.device)
+
+
+def free_memory(device):
+    """Free bytes of the device; 0 for a CPU, whose memory the tokens are in already."""
+    if device == "cuda":
+        n_free, _ = torch.cuda.mem_get_info()
+        return n_free
+    if device == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return 0
+
+
+@torch.no_grad()
+def evaluate(model, loader, n_sequences, autocast, rank, world_size):
+    """The mean loss on the first sequences of a loader with B=1, in nats per token.
+
+    The ranks take the sequences in turn.
+    """
+    total = torch.zeros((), device=loader.device)
+    model.eval()
+    with autocast:
+        n_turns = math.ceil(n_sequences / world_size)
+        for turn in range(n_turns):
+            i = turn * world_size + rank
+            x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
+            loss = model(x, y)  # every rank must come here, as the blocks gather parameters
+            if i < n_sequences:
+                total += loss
+    model.train()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.item() / n_sequences
+
+
+class Checkpoints:
+    """The run on disk: each file holds all that the next step depends on."""
+
+    def __init__(self, args, loader, model, optimizer, scaler):
+        self.args = args
+        self.loader = loader
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.folder = args.checkpoint_dir
+        # what makes it this run and no other: the script, the text, the flags
+        text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
+        self.run = {"script": SCRIPT.name, "text": text}
+        for name, value in vars(args).items():
+            if name not in MAY_CHANGE:
+                self.run[name] = str(value)
+
+    def paths(self):
+        """The checkpoints, the newest last."""
+        return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
+
+    def lock(self):
+        """Keep other runs out of the folder until this process ends; exit if one is in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder_lock = filelock.FileLock(self.folder / "lock")
+        try:
+            self.folder_lock.acquire(timeout=0)
+        except filelock.Timeout:
+            sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
+
+    def load(self):
+        """Restore the newest checkpoint and return its step; 0 if there is none."""
+        paths = self.paths()
+        if dist.is_initialized():
+            names = [None] * dist.get_world_size()
+            dist.all_gather_object(names, str(paths))
+            if len(set(names)) > 1:
+                sys.exit(f"error: --checkpoint-dir {self.folder}: the ranks see different files;"
+                         " give a folder that all of them share")
+        if not paths or not (self.args.resume or self.args.checkpoint_every):
+            return 0
+        newest = paths[-1]
+        if not self.args.resume:
+            sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
+                     " another --checkpoint-dir starts over")
+        self.refuse_damaged(newest)
+        saved = torch.load(newest, map_location="cpu", weights_only=True)
+        self.refuse_other_run(newest, saved)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+            options=StateDictOptions(full_state_dict=True),
+        )
+        if saved["scaler"]:  # empty unless that part of the run was in float16
+            self.scaler.load_state_dict(saved["scaler"])
+        return saved["step"]
+
+    def refuse_damaged(self, path):
+        """Exit if a checkpoint is damaged. torch writes checksums, but does not read them."""
+        try:
+            with zipfile.ZipFile(path) as file:
+                damaged = file.testzip() is not None
+        except zipfile.BadZipFile:
+            damaged = True
+        if damaged:
+            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
+
+    def refuse_other_run(self, path, saved):
+        """Exit if the checkpoint is not one of this run."""
+        # until the rate falls, the steps are those of any longer or shorter run
+        not_yet_falling = (
+            saved["step"] <= last_step_at_max_lr(self.run)
+            and saved["step"] <= last_step_at_max_lr(saved["run"])
+        )
+        for name, value in self.run.items():
+            theirs = saved["run"].get(name)
+            if name in ("steps", "decay_share") and not_yet_falling:
+                continue
+            if theirs != value:
+                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
+
+    def save(self, step, log):
+        """Write a checkpoint, and delete all but the newest two. Every rank must call this."""
+        whole, moments = gather(self.model, self.optimizer)
+        if log is None:  # not on rank 0
+            return
+        log.line(f"# checkpoint: step {step} in {self.folder}")
+        saved = model_file(whole, self.loader, step)
+        saved["optimizer"] = moments
+        saved["scaler"] = self.scaler.state_dict()
+        saved["run"] = self.run
+        # no data position and no RNG state: all that a step reads or draws follows from its number
+        self.write(saved, self.folder / f"step_{step:07}.pt")
+        for older in self.paths()[:-2]:
+            older.unlink()
+
+    def write(self, saved, path):
+        """Write a file aside, then rename it: no kill leaves half of one under its name."""
+        partial = self.folder / "partial"
+        with open(partial, "wb") as file:
+            torch.save(saved, file)
+            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+        partial.replace(path)
+
+    def start_log(self, step, precision, **notes):
+        """This run's log: after the header the lines of its earlier part, up to this step."""
+        earlier = ""
+        path = self.args.log_dir / f"{SCRIPT.stem}.log"
+        if step > 0 and path.exists():
+            text = path.read_text(encoding="utf-8")
+            end = text.find(f"# checkpoint: step {step} in {self.folder}\n")
+            earlier = text[text.find("step : ") : max(0, end)]
+        # sets that file aside
+        log = Log(self.args, self.model, self.loader, self.args.total_batch, precision, **notes)
+        log.file.write(earlier)
+        if step > 0:
+            log.line(f"# checkpoint: step {step} in {self.folder}")
+            log.line(f"# resumed after step {step} of {self.args.steps}")
+        return log
+
+
+def last_step_at_max_lr(run):
+    """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
+    decay_share = float(run.get("decay_share", 1))
+    return float(run["steps"]) * (1 - decay_share) + 1
+
+
+def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
+    """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
+    rise = step / max(1, warmup_steps)
+    fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)
+    return max_lr * min(rise, 1.0, fall)
+
+
+def set_learning_rates(optimizer, step, args):
+    """Give each group its learning rate for this step; return AdamW's, for the log."""
+    for group in optimizer.param_groups:
+        group["lr"] = get_lr(
+            step, args.steps, group["max_lr"], args.warmup_steps, args.decay_share)
+    return optimizer.param_groups[-1]["lr"]
+
+
+PRECISION = {  # for the log
+    torch.bfloat16: "bfloat16 autocast",
+    torch.float16: "float16 autocast",
+    torch.float32: "float32 (no bfloat16 on this CPU)",
+}
+
+
+def autocast_dtype(device):
+    """The type that matrix products are computed in: bfloat16, where the hardware has it."""
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16  # T4, V100 and older
+    if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+    return torch.bfloat16
+
+
+def check_compiler(device):
+    """Exit with one line where torch cannot compile: no C++ compiler, no Triton."""
+    try:
+        torch.compile(torch.sin)(torch.ones(1, device=device))
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        sys.exit(f"error: torch.compile does not work here ({reason}): --compile-mode none trains"
+                 " without it; python -m ladder check says what is missing")
+
+
+def sum_over_ranks(*numbers, device):
+    """The sum over the ranks of each of these numbers."""
+    sums = torch.tensor(numbers, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def catch_signals():
+    """From now on, collect the signals that ask this process to end in the list returned."""
+    caught = []
+
+    def catch(number, frame):
+        caught.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
+        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
+            sys.stdout = open(os.devnull, "w")
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, catch)
+    return caught
+
+
+def init_ranks(device):
+    """Join the other processes of torchrun: this one's rank, and how many there are; else 0, 1."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    if device == "mps":
+        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
+    backend = "gloo"
+    if device == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
+        n_gpus = torch.cuda.device_count()
+        if local_rank >= n_gpus:
+            sys.exit(f"error: --nproc_per_node: there are {n_gpus} GPUs; use at most as many")
+        torch.cuda.set_device(local_rank)
+        if dist.is_nccl_available():  # not on Windows
+            backend = "nccl"
+    dist.init_process_group(backend)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def batches_per_step(args, world_size):
+    """How many batches of B * T tokens a step takes, on all ranks together: from --total-batch."""
+    tokens = args.B * args.T * world_size  # of one batch of every rank
+    if args.total_batch is None:
+        args.total_batch = 4 * tokens if args.device == "cpu" else 524288
+    if args.total_batch < 1 or args.total_batch % tokens != 0:
+        sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
+                 f" B * T * ranks = {tokens}; change one")
+    return args.total_batch // (args.B * args.T)
+
+
+def shard(model, device):
+    """Leave to each rank 1/n of every parameter; block by block they are gathered when needed.
+
+    Parameters, gradients and moments become DTensors: each rank has some of their rows.
+    """
+    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # RoPE's angles stay float32
+    if autocast_dtype(device) == torch.bfloat16:
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # the rest: embedding, last norm
+
+
+def gather(model, optimizer):
+    """The whole model and optimizer state in rank 0's main memory. Every rank must call this."""
+    optimizer.zero_grad(set_to_none=True)  # or one that has skipped all steps would have no state
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return None, None
+    with torch.device("meta"):  # draws no random weights
+        whole = GPT(model.config)
+    whole.to_empty(device="cpu")
+    whole.transformer.wte.weight = whole.lm_head.weight  # one parameter again
+    whole.load_state_dict(weights)
+    return whole, moments
+
+
+def compile_parts(model, mode):
+    """Compile each block, and the loss: between two of them FSDP gathers and frees parameters."""
+    for block in model.transformer.h:
+        block.forward = torch.compile(block.forward, mode=mode)
+    model.chunked_cross_entropy = torch.compile(model.chunked_cross_entropy, mode=mode)
+
+
+def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
+    """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
+    optimizer.zero_grad()
+    loss = torch.zeros((), device=loader.device)
+    for i in numbers:
+        x, y = loader.batch(i)  # (B, T) each
+        with autocast:
+            micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
+        # averages each gradient over the ranks, of which each keeps its share
+        scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach()
+        # this rank's next batch, while the device is busy; numbers.step is the number of ranks
+        loader.prefetch(i + numbers.step)
+    scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss, norm
+
+
+def build_model(args, loader):
+    """The model on its device, with what the flags say about training it."""
+    model = new_model(args, loader)
+    if dist.is_initialized():
+        shard(model, args.device)
+    model.to(args.device)
+    model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
+    model.loss_chunk = args.loss_chunk
+    return model
+
+
+def train(args):
+    """Train for args.steps steps; print and log each one."""
+    device = args.device
+    rank, world_size = init_ranks(device)
+    n_batches = batches_per_step(args, world_size)
+    torch.manual_seed(args.seed)
+    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    torch.set_float32_matmul_precision("high")
+    amp_dtype = autocast_dtype(device)
+    # matrix products in this type; the weights, their gradients and the loss stay float32
+    autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
+    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
+    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
+
+    loader = DataLoaderLite(args.data, args.B, args.T, device)
+    model = build_model(args, loader)
+    optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
+    if args.compile_mode != "none":
+        check_compiler(device)
+        compile_parts(model, args.compile_mode)
+    notes = {"compile": args.compile_mode, "ranks": world_size}
+    notes["total_batch"] = f"{args.total_batch} tokens"
+    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
+    notes["batches"] = "on the device" if loader.on_device else "prefetched"
+    if args.val_every:
+        val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
+        n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
+        notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
+    checkpoints = Checkpoints(args, loader, model, optimizer, scaler)
+    if args.checkpoint_every and rank == 0:
+        checkpoints.lock()
+    step = checkpoints.load()
+    log = None
+    if rank == 0:
+        log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
+
+    steps_left = range(step + 1, args.steps + 1)
+    signals = []
+    for step in steps_left:
+        t0 = time.perf_counter()
+        lr = set_learning_rates(optimizer, step, args)
+        # the batches of this step; the ranks take them in turn
+        first = (step - 1) * n_batches
+        numbers = range(first + rank, first + n_batches, world_size)
+        loss, norm = optimizer_step(model, optimizer, scaler, loader, numbers, autocast)
+        # kernels launch asynchronously: wait for them, then read the clock
+        torch.get_device_module(device).synchronize()
+        dt = time.perf_counter() - t0
+        # after the clock: the mean loss, and whether any rank is to end. All must end after the
+        # same step, or they would wait for each other forever.
+        mean_loss = loss.item() / world_size
+        loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
+        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
+            signals = catch_signals()
+        if rank == 0:
+            seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
+            left = timedelta(seconds=round(seconds))
+            log.step(step, loss, dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
+        last = step == args.steps
+        if args.val_every and (step % args.val_every == 0 or last):
+            t0 = time.perf_counter()
+            # its compiled parts compile once more, for one sequence and without gradients
+            loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
+            seconds = time.perf_counter() - t0
+            if rank == 0:
+                log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
+        last = last or n_signals > 0
+        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last):
+            checkpoints.save(step, log)  # every rank must come here
+        if n_signals > 0 and rank == 0:
+            log.line(f"# ended by a signal after step {step}")
+        if last:
+            break
+
+    if args.save:
+        whole, _ = gather(model, optimizer)  # every rank must come here
+    if rank == 0:
+        if log.seconds:  # else no step was left
+            log.finish(step)
+        if args.save:
+            save_model(args.save, whole, loader, step)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process
+
+
+# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+
+def load_tokens(folder, split, n_needed):
+    """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
+    if folder == Path("data/tokens") and not folder.exists():
+        print("preparing the default text: python data/prepare.py", flush=True)
+        subprocess.run([sys.executable, "data/prepare.py"], check=True)
+    if not (folder / "meta.json").exists():
+        sys.exit(f"error: --data {folder}: no token files;"
+                 f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
+    if (folder / "tokenizer.json").exists():
+        meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"  # little-endian, 2 or 4 bytes
+    tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
+    if len(tokens) != meta[f"{split}_tokens"]:
+        sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")
+    if len(tokens) < n_needed:
+        sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens,"
+                 f" a batch needs {n_needed}; lower -B or -T")
+    return tokens, meta
+
+
+def new_model(args, loader):
+    """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
+    if args.pretrained is None:
+        return GPT(model_config(args, loader.meta["vocab_size"]))
+    try:
+        saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
+        config, weights = saved["config"], saved["model"]
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's has only a name
+    except (pickle.UnpicklingError, KeyError, OSError, RuntimeError):  # or half of such a file
+        sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
+    if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
+        sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
+                 f" data/prepare.py --tokenizer {args.pretrained} takes it")
+    if config["block_size"] < args.T:
+        sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
+    try:
+        model = GPT(GPTConfig(**config))
+        model.load_state_dict(weights)
+        fits = all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+    except (TypeError, RuntimeError):  # a shape or names that this model does not have
+        fits = False
+    if not fits:  # or it is untied, and this script ties
+        sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
+    return model
+
+
+def model_file(model, loader, step):
+    """What the file of a model holds."""
+    return {
+        "script": SCRIPT.name,
+        "config": asdict(model.config),
+        "model": model.state_dict(),
+        "step": step,
+        "T": loader.T,
+        "tokenizer": loader.meta["tokenizer"],
+        "tokenizer_json": loader.meta["tokenizer_json"],
+        "end_of_text": loader.meta["end_of_text"],
+    }
+
+
+def save_model(path, model, loader, step):
+    """Write the model's file, if a path is given: under a temporary name, then renamed."""
+    if path is not None:
+        partial = path.with_name(path.name + ".partial")
+        torch.save(model_file(model, loader, step), partial)
+        set_aside(path)
+        partial.replace(path)
+
+
+def set_aside(path):
+    """Rename an earlier file of this name: it gets the date as a suffix."""
+    if path.exists():
+        path.replace(f"{path}.{datetime.now():%Y-%m-%d_%H.%M.%S.%f}")
+
+
+class Log:
+    """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
+
+    def __init__(self, args, model, loader, tokens_per_step, precision, **notes):
+        self.device = args.device
+        self.tokens_per_step = tokens_per_step
+        self.seconds = []  # of each step
+        args.log_dir.mkdir(parents=True, exist_ok=True)
+        path = args.log_dir / f"{SCRIPT.stem}.log"
+        set_aside(path)
+        self.file = open(path, "w", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+
+        chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
+        n_parameters = sum(p.numel() for p in model.parameters())
+        self.line(f"# script: {SCRIPT.name}")
+        self.line(f"# model: {args.pretrained or args.model} | parameters: {n_parameters:,}")
+        self.line(f"# device: {chip} | torch: {torch.__version__} | precision: {precision}")
+        if DEVICES == ["cpu"] and shutil.which("nvidia-smi"):
+            self.line("# WARNING: torch cannot use the GPU here; python -m ladder check says why")
+        for key, note in notes.items():
+            self.line(f"# {key.replace('_', ' ')}: {note}")
+        self.line(f"# batch: B={args.B} T={args.T} | steps: {args.steps} | seed: {args.seed}")
+        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
+                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
+
+    def line(self, text):
+        self.file.write(text + "\n")
+        print(text, flush=True)
+
+    def step(self, step, loss, dt, **more):
+        """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
+        self.seconds.append(dt)
+        text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
+        text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        for key, value in more.items():
+            text += f" | {key}: {value}"
+        self.line(text)
+        if not math.isfinite(loss):
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+
+    def finish(self, step):
+        """Log the median of the second half of the steps; in the first the device warms up."""
+        counted = self.seconds[len(self.seconds) // 2 :]
+        dt = np.median(counted)
+        text = f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        if self.device == "cuda":
+            text += f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+        self.line(f"{text} | steps {step - len(counted) + 1}-{step}")
+
+
+def parse_args(argv=None):
+    """The command line; a wrong value ends in argparse's two lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if min(args.B, args.T, args.steps) < 1:
+        parser.error("-B, -T and --steps must be at least 1")
+    if args.save and (args.save.is_dir() or not os.access(args.save.parent, os.W_OK)):
+        parser.error(f"argument --save: {args.save}: give a file name in a writable folder")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        train(parse_args())
+    except KeyboardInterrupt:
+        sys.exit("stopped: the log keeps the finished steps")
+    except RuntimeError as error:  # torch's own, cuBLAS's, or one that wraps it
+        if "out of memory" not in str(error) and "ALLOC_FAILED" not in str(error):
+            raise
+        sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")
