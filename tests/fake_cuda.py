@@ -106,7 +106,7 @@ B, T = 2, 128
 N_MICRO_STEPS = 2
 CARDS = {  # by compute capability: multiprocessors, threads on each, bytes of shared memory that a block may take
     75: (40, 1024, 65536), 80: (108, 2048, 166912), 86: (82, 1536, 101376), 89: (128, 1536, 101376),
-    90: (132, 2048, 232448), 120: (170, 1536, 101376),
+    90: (132, 2048, 232448), 100: (148, 2048, 232448), 120: (170, 1536, 101376),
 }
 
 
@@ -361,6 +361,21 @@ def nothing(*_, **__):
     pass
 
 
+class FakeStream:
+    wait_stream = nothing
+
+
+class FakeGraph:
+    replay = nothing
+
+
+class NoKernel:
+    """In place of a Triton kernel, which fake tensors have no memory for."""
+
+    def __getitem__(self, grid):
+        return nothing
+
+
 def fake_cuda(float16, cc):
     """What the scripts and torch ask of a GPU: {name: answer}."""
     return {
@@ -384,6 +399,8 @@ def fake_cuda(float16, cc):
         "torch._functorch.config.enable_autograd_cache": False,
         "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init": True,
         "torch.nn.Module._apply": move, "torch.Tensor.pin_memory": pin,
+        "torch.cuda.Stream": FakeStream, "torch.cuda.CUDAGraph": FakeGraph,
+        "torch.cuda.graph": lambda graph, stream: contextlib.nullcontext(),
     }
 
 
@@ -413,6 +430,13 @@ def run(label, model, recompute, folder, float16, backend):
         script.Checkpoints.save = nothing
     if hasattr(script, "sum_over_ranks"):  # after the clock; a fake tensor's number could be that of a signal
         script.sum_over_ranks = lambda *numbers, device: list(numbers)
+    if hasattr(script, "GraphedStep"):
+        script.GraphedStep.WARM_UP = 1  # the second step is captured: in it nothing may wait
+        script.GraphedStep.run_on_stream = lambda self: self.step()
+    if hasattr(script, "has_float8"):
+        script.has_float8 = lambda args: not float16 and capability(backend) >= 89
+    if hasattr(script, "OutputLayerLoss") and backend == "none":
+        script.cross_entropy_kernel = NoKernel()
     if hasattr(script, "count_log_frequencies"):
         script.count_log_frequencies = zeros_on_the_host
     torch._dynamo.reset()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import table_of
+from conftest import builds_on, table_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments import count_kernels as kernels
@@ -125,16 +125,17 @@ def test_stored_products_are_the_closed_forms():
     n_layer, _, n_embd = SHAPES["gpt2"]
     n_hidden = 2048
     for row in floor.floor_data([])["rungs"]:
-        stage, number = BY_LABEL[row["label"]], int(row["label"])
-        swiglu = n_layer * (3 * n_hidden - 8 * n_embd) * n_embd * (number >= 23)  # parameters more than GPT-2's
+        label = row["label"]
+        stage = BY_LABEL[label]
+        swiglu = n_layer * (3 * n_hidden - 8 * n_embd) * n_embd * builds_on(label, "23")  # parameters more than GPT-2's
         expected = flops_per_token("gpt2", 1024, stage.causal) + n_layer * n_embd * 1024 * stage.causal + 6 * swiglu
-        expected += 6 * (50304 - VOCAB_SIZE) * n_embd * (number >= 7)  # padding
-        n_qkv = 2 * n_embd if number == 32 else 3 * n_embd  # 32: half as many heads of keys and values
+        expected += 6 * (50304 - VOCAB_SIZE) * n_embd * builds_on(label, "7")  # padding
+        n_qkv = 2 * n_embd if label == "32" else 3 * n_embd  # 32: half as many heads of keys and values
         expected -= 6 * n_layer * (3 * n_embd - n_qkv) * n_embd
-        mlp = [(n_hidden, n_embd)] * 3 if number >= 23 else [(4 * n_embd, n_embd)] * 2
+        mlp = [(n_hidden, n_embd)] * 3 if builds_on(label, "23") else [(4 * n_embd, n_embd)] * 2
         muon = sum(2 * m * n * n + 2 * n**3 + 2 * m * n * n for m, n in [(n_qkv, n_embd), (n_embd, n_embd), *mlp])
-        expected = expected * 16 * 1024 + 5 * n_layer * muon * (number >= 18)
-        assert sum(row["tflop"].values()) == pytest.approx(expected / 1e12, rel=1e-9), row["label"]
+        expected = expected * 16 * 1024 + 5 * n_layer * muon * builds_on(label, "18")
+        assert sum(row["tflop"].values()) == pytest.approx(expected / 1e12, rel=1e-9), label
 
 
 def test_every_floor_lies_below_the_published_step_and_falls_with_it():

@@ -12,7 +12,8 @@ from conftest import ROOT
 COLUMNS = 100
 NODES_A_STATEMENT = 12.5  # nanoGPT's model.py has 12.7, its train.py 9.5
 
-FILES = [path for folder in (ROOT, ROOT / "beyond", ROOT / "data") for path in sorted(folder.glob("*.py"))]
+FOLDERS = ROOT, ROOT / "beyond", ROOT / "beyond" / "gpu", ROOT / "data"
+FILES = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))]
 OTHER_FILES = [path for folder in ("ladder", "tests", "experiments") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

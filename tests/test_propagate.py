@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from ladder.errors import UserError
 from ladder.scripts.laws import violations
-from ladder.scripts.propagate import Conflict, merge, propagate
+from ladder.scripts.propagate import Conflict, merge, propagate, rungs_after
 from ladder.scripts.stages import BY_LABEL, STAGES
 
 BASELINE = BY_LABEL["0"]
@@ -17,7 +17,7 @@ BASELINE = BY_LABEL["0"]
 @pytest.fixture
 def repository(tmp_path):
     """A copy of the scripts under git, to be fixed."""
-    (tmp_path / "beyond").mkdir()
+    (tmp_path / "beyond" / "gpu").mkdir(parents=True)
     for stage in STAGES:
         shutil.copy(stage.path, tmp_path / stage.file)
     git(tmp_path, "init", "-q")
@@ -75,18 +75,21 @@ def test_a_natural_fix_is_carried_to_all_later_rungs(repository):
 
 
 def test_a_line_is_carried_through_what_rungs_change_in_it_up_to_where_it_moves(repository):
-    """Indented, renamed: a later rung's line is its own but for the fix, and named to the user; 11 moves it."""
+    """Indented, renamed: a later rung's line is its own but for the fix, and named to the user; 11 and 36 move it."""
     edit(repository / "baseline.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
-    written, [stop] = propagate(BASELINE, repository)
-    assert list(written) == [stage.file for stage in STAGES[1:12]]
-    for stage in STAGES[1:12]:
+    written, stops = propagate(BASELINE, repository)
+    reached = [*STAGES[1:12], BY_LABEL["35"], BY_LABEL["37"], BY_LABEL["38"]]
+    assert list(written) == [stage.file for stage in reached]
+    for stage in reached:
         own = "step_model(x, y)" if STAGES.index(stage) >= 5 else "loss = model(x, y)"
         assert (repository / stage.file).read_text() == replaced(stage, (own, own.replace("y)", "targets=y)")))
-    for stage in STAGES[12:]:
+    for stage in set(STAGES[12:]) - set(reached):
         assert (repository / stage.file).read_text() == stage.path.read_text()
     assert {file: lines for file, lines in written.items() if lines} == {
         "speedup_05_compile.py": ["loss = step_model(x, targets=y)"]}
-    assert stop.startswith(f"{BY_LABEL['11'].file}: the fix stops here, for {len(STAGES) - 13} later rungs, too: ")
+    n_waiting = len(rungs_after(BY_LABEL["11"]))
+    for (label, n), stop in zip({"11": n_waiting, "36": 0}.items(), stops, strict=True):
+        assert stop.startswith(f"{BY_LABEL[label].file}: the fix stops here, for {n} later rungs, too: ")
 
 
 def test_only_what_starts_from_the_fixed_rung_is_touched(repository):
@@ -127,7 +130,7 @@ def test_other_branches_get_a_fix_that_stops_in_one(repository):
     written, [stop] = propagate(BY_LABEL["12"], repository)
     waiting = [BY_LABEL[label] for label in ("26", "27", "28", "29")]
     assert stop.startswith(f"{waiting[0].file}: the fix stops here, for 3 later rungs, too")
-    assert list(written) == [stage.file for stage in STAGES[14:] if stage not in waiting]
+    assert list(written) == [stage.file for stage in rungs_after(BY_LABEL["12"]) if stage not in waiting]
     edit(repository / waiting[0].file, ("divmod(w, self.n_windows)", "divmod(w, self.n_windows + 0)"))
     written, stops = propagate(waiting[0], repository)  # by hand; 30 has its fix
     assert list(written) == [stage.file for stage in waiting[1:]] and stops == []

@@ -1,0 +1,327 @@
+"""Rungs 35 to 38, one GPU's last milliseconds, without one: on a CPU, by Triton's interpreter, and as machine code.
+
+That their compiled graphs are whole and what waits in them: test_fake_cuda.py.
+"""
+import collections
+import contextlib
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import known_flags, losses, new_gpt, read_steps, rung, tiny, train, train_in_float32
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ladder.count.flops import flops_per_token
+
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install triton")
+
+
+# ---- 35: the stream ----------------------------------------------------------------------------------------------
+
+def stream(dtype, label="35"):
+    """The types between the blocks, and of the stream's gradients there."""
+    model, seen = tiny(label), []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda part, args, output: seen.append((args[0].dtype, output.dtype)))
+        block.register_full_backward_hook(lambda part, grads, of_output: seen.append((grads[0].dtype,)))
+    x, y = torch.randint(257, (2, 2, 16))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = model(x, y)
+    loss.backward()
+    assert loss.dtype == torch.float32 and {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    return {found for pair in seen for found in pair}
+
+
+def test_35_the_stream_and_its_gradient_are_bfloat16():
+    assert stream(torch.bfloat16) == {torch.bfloat16}
+    assert stream(torch.bfloat16, label="10") == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_35_without_bfloat16_it_stays_float32(dtype):
+    """float16 ends at 65,504."""
+    assert stream(dtype) == {torch.float32}
+
+
+# ---- 36: the graph -----------------------------------------------------------------------------------------------
+
+def storages(tree):
+    return {leaf.untyped_storage()._cdata: leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph on a CPU: operations, with the tensors and numbers that they had; a replay repeats them.
+
+    As on a GPU, capturing computes nothing in the end: what it overwrites gets its numbers back.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.before, self.made, self.replays = [], {}, set(), 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert op is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
+        for argument, value in zip(op._schema.arguments, args, strict=False):
+            if argument.is_write:
+                new = {key: (t, t.clone()) for key, t in storages(value).items() if key not in self.made}
+                self.before = new | self.before
+        out = op(*args, **kwargs)
+        self.made |= storages(out).keys() - storages((args, kwargs)).keys()
+        self.operations.append((op, args, kwargs, out))
+        return out
+
+    def restore(self):
+        for tensor, numbers in self.before.values():
+            tensor.copy_(numbers)
+
+    @torch.no_grad()
+    def replay(self):
+        self.replays += 1
+        for op, args, kwargs, out in self.operations:
+            for old, new in zip(tree_leaves(out), tree_leaves(op(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@contextlib.contextmanager
+def capture(tape, stream):
+    gpu = torch.device("cuda")
+    capturing = mock.Mock(is_capturing=lambda: True)
+    with (mock.patch("torch.accelerator.current_accelerator", lambda check_available: gpu),
+          mock.patch("torch.accelerator.current_stream", lambda: capturing), tape):
+        yield
+    with torch.no_grad():
+        tape.restore()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The tapes that are made in place of CUDA graphs."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(Tape()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return made
+
+
+SHORT = ["-B", 2, "-T", 32, "--steps", 8, "--max-lr", 2e-3, "--warmup-steps", 2]
+
+
+def test_36_replayed_steps_are_those_of_rung_35(graphs, tmp_path, byte_tokens):
+    """Three eager steps, then one captured step, replayed with new batches and learning rates. Without waiting."""
+    module = rung("36")
+    module.autocast_dtype, module.has_graphs = lambda device: torch.float32, lambda device: True
+    log = train(module, tmp_path / "36", byte_tokens, *SHORT, "--save", tmp_path / "36.pt")
+    truth = train_in_float32("35", tmp_path / "35", byte_tokens, *SHORT, "--save", tmp_path / "35.pt")
+    assert [tape.replays for tape in graphs] == [5]
+    assert "# CUDA graph: of a whole step, from step 4 on\n" in log.read_text()
+    for key, tolerance in (("loss", 1e-4), ("norm", 1e-3), ("lr", 0)):
+        ours, theirs = ([step[key] for step in read_steps(path)] for path in (log, truth))
+        assert ours == pytest.approx(theirs, abs=tolerance)
+    ours, theirs = (torch.load(tmp_path / f"{label}.pt", weights_only=True)["model"] for label in ("36", "35"))
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=3e-5)
+
+
+def test_36_in_float16_the_scaler_is_captured_too(graphs, tmp_path, byte_tokens):
+    """A step whose gradients overflow changes no weight, and halves the scale."""
+    module, scaler_class = rung("36"), torch.amp.GradScaler
+    module.autocast_dtype, module.has_graphs = lambda device: torch.float16, lambda device: True
+    scalers = []
+
+    def with_huge_scale(*args, **kwargs):
+        scalers.append(scaler_class(*args, init_scale=2.0**60, **kwargs))
+        return scalers[-1]
+
+    flags = ["-B", 1, "-T", 8, "--steps", 5, "--save", tmp_path / "model.pt"]
+    with mock.patch("torch.amp.GradScaler", with_huge_scale):
+        train(module, tmp_path, byte_tokens, *flags)
+    trained = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    torch.manual_seed(1337)
+    start = new_gpt(module, vocab_size=257).state_dict()
+    assert [tape.replays for tape in graphs] == [2] and scalers[0].get_scale() == 2.0**55
+    assert all(torch.equal(trained[name], start[name]) for name in start)
+
+
+def test_36_without_cuda_nothing_is_captured(graphs, tmp_path, byte_tokens):
+    log = train(rung("36"), tmp_path, byte_tokens, *SHORT)
+    assert graphs == [] and "# CUDA graph: none (no CUDA)\n" in log.read_text()
+
+
+# ---- 37 and 38: the kernel ---------------------------------------------------------------------------------------
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """interpreted(label): the rung, whose kernel Triton's interpreter runs."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return rung
+
+
+def exact(logits, targets, vocab_size):
+    """The losses and their gradients, in float64."""
+    logits = logits.double().requires_grad_()
+    found = F.cross_entropy(logits[:, :vocab_size], targets, reduction="none")
+    found.sum().backward()
+    return found.detach(), logits.grad
+
+
+@needs_triton
+@pytest.mark.parametrize("rows, vocab_size, n_columns", [(5, 257, 384), (3, 256, 256), (2, 8200, 8320), (2, 9000, 9088)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_37_losses_and_gradients_are_those_of_cross_entropy(rows, vocab_size, n_columns, dtype, interpreted):
+    """Padded columns, odd numbers of rows, logits of one block and of two; a target in the last column."""
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(rows, n_columns)).to(dtype)
+    logits[-1, vocab_size - 2] = 40.0  # what comes before it counts almost nothing
+    targets = torch.randint(vocab_size, (rows,))
+    targets[0] = vocab_size - 1
+    expected, expected_grads = exact(logits, targets, vocab_size)
+    grads, found = logits.clone(), torch.empty(rows)
+    interpreted("37").cross_entropy_kernel[(rows,)](grads, targets, found, vocab_size, n_columns, BLOCK=8192)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    tolerance = 1e-7 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(grads.double(), expected_grads, rtol=0, atol=tolerance)
+    assert not grads[:, vocab_size:].any()
+
+
+def small_head(module, model_dtype=torch.float32, vocab_size=257):
+    """Loss and gradients of an output layer of 384 rows: the rung's, and in float64, of a loss that is scaled by 3."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(48, 64), 0.5 * torch.randn(384, 64)
+    targets, found = torch.randint(vocab_size, (48,)), []
+    for dtype in (model_dtype, torch.float64):
+        leaves = [leaf.to(dtype).requires_grad_() for leaf in (x, weight)]
+        if dtype == torch.float64:
+            loss = F.cross_entropy((leaves[0] @ leaves[1].T)[:, :vocab_size], targets)
+        else:
+            loss = module.OutputLayerLoss.apply(*leaves, targets, vocab_size)
+        (3 * loss).backward()
+        found.append([loss.detach().double(), *(leaf.grad.double() for leaf in leaves)])
+    return found
+
+
+@needs_triton
+def test_37_output_layer_and_loss_in_one(interpreted):
+    for ours, expected in zip(*small_head(interpreted("37")), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-8)
+
+
+@needs_triton
+@pytest.mark.parametrize("label", ["37", "38"])
+def test_37_the_model_trains_as_rung_35_does(label, interpreted):
+    """As `train` runs it on a GPU, under autocast; the model calls the kernel, and only with targets."""
+    module, (x, y), found = interpreted(label), torch.randint(257, (2, 2, 16)), []
+    for name in ("35", label):
+        model = tiny(name)
+        if name == label:
+            twin = tiny(name)
+            model = module.GPT(twin.config)
+            model.load_state_dict(twin.state_dict())
+            model.loss_kernel = True
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, loss = model(x), model(x, y)
+        loss.backward()
+        found.append((logits, loss, model.lm_head.weight.grad, model.transformer.h[0].attn.c_attn.weight.grad))
+    (logits, loss, head, first), (its_logits, its_loss, its_head, its_first) = found
+    assert torch.equal(its_logits, logits) and its_loss == pytest.approx(loss.item(), abs=0.002)
+    error = 0.02 if label == "37" else 0.1
+    assert (its_head - head).norm() < error * head.norm() and (its_first - first).norm() < error * first.norm()
+
+
+def test_38_the_three_products_are_float8s(interpreted):
+    """Against the same roundings by hand: E4M3 scaled to the largest number, gradients E5M2 scaled as if that were 1."""
+    module = interpreted("38")
+    (loss, x_grad, weight_grad), exact_results = small_head(module)
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(48, 64), 0.5 * torch.randn(384, 64), torch.randint(257, (48,))
+    rounded = [(t * (448 / t.abs().max())).to(torch.float8_e4m3fn).float() * (t.abs().max() / 448) for t in (x, weight)]
+    losses_by_hand, grads = exact((rounded[0] @ rounded[1].T).bfloat16(), targets, 257)
+    grads = (grads.float() * 57344).to(torch.float8_e5m2).float() / 57344
+    by_hand = [losses_by_hand.mean(), grads @ rounded[1] * 3 / 48, grads.T @ rounded[0] * 3 / 48]
+    for ours, expected in zip((loss, x_grad, weight_grad), by_hand, strict=True):
+        assert (ours - expected).norm() < 0.01 * expected.norm()
+    errors = [((ours - true).norm() / true.norm()).item()
+              for ours, true in zip((x_grad, weight_grad), exact_results[1:], strict=True)]
+    assert all(0.01 < error < 0.1 for error in errors), "and rounded they are"
+
+
+def test_38_the_output_layer_has_29_percent_of_the_flops():
+    head = 6 * 50304 * 768
+    total = flops_per_token("gpt2", 1024, causal=True) + 6 * (50304 - 50257) * 768
+    assert round(100 * head / total) == 29
+
+
+@pytest.mark.parametrize("cuda, capability, flags, expected", [
+    ("13.0", (9, 0), [], True), ("13.0", (8, 9), [], True), ("13.0", (8, 0), [], False), (None, (9, 4), [], False),
+    ("13.0", (9, 0), ["-B", "1", "-T", "1000"], False),
+])
+def test_38_on_which_gpus(cuda, capability, flags, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    module = rung("38")
+    args = module.parse_args(["-B", "4", *flags, "--device", "cpu"])
+    assert not module.has_float8(args)
+    args.device = "cuda"
+    assert module.has_float8(args) == expected
+
+
+@pytest.mark.parametrize("label", ["37", "38"])
+def test_37_on_a_cpu_the_loss_is_torchs_and_the_log_says_so(label, tmp_path, byte_tokens):
+    ours, theirs = (train(rung(name), tmp_path / name, byte_tokens, *SHORT) for name in (label, "35"))
+    assert losses(ours) == losses(theirs) and "as in rung 35 (" in ours.read_text()
+
+
+@pytest.mark.parametrize("label", ["37", "38"])
+def test_37_without_triton_it_still_runs(label, tmp_path, byte_tokens, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "triton", None)  # its import fails
+    module = rung(label)
+    assert module.triton is None and not hasattr(module, "cross_entropy_kernel")
+    assert len(losses(train(module, tmp_path, byte_tokens, *known_flags(module, B=1, T=8, steps=2)))) == 2
+
+
+SIGNATURES = {  # of the kernel's tensors; the others are numbers
+    "37": {"logits": "*bf16", "targets": "*i64", "losses": "*fp32"},
+    "38": {"logits": "*bf16", "grads": "*fp8e5", "targets": "*i64", "losses": "*fp32"},
+}
+
+
+def compiled_kernel(label, capability):
+    """The kernel as `train` launches it for GPT-2, compiled for a GPU; and its registers and bytes of stack."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    kernel = rung(label).cross_entropy_kernel
+    numbers = {"vocab_size": "i32", "n_columns": "i32", "scale": "fp32", "BLOCK": "constexpr"}
+    signature = {name: (SIGNATURES[label] | numbers)[name] for name in kernel.arg_names}
+    aligned = [i for i, name in enumerate(signature) if signature[name][0] == "*" or name == "n_columns"]
+    source = triton.compiler.ASTSource(
+        kernel, signature, {"BLOCK": 8192}, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16})
+
+
+@needs_triton
+@pytest.mark.parametrize("label, capability", [
+    ("37", 80), ("37", 90), ("37", 100), ("37", 120), ("38", 89), ("38", 90), ("38", 100)])
+def test_37_machine_code_has_wide_loads_and_spills_nothing(label, capability, tmp_path):
+    """16 bytes at a time, but for the target's logit; two rows at once on a multiprocessor, which L2 has room for."""
+    import triton
+
+    compiled = compiled_kernel(label, capability)
+    accesses = collections.Counter(re.findall(r"(ld|st)\.global\S*?\.((?:v\d\.)?b\d+)", compiled.asm["ptx"]))
+    assert accesses["ld", "b16"] == 1 and accesses["ld", "v4.b32"] == 4 and accesses["st", "b16"] == 0
+    cubin, tool = tmp_path / "kernel.cubin", Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    assert found["STACK"] == found["LOCAL"] == 0, "registers are spilled to memory"
+    assert 65536 // (512 * -(-found["REG"] // 8) * 8) == 2, found
+    assert compiled.metadata.shared <= 1024
