@@ -5,14 +5,16 @@ That their compiled graphs are whole and what waits in them: test_fake_cuda.py.
 import collections
 import contextlib
 import importlib.util
+import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import known_flags, losses, new_gpt, read_steps, rung, tiny, train, train_in_float32
+from conftest import ROOT, known_flags, losses, new_gpt, read_steps, run_command, rung, tiny, train, train_in_float32
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -159,99 +161,50 @@ def test_36_without_cuda_nothing_is_captured(graphs, tmp_path, byte_tokens):
 
 # ---- 37 and 38: the kernel ---------------------------------------------------------------------------------------
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """interpreted(label): the rung, whose kernel Triton's interpreter runs."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return rung
-
-
-def exact(logits, targets, vocab_size):
-    """The losses and their gradients, in float64."""
-    logits = logits.double().requires_grad_()
-    found = F.cross_entropy(logits[:, :vocab_size], targets, reduction="none")
-    found.sum().backward()
-    return found.detach(), logits.grad
-
-
-@needs_triton
-@pytest.mark.parametrize("rows, vocab_size, n_columns", [(5, 257, 384), (3, 256, 256), (2, 8200, 8320), (2, 9000, 9088)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_37_losses_and_gradients_are_those_of_cross_entropy(rows, vocab_size, n_columns, dtype, interpreted):
-    """Padded columns, odd numbers of rows, logits of one block and of two; a target in the last column."""
-    torch.manual_seed(0)
-    logits = (5 * torch.randn(rows, n_columns)).to(dtype)
-    logits[-1, vocab_size - 2] = 40.0  # what comes before it counts almost nothing
-    targets = torch.randint(vocab_size, (rows,))
-    targets[0] = vocab_size - 1
-    expected, expected_grads = exact(logits, targets, vocab_size)
-    grads, found = logits.clone(), torch.empty(rows)
-    interpreted("37").cross_entropy_kernel[(rows,)](grads, targets, found, vocab_size, n_columns, BLOCK=8192)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-    tolerance = 1e-7 if dtype == torch.float32 else 2.0**-8
-    torch.testing.assert_close(grads.double(), expected_grads, rtol=0, atol=tolerance)
-    assert not grads[:, vocab_size:].any()
-
-
-def small_head(module, model_dtype=torch.float32, vocab_size=257):
-    """Loss and gradients of an output layer of 384 rows: the rung's, and in float64, of a loss that is scaled by 3."""
-    torch.manual_seed(0)
-    x, weight = torch.randn(48, 64), 0.5 * torch.randn(384, 64)
-    targets, found = torch.randint(vocab_size, (48,)), []
-    for dtype in (model_dtype, torch.float64):
-        leaves = [leaf.to(dtype).requires_grad_() for leaf in (x, weight)]
-        if dtype == torch.float64:
-            loss = F.cross_entropy((leaves[0] @ leaves[1].T)[:, :vocab_size], targets)
-        else:
-            loss = module.OutputLayerLoss.apply(*leaves, targets, vocab_size)
-        (3 * loss).backward()
-        found.append([loss.detach().double(), *(leaf.grad.double() for leaf in leaves)])
-    return found
-
-
-@needs_triton
-def test_37_output_layer_and_loss_in_one(interpreted):
-    for ours, expected in zip(*small_head(interpreted("37")), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-8)
-
-
 @needs_triton
 @pytest.mark.parametrize("label", ["37", "38"])
-def test_37_the_model_trains_as_rung_35_does(label, interpreted):
-    """As `train` runs it on a GPU, under autocast; the model calls the kernel, and only with targets."""
-    module, (x, y), found = interpreted(label), torch.randint(257, (2, 2, 16)), []
-    for name in ("35", label):
-        model = tiny(name)
-        if name == label:
-            twin = tiny(name)
-            model = module.GPT(twin.config)
-            model.load_state_dict(twin.state_dict())
-            model.loss_kernel = True
-        with torch.autocast("cpu", torch.bfloat16):
-            logits, loss = model(x), model(x, y)
-        loss.backward()
-        found.append((logits, loss, model.lm_head.weight.grad, model.transformer.h[0].attn.c_attn.weight.grad))
-    (logits, loss, head, first), (its_logits, its_loss, its_head, its_first) = found
-    assert torch.equal(its_logits, logits) and its_loss == pytest.approx(loss.item(), abs=0.002)
-    error = 0.02 if label == "37" else 0.1
-    assert (its_head - head).norm() < error * head.norm() and (its_first - first).norm() < error * first.norm()
+def test_37_and_38_by_tritons_interpreter(label):
+    """Which must be chosen before triton is imported: tests/interpreted.py, in a process of its own."""
+    words = ["-n", "0", "-q", "-p", "no:cacheprovider", ROOT / "tests" / "interpreted.py", "-k", f"test_{label}"]
+    done = run_command(sys.executable, "-m", "pytest", *words, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_38_the_three_products_are_float8s(interpreted):
-    """Against the same roundings by hand: E4M3 scaled to the largest number, gradients E5M2 scaled as if that were 1."""
-    module = interpreted("38")
-    (loss, x_grad, weight_grad), exact_results = small_head(module)
+class KernelByHand:
+    """What rung 38's kernel computes, in torch."""
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, logits, grads, targets, losses, vocab_size, n_columns, scale, **_):
+        logits = logits.float()
+        logits[:, vocab_size:] = -torch.inf
+        losses.copy_(F.cross_entropy(logits, targets, reduction="none"))
+        grads.copy_((logits.softmax(1) - F.one_hot(targets, n_columns)) * scale)
+
+
+def test_38_the_three_products_are_float8s():
+    """Against torch's own with numbers that are rounded alike: E4M3 up to the largest one, E5M2 as if that were 1."""
+    module = rung("38")
+    module.cross_entropy_kernel = KernelByHand()
     torch.manual_seed(0)
-    x, weight, targets = torch.randn(48, 64), 0.5 * torch.randn(384, 64), torch.randint(257, (48,))
+    x, weight, targets = 1e3 * torch.randn(48, 64), 1e-3 * torch.randn(384, 64), torch.randint(257, (48,))
+    leaves = [leaf.clone().requires_grad_() for leaf in (x, weight)]
+    loss = module.OutputLayerLoss.apply(*leaves, targets, 257)
+    (3 * loss).backward()
     rounded = [(t * (448 / t.abs().max())).to(torch.float8_e4m3fn).float() * (t.abs().max() / 448) for t in (x, weight)]
-    losses_by_hand, grads = exact((rounded[0] @ rounded[1].T).bfloat16(), targets, 257)
-    grads = (grads.float() * 57344).to(torch.float8_e5m2).float() / 57344
-    by_hand = [losses_by_hand.mean(), grads @ rounded[1] * 3 / 48, grads.T @ rounded[0] * 3 / 48]
-    for ours, expected in zip((loss, x_grad, weight_grad), by_hand, strict=True):
+    logits, grads = (rounded[0] @ rounded[1].T).bfloat16(), torch.empty(48, 384, dtype=torch.float8_e5m2)
+    losses_by_hand = torch.empty(48)
+    KernelByHand()(logits, grads, targets, losses_by_hand, 257, 384, 57344.0)
+    grads = grads.float() / 57344 * 3 / 48
+    for ours, expected in ((loss, losses_by_hand.mean()), (leaves[0].grad, grads @ rounded[1]),
+                           (leaves[1].grad, grads.T @ rounded[0])):
         assert (ours - expected).norm() < 0.01 * expected.norm()
-    errors = [((ours - true).norm() / true.norm()).item()
-              for ours, true in zip((x_grad, weight_grad), exact_results[1:], strict=True)]
-    assert all(0.01 < error < 0.1 for error in errors), "and rounded they are"
+    truth = [leaf.clone().requires_grad_() for leaf in (x, weight)]
+    (3 * F.cross_entropy((truth[0] @ truth[1].T)[:, :257], targets)).backward()
+    errors = [((one.grad - other.grad).norm() / other.grad.norm()).item()
+              for one, other in zip(leaves, truth, strict=True)]
+    assert all(0.01 < error < 0.1 for error in errors), errors
 
 
 def test_38_the_output_layer_has_29_percent_of_the_flops():
@@ -282,7 +235,7 @@ def test_37_on_a_cpu_the_loss_is_torchs_and_the_log_says_so(label, tmp_path, byt
 
 @pytest.mark.parametrize("label", ["37", "38"])
 def test_37_without_triton_it_still_runs(label, tmp_path, byte_tokens, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "triton", None)  # its import fails
+    monkeypatch.setitem(sys.modules, "triton", None)  # its import fails
     module = rung(label)
     assert module.triton is None and not hasattr(module, "cross_entropy_kernel")
     assert len(losses(train(module, tmp_path, byte_tokens, *known_flags(module, B=1, T=8, steps=2)))) == 2
@@ -312,7 +265,10 @@ def compiled_kernel(label, capability):
 @pytest.mark.parametrize("label, capability", [
     ("37", 80), ("37", 90), ("37", 100), ("37", 120), ("38", 89), ("38", 90), ("38", 100)])
 def test_37_machine_code_has_wide_loads_and_spills_nothing(label, capability, tmp_path):
-    """16 bytes at a time, but for the target's logit; two rows at once on a multiprocessor, which L2 has room for."""
+    """16 bytes at a time, but for the target's logit; two or three rows at once on each multiprocessor.
+
+    More, 100 kB each, would not fit into an H100's L2 cache.
+    """
     import triton
 
     compiled = compiled_kernel(label, capability)
@@ -323,5 +279,6 @@ def test_37_machine_code_has_wide_loads_and_spills_nothing(label, capability, tm
     usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
     found = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     assert found["STACK"] == found["LOCAL"] == 0, "registers are spilled to memory"
-    assert 65536 // (512 * -(-found["REG"] // 8) * 8) == 2, found
+    registers = 8 * math.ceil(found["REG"] / 8)  # of each of 16 * 32 threads
+    assert 65536 // (512 * registers) in (2, 3), found
     assert compiled.metadata.shared <= 1024

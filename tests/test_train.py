@@ -70,7 +70,8 @@ BFLOAT16_TOLERANCE = 0.01
 # nothing is compiled; one rank, one micro-step; the same batches; validation, checkpoints and recomputation change no
 # weight; float8 needs a GPU; nothing is dropped, and the text is one document.
 OTHER_LOSSES = "0 1 4 7 8 9 18 19 20 21 22 23 24 26 30 31 32 34".split()
-ROUNDED = ["3", "6", "17", "10", "35", "36"]  # or the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step
+# Or the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step.
+ROUNDED = ["3", "6", "17", "10", "35", "36"]
 
 
 @pytest.mark.parametrize("label", [label for label in BY_LABEL if label not in OTHER_LOSSES])
@@ -234,7 +235,7 @@ def flags_of(label):
 
 @pytest.mark.parametrize("label", rungs_that_change("add_flags")[1:])
 def test_a_flag_is_that_of_the_rung_before(label):
-    """Except for CUDA graphs, which several ranks cannot have, nor rung 36 twice: --compile-mode has other choices."""
+    """Except for torch.compile's CUDA graphs, which several ranks cannot have and rung 36 replaces: other choices."""
     before, after = flags_of(BY_LABEL[label].before), flags_of(label)
     changed = {name for name in before if after.get(name) != before[name]}
     assert changed == ({"compile_mode"} if label in ("ddp", "36") else set())
