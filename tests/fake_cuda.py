@@ -157,6 +157,9 @@ class Watch(TorchDispatchMode):
             blocking = not (kwargs.get("non_blocking") or len(args) > 2 and args[2])
             if source.device.type != target and (blocking or target == "cuda" and source not in PINNED):
                 self.wait("copy to the device" if target == "cuda" else "copy to the host")
+        if op is torch.ops.aten._fused_adamw_.tensor_lr:  # which fake tensors do not have
+            assert {tensor.device.type for tensor in (*args[0], *args[1], kwargs["lr"])} == {"cuda"}
+            return None
         if name == "aten::_amp_update_scale_":
             return args[0]
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
