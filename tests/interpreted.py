@@ -85,7 +85,7 @@ def test_38_the_gradients_are_scaled_to_the_range_of_e5m2_and_written_elsewhere(
     logits, targets = (5 * torch.randn(5, 384)).bfloat16(), torch.randint(257, (5,))
     before, grads, found = logits.clone(), torch.empty(5, 384), torch.empty(5)
     kernel = rung("38").cross_entropy_kernel
-    kernel[(5,)](logits, grads, targets, found, 257, 384, 57344.0, BLOCK=8192)
+    kernel[(5,)](logits, grads, targets, found, 257, 384, SCALE=57344.0, BLOCK=8192)
     expected, expected_grads = exact(logits, targets, 257)
     assert torch.equal(logits, before)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)

@@ -176,11 +176,11 @@ class KernelByHand:
     def __getitem__(self, grid):
         return self
 
-    def __call__(self, logits, grads, targets, losses, vocab_size, n_columns, scale, **_):
+    def __call__(self, logits, grads, targets, losses, vocab_size, n_columns, SCALE, **_):
         logits = logits.float()
         logits[:, vocab_size:] = -torch.inf
         losses.copy_(F.cross_entropy(logits, targets, reduction="none"))
-        grads.copy_((logits.softmax(1) - F.one_hot(targets, n_columns)) * scale)
+        grads.copy_((logits.softmax(1) - F.one_hot(targets, n_columns)) * SCALE)
 
 
 def test_38_the_three_products_are_float8s():
@@ -195,7 +195,7 @@ def test_38_the_three_products_are_float8s():
     rounded = [(t * (448 / t.abs().max())).to(torch.float8_e4m3fn).float() * (t.abs().max() / 448) for t in (x, weight)]
     logits, grads = (rounded[0] @ rounded[1].T).bfloat16(), torch.empty(48, 384, dtype=torch.float8_e5m2)
     losses_by_hand = torch.empty(48)
-    KernelByHand()(logits, grads, targets, losses_by_hand, 257, 384, 57344.0)
+    KernelByHand()(logits, grads, targets, losses_by_hand, 257, 384, SCALE=57344.0)
     grads = grads.float() / 57344 * 3 / 48
     for ours, expected in ((loss, losses_by_hand.mean()), (leaves[0].grad, grads @ rounded[1]),
                            (leaves[1].grad, grads.T @ rounded[0])):
@@ -213,18 +213,25 @@ def test_38_the_output_layer_has_29_percent_of_the_flops():
     assert round(100 * head / total) == 29
 
 
-@pytest.mark.parametrize("cuda, capability, flags, expected", [
-    ("13.0", (9, 0), [], True), ("13.0", (8, 9), [], True), ("13.0", (8, 0), [], False), (None, (9, 4), [], False),
-    ("13.0", (9, 0), ["-B", "1", "-T", "1000"], False),
+@pytest.mark.parametrize("label, cuda, capability, tokens, dtype, expected", [
+    ("37", "13.0", (8, 0), 1000, torch.bfloat16, True), ("37", None, (9, 4), 1000, torch.bfloat16, True),
+    ("37", "13.0", (7, 5), 1024, torch.float16, False), ("38", "13.0", (7, 5), 1024, torch.float16, False),
+    ("38", "13.0", (9, 0), 1024, torch.bfloat16, True), ("38", "13.0", (8, 9), 1024, torch.bfloat16, True),
+    ("38", "13.0", (8, 0), 1024, torch.bfloat16, False), ("38", None, (9, 4), 1024, torch.bfloat16, False),
+    ("38", "13.0", (9, 0), 1000, torch.bfloat16, False),
 ])
-def test_38_on_which_gpus(cuda, capability, flags, expected, monkeypatch):
+def test_37_and_38_on_which_gpus(label, cuda, capability, tokens, dtype, expected, monkeypatch):
+    """An AMD GPU has no torch.version.cuda. Nowhere without Triton, nor on a CPU."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    module = rung("38")
-    args = module.parse_args(["-B", "4", *flags, "--device", "cpu"])
-    assert not module.has_float8(args)
+    module = rung(label)
+    module.triton = module.triton or "as if it were installed"
+    args = module.parse_args(["-B", "1", "-T", str(tokens), "--device", "cpu"])
+    assert not module.has_kernel(args, dtype)
     args.device = "cuda"
-    assert module.has_float8(args) == expected
+    assert module.has_kernel(args, dtype) == expected
+    module.triton = None
+    assert not module.has_kernel(args, dtype)
 
 
 @pytest.mark.parametrize("label", ["37", "38"])
@@ -253,11 +260,12 @@ def compiled_kernel(label, capability):
     from triton.backends.compiler import GPUTarget
 
     kernel = rung(label).cross_entropy_kernel
-    numbers = {"vocab_size": "i32", "n_columns": "i32", "scale": "fp32", "BLOCK": "constexpr"}
+    numbers = {"vocab_size": "i32", "n_columns": "i32", "SCALE": "constexpr", "BLOCK": "constexpr"}
     signature = {name: (SIGNATURES[label] | numbers)[name] for name in kernel.arg_names}
     aligned = [i for i, name in enumerate(signature) if signature[name][0] == "*" or name == "n_columns"]
-    source = triton.compiler.ASTSource(
-        kernel, signature, {"BLOCK": 8192}, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    constants = {name: value for name, value in {"SCALE": 57344.0, "BLOCK": 8192}.items() if name in signature}
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16})
 
 

@@ -344,6 +344,11 @@ def check_compiler(device):
                  " without it; python -m ladder check says what is missing")
 
 
+def has_kernel(args, dtype):
+    """Whether the loss has its kernel: with Triton, on a GPU, in bfloat16."""
+    return triton is not None and args.device == "cuda" and dtype == torch.bfloat16
+
+
 def train(args):
     """Train for args.steps steps; print and log each one."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun started several of them
@@ -361,8 +366,7 @@ def train(args):
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
-    has_kernel = triton is not None and device == "cuda" and amp_dtype == torch.bfloat16
-    model.loss_kernel = has_kernel
+    model.loss_kernel = has_kernel(args, amp_dtype)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved

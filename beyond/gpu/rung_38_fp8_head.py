@@ -169,9 +169,10 @@ if triton is not None:
 
     @triton.jit
     def cross_entropy_kernel(
-        logits, grads, targets, losses, vocab_size, n_columns, scale, BLOCK: tl.constexpr
+        logits, grads, targets, losses, vocab_size, n_columns,
+        SCALE: tl.constexpr, BLOCK: tl.constexpr,
     ):
-        """The loss of a row of logits, and its gradient times `scale`. One program for each row."""
+        """The loss of a row of logits, and its gradient times SCALE. One program for each row."""
         row = tl.program_id(0).to(tl.int64)  # B=64 T=1024 has more logits than an int32 can count
         logits += row * n_columns
         grads += row * n_columns
@@ -194,7 +195,7 @@ if triton is not None:
             x = tl.load(logits + column, mask=column < n_columns, other=0.0).to(tl.float32)
             x = tl.where(column < vocab_size, x, -float("inf"))
             grad = tl.exp(x - highest) / total - tl.where(column == target, 1.0, 0.0)
-            tl.store(grads + column, grad * scale, mask=column < n_columns)
+            tl.store(grads + column, grad * SCALE, mask=column < n_columns)
 
 
 def to_float8(x):
@@ -228,8 +229,8 @@ class OutputLayerLoss(torch.autograd.Function):
         scale = torch.finfo(torch.float8_e5m2).max
         losses = torch.empty(len(x), device=x.device)  # (N,), in float32
         cross_entropy_kernel[(len(x),)](
-            logits, logits_grad, targets, losses, vocab_size, len(weight), scale,
-            BLOCK=8192, num_warps=16)
+            logits, logits_grad, targets, losses, vocab_size, len(weight),
+            SCALE=scale, BLOCK=8192, num_warps=16)
         factor = torch.full((), 1 / scale, device=x.device)
         # (N, n_rows) @ (n_rows, C)
         x_grad = float8_product(logits_grad, factor, weight, weight_factor)
@@ -370,10 +371,13 @@ def check_compiler(device):
                  " without it; python -m ladder check says what is missing")
 
 
-def has_float8(args):
-    """Whether the GPU multiplies float8, and the batch is a multiple of 16, as its kernels need."""
-    if args.device != "cuda" or torch.version.cuda is None:  # None: an AMD GPU
+def has_kernel(args, dtype):
+    """Whether the loss has its kernel: with Triton, on a GPU for float8, in bfloat16."""
+    if triton is None or args.device != "cuda" or dtype != torch.bfloat16:
         return False
+    if torch.version.cuda is None:  # an AMD GPU: its kernels take other types of float8
+        return False
+    # float8's products need multiples of 16
     return torch.cuda.get_device_capability() >= (8, 9) and args.B * args.T % 16 == 0
 
 
@@ -394,7 +398,7 @@ def train(args):
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
-    model.loss_kernel = triton is not None and has_float8(args)
+    model.loss_kernel = has_kernel(args, amp_dtype)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved

@@ -153,8 +153,8 @@ rung("36", "beyond/gpu/rung_36_cuda_graphs.py", "CUDA graphs", "35",
      same_losses=0.01)
 rung("37", "beyond/gpu/rung_37_triton_cross_entropy.py", "cross-entropy in Triton", "35",
      "imports", "cross_entropy_kernel", "OutputLayerLoss", "GPT.__init__", "GPT.forward",
-     "train", same_losses=0.1)
+     "has_kernel", "train", same_losses=0.1)
 rung("38", "beyond/gpu/rung_38_fp8_head.py", "FP8 output layer", "37",
-     "cross_entropy_kernel", "to_float8", "float8_product", "OutputLayerLoss", "has_float8", "train")
+     "cross_entropy_kernel", "to_float8", "float8_product", "OutputLayerLoss", "has_kernel", "train")
 
 BY_NAME = {stage.name: stage for stage in STAGES}
