@@ -74,9 +74,10 @@ def load_script(name):
     for path in scripts:
         if path.name == name:
             return importlib.import_module(path.stem)
-    for path in ROOT.glob("beyond/*/*.py"):
+    for path in ROOT.glob("beyond/**/*.py"):
         if path.name == name:
-            return importlib.import_module(f"beyond.{path.parent.name}.{path.stem}")
+            module = path.relative_to(ROOT).with_suffix("")
+            return importlib.import_module(".".join(module.parts))
     raise ValueError(f"{name} is not a script of the ladder")
 
 

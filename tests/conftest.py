@@ -254,7 +254,8 @@ def watch():
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         if not any(gradient is None for gradient in gradients):  # else it is AdamW's step within rung 18's
             seen.gradients.append([gradient.clone() for gradient in gradients])
-            seen.groups.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            seen.groups.append([group | {"lr": float(group["lr"])} for group in groups])  # a tensor will change
 
     handles = [register_module_forward_hook(see_forward), register_optimizer_step_pre_hook(see_step)]
     try:

@@ -110,7 +110,7 @@ LOSS_KERNEL = re.compile("softmax_online|log_softmax_backward")  # reads all log
 LOAD_16_BITS = re.compile(r"ld\.global\S*\.b16")
 CARDS = {  # by compute capability: multiprocessors, threads on each, bytes of shared memory that a block may take
     75: (40, 1024, 65536), 80: (108, 2048, 166912), 86: (82, 1536, 101376), 89: (128, 1536, 101376),
-    90: (132, 2048, 232448), 120: (170, 1536, 101376),
+    90: (132, 2048, 232448), 100: (148, 2048, 232448), 120: (170, 1536, 101376),
 }
 
 
@@ -152,6 +152,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         name = op.overloadpacket._qualified_op_name if hasattr(op, "overloadpacket") else str(op)
         if name == "aten::_local_scalar_dense":
+            if "__init__" in dict(self.frames(inspect.getfile(torch.optim.Adam))):
+                return True  # the learning rate is valid
             if args[0].device.type == "cuda":
                 self.wait("item")
             return args[0].dtype.is_floating_point and self.number(args[0])
@@ -163,6 +165,9 @@ class Watch(TorchDispatchMode):
             blocking = not (kwargs.get("non_blocking") or len(args) > 2 and args[2])
             if source.device.type != target and (blocking or target == "cuda" and source not in PINNED):
                 self.wait("copy to the device" if target == "cuda" else "copy to the host")
+        if op is torch.ops.aten._fused_adamw_.tensor_lr:  # which fake tensors do not have
+            assert {tensor.device.type for tensor in (*args[0], *args[1], kwargs["lr"])} == {"cuda"}
+            return None
         if name == "aten::_amp_update_scale_":
             return args[0]
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
@@ -377,6 +382,21 @@ def nothing(*_, **__):
     pass
 
 
+class FakeStream:
+    wait_stream = nothing
+
+
+class FakeGraph:
+    replay = nothing
+
+
+class NoKernel:
+    """In place of a Triton kernel, which fake tensors have no memory for."""
+
+    def __getitem__(self, grid):
+        return nothing
+
+
 def fake_cuda(float16, cc):
     """What the scripts and torch ask of a GPU: {name: answer}."""
     return {
@@ -400,6 +420,8 @@ def fake_cuda(float16, cc):
         "torch._functorch.config.enable_autograd_cache": False,
         "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init": True,
         "torch.nn.Module._apply": move, "torch.Tensor.pin_memory": pin,
+        "torch.cuda.Stream": FakeStream, "torch.cuda.CUDAGraph": FakeGraph,
+        "torch.cuda.graph": lambda graph, stream: contextlib.nullcontext(),
     }
 
 
@@ -429,6 +451,13 @@ def run(label, model, recompute, folder, float16, backend):
         script.Checkpoints.save = nothing
     if hasattr(script, "sum_over_ranks"):  # after the clock; a fake tensor's number could be that of a signal
         script.sum_over_ranks = lambda *numbers, device: list(numbers)
+    if hasattr(script, "GraphedStep"):
+        script.GraphedStep.WARM_UP = 1  # the second step is captured: in it nothing may wait
+        script.GraphedStep.run_on_stream = lambda self: self.step()
+    if label == "38":  # this torch is no build for CUDA
+        script.has_kernel = lambda args, dtype: not float16 and capability(backend) >= 89
+    if hasattr(script, "OutputLayerLoss") and backend == "none":
+        script.cross_entropy_kernel = NoKernel()
     if hasattr(script, "count_log_frequencies"):
         script.count_log_frequencies = zeros_on_the_host
     torch._dynamo.reset()

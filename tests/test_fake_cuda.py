@@ -16,7 +16,7 @@ SCALED = [label for label in rungs_that_change("train", "optimizer_step", "MuonA
           and (not builds_on(label, "11") or label in rungs_that_change("optimizer_step", "MuonAdamW"))]
 # The rungs whose graph is not that of the rung before.
 GRAPHS = [label for label in COMPILED if label == "5" or label in rungs_that_change(
-    "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward", "ChunkedCrossEntropy")]
+    "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward", "ChunkedCrossEntropy", "OutputLayerLoss")]
 MICRO_STEPS = 2
 # {rung and model: width of its heads}; narrower ones than 16 are "NYI" in FlexAttention, and of ones wider than 128 not
 # every GPU holds the blocks: those get a boolean mask. So do cards without bfloat16, where Triton's products are slow.
@@ -69,6 +69,7 @@ def test_16_recomputes_also_where_ddp_splits_the_graph(tmp_path):
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install triton")
 @pytest.mark.parametrize("card, words", [
     ("sm_75", GRAPHS), ("sm_90", GRAPHS),  # a T4, an H100
+    ("sm_80", ["35", "37"]), ("sm_100", ["35", "37", "38"]),  # an A100, a B200
     ("sm_120", ["5", "24", "28", "31"]),  # an RTX 5090
     # FlexAttention takes more shared memory the wider the heads are: 256 would not fit into any of these but sm_80.
     *[(card, ["29:2x2x256", "29:2x2x512"]) for card in ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120")],

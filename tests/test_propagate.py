@@ -75,20 +75,22 @@ def test_a_natural_fix_is_carried_to_all_later_rungs(repository):
 
 
 def test_a_line_is_carried_through_what_rungs_change_in_it_up_to_where_it_moves(repository):
-    """Indented, renamed: a later rung's line is its own but for the fix, and named to the user; 11 moves it."""
+    """Indented, renamed: a later rung's line is its own but for the fix, and named to the user; 11 and 36 move it."""
     edit(repository / "baseline.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
-    written, [stop] = propagate(BASELINE, repository)
-    waiting = [BY_LABEL["11"], *rungs_after(BY_LABEL["11"])]
-    reached = [stage for stage in STAGES[1:] if stage not in waiting]
+    written, stops = propagate(BASELINE, repository)
+    waiting = {label: rungs_after(BY_LABEL[label]) for label in ("11", "36")}
+    stopped = [stage for label, after in waiting.items() for stage in (BY_LABEL[label], *after)]
+    reached = [stage for stage in STAGES[1:] if stage not in stopped]
     assert list(written) == [stage.file for stage in reached]
     for stage in reached:
         own = "step_model(x, y)" if STAGES.index(stage) >= 5 else "loss = model(x, y)"
         assert (repository / stage.file).read_text() == replaced(stage, (own, own.replace("y)", "targets=y)")))
-    for stage in waiting:  # long_run, too, though 24 has the fix
+    for stage in stopped:  # long_run, too, though 24 has the fix
         assert (repository / stage.file).read_text() == stage.path.read_text()
     assert {file: lines for file, lines in written.items() if lines} == {
         "speedup_05_compile.py": ["loss = step_model(x, targets=y)"]}
-    assert stop.startswith(f"{BY_LABEL['11'].file}: the fix stops here, for {len(waiting) - 1} later rungs, too: ")
+    for (label, after), stop in zip(waiting.items(), stops, strict=True):
+        assert stop.startswith(f"{BY_LABEL[label].file}: the fix stops here, for {len(after)} later rungs, too: ")
 
 
 def test_only_what_starts_from_the_fixed_rung_is_touched(repository):
@@ -180,9 +182,11 @@ def test_the_verb_names_what_to_check_and_what_to_do(repository):
     edit(repository / "speedup_03_bf16_autocast.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
     done = subprocess.run([sys.executable, "-m", "ladder", "propagate", "3"], cwd=repository, capture_output=True,
                           text=True)
-    assert "is now in 24 later rungs" in done.stdout
+    assert "is now in 27 later rungs" in done.stdout
     assert "please check: loss = step_model(x, targets=y)\n" in done.stdout
-    assert done.returncode == 1 and done.stderr.endswith("python -m ladder propagate " + BY_LABEL["11"].file + "\n")
+    assert done.returncode == 1
+    for label in ("11", "36"):
+        assert "python -m ladder propagate " + BY_LABEL[label].file + "\n" in done.stderr
 
 
 @pytest.mark.parametrize("base, ours, theirs, merged", [

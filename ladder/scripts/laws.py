@@ -23,6 +23,8 @@ def name_of(node, lines):
     """What a statement at the top level is called: a definition's own name, "imports", or its first line."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return "imports"
+    if isinstance(node, (ast.If, ast.Try)) and isinstance(node.body[0], (ast.FunctionDef, ast.Import)):
+        return name_of(node.body[0], lines)  # what needs a library that may be missing
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
         return node.targets[0].id
     return getattr(node, "name", lines[node.lineno - 1].rstrip())  # the __main__ guard has no name

@@ -166,5 +166,16 @@ rung("dcp", "beyond/several_cards/fsdp_sharded_checkpoint.py", "sharded checkpoi
 # Learning rates for larger models.
 rung("34", "beyond/modern/rung_34_rates_that_carry_over.py", "rates that carry over", "24",
      "BASE_WIDTH", "GPT.__init__", "GPT.forward", "muon_update")
+# The last milliseconds on one GPU: from rung 10.
+rung("35", "beyond/gpu/rung_35_bf16_residual.py", "bfloat16 residual stream", "10",
+     "GPT.forward", same_losses=0.1, memory=(32, 4, 0))
+rung("36", "beyond/gpu/rung_36_cuda_graphs.py", "CUDA graphs", "35",
+     "imports", "add_flags", "GPT.configure_optimizers", "optimizer_step", "has_graphs", "GraphedStep", "train",
+     same_losses=0.01)
+rung("37", "beyond/gpu/rung_37_triton_cross_entropy.py", "cross-entropy in Triton", "35",
+     "imports", "cross_entropy_kernel", "OutputLayerLoss", "GPT.__init__", "GPT.forward",
+     "has_kernel", "train", same_losses=0.1)
+rung("38", "beyond/gpu/rung_38_fp8_head.py", "FP8 output layer", "37",
+     "cross_entropy_kernel", "to_float8", "float8_product", "OutputLayerLoss", "has_kernel", "train")
 
 BY_NAME = {stage.name: stage for stage in STAGES}

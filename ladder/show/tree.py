@@ -25,6 +25,7 @@ SECTIONS = [
     Section("published-qwen3s", "The published Qwen3s", ("32",)),
     Section("cards", "Several cards", ("33", "fsdp")),
     Section("rates", "A wide model’s learning rates", ("34",)),
+    Section("gpu", "The last milliseconds on a GPU", ("35",)),
 ]
 STARTS = {label: section for section in SECTIONS for label in section.starts}
 
