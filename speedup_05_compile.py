@@ -228,8 +228,7 @@ class DataLoaderLite:
 
 
 PRECISION = {  # for the log
-    torch.bfloat16: "bfloat16 autocast",
-    torch.float16: "float16 autocast",
+    torch.bfloat16: "bfloat16 autocast", torch.float16: "float16 autocast",
     torch.float32: "float32 (no bfloat16 on this CPU)",
 }
 

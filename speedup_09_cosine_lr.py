@@ -240,8 +240,7 @@ def get_lr(step, max_steps, max_lr, warmup_steps):
 
 
 PRECISION = {  # for the log
-    torch.bfloat16: "bfloat16 autocast",
-    torch.float16: "float16 autocast",
+    torch.bfloat16: "bfloat16 autocast", torch.float16: "float16 autocast",
     torch.float32: "float32 (no bfloat16 on this CPU)",
 }
 
