@@ -325,6 +325,7 @@ def train(args):
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
+        # fuses operations into a few kernels: intermediate results never reach memory
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     if rank == 0:

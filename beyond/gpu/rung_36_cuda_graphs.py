@@ -355,6 +355,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if args.compile_mode != "none":
         check_compiler(device)
+        # fuses operations into a few kernels: intermediate results never reach memory
         step_model = torch.compile(model, mode=args.compile_mode)
     x = torch.zeros(args.B, args.T, dtype=torch.int64, device=device)  # where each batch goes
     y = torch.zeros_like(x)
