@@ -243,8 +243,9 @@ class DataLoaderLite:
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
     """The learning rate of a step, from 1 to max_steps."""
-    if step <= warmup_steps:
+    if step <= warmup_steps:  # small steps while AdamW's averages hold few gradients
         return max_lr * step / warmup_steps
+    # then ever smaller ones, so that the loss can settle
     progress = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
     min_lr = max_lr / 10
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (max_lr - min_lr)
