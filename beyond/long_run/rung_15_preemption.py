@@ -232,13 +232,12 @@ class GPT(nn.Module):
     def configure_optimizers(self, lr, weight_decay):
         """Fused AdamW, which decays only matrices: embeddings and linear layers."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
-        others = [p for p in self.parameters() if p.dim() < 2]  # biases, LayerNorms
-        groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
+        others = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         # fused: one kernel updates everything, instead of about ten operations for each tensor
-        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        return torch.optim.AdamW(
+            groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
 
 
 class DataLoaderLite:
