@@ -338,7 +338,7 @@ def evaluate(model, loader, n_sequences, autocast, device):
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
     rise = step / max(1, warmup_steps)
-    fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)
+    fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
 
