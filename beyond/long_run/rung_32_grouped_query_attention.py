@@ -224,6 +224,7 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
+        # gains, but no shifts: those bring nothing measurable, and without them there is less to do
         self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
