@@ -323,6 +323,7 @@ class DataLoaderLite:
         starts = np.arange(0, self.n_windows * self.T, self.T)
         if self.seed is not None:
             rng = np.random.default_rng([self.seed, epoch])
+            # else every epoch repeats the same batches of neighboring windows
             rng.shuffle(starts)
             # all move by the same offset, so that their borders do; the last target still fits
             starts += rng.integers(len(self.tokens) - self.n_windows * self.T)
