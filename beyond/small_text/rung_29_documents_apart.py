@@ -214,6 +214,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.0)  # build_model sets its p
 
     def forward(self, x, cos, sin, mask):
+        # no activation can count on another, which makes memorizing harder
         x = x + self.dropout(self.attn(self.ln_1(x), cos, sin, mask))
         x = x + self.dropout(self.mlp(self.ln_2(x)))
         return x
