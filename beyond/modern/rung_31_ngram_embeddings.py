@@ -244,6 +244,7 @@ class GPT(nn.Module):
         before_that = F.pad(idx, (2, 0))[:, :T]
         # a hash: the factor, a large number, spreads the n-grams over the rows; those that meet in
         # a row share it
+        # A vector for each pair and triple of tokens: attention would have to learn to compose it.
         pair = 36313 * idx + before  # (B, T)
         triple = 36313 * pair + before_that
         x = x + self.pairs(pair % self.config.n_rows_hashed)  # (B, T, C)
