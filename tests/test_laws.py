@@ -127,7 +127,7 @@ def test_lessons_are_short():
     lengths = {stage.label: len(changed_lines(before(stage), SOURCES[stage.file]))
                for stage in STAGES[1:] if len(stage.starts) == 1}
     assert statistics.median(lengths[str(number)] for number in range(1, 11)) <= 8, lengths
-    most = {str(number): 20 for number in range(1, 11)} | {"3": 28}  # which also has float16, for older GPUs
+    most = {str(number): 28 for number in range(1, 11)}
     most |= dict.fromkeys(["15", "18", "25", "33", "36", "37", "dcp"], 70)  # a class is born or grows
     most |= {"14": 96, "fsdp": 104}  # in functions that can be read alone
     assert {label: n for label, n in lengths.items() if n > most.get(label, 52)} == {}
