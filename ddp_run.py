@@ -221,8 +221,8 @@ class GPT(nn.Module):
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         # fused: one kernel updates everything, instead of about ten operations for each tensor
-        return torch.optim.AdamW(
-            groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
+                                 fused=True)
 
 
 class DataLoaderLite:

@@ -223,9 +223,8 @@ class GPT(nn.Module):
         # a tensor, which kernels read: a number would be that of the captured step forever
         lr = torch.tensor(lr, device=matrices[0].device)
         # fused: one kernel updates everything, instead of about ten operations for each tensor
-        return torch.optim.AdamW(
-            groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
-            fused=True, capturable=True)
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
+                                 fused=True, capturable=True)
 
 
 class DataLoaderLite:
