@@ -118,14 +118,12 @@ def times_before(row):
 
 def short_row(row, floors):
     """README.md's; `floors` are the ms of {label: the counted floor of the report's card}, {} where there is none."""
-    stage = stage_of(row.name)
-    texts = {"file": link_to(row), "the one change": row.title,
-             "ms/step": f"{ms_text(row.ms)} ({spread_of(row)})",
-             "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"), "× before": times_before(row),
-             "× baseline": text_of(row.times_baseline, "{:.2f}")}
+    texts = {"file": link_to(row), "the one change": row.title, "ms/step": f"{ms_text(row.ms)} ({spread_of(row)})",
+             "× before": times_before(row), "× baseline": text_of(row.times_baseline, "{:.2f}")}
     if floors:
-        texts["floor, counted ms"] = f"{floors[stage.label]:,.0f}" if stage.label in floors else NOTHING
-    return texts | {"A100, published ms": str(stage.lecture_ms or NOTHING)}
+        label = stage_of(row.name).label
+        texts["floor, counted ms"] = f"{floors[label]:,.0f}" if label in floors else NOTHING
+    return texts
 
 
 def long_row(row):
@@ -186,7 +184,7 @@ def markdown(rows, n_left):
 
 
 def short_table(report):
-    """README.md's: each rung's step with its spread, beside its counted floor and the lecture's time."""
+    """README.md's: each rung's step with its spread, beside its counted floor."""
     rounds = max(row.rounds for row in report.rows)
     return (f"{markdown([short_row(row, floors_of(report)) for row in report.rows], 2)}\n\n"
             f"{where(report)}; the median of {rounds} rounds, lowest to highest. {STARS}.")
