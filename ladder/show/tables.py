@@ -18,7 +18,7 @@ from ladder.show.terminal import WIDE, print_texts
 NOTHING = "–"  # where a log does not say
 NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
-STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction over the table, a paired test over "
+STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
          f"{FEWEST_ROUNDS} rounds or more), ? too few rounds to tell; without a mark no significant difference")
 HEADINGS = (f"{STARS}. s to: seconds to the first step, or "
             "validation, with this loss, the lowest that all reach. 1st step: with compilation, unless its graphs were "
