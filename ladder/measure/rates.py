@@ -21,7 +21,7 @@ from ladder.scripts.stages import BY_LABEL, ROOT, load_script
 
 rung_10 = load_script(BY_LABEL["10"])
 SHAPES = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
-SECONDS = 2.0  # of measuring, for each shape and format
+SECONDS = 1.0  # of measuring, for each shape and format
 
 
 def best_rate(device, dtype, shape):
