@@ -50,7 +50,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup with this
 
 def pytest_collection_modifyitems(items):
     """The files that take longest first, so that two processes end at about the same time."""
-    items.sort(key=lambda item: item.path.name not in ("test_smoke.py", "test_fake_cuda.py"))
+    items.sort(key=lambda item: item.path.name not in ("test_lowered.py", "test_smoke.py", "test_fake_cuda.py"))
 
 
 def pytest_runtest_logreport(report):
