@@ -2,7 +2,7 @@
 
     env $(python -m ladder.measure.allocator) python -m experiments.padded_loss [--rounds 7]
 
-On a CPU, compiled, with the widths of GPT-2 (124M), in turns. What a GPU would run: tests/test_fake_cuda.py, test_07.
+On a CPU, compiled, with the widths of GPT-2 (124M), in turns. What a GPU would run: tests/test_lowered.py.
 """
 import argparse
 import statistics
