@@ -98,7 +98,7 @@ rung("ddp", "ddp_run.py", "DistributedDataParallel", "10",
      "imports", "add_flags", "init_ranks", "train", torchrun=True)
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
 rung("11", "beyond/long_run/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
-     "imports", "add_flags", "batches_per_step", "optimizer_step", "train")
+     "add_flags", "batches_per_step", "optimizer_step", "train")
 rung("12", "beyond/long_run/rung_12_prefetch.py", "prefetch", "11",
      "DataLoaderLite", "free_memory", "optimizer_step", "train", same_losses=0.01)
 rung("13", "beyond/long_run/rung_13_validation.py", "validation", "12",
