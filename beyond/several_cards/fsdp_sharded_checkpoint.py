@@ -719,7 +719,7 @@ def compile_parts(model, mode):
     model.chunked_cross_entropy = torch.compile(model.chunked_cross_entropy, mode=mode)
 
 
-def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
+def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
     """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
@@ -730,8 +730,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
         # averages each gradient over the ranks, of which each keeps its share
         scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-        # this rank's next batch, while the device is busy; numbers.step is the number of ranks
-        loader.prefetch(i + numbers.step)
+        loader.prefetch(i + world_size)  # this rank's next batch, while the device is busy
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     if isinstance(norm, DTensor):
@@ -797,7 +796,8 @@ def train(args):
         # the batches of this step; the ranks take them in turn
         first = (step - 1) * n_batches
         numbers = range(first + rank, first + n_batches, world_size)
-        loss, norm = optimizer_step(model, optimizer, scaler, loader, numbers, autocast)
+        loss, norm = optimizer_step(
+            model, optimizer, scaler, loader, numbers, world_size, autocast)
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
