@@ -15,10 +15,11 @@ import pytest
 import torch
 from conftest import (
     ROOT, Attack, Crash, as_program, assert_same_weights, builds_on, crash_in_step, cut_in_half, edit_json, files_in,
-    flip_a_byte, losses, run_command, rung, rungs_that_change, save_as_from_a_gpu, tokens_of, train)
+    flip_a_byte, lines_that_count, losses, run_command, rung, rungs_that_change, save_as_from_a_gpu, tokens_of, train)
 from torch.nn import functional as F
 
 from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import read_log
 
 SIX = ("-B", 2, "-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "--val-every", 3,
        "--val-sequences", 4)
@@ -48,7 +49,7 @@ def assert_refused(run, line):
 
 def what_it_says(log):
     """The lines of a log, without times and without those of a run's interruptions."""
-    lines = [re.sub(r"(dt|tokens/sec|left|time): [^|]*", "", line) for line in log.read_text().splitlines()]
+    lines = [re.sub(r"(dt|tokens/sec|left|time): [^|]*", "", line) for line in lines_that_count(log)]
     return [line for line in lines if not line.startswith(("# checkpoint", "# resumed", "# ended", "median"))]
 
 
@@ -84,7 +85,7 @@ def copied(whole, tmp_path):
 
 def assert_resumes(data, whole, folder, step=4):
     """With the log that the whole run had when it wrote this checkpoint."""
-    text = (whole / log_name("15")).read_text().replace(str(whole), str(folder))
+    text = (whole / log_name("15")).read_text()
     (folder / log_name("15")).write_text(text.partition(f"# checkpoint: step {step + 2} ")[0])
     run = six_steps(data, folder, "15", "--resume")
     assert run.returncode == 0 and f"# resumed after step {step} of 6" in run.stdout, run.stderr
@@ -97,8 +98,7 @@ def assert_resumes(data, whole, folder, step=4):
 def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     """Whatever a rung keeps, with another rung's flags, too.
 
-    The log goes on where the checkpoint was written; as it was when the run crashed it is kept, under its date. Of the
-    checkpoints the two newest stay.
+    The log goes on at its end. Of the checkpoints the two newest stay.
     """
     more = ["--recompute-blocks", 9] if builds_on(label, "16") else []
     assert six_steps(byte_tokens, tmp_path / "whole", label, *more).returncode == 0
@@ -118,18 +118,21 @@ def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     assert_same_run(folder, tmp_path / "whole", label)
     left = {name.removesuffix(".pt") for name in files_in(folder / "checkpoints")}
     assert left == {STEP_4[:-3], STEP_6[:-3]}
-    [earlier] = folder.glob(f"{log_name(label)}.20*")
-    assert earlier.read_text() == crashed and "step : 5 " in crashed
+    log = (folder / log_name(label)).read_text()
+    assert log == crashed + run.stdout and "step : 5 " in crashed
+    assert {path.name for path in folder.glob("*.log*")} == {log_name(label)}
+    ours, theirs = (read_log(path / log_name(label)) for path in (folder, tmp_path / "whole"))
+    assert (ours.steps, ours.losses, ours.val_losses) == (theirs.steps, theirs.losses, theirs.val_losses)
+    assert ours.complete and ours.first_counted_step == 6
 
 
-def test_14_another_runs_log_is_not_continued(byte_tokens, whole, copied, tmp_path):
-    """It is kept, under its date, and the new log begins with the resumed step."""
-    copied(STEP_4)
-    (tmp_path / log_name("15")).write_text("step : 1 | of another run\n# checkpoint: step 4 in elsewhere\n")
-    assert six_steps(byte_tokens, tmp_path, "15", "--resume").returncode == 0
-    assert losses(tmp_path / log_name("15")) == losses(whole / log_name("15"))[4:]
-    [earlier] = tmp_path.glob(f"{log_name('15')}.20*")
-    assert earlier.read_text().startswith("step : 1 | of another run\n")
+def test_14_a_moved_checkpoint_folder_keeps_the_log(byte_tokens, whole, copied, tmp_path):
+    """Nor does it matter how its path is written."""
+    copied(STEP_4).rename(tmp_path / "moved")
+    shutil.copy(whole / log_name("15"), tmp_path)
+    run = six_steps(byte_tokens, tmp_path, "15", "--resume", "--checkpoint-dir", tmp_path / "moved")
+    assert run.returncode == 0, run.stderr
+    assert_same_run(tmp_path, whole)
 
 
 def test_14_copies_among_the_checkpoints_are_left_alone(byte_tokens, whole, copied, tmp_path):
@@ -158,6 +161,7 @@ def test_14_a_finished_run_repeats_nothing(byte_tokens, whole, copied, tmp_path)
     copied(STEP_6)
     for _ in range(2):
         assert "step : " not in assert_resumes(byte_tokens, whole, tmp_path, 6).stdout
+    assert read_log(tmp_path / log_name("15")).complete
 
 
 @pytest.mark.parametrize("label, more, meta, reason", [
@@ -225,9 +229,8 @@ def test_a_run_stopped_before_the_decay_may_get_another_end(label, tmp_path, byt
         with pytest.raises(SystemExit, match=f"with {other}$"):
             train(rung(label), stopped, byte_tokens, *flags, "--steps", 12, "--resume", *more)
     resumed = train(rung(label), stopped, byte_tokens, *flags, "--steps", 8, "--resume")
-    text = resumed.read_text()
     assert losses(resumed) == losses(whole)
-    assert "| steps: 8 |" in text and "| steps: 12 |" not in text
+    assert read_log(resumed).headers["steps"] == "8"
     with pytest.raises(SystemExit, match="with steps 8, not 12$"):
         train(rung(label), stopped, byte_tokens, *flags, "--steps", 12, "--resume")
 

@@ -559,22 +559,6 @@ class Checkpoints:
         for older in self.paths()[:-2]:
             shutil.rmtree(older)
 
-    def start_log(self, step, precision, **notes):
-        """This run's log: after the header the lines of its earlier part, up to this step."""
-        earlier = ""
-        path = self.args.log_dir / f"{SCRIPT.stem}.log"
-        if step > 0 and path.exists():
-            text = path.read_text(encoding="utf-8")
-            end = text.find(f"# checkpoint: step {step} in {self.folder}\n")
-            earlier = text[text.find("step : ") : max(0, end)]
-        # sets that file aside
-        log = Log(self.args, self.model, self.loader, self.args.total_batch, precision, **notes)
-        log.file.write(earlier)
-        if step > 0:
-            log.line(f"# checkpoint: step {step} in {self.folder}")
-            log.line(f"# resumed after step {step} of {self.args.steps}")
-        return log
-
 
 def last_step_at_max_lr(run):
     """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
@@ -786,7 +770,10 @@ def train(args):
     step = checkpoints.load()
     log = None
     if rank == 0:
-        log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
+        log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype],
+                  append=step > 0, **notes)
+        if step > 0:  # readers of the log drop the later steps above this line
+            log.line(f"# resumed after step {step} of {args.steps}")
 
     steps_left = range(step + 1, args.steps + 1)
     signals = []
