@@ -94,7 +94,7 @@ STRAY_EDITS = [
     ("long_run", "class MLP(nn.Module):", "# a comment\nclass MLP(nn.Module):",
      "rung_17_chunked_cross_entropy.py and beyond/modern/rung_24_zero_init.py -> beyond/long_run/long_run.py: "
      "CausalSelfAttention.forward differs"),
-    ("long_run", "def sum_over_ranks(*numbers, device):", "def sums(*numbers, device):", "sum_over_ranks differs"),
+    ("long_run", "def on_any_rank(condition, device):", "def on_one(condition, device):", "on_any_rank differs"),
     ("ddp", "class Log:", "# a comment\nclass Log:", "ddp_run.py: below the banner it differs from speedup_10"),
 ]
 

@@ -597,12 +597,12 @@ def check_compiler(device):
                  " without it; python -m ladder check says what is missing")
 
 
-def sum_over_ranks(*numbers, device):
-    """The sum over the ranks of each of these numbers."""
-    sums = torch.tensor(numbers, device=device)
+def on_any_rank(condition, device):
+    """Whether this is true on at least one rank."""
+    count = torch.tensor(int(condition), device=device)
     if dist.is_initialized():
-        dist.all_reduce(sums)
-    return sums.tolist()
+        dist.all_reduce(count)
+    return count.item() > 0
 
 
 def catch_signals():
@@ -613,8 +613,6 @@ def catch_signals():
         caught.append(number)
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
-        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
-            sys.stdout = open(os.devnull, "w")
 
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
@@ -732,7 +730,7 @@ def train(args):
             log.line(f"# resumed after step {step} of {args.steps}")
 
     steps_left = range(step + 1, args.steps + 1)
-    signals = []
+    signals = catch_signals()
     for step in steps_left:
         t0 = time.perf_counter()
         lr = set_learning_rates(optimizer, step, args)
@@ -744,16 +742,15 @@ def train(args):
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        # after the clock: the mean loss, and whether any rank is to end. All must end after the
-        # same step, or they would wait for each other forever.
-        mean_loss = loss.item() / world_size
-        loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
-        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
-            signals = catch_signals()
+        loss = loss / world_size
+        if dist.is_initialized():
+            dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
+        # all must end after the same step, or they would wait for each other forever
+        stop = on_any_rank(len(signals) > 0, device)
         if rank == 0:
             seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
             left = timedelta(seconds=round(seconds))
-            log.step(step, loss, dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
+            log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
@@ -762,10 +759,10 @@ def train(args):
             seconds = time.perf_counter() - t0
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
-        last = last or n_signals > 0
+        last = last or stop
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
             checkpoints.save(step, log)
-        if n_signals > 0 and rank == 0:
+        if stop and rank == 0:
             log.line(f"# ended by a signal after step {step}")
         if last:
             break
