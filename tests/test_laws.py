@@ -129,7 +129,7 @@ def test_lessons_are_short():
     assert statistics.median(lengths[str(number)] for number in range(1, 11)) <= 8, lengths
     most = {str(number): 28 for number in range(1, 11)}
     most |= dict.fromkeys(["15", "18", "25", "33", "36", "37", "dcp"], 70)  # a class is born or grows
-    most |= {"14": 96, "fsdp": 104}  # in functions that can be read alone
+    most |= {"14": 88, "fsdp": 104}  # in functions that can be read alone
     assert {label: n for label, n in lengths.items() if n > most.get(label, 52)} == {}
 
 

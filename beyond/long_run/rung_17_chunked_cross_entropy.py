@@ -382,7 +382,7 @@ class Checkpoints:
         self.run = {"script": SCRIPT.name, "text": text}
         for name, value in vars(args).items():
             if name not in MAY_CHANGE:
-                self.run[name] = str(value)
+                self.run[name] = str(value) if isinstance(value, Path) else value
 
     def paths(self):
         """The checkpoints, the newest last."""
@@ -436,7 +436,8 @@ class Checkpoints:
         for name, value in self.run.items():
             theirs = saved["run"].get(name)
             if theirs != value:
-                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
+                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value};"
+                         " a new run from its weights needs --pretrained, another --checkpoint-dir")
 
     def save(self, step, log):
         """Write a checkpoint, and delete all but the newest two."""

@@ -477,7 +477,7 @@ class Checkpoints:
         self.run = {"script": SCRIPT.name, "text": text}
         for name, value in vars(args).items():
             if name not in MAY_CHANGE:
-                self.run[name] = str(value)
+                self.run[name] = str(value) if isinstance(value, Path) else value
 
     def paths(self):
         """The checkpoints, the newest last."""
@@ -543,7 +543,8 @@ class Checkpoints:
             if name in ("steps", "decay_share") and not_yet_falling:
                 continue
             if theirs != value:
-                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
+                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value};"
+                         " a new run from its weights needs --pretrained, another --checkpoint-dir")
 
     def save(self, step, log):
         """Write a checkpoint, and delete all but the newest two. Every rank must call this."""
@@ -571,8 +572,7 @@ class Checkpoints:
 
 def last_step_at_max_lr(run):
     """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
-    decay_share = float(run.get("decay_share", 1))
-    return float(run["steps"]) * (1 - decay_share) + 1
+    return run["steps"] * (1 - run.get("decay_share", 1)) + 1
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
