@@ -17,6 +17,7 @@ Sources: Press & Wolf 2017, "Using the Output Embedding to Improve Language Mode
 2017, section 3.4.
 """
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -328,14 +329,14 @@ def set_aside(path):
 class Log:
     """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
 
-    def __init__(self, args, model, loader, tokens_per_step, precision, **notes):
-        self.device = args.device
-        self.tokens_per_step = tokens_per_step
+    def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
+        self.device, self.tokens_per_step = args.device, tokens_per_step
         self.seconds = []  # of each step
         args.log_dir.mkdir(parents=True, exist_ok=True)
         path = args.log_dir / f"{SCRIPT.stem}.log"
-        set_aside(path)
-        self.file = open(path, "w", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+        if not append:
+            set_aside(path)
+        self.file = open(path, "a", encoding="utf-8", buffering=1)  # a killed run keeps its lines
 
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
@@ -352,16 +353,15 @@ class Log:
 
     def line(self, text):
         self.file.write(text + "\n")
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal, or `| head`: the run goes on
+            print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
         """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
         self.seconds.append(dt)
         text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
-        for key, value in more.items():
-            text += f" | {key}: {value}"
-        self.line(text)
+        self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
             sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
 

@@ -184,10 +184,23 @@ def train_in_float32(label, folder, data, *flags):
     return train(module, folder, data, *flags)
 
 
+def lines_that_count(log):
+    """The lines of a log file, without what a resumed run did again, and without its earlier headers."""
+    lines = []
+    for line in Path(log).read_text().splitlines():
+        resumed = re.match(r"# resumed after step (\d+)", line)
+        if resumed:
+            begun = max(i for i, earlier in enumerate(lines) if earlier.startswith("# script: "))
+            steps = [(re.match(r"(?:val : step|step :) (\d+) ", earlier), earlier) for earlier in lines[:begun]]
+            lines = lines[begun:] + [line for found, line in steps if found and int(found[1]) <= int(resumed[1])]
+        lines.append(line)
+    return lines
+
+
 def read_steps(log):
     """The step lines of a log file as dictionaries of numbers."""
     steps = []
-    for line in Path(log).read_text().splitlines():
+    for line in lines_that_count(log):
         if line.startswith("step"):
             found = STEP_HEAD.match(line)
             assert found, f"not a line of Log.step: {line}"
@@ -202,7 +215,7 @@ def losses(log):
 
 def val_losses(log):
     """{step: validation loss} of a log."""
-    lines = [line for line in Path(log).read_text().splitlines() if line.startswith("val")]
+    lines = [line for line in lines_that_count(log) if line.startswith("val")]
     for line in lines:
         assert VAL_LINE.fullmatch(line), f"not as `val : step N | loss: 5.123456 | time: 0.12 s`: {line}"
     return {int(found[1]): float(found[2]) for found in map(VAL_LINE.fullmatch, lines)}

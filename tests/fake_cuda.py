@@ -449,8 +449,6 @@ def run(label, model, recompute, folder, float16, backend):
     script.Log.step, script.save_model = count_step, nothing
     if hasattr(script, "Checkpoints"):
         script.Checkpoints.save = nothing
-    if hasattr(script, "sum_over_ranks"):  # after the clock; a fake tensor's number could be that of a signal
-        script.sum_over_ranks = lambda *numbers, device: list(numbers)
     if hasattr(script, "GraphedStep"):
         script.GraphedStep.WARM_UP = 1  # the second step is captured: in it nothing may wait
         script.GraphedStep.run_on_stream = lambda self: self.step()

@@ -1,12 +1,17 @@
 """Rungs 14 and 15: a run that was stopped, crashed or killed continues bit by bit, and nothing is lost or mixed up."""
+import fcntl
 import gc
 import json
 import os
 import pickle
+import pty
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +20,11 @@ import pytest
 import torch
 from conftest import (
     ROOT, Attack, Crash, as_program, assert_same_weights, builds_on, crash_in_step, cut_in_half, edit_json, files_in,
-    flip_a_byte, losses, run_command, rung, rungs_that_change, save_as_from_a_gpu, tokens_of, train)
+    flip_a_byte, lines_that_count, losses, run_command, rung, rungs_that_change, save_as_from_a_gpu, tokens_of, train)
 from torch.nn import functional as F
 
 from ladder.scripts.stages import BY_LABEL
+from ladder.show.logs import read_log
 
 SIX = ("-B", 2, "-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "--val-every", 3,
        "--val-sequences", 4)
@@ -48,7 +54,7 @@ def assert_refused(run, line):
 
 def what_it_says(log):
     """The lines of a log, without times and without those of a run's interruptions."""
-    lines = [re.sub(r"(dt|tokens/sec|left|time): [^|]*", "", line) for line in log.read_text().splitlines()]
+    lines = [re.sub(r"(dt|tokens/sec|left|time): [^|]*", "", line) for line in lines_that_count(log)]
     return [line for line in lines if not line.startswith(("# checkpoint", "# resumed", "# ended", "median"))]
 
 
@@ -84,7 +90,7 @@ def copied(whole, tmp_path):
 
 def assert_resumes(data, whole, folder, step=4):
     """With the log that the whole run had when it wrote this checkpoint."""
-    text = (whole / log_name("15")).read_text().replace(str(whole), str(folder))
+    text = (whole / log_name("15")).read_text()
     (folder / log_name("15")).write_text(text.partition(f"# checkpoint: step {step + 2} ")[0])
     run = six_steps(data, folder, "15", "--resume")
     assert run.returncode == 0 and f"# resumed after step {step} of 6" in run.stdout, run.stderr
@@ -97,8 +103,7 @@ def assert_resumes(data, whole, folder, step=4):
 def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     """Whatever a rung keeps, with another rung's flags, too.
 
-    The log goes on where the checkpoint was written; as it was when the run crashed it is kept, under its date. Of the
-    checkpoints the two newest stay.
+    The log goes on at its end. Of the checkpoints the two newest stay.
     """
     more = ["--recompute-blocks", 9] if builds_on(label, "16") else []
     assert six_steps(byte_tokens, tmp_path / "whole", label, *more).returncode == 0
@@ -118,18 +123,21 @@ def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     assert_same_run(folder, tmp_path / "whole", label)
     left = {name.removesuffix(".pt") for name in files_in(folder / "checkpoints")}
     assert left == {STEP_4[:-3], STEP_6[:-3]}
-    [earlier] = folder.glob(f"{log_name(label)}.20*")
-    assert earlier.read_text() == crashed and "step : 5 " in crashed
+    log = (folder / log_name(label)).read_text()
+    assert log == crashed + run.stdout and "step : 5 " in crashed
+    assert {path.name for path in folder.glob("*.log*")} == {log_name(label)}
+    ours, theirs = (read_log(path / log_name(label)) for path in (folder, tmp_path / "whole"))
+    assert (ours.steps, ours.losses, ours.val_losses) == (theirs.steps, theirs.losses, theirs.val_losses)
+    assert ours.complete and ours.first_counted_step == 6
 
 
-def test_14_another_runs_log_is_not_continued(byte_tokens, whole, copied, tmp_path):
-    """It is kept, under its date, and the new log begins with the resumed step."""
-    copied(STEP_4)
-    (tmp_path / log_name("15")).write_text("step : 1 | of another run\n# checkpoint: step 4 in elsewhere\n")
-    assert six_steps(byte_tokens, tmp_path, "15", "--resume").returncode == 0
-    assert losses(tmp_path / log_name("15")) == losses(whole / log_name("15"))[4:]
-    [earlier] = tmp_path.glob(f"{log_name('15')}.20*")
-    assert earlier.read_text().startswith("step : 1 | of another run\n")
+def test_14_a_moved_checkpoint_folder_keeps_the_log(byte_tokens, whole, copied, tmp_path):
+    """Nor does it matter how its path is written."""
+    copied(STEP_4).rename(tmp_path / "moved")
+    shutil.copy(whole / log_name("15"), tmp_path)
+    run = six_steps(byte_tokens, tmp_path, "15", "--resume", "--checkpoint-dir", tmp_path / "moved")
+    assert run.returncode == 0, run.stderr
+    assert_same_run(tmp_path, whole)
 
 
 def test_14_copies_among_the_checkpoints_are_left_alone(byte_tokens, whole, copied, tmp_path):
@@ -158,12 +166,14 @@ def test_14_a_finished_run_repeats_nothing(byte_tokens, whole, copied, tmp_path)
     copied(STEP_6)
     for _ in range(2):
         assert "step : " not in assert_resumes(byte_tokens, whole, tmp_path, 6).stdout
+    assert read_log(tmp_path / log_name("15")).complete
 
 
 @pytest.mark.parametrize("label, more, meta, reason", [
     ("15", [], {}, f".*{STEP_4} is .*--resume .*--checkpoint-dir"),
     ("16", ["--resume"], {}, "--resume: .* with script rung_15_preemption.py, not rung_16_gradient_checkpointing.py"),
     ("long_run", ["--resume"], {}, "--resume: .* with script rung_15_preemption.py, not long_run.py"),
+    ("15", ["--resume", "--steps", 9], {}, "--resume: .* with steps 6, not 9; a new run .*--pretrained"),
     ("15", ["--resume"], {"sha256": "0" * 64}, r"--resume: .* with text \w+ in bytes tokens, not 0000\w+ in bytes"),
     ("15", ["--resume"], {"tokenizer": "gpt2"}, r"--resume: .* with text (\w+) in bytes tokens, not \1 in gpt2 tokens"),
 ])
@@ -207,7 +217,7 @@ def test_14_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte_tokens):
         try:
             assert load(**{name: another(flags[name])}) == (0 if name == "checkpoint_dir" else 4)
         except SystemExit as stop:
-            assert stop.code.endswith(f" with {name} {flags[name]}, not {another(flags[name])}")
+            assert f" with {name} {flags[name]}, not {another(flags[name])}; a new run" in stop.code
             refused.add(name)
     assert refused == flags.keys() - FREE - {"resume"} and len(refused) >= 8
 
@@ -222,13 +232,12 @@ def test_a_run_stopped_before_the_decay_may_get_another_end(label, tmp_path, byt
     with pytest.raises(Crash):
         train(module, stopped, byte_tokens, *flags, "--steps", 12)
     for more, other in ((("--steps", 5), "steps 12, not 5"), (("--decay-share", 0.8), "decay_share 0.5, not 0.8")):
-        with pytest.raises(SystemExit, match=f"with {other}$"):
+        with pytest.raises(SystemExit, match=f"with {other}; "):
             train(rung(label), stopped, byte_tokens, *flags, "--steps", 12, "--resume", *more)
     resumed = train(rung(label), stopped, byte_tokens, *flags, "--steps", 8, "--resume")
-    text = resumed.read_text()
     assert losses(resumed) == losses(whole)
-    assert "| steps: 8 |" in text and "| steps: 12 |" not in text
-    with pytest.raises(SystemExit, match="with steps 8, not 12$"):
+    assert read_log(resumed).headers["steps"] == "8"
+    with pytest.raises(SystemExit, match="with steps 8, not 12; .*--pretrained"):
         train(rung(label), stopped, byte_tokens, *flags, "--steps", 12, "--resume")
 
 
@@ -347,21 +356,39 @@ def test_15_a_second_interrupt_ends_the_run_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("nohup", [False, True])
-def test_15_after_a_hangup_nothing_is_printed_and_nohup_outlives_it(nohup, monkeypatch):
-    """Printing to a closed terminal would fail, before the checkpoint is written."""
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
+def test_15_nohup_outlives_a_hangup(nohup):
     if nohup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     caught = rung("15").catch_signals()
     os.kill(os.getpid(), signal.SIGHUP)
-    assert caught == ([] if nohup else [signal.SIGHUP]) and (sys.stdout.name == os.devnull) is not nohup
+    assert caught == ([] if nohup else [signal.SIGHUP])
 
 
-def test_15_a_signal_in_the_first_step_ends_it_at_once(byte_tokens, tmp_path, monkeypatch):
-    """There is nothing to save yet, and the step may compile for minutes."""
+def test_15_a_closed_terminal_saves(byte_tokens, tmp_path):
+    """Though nothing can be printed any more: the log has the end, and a checkpoint the step."""
+    terminal, script = pty.openpty()
+    command = [sys.executable, BY_LABEL["15"].path, "--model", "tiny", "--device", "cpu", "--compile-mode", "none",
+               "--data", byte_tokens, *ONE, "--steps", 10**6, "--log-dir", tmp_path, "--checkpoint-dir",
+               tmp_path / "checkpoints"]
+    run = subprocess.Popen([*map(str, command)], stdin=script, stdout=script, stderr=script, start_new_session=True,
+                           preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+    os.close(script)
+    log, deadline = tmp_path / log_name("15"), time.monotonic() + 60
+    while not (log.exists() and "step : 2 " in log.read_text()):
+        assert run.poll() is None and time.monotonic() < deadline
+        os.read(terminal, 100_000)
+    os.close(terminal)
+    run.wait(timeout=60)
+    last = read_log(log).steps[-1]
+    assert f"# ended by a signal after step {last}\n" in log.read_text()
+    assert files_in(tmp_path / "checkpoints") >= {f"step_{last:07}.pt"}
+
+
+def test_15_a_signal_in_the_first_step_saves_it(byte_tokens, tmp_path, monkeypatch):
     interrupt(monkeypatch, 3)
-    assert_refused(six_steps(byte_tokens, tmp_path), "stopped: ")
-    assert not files_in(tmp_path / "checkpoints")
+    run = six_steps(byte_tokens, tmp_path)
+    assert run.returncode == 0 and "# ended by a signal after step 1\n" in run.stdout, run.stderr
+    assert "step_0000001.pt" in files_in(tmp_path / "checkpoints")
 
 
 def test_15_a_folder_that_cannot_be_written_ends_the_run_before_its_first_step(byte_tokens, tmp_path):

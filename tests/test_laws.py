@@ -28,7 +28,7 @@ def test_the_whole_ladder_obeys():
     ("def set_aside(path):", "def idle():\n    pass\n\n\ndef set_aside(path):", "idle is not used by baseline.py"),
     ("    add_flags(parser)", '    add_flags(parser) if "get_lr" in globals() else None', "'globals()' is a later"),
     ("    add_flags(parser)", '    add_flags(parser)\n    "--muon-lr"', "'--muon-lr' is a later rung's business"),
-    ("    add_flags(parser)", "    add_flags(parser)" + 30 * "\n    pass", "lines, more than 151"),
+    ("    add_flags(parser)", "    add_flags(parser)" + 30 * "\n    pass", "lines, more than 150"),
 ])
 def test_the_law_notices_what_the_baseline_does_not_need(line, edited, verdict):
     source = SOURCES["baseline.py"]
@@ -94,7 +94,7 @@ STRAY_EDITS = [
     ("long_run", "class MLP(nn.Module):", "# a comment\nclass MLP(nn.Module):",
      "rung_17_chunked_cross_entropy.py and beyond/modern/rung_24_zero_init.py -> beyond/long_run/long_run.py: "
      "CausalSelfAttention.forward differs"),
-    ("long_run", "def sum_over_ranks(*numbers, device):", "def sums(*numbers, device):", "sum_over_ranks differs"),
+    ("long_run", "def on_any_rank(condition, device):", "def on_one(condition, device):", "on_any_rank differs"),
     ("ddp", "class Log:", "# a comment\nclass Log:", "ddp_run.py: below the banner it differs from speedup_10"),
 ]
 
@@ -129,7 +129,7 @@ def test_lessons_are_short():
     assert statistics.median(lengths[str(number)] for number in range(1, 11)) <= 8, lengths
     most = {str(number): 28 for number in range(1, 11)}
     most |= dict.fromkeys(["15", "18", "25", "33", "36", "37", "dcp"], 70)  # a class is born or grows
-    most |= {"14": 96, "fsdp": 104}  # in functions that can be read alone
+    most |= {"14": 88, "fsdp": 104}  # in functions that can be read alone
     assert {label: n for label, n in lengths.items() if n > most.get(label, 52)} == {}
 
 

@@ -92,3 +92,15 @@ def test_the_folder_of_the_log_is_made(tmp_path, byte_tokens):
     """With the folders above it."""
     log = train(rung("0"), tmp_path / "new" / "logs", byte_tokens, "-B", 1, "-T", 8, "--steps", 1)
     assert len(read_steps(log)) == 1
+
+
+def test_a_run_outlives_what_reads_its_output(tmp_path, byte_tokens):
+    """`| head` ends after its lines, a terminal is closed: the log has all steps, and the model is saved."""
+    command = [sys.executable, ROOT / "baseline.py", "--model", "tiny", "--device", "cpu", "--data", byte_tokens,
+               "--log-dir", tmp_path, "-B", "1", "-T", "16", "--steps", "4", "--save", tmp_path / "model.pt"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        run.stdout.readline()
+        run.stdout.close()
+        run.wait(timeout=60)
+    assert [step["step"] for step in read_steps(tmp_path / "baseline.log")] == [1, 2, 3, 4]
+    assert (tmp_path / "model.pt").exists()

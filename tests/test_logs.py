@@ -118,3 +118,17 @@ def test_rates_that_a_machine_cannot_have(rates, tmp_path):
 def test_a_line_that_a_kill_cut_short_says_nothing(tmp_path):
     """Its loss would be 7, not 7.25."""
     assert read_log(write_log(tmp_path / "a.log", tail="\nval : step 3 | loss: 7")).val_losses == []
+
+
+RESUMED = ("# batch: B=2 T=1024 | steps: 4 | seed: 1\n# resumed after step 1 of 4\n"
+           + "".join(f"step : {n} | loss: {n}.5 | dt: 60 ms\n" for n in (2, 3, 4)))
+
+
+@pytest.mark.parametrize("tail, complete", [("", False), (MEDIAN.lstrip(), True)])
+def test_of_the_steps_that_a_resumed_run_repeated_the_last_count(tail, complete, tmp_path):
+    """And its header does, and the validations, and only its own median."""
+    val = "val : step 1 | loss: 6 | time: 1 s\nval : step 3 | loss: 5 | time: 1 s"
+    log = write_log(tmp_path / "a.log", losses=[9.5, 8.0, 7.0], tail=f"\n{val}{MEDIAN}{RESUMED}{tail}")
+    run = read_log(log)
+    assert (run.steps, run.losses, run.ms) == ([1, 2, 3, 4], [9.5, 2.5, 3.5, 4.5], [100, 60, 60, 60])
+    assert (run.val_steps, run.val_losses, run.B, run.complete) == ([1], [6], 2, complete)

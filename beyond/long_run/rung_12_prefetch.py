@@ -345,7 +345,7 @@ def batches_per_step(args, world_size):
     return args.total_batch // (args.B * args.T)
 
 
-def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
+def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
     """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
@@ -360,8 +360,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
                 micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-        # this rank's next batch, while the device is busy; numbers.step is the number of ranks
-        loader.prefetch(i + numbers.step)
+        loader.prefetch(i + world_size)  # this rank's next batch, while the device is busy
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
@@ -411,7 +410,8 @@ def train(args):
         # the batches of this step; the ranks take them in turn
         first = (step - 1) * n_batches
         numbers = range(first + rank, first + n_batches, world_size)
-        loss, norm = optimizer_step(step_model, optimizer, scaler, loader, numbers, autocast)
+        loss, norm = optimizer_step(
+            step_model, optimizer, scaler, loader, numbers, world_size, autocast)
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
@@ -511,14 +511,14 @@ def set_aside(path):
 class Log:
     """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
 
-    def __init__(self, args, model, loader, tokens_per_step, precision, **notes):
-        self.device = args.device
-        self.tokens_per_step = tokens_per_step
+    def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
+        self.device, self.tokens_per_step = args.device, tokens_per_step
         self.seconds = []  # of each step
         args.log_dir.mkdir(parents=True, exist_ok=True)
         path = args.log_dir / f"{SCRIPT.stem}.log"
-        set_aside(path)
-        self.file = open(path, "w", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+        if not append:
+            set_aside(path)
+        self.file = open(path, "a", encoding="utf-8", buffering=1)  # a killed run keeps its lines
 
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
@@ -535,16 +535,15 @@ class Log:
 
     def line(self, text):
         self.file.write(text + "\n")
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal, or `| head`: the run goes on
+            print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
         """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
         self.seconds.append(dt)
         text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
-        for key, value in more.items():
-            text += f" | {key}: {value}"
-        self.line(text)
+        self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
             sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
 

@@ -16,6 +16,7 @@ one file as before, gathered on rank 0. Without torchrun use long_run.py.
 Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
 """
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -476,7 +477,7 @@ class Checkpoints:
         self.run = {"script": SCRIPT.name, "text": text}
         for name, value in vars(args).items():
             if name not in MAY_CHANGE:
-                self.run[name] = str(value)
+                self.run[name] = str(value) if isinstance(value, Path) else value
 
     def paths(self):
         """The checkpoints, the newest last."""
@@ -542,7 +543,8 @@ class Checkpoints:
             if name in ("steps", "decay_share") and not_yet_falling:
                 continue
             if theirs != value:
-                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value}")
+                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value};"
+                         " a new run from its weights needs --pretrained, another --checkpoint-dir")
 
     def save(self, step, log):
         """Write a checkpoint, and delete all but the newest two. Every rank must call this."""
@@ -567,27 +569,10 @@ class Checkpoints:
             os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
         partial.replace(path)
 
-    def start_log(self, step, precision, **notes):
-        """This run's log: after the header the lines of its earlier part, up to this step."""
-        earlier = ""
-        path = self.args.log_dir / f"{SCRIPT.stem}.log"
-        if step > 0 and path.exists():
-            text = path.read_text(encoding="utf-8")
-            end = text.find(f"# checkpoint: step {step} in {self.folder}\n")
-            earlier = text[text.find("step : ") : max(0, end)]
-        # sets that file aside
-        log = Log(self.args, self.model, self.loader, self.args.total_batch, precision, **notes)
-        log.file.write(earlier)
-        if step > 0:
-            log.line(f"# checkpoint: step {step} in {self.folder}")
-            log.line(f"# resumed after step {step} of {self.args.steps}")
-        return log
-
 
 def last_step_at_max_lr(run):
     """The step after which the rate falls, from the flags of a run; of an earlier rung's, 1."""
-    decay_share = float(run.get("decay_share", 1))
-    return float(run["steps"]) * (1 - decay_share) + 1
+    return run["steps"] * (1 - run.get("decay_share", 1)) + 1
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
@@ -632,12 +617,12 @@ def check_compiler(device):
                  " without it; python -m ladder check says what is missing")
 
 
-def sum_over_ranks(*numbers, device):
-    """The sum over the ranks of each of these numbers."""
-    sums = torch.tensor(numbers, device=device)
+def on_any_rank(condition, device):
+    """Whether this is true on at least one rank."""
+    count = torch.tensor(int(condition), device=device)
     if dist.is_initialized():
-        dist.all_reduce(sums)
-    return sums.tolist()
+        dist.all_reduce(count)
+    return count.item() > 0
 
 
 def catch_signals():
@@ -648,8 +633,6 @@ def catch_signals():
         caught.append(number)
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
-        elif number != signal.SIGTERM:  # SIGHUP: there is no terminal to print to any more
-            sys.stdout = open(os.devnull, "w")
 
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
@@ -727,7 +710,7 @@ def compile_parts(model, mode):
     model.chunked_cross_entropy = torch.compile(model.chunked_cross_entropy, mode=mode)
 
 
-def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
+def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
     """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
@@ -738,8 +721,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, autocast):
         # averages each gradient over the ranks, of which each keeps its share
         scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-        # this rank's next batch, while the device is busy; numbers.step is the number of ranks
-        loader.prefetch(i + numbers.step)
+        loader.prefetch(i + world_size)  # this rank's next batch, while the device is busy
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     if isinstance(norm, DTensor):
@@ -795,30 +777,33 @@ def train(args):
     step = checkpoints.load()
     log = None
     if rank == 0:
-        log = checkpoints.start_log(step, PRECISION[amp_dtype], **notes)
+        log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype],
+                  append=step > 0, **notes)
+        if step > 0:  # readers of the log drop the later steps above this line
+            log.line(f"# resumed after step {step} of {args.steps}")
 
     steps_left = range(step + 1, args.steps + 1)
-    signals = []
+    signals = catch_signals()
     for step in steps_left:
         t0 = time.perf_counter()
         lr = set_learning_rates(optimizer, step, args)
         # the batches of this step; the ranks take them in turn
         first = (step - 1) * n_batches
         numbers = range(first + rank, first + n_batches, world_size)
-        loss, norm = optimizer_step(model, optimizer, scaler, loader, numbers, autocast)
+        loss, norm = optimizer_step(
+            model, optimizer, scaler, loader, numbers, world_size, autocast)
         # kernels launch asynchronously: wait for them, then read the clock
         torch.get_device_module(device).synchronize()
         dt = time.perf_counter() - t0
-        # after the clock: the mean loss, and whether any rank is to end. All must end after the
-        # same step, or they would wait for each other forever.
-        mean_loss = loss.item() / world_size
-        loss, n_signals = sum_over_ranks(mean_loss, float(len(signals)), device=device)
-        if step == steps_left[0]:  # not earlier: while the first step compiles, a signal ends it
-            signals = catch_signals()
+        loss = loss / world_size
+        if dist.is_initialized():
+            dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
+        # all must end after the same step, or they would wait for each other forever
+        stop = on_any_rank(len(signals) > 0, device)
         if rank == 0:
             seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
             left = timedelta(seconds=round(seconds))
-            log.step(step, loss, dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
+            log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
@@ -827,10 +812,10 @@ def train(args):
             seconds = time.perf_counter() - t0
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
-        last = last or n_signals > 0
+        last = last or stop
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last):
             checkpoints.save(step, log)  # every rank must come here
-        if n_signals > 0 and rank == 0:
+        if stop and rank == 0:
             log.line(f"# ended by a signal after step {step}")
         if last:
             break
@@ -929,14 +914,14 @@ def set_aside(path):
 class Log:
     """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
 
-    def __init__(self, args, model, loader, tokens_per_step, precision, **notes):
-        self.device = args.device
-        self.tokens_per_step = tokens_per_step
+    def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
+        self.device, self.tokens_per_step = args.device, tokens_per_step
         self.seconds = []  # of each step
         args.log_dir.mkdir(parents=True, exist_ok=True)
         path = args.log_dir / f"{SCRIPT.stem}.log"
-        set_aside(path)
-        self.file = open(path, "w", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+        if not append:
+            set_aside(path)
+        self.file = open(path, "a", encoding="utf-8", buffering=1)  # a killed run keeps its lines
 
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
@@ -953,16 +938,15 @@ class Log:
 
     def line(self, text):
         self.file.write(text + "\n")
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal, or `| head`: the run goes on
+            print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
         """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
         self.seconds.append(dt)
         text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
-        for key, value in more.items():
-            text += f" | {key}: {value}"
-        self.line(text)
+        self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
             sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
 

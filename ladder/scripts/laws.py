@@ -8,7 +8,7 @@ from collections import Counter
 from ladder.scripts.stages import BANNER, STAGES
 
 
-MOST_LINES = 151  # below the banner
+MOST_LINES = 150  # below the banner
 # What no plumbing names: how a script would ask which rung it is, and the formats and libraries of later ones.
 LATER = ("globals()", "hasattr", "rung_", "speedup_", "RANK", "distributed", "torchrun", "transformers", "Qwen", "qwen",
          "compile", "heckpoint", "resume", "filelock", "signal", "autocast", "scaler")

@@ -98,7 +98,7 @@ rung("ddp", "ddp_run.py", "DistributedDataParallel", "10",
      "imports", "add_flags", "init_ranks", "train", torchrun=True)
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
 rung("11", "beyond/long_run/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
-     "imports", "add_flags", "batches_per_step", "optimizer_step", "train")
+     "add_flags", "batches_per_step", "optimizer_step", "train")
 rung("12", "beyond/long_run/rung_12_prefetch.py", "prefetch", "11",
      "DataLoaderLite", "free_memory", "optimizer_step", "train", same_losses=0.01)
 rung("13", "beyond/long_run/rung_13_validation.py", "validation", "12",
@@ -106,7 +106,7 @@ rung("13", "beyond/long_run/rung_13_validation.py", "validation", "12",
 rung("14", "beyond/long_run/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
      "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01)
 rung("15", "beyond/long_run/rung_15_preemption.py", "preemption", "14",
-     "imports", "Checkpoints", "sum_over_ranks", "catch_signals", "train", same_losses=0.01)
+     "imports", "Checkpoints", "on_any_rank", "catch_signals", "train", same_losses=0.01)
 rung("16", "beyond/long_run/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
      "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "build_model", "train", same_losses=0.1)
 rung("17", "beyond/long_run/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",

@@ -3,6 +3,9 @@
 A round's logs are files of a folder, `round_1/baseline.log`, or, as records have them, one file, `round_1.log`: one log
 after another, each from its line `# script:` on. In such a file a log's path is `round_1.log/baseline.log`.
 
+A run that was resumed (rung 14) has appended to its log: of the steps that it repeated the last ones count, and of two
+headers the later.
+
 A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with or without further fields. Everything
 else is optional: what a log does not say is None.
 """
@@ -30,6 +33,7 @@ COUNT = r"(\d{1,12})"
 STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms"
                        rf"(?:\s*\|\s*tok(?:ens)?/s(?:ec)?:?\s*{NUMBER})?")
 VAL_LINE = re.compile(rf"val : step {COUNT} \| loss: {NUMBER}")
+RESUMED_LINE = re.compile(rf"# resumed after step {COUNT} of {COUNT}")
 MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*\| steps {COUNT}-")
 PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
 
@@ -160,7 +164,7 @@ def read_headers(lines):
         for part in line.removeprefix("#").split(" | ") if line.startswith("# ") else []:
             key, colon, value = part.partition(": ")
             if colon:
-                headers.setdefault(key.strip(), value.strip())
+                headers[key.strip()] = value.strip()
     return headers
 
 
@@ -216,9 +220,23 @@ def read_log(path):
     return run
 
 
+def forget_after(run, step, last):
+    """A run resumed after this step, to train up to the last: what it had done after it, it does again."""
+    n_steps, n_validations = (sum(number <= step for number in numbers) for numbers in (run.steps, run.val_steps))
+    for values in (run.steps, run.losses, run.ms):
+        del values[n_steps:]
+    for values in (run.val_steps, run.val_losses):
+        del values[n_validations:]
+    if step < last:
+        run.first_counted_step = None
+
+
 def add_line(run, line):
-    """Add what a line of the log says about a step, a validation or the median; other lines say nothing."""
+    """Add what a line says about a step, a validation, the median or a resumed run; other lines say nothing."""
     step, validation, median = STEP_LINE.match(line), VAL_LINE.match(line), MEDIAN_LINE.match(line)
+    resumed = RESUMED_LINE.match(line)
+    if resumed:
+        forget_after(run, int(resumed[1]), int(resumed[2]))
     if step:
         run.steps.append(int(step[1]))
         run.losses.append(float(step[2]))
