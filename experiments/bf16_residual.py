@@ -8,6 +8,7 @@ in bfloat16, which a CPU needs AVX512-BF16 for. A run's loss is the mean of its 
 start from the same weights and see the same batches. Losses do not depend on what else the machine does. Finished runs
 are not repeated. The learning rate was the best of 5e-4, 1e-3 and 2e-3 for rung 10 at -B 8, with another seed.
 """
+import argparse
 import subprocess
 import sys
 from multiprocessing.pool import ThreadPool
@@ -48,4 +49,6 @@ def main(logs):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("logs", type=Path, help="a folder")
+    main(parser.parse_args().logs)

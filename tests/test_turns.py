@@ -16,7 +16,7 @@ from run_tool import LADDER, flags
 
 from ladder.measure.jobs import Job
 from ladder.measure.peers import find_peers
-from ladder.measure.runner import Runner, clocks_logged, command_for, plan
+from ladder.measure.runner import Runner, clocks_logged, command_for, peer_command, plan
 from ladder.scripts.stages import BY_LABEL, LADDER as STAGES
 from ladder.show.logs import PEER, read_log
 from ladder.show.report import build_report
@@ -136,7 +136,7 @@ def test_only_what_compiles_has_a_first_run(tmp_path):
 
     assert how("4") == ["ladder.measure.turn", "eager"] and how("5") == ["ladder.measure.turn", "compiled"]
     assert how("5", "--compile-mode", "none") == ["ladder.measure.turn", "eager"]
-    assert command_for(None, [], tmp_path, in_turns=True)[3] == "compiled"
+    assert peer_command(["peer.py"], [], tmp_path, in_turns=True)[2:5] == ["ladder.measure.turn", "compiled", "peer.py"]
     assert how("ddp")[0] == "torch.distributed.run"
 
 

@@ -23,7 +23,7 @@ def mean_loss(module, model, loader, n, autocast, rank=0, ranks=1):
     return module.evaluate(model, loader, n, autocast, *where)
 
 
-@pytest.mark.parametrize("label", rungs_that_change("optimizer_step")[1:])
+@pytest.mark.parametrize("label", rungs_that_change("optimizer_step", since="11")[1:])
 def test_11_the_logged_loss_keeps_no_graph(label, byte_tokens, tmp_path, monkeypatch):
     """Else the activations of all micro-steps of a step are kept at once."""
     item, graphs = torch.Tensor.item, []
