@@ -1,4 +1,4 @@
-"""The rungs lowered to machine code for GPUs that are not there (fake_cuda.py): a file of its own, since it takes long."""
+"""The rungs lowered to machine code for GPUs that are not there (fake_cuda.py). It takes long: a file of its own."""
 import importlib.util
 import shutil
 
