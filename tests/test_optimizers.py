@@ -58,7 +58,7 @@ def test_18_a_matrix_without_a_gradient_shrinks_by_its_decay(label):
     """By lr * weight_decay of itself: the momentum is zero, too, so nothing else moves it."""
     model = new_gpt(rung(label), vocab_size=257)
     optimizer = model.configure_optimizers(lr=0.5, muon_lr=0.25, weight_decay=0.125)
-    muon = optimizer.param_groups[0]
+    [muon] = [group for group in optimizer.param_groups if group["name"] == "muon"]
     muon["lr"] = muon["max_lr"]
     before = [torch.nn.init.normal_(p).clone() for p in muon["params"]]
     for p in model.parameters():

@@ -250,9 +250,9 @@ class GPT(nn.Module):
         others = [p for p in self.parameters() if p.dim() < 2]  # RMSNorms
         embeddings = [self.transformer.wte.weight]
         groups = [
-            {"params": matrices, "max_lr": muon_lr, "weight_decay": weight_decay},  # Muon's
-            {"params": others, "max_lr": lr, "weight_decay": 0.0},
-            {"params": embeddings, "max_lr": lr, "weight_decay": weight_decay},
+            {"name": "muon", "params": matrices, "max_lr": muon_lr, "weight_decay": weight_decay},
+            {"name": "others", "params": others, "max_lr": lr, "weight_decay": 0.0},
+            {"name": "embedding", "params": embeddings, "max_lr": lr, "weight_decay": weight_decay},
         ]
         return MuonAdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
@@ -287,13 +287,13 @@ def muon_update(grad, momentum):
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """Muon for the matrices in the first group, AdamW for the others."""
+    """Muon for the matrices of the group "muon", AdamW for the others."""
 
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
             return  # set by the gradient scaler, where a float16 gradient has overflowed
-        muon = self.param_groups[0]
+        [muon] = [group for group in self.param_groups if group["name"] == "muon"]
         for p in muon["params"]:
             state = self.state[p]
             if not state:
