@@ -222,7 +222,7 @@ flag("--peers", nargs="?", const=True, **FOLDER, help="add transformers' own GPT
 flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
 flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
 flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
-flag("--processes", type=COUNT, default=2, help="of ddp, fsdp and dcp (default: %(default)s)")
+flag("--processes", type=COUNT, default=2, help="of ddp, 33, fsdp and dcp (default: %(default)s)")
 flag("--logs", **FOLDER, help="a new folder (default: logs/ladder/DATE_TIME)")
 flag = verb(profile)
 flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")

@@ -10,8 +10,9 @@ batch, the learning rate, loss and norm (read after the step). And nothing in a 
 the GPU: an .item() in it, or an `if` on a tensor, is an error while capturing.
 
 Gain: not measured on a GPU yet, and not a matter of FLOPs or bytes: the floor stays. Gaps between
-kernels, with the wait for the batch, take 2.7 of the 39.5 ms of rung 10 on an H100. Others' losses:
-an RTX 4090 2 %, and in torch 2.10 an H100 took 7 times as long per launch of a graph (sources).
+kernels, with the wait for the batch, take 2.7 of rung 10's 39.6 ms on an H100 (one profile).
+Others' losses: an RTX 4090 2 %, and in torch 2.10 an H100 took 7 times as long per launch of a
+graph (sources).
 Cost: shapes are fixed, and memory that the graph uses is never given back. --compile-mode
 reduce-overhead, which this replaces, makes a graph of the forward and one of the backward pass, and
 copies their inputs; clipping and the update are launched as before.

@@ -8,8 +8,8 @@ gradients, and always on the same sequences, whatever -B is.
 
     python beyond/modern/validation.py --val-every 250 --val-sequences 0  # all
 
-Rungs 18 to 24 go on from here and turn GPT-2 into a Qwen3: in one process, one batch a step. Rung
-13 is this lesson for several ranks.
+Rungs 18 to 31 and 34 go on from here, in one process, one batch a step; up to 24 they turn GPT-2
+into a Qwen3. Rung 13 is this lesson for several ranks.
 
 Gain: the loss that counts; `python -m ladder report` then shows the seconds to a validation loss.
 Cost: one forward pass, a third of the arithmetic of training on as many tokens, outside `dt`. It
