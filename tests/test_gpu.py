@@ -190,7 +190,9 @@ def test_38_the_three_products_are_float8s():
     torch.manual_seed(0)
     x, weight, targets = 1e3 * torch.randn(48, 64), 1e-3 * torch.randn(384, 64), torch.randint(257, (48,))
     leaves = [leaf.clone().requires_grad_() for leaf in (x, weight)]
-    loss = module.OutputLayerLoss.apply(*leaves, targets, 257)
+    with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as products:
+        loss = module.OutputLayerLoss.apply(*leaves, targets, 257)
+    assert products.call_count == 3
     (3 * loss).backward()
     rounded = [(t * (448 / t.abs().max())).to(torch.float8_e4m3fn).float() * (t.abs().max() / 448) for t in (x, weight)]
     logits, grads = (rounded[0] @ rounded[1].T).bfloat16(), torch.empty(48, 384, dtype=torch.float8_e5m2)
