@@ -156,6 +156,7 @@ def test_trials_with_several_documents_would_notice_attention_across_them(tmp_pa
         trial.log_dir.mkdir(exist_ok=True)
         done = run_command(*trial.command)
         assert done.returncode == 0, done.stderr
+    trials["29-documents"].log_dir.mkdir()
     without = [word.replace(BY_LABEL["29"].file, BY_LABEL["28"].file) for word in trials["29-documents"].command]
     done = run_command(*without, "--compile-mode", "none")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from conftest import run_command, train
+from conftest import run_command, rung, train
 from log_files import MEDIAN
 from rich.console import Console
 from run_tool import LADDER, flags
@@ -175,6 +175,6 @@ def test_rungs_in_turns_train_as_they_do_alone_and_a_stopped_run_is_resumed(toke
     assert [len(rounds) for rounds in runs.values()] == [2, 2, 2] and len(json.loads(
         (logs / "machine.json").read_text())["order"]) == 2
     for label in ("0", "10"):
-        alone = read_log(train(BY_LABEL[label], tmp_path / "alone", tokens, *flags(tokens)[4:]))
+        alone = read_log(train(rung(label), tmp_path / "alone", tokens, *flags(tokens)[4:]))
         for run in runs[BY_LABEL[label].name]:
             assert run.complete and run.losses == pytest.approx(alone.losses, abs=1e-4), label

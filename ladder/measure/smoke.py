@@ -41,7 +41,7 @@ PATCHES = {  # the function that a script asks about its device, and a different
 class Trial(Job):
     """A command, and how it ended: "ok", "failed", "not run", …"""
 
-    first: int = 0  # the first step that it must log; 0: it does not train
+    first: int = 0  # the first step that it must log; 0: what it logs is not looked at
     like: str = ""  # the trial that must have the same losses
     within: float = SAME
     status: str = "not run"
@@ -192,8 +192,8 @@ def judge(trial, outcome):
         step = STEP_LINE.match(line)
         if step:
             trial.losses[int(step[1])] = float(step[2])
-    steps = list(range(trial.first, STEPS + 1)) if trial.first else []
-    if trial.status == "ok" and list(trial.losses) != steps:
+    steps = list(range(trial.first, STEPS + 1))
+    if trial.status == "ok" and trial.first and list(trial.losses) != steps:
         trial.status, trial.reason = "failed", f"it logged the steps {list(trial.losses)}, not {steps}"
 
 
