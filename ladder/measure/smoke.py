@@ -109,7 +109,7 @@ def own_text(settings, scratch):
     lines = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines if line), encoding="utf-8")
     train = partial(training, settings, scratch, data=data, model="2x2x64", dropout=0)
-    start = train("28", "own-text", steps=60, muon_lr=0.02, max_lr=0.01, compile_mode="none")
+    start = train("28", "own-text", steps=200, muon_lr=0.02, max_lr=0.01, compile_mode="none")
     start.first = 0  # more steps than are looked at
     eager = train("29", "own-text", pretrained=start.log_dir / "model.pt", compile_mode="none")
     # on a GPU by FlexAttention
