@@ -224,7 +224,7 @@ def run_chains(chains, workers, out, device, say, done):
 
 def describe_trial(trial):
     """How a trial ended, in one line."""
-    losses = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values()) if trial.losses else ""
+    losses = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values()) if trial.first else ""
     return f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {trial.reason or losses}".rstrip()
 
 
