@@ -62,7 +62,7 @@ def process_tree(pid):
 def stop(child):
     """Kill a child and everything it started; a compiler may end by itself, in ten seconds."""
     tree = alive = process_tree(child.pid)
-    for spared in (COMPILER, None):  # of its half-written library torch's cache would tell nobody
+    for spared in (COMPILER, None):  # killed while it links, it leaves a broken library in torch's cache
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if spared is None or not spared.fullmatch(process.name()):
