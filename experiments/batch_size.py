@@ -14,7 +14,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from experiments.own_text import val_losses
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 TOKENS, T = 3 * 2**17, 256
 BATCHES = [768, 3072, 12288]

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import ttest_rel
 
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import read_log
 
 FLAGS = "--data data/bytes --model 24x4x128 -B 2 -T 128 --steps 300 --max-lr 1e-3 --compile-mode none".split()
@@ -28,10 +28,10 @@ AT_ONCE = 2
 
 def loss_of(label, seed, logs):
     """The mean loss at the end of a run, which is trained unless its log is there."""
-    stage, folder = BY_LABEL[label], logs / str(seed)
-    path = folder / f"{stage.name}.log"
+    rung, folder = BY_LABEL[label], logs / str(seed)
+    path = folder / f"{rung.name}.log"
     if not path.exists() or not read_log(path).complete:
-        command = [sys.executable, stage.path, *FLAGS, "--seed", str(seed), "--log-dir", folder]
+        command = [sys.executable, rung.path, *FLAGS, "--seed", str(seed), "--log-dir", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     loss = np.mean(read_log(path).losses[-COUNTED:])
     print(f"seed {seed}, rung {label}: {loss:.4f}", flush=True)

@@ -12,7 +12,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from ladder.scripts.stages import BY_LABEL, load_script
+from ladder.rungs.list import BY_LABEL, load_script
 
 NH, HS = 12, 64  # heads, width of a head
 ROUNDS = 5

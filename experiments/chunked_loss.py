@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from ladder.scripts.stages import BY_LABEL, load_script
+from ladder.rungs.list import BY_LABEL, load_script
 
 VOCAB_SIZE = 50304  # without padding, which F.linear_cross_entropy does not know
 ROUNDS = 3

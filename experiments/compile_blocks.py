@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from experiments.exercises import edited
 from ladder.measure.allocator import keeping_freed_memory
-from ladder.scripts.stages import ROOT
+from ladder.rungs.list import ROOT
 
 WHOLE = "        step_model = torch.compile(model, mode=args.compile_mode)\n"
 BLOCKS = """        for block in model.transformer.h:

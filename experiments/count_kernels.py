@@ -44,8 +44,8 @@ from ladder.count.floor import COUNTED, STORE, STORED, Kernel, read_store
 from ladder.count.flops import VOCAB_SIZE
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.choose import parse_rungs
-from ladder.scripts.stages import BANNER, BY_LABEL, load_script
+from ladder.rungs.choose import parse_rungs
+from ladder.rungs.list import BANNER, BY_LABEL, load_script
 from ladder.show.floors import counted_rungs
 
 NO_KERNEL = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")  # views, allocation

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from ladder.scripts.stages import BY_LABEL, load_script
+from ladder.rungs.list import BY_LABEL, load_script
 
 
 def median_wait(module, flags):

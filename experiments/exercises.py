@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from ladder.scripts.stages import BY_LABEL, load_script
+from ladder.rungs.list import BY_LABEL, load_script
 
 QUICK = {"model": "tiny", "B": 1, "T": 256, "compile_mode": "none", "total_batch": 256, "val_every": 0,
          "checkpoint_every": 0}

@@ -12,7 +12,7 @@ from experiments.count_kernels import count
 from ladder.count.cards import CARDS, card_of
 from ladder.count.floor import STORED, floor_of, read_store
 from ladder.count.flops import flops_per_token
-from ladder.scripts.stages import BY_NAME, ROOT
+from ladder.rungs.list import BY_NAME, ROOT
 from ladder.show.logs import read_folder
 from ladder.show.machine import read_machine
 from ladder.show.report import build_report
@@ -68,10 +68,10 @@ def cpu(folder):
     print("| rung | products, ms | fastest round, ms | share |\n|--:|--:|--:|--:|")
     for name, runs in read_folder(folder)[0].items():
         if name in BY_NAME and runs[0].ranks == 1:
-            run, stage = min(runs, key=lambda run: run.median_ms), BY_NAME[name]
+            run, rung = min(runs, key=lambda run: run.median_ms), BY_NAME[name]
             rate = rates["bfloat16" if run.headers["precision"].startswith("bfloat16") else "float32"]
-            products = 1000 * flops_per_token(run.model, run.T, stage.causal) * run.tokens_per_step / rate
-            print(f"| {stage.label} | {products:,.0f} | {run.median_ms:,.0f} | {products / run.median_ms:.2f} |")
+            products = 1000 * flops_per_token(run.model, run.T, rung.causal) * run.tokens_per_step / rate
+            print(f"| {rung.label} | {products:,.0f} | {run.median_ms:,.0f} | {products / run.median_ms:.2f} |")
 
 
 def main():

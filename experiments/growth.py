@@ -24,7 +24,7 @@ from ladder.count.memory import card_bytes, split_parameters, step_bytes
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.runner import Job, Runner, command_for, defaults
-from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.chance import FEWEST_ROUNDS, paired_p
 from ladder.show.logs import read_log
 from ladder.show.plots import digest
@@ -112,14 +112,14 @@ def job_of(logs, name, value, rung, number):
     """A run of one point of a curve."""
     curve = CURVES[name]
     label, flags, _ = curve.rungs[rung]
-    stage = BY_LABEL[label]
+    rung = BY_LABEL[label]
     ranks = value if name == "ranks" else 1
     data, model, B, T = curve.setting(value)
     flags = [*flags, "--data", data, "--model", model, "-B", str(B), "-T", str(T), "--steps", str(curve.steps)]
-    if "val_every" in defaults(stage):
+    if "val_every" in defaults(rung):
         flags += ["--val-every", "0", "--total-batch", str(ranks * B * T)]  # one micro-batch a step
     folder = folder_of(logs, name, value, rung) / f"round_{number}"
-    return Job(stage.name, command_for(replace(stage, torchrun=ranks > 1), flags, folder, ranks), folder)
+    return Job(rung.name, command_for(replace(rung, torchrun=ranks > 1), flags, folder, ranks), folder)
 
 
 def measure(logs, names, rounds):

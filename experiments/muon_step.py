@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from ladder.scripts.stages import BY_LABEL, load_script
+from ladder.rungs.list import BY_LABEL, load_script
 
 ROUNDS = 3
 

@@ -31,12 +31,12 @@ from types import SimpleNamespace
 
 import psutil
 
-from ladder.scripts.laws import definitions
-from ladder.scripts.stages import BANNER, BY_LABEL, ROOT, STAGES
+from ladder.rungs.laws import definitions
+from ladder.rungs.list import BANNER, BY_LABEL, ROOT, RUNGS
 
 SIZES = {"lessons": 150, "rest": 50, "tool": 50}
 FILES = {"lessons": [], "rest": ["data/*.py", "sample.py", "evaluate.py", "convert.py"], "tool": ["ladder/**/*.py"]}
-SCRIPTS = [stage.file for stage in STAGES]
+SCRIPTS = [rung.file for rung in RUNGS]
 SHOWN = {"print", "exit", "SystemExit", "line", "warn", "error", "UserError"}  # calls whose strings are only read
 SHOWN_ARGUMENTS = {"help", "metavar", "description", "epilog"}
 SECONDS = 30  # of a processor, for a mutant that nothing notices
@@ -59,12 +59,12 @@ def new_lines(before, after):
 def texts(part):
     """What is mutated: (file, definition or None for the whole file, its text, numbers of the lines that count)."""
     if part == "lessons":
-        for stage in STAGES:
-            lesson = (ROOT / stage.file).read_text().partition("\n" + BANNER)[0]
-            before = definitions(stage.start.path.read_text()) if stage.start else {}
+        for rung in RUNGS:
+            lesson = (ROOT / rung.file).read_text().partition("\n" + BANNER)[0]
+            before = definitions(rung.start.path.read_text()) if rung.start else {}
             for name, text in definitions(lesson).items():
                 if name != "imports":
-                    yield stage.file, name, text, new_lines(before.get(name, "").partition("\n" + BANNER)[0], text)
+                    yield rung.file, name, text, new_lines(before.get(name, "").partition("\n" + BANNER)[0], text)
     elif part == "rest":
         baseline = (ROOT / "baseline.py").read_text()
         first = baseline.partition("\n" + BANNER)[0].count("\n") + 1
@@ -220,8 +220,8 @@ class Choice:
     """A plugin of pytest: only the tests that belong to a mutant, those of its own rung first, then the quickest."""
 
     def __init__(self, row, files, costs, limit):
-        self.label = next((stage.label for stage in STAGES if stage.file == row["file"]), None)
-        self.labels = {stage.label for stage in STAGES if stage.file in files}
+        self.label = next((rung.label for rung in RUNGS if rung.file == row["file"]), None)
+        self.labels = {rung.label for rung in RUNGS if rung.file in files}
         self.costs, self.limit, self.used = costs, limit, {}
         self.words = [word for word in row["definition"].split(".") if not word.startswith("__")]
 

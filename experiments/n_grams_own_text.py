@@ -14,16 +14,16 @@ from pathlib import Path
 
 from experiments.own_text import SEEDS, val_losses
 from experiments.variants import PATCHES, write_variant
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 RATES = [(0.01, 0.0025), (0.01, 0.005)]  # AdamW's, Muon's
 
 
-def compare(stage, name, data, dropout, out, pool):
+def compare(rung, name, data, dropout, out, pool):
     """Search the rate, run all seeds, print a row of the table."""
     def run(rates, seed):
         flags = ["--data", data, "--dropout", dropout, "--max-lr", rates[0], "--muon-lr", rates[1], "--seed", seed]
-        return val_losses(stage, flags, out / data.name / f"{stage.name}_{rates[1]}_{seed}")
+        return val_losses(rung, flags, out / data.name / f"{rung.name}_{rates[1]}_{seed}")
 
     searched = dict(zip(RATES, pool.starmap(run, [(rates, SEEDS[0]) for rates in RATES]), strict=True))
     best = min(searched, key=lambda rates: min(searched[rates]))
@@ -45,5 +45,5 @@ if __name__ == "__main__":
     print("| text | | Muon's rate | lowest loss | last loss |\n| --- | --- | --: | --: | --: |")
     with ThreadPool(2) as pool:
         for folder, _, dropout in (word.rpartition(":") for word in args.data):
-            for name, stage in scripts.items():
-                compare(stage, name, Path(folder), dropout, args.out, pool)
+            for name, rung in scripts.items():
+                compare(rung, name, Path(folder), dropout, args.out, pool)

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from experiments.own_text import val_losses
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import read_log
 
 NANO_STEPS = 2000

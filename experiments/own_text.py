@@ -20,7 +20,7 @@ from itertools import product
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import read_log
 
 EVERY = 100  # steps from one validation to the next
@@ -37,11 +37,11 @@ ROWS = {  # what it is: (rung, its flags)
 SEEDS = [1337, 1338, 1339]
 
 
-def val_losses(stage, flags, folder):
+def val_losses(rung, flags, folder):
     """The validation losses of a run in `folder`, which is trained unless it is there."""
-    path = folder / f"{stage.name}.log"
+    path = folder / f"{rung.name}.log"
     if not path.exists() or not read_log(path).complete:
-        words = [stage.path, *FLAGS, *flags, "--log-dir", folder]
+        words = [rung.path, *FLAGS, *flags, "--log-dir", folder]
         subprocess.run([sys.executable, *map(str, words)], check=True, stdout=subprocess.DEVNULL)
     return read_log(path).val_losses
 

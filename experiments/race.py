@@ -37,7 +37,7 @@ from ladder.measure.jobs import MEMORY_SHARE
 from ladder.measure.run import show_end
 from ladder.measure.runner import (
     Job, Runner, check_flags, check_same_machine, command_for, defaults, eager_flags, locked, settings_of, split_flags)
-from ladder.scripts.choose import parse_rungs
+from ladder.rungs.choose import parse_rungs
 from ladder.show import standings
 from ladder.show.machine import read_machine
 from ladder.show.plots import save
@@ -52,21 +52,21 @@ TIMED_STEPS_ON_A_CPU, TIMED_STEPS = 30, 200
 # ---- the runs --------------------------------------------------------------------------------------------------------
 
 
-def default_rates(stage):
+def default_rates(rung):
     """{flag: default} of the learning rates of a rung: AdamW's, and Muon's if it has Muon."""
-    settings = defaults(stage)
+    settings = defaults(rung)
     return {f"--{name.replace('_', '-')}": settings[name] for name in ("max_lr", "muon_lr") if name in settings}
 
 
-def check_race(stages, flags):
+def check_race(rungs, flags):
     """Refuse rungs that do not validate, and flags that the race sets itself."""
     for flag in ("--max-lr", "--muon-lr", "--seed"):
         if split_flags(flags, flag)[0]:
             raise UserError(f"{flag}: a race sets it itself, for each rung and round; leave it out")
-    for stage in stages:
-        if "val_every" not in defaults(stage):
-            raise UserError(f"--rungs: {stage.file} does not validate; take others, for example validation,18-24")
-    if not settings_of(stages[0], flags).val_every:
+    for rung in rungs:
+        if "val_every" not in defaults(rung):
+            raise UserError(f"--rungs: {rung.file} does not validate; take others, for example validation,18-24")
+    if not settings_of(rungs[0], flags).val_every:
         raise UserError("--val-every 0: a race compares validation losses; give the steps from one to the next")
 
 
@@ -75,7 +75,7 @@ def best_of(losses):
     return min(sorted(losses, reverse=True), key=losses.get)
 
 
-def search(stage, start, try_rates):
+def search(rung, start, try_rates):
     """The best rates of a rung, by a pattern search from `start`. `try_rates` makes {rates: loss} of rates."""
     losses, best = {}, start
     while len(losses) < MOST_RATES:
@@ -85,7 +85,7 @@ def search(stage, start, try_rates):
         losses |= try_rates(new[: MOST_RATES - len(losses)])
         best = best_of(losses)
         if losses[best] == math.inf:
-            raise UserError(f"no run of {stage.file} ended with a loss; its logs are in sweep/")
+            raise UserError(f"no run of {rung.file} ended with a loss; its logs are in sweep/")
     return best
 
 
@@ -93,7 +93,7 @@ def search(stage, start, try_rates):
 class Contest:
     """A race to be run into a folder; `run` runs a list of jobs, `at_once` at a time, until all have ended."""
 
-    stages: list
+    rungs: list
     flags: list
     folder: Path
     seeds: int
@@ -102,11 +102,11 @@ class Contest:
     processes: int = 2
     search_steps: int | None = None  # the length of the runs of the search; None: that of the rounds
 
-    def job(self, stage, folder, rates, seed, *more):
+    def job(self, rung, folder, rates, seed, *more):
         words = ["--seed", str(seed), *more]
-        for flag, rate in zip(default_rates(stage), rates, strict=True):
+        for flag, rate in zip(default_rates(rung), rates, strict=True):
             words += [flag, f"{rate:g}"]
-        return Job(stage.name, command_for(stage, [*self.flags, *words], folder, self.processes), folder)
+        return Job(rung.name, command_for(rung, [*self.flags, *words], folder, self.processes), folder)
 
     def run_shared(self, jobs):
         """Run the jobs, `at_once` at a time with an equal share of the cores and the memory."""
@@ -116,24 +116,24 @@ class Contest:
             jobs = [replace(job, env={"OMP_NUM_THREADS": str(threads)}, memory=memory) for job in jobs]
         self.run(jobs, self.at_once)
 
-    def try_rates(self, stage, new):
+    def try_rates(self, rung, new):
         """{rates: final validation loss}, with the first seed and no other validation."""
-        steps = str(self.search_steps or settings_of(stage, self.flags).steps)
+        steps = str(self.search_steps or settings_of(rung, self.flags).steps)
         folders = {rates: self.folder / "sweep" / standings.show_rates(rates, "_") for rates in new}
-        self.run_shared([self.job(stage, folder, rates, SEED, "--steps", steps, "--val-every", steps)
+        self.run_shared([self.job(rung, folder, rates, SEED, "--steps", steps, "--val-every", steps)
                          for rates, folder in folders.items()])
-        return {rates: last_val_loss(folder / f"{stage.name}.log") for rates, folder in folders.items()}
+        return {rates: last_val_loss(folder / f"{rung.name}.log") for rates, folder in folders.items()}
 
     def search_all(self):
         """{rung: its best rates}, of a race that is resumed those that it has found already."""
         chosen, last = read_rates(self.folder), {}  # last: {flag: the rate that the last search found}
-        for stage in self.stages:
-            known = default_rates(stage)
+        for rung in self.rungs:
+            known = default_rates(rung)
             start = tuple(last.get(flag, rate) for flag, rate in known.items())
-            if stage.name not in chosen:
-                chosen[stage.name] = search(stage, start, lambda new, stage=stage: self.try_rates(stage, new))
+            if rung.name not in chosen:
+                chosen[rung.name] = search(rung, start, lambda new, rung=rung: self.try_rates(rung, new))
                 write_whole(self.folder / RATES, json.dumps(chosen))
-            last |= zip(known, chosen[stage.name], strict=True)
+            last |= zip(known, chosen[rung.name], strict=True)
         return chosen
 
     def race(self, timed=True):
@@ -142,25 +142,25 @@ class Contest:
         rounds = []
         for number in range(self.seeds):
             folder = self.folder / f"round_{number + 1}"
-            rounds += [self.job(stage, folder, chosen[stage.name], SEED + number) for stage in self.stages]
+            rounds += [self.job(rung, folder, chosen[rung.name], SEED + number) for rung in self.rungs]
         self.run_shared(rounds)
         if timed:
             self.run(self.timings(chosen))
 
     def timings(self, chosen):
         """The jobs that measure the time of a step."""
-        settings, jobs = settings_of(self.stages[0], self.flags), []
+        settings, jobs = settings_of(self.rungs[0], self.flags), []
         most = TIMED_STEPS_ON_A_CPU if settings.device == "cpu" else TIMED_STEPS
         more = ["--steps", str(min(settings.steps, most)), "--val-every", "0"]
         for number in range(TIMINGS):
             folder = self.folder / "timing" / f"round_{number + 1}"
-            jobs += [self.job(stage, folder, chosen[stage.name], SEED, *more) for stage in self.stages]
+            jobs += [self.job(rung, folder, chosen[rung.name], SEED, *more) for rung in self.rungs]
         return jobs
 
 
-def n_jobs(stages, seeds):
+def n_jobs(rungs, seeds):
     """How many jobs a race has at least: if no search goes on from where it begins."""
-    return sum(1 + 2 * len(default_rates(stage)) for stage in stages) + (seeds + TIMINGS) * len(stages)
+    return sum(1 + 2 * len(default_rates(rung)) for rung in rungs) + (seeds + TIMINGS) * len(rungs)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -188,20 +188,20 @@ def main(argv=None):
     parser.add_argument("--search-steps", type=int, help="the length of the searches' runs (default: --steps)")
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds of a run (default: %(default)s)")
     args, flags = parser.parse_known_args(argv)
-    console, stages = Console(highlight=False, markup=False), parse_rungs(args.rungs)
-    check_race(stages, flags)
-    settings = check_flags(stages, flags)
-    flags = eager_flags(stages, flags, settings.device, console)
+    console, rungs = Console(highlight=False, markup=False), parse_rungs(args.rungs)
+    check_race(rungs, flags)
+    settings = check_flags(rungs, flags)
+    flags = eager_flags(rungs, flags, settings.device, console)
     known = read_machine(args.logs).get("arguments")
     if known not in (None, argv):
         raise UserError(f"{args.logs}: holds the race of other arguments, {' '.join(known)}; give these to resume it")
-    runner = Runner(settings.device, args.logs, args.time_limit, console, True, n_jobs(stages, args.seeds))
+    runner = Runner(settings.device, args.logs, args.time_limit, console, True, n_jobs(rungs, args.seeds))
     with locked(args.logs, resume=known is not None, flag="LOGS"):
         check_same_machine(args.logs, "LOGS")
         try:
             with runner:
                 runner.measure_machine(arguments=argv)
-                Contest(stages, flags, args.logs, args.seeds, runner.run, args.jobs,
+                Contest(rungs, flags, args.logs, args.seeds, runner.run, args.jobs,
                         search_steps=args.search_steps).race()
                 runner.measure_machine()
         finally:

@@ -7,7 +7,7 @@ import math
 import re
 
 from experiments import race_record
-from ladder.scripts.stages import ROOT
+from ladder.rungs.list import ROOT
 from ladder.show.logs import ORDER, stage_of
 from ladder.show.plots import colors_of, save
 from ladder.show.report import build_report

@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ladder.scripts.stages import BY_LABEL, load_script
+from ladder.rungs.list import BY_LABEL, load_script
 
 
 def state_bytes(optimizer):

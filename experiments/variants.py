@@ -23,7 +23,7 @@ from experiments.race import Contest, n_jobs
 from experiments.race_record import read_logs
 from ladder.errors import UserError
 from ladder.measure.runner import Runner, check_flags
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import read_log
 from ladder.show.standings import show_rates
 
@@ -36,7 +36,7 @@ def patches(kind):
 
 
 def write_variant(patch, folder, base):
-    """A rung's script with a patch, in `folder` under the patch's name; returns it as a stage of a race."""
+    """A rung's script with a patch, in `folder` under the patch's name; returns it as a rung of a race."""
     path = folder / f"{patch.stem}.py"
     with tempfile.TemporaryDirectory() as copies:
         copy = Path(shutil.copy(base.path, copies))
@@ -63,18 +63,18 @@ def main():
     args.logs.mkdir(parents=True, exist_ok=True)
     base = BY_LABEL[args.base]
     variants = [write_variant(patch, args.logs, base) for patch in patches(args.patches)]
-    stages = [replace(base, title=f"rung {base.label}"), *variants]
+    rungs = [replace(base, title=f"rung {base.label}"), *variants]
     settings = check_flags([base], flags)
-    with Runner(settings.device, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(stages, args.seeds)) as runner:
-        Contest(stages, flags, args.logs, args.seeds, runner.run).race(timed=False)
+    with Runner(settings.device, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(rungs, args.seeds)) as runner:
+        Contest(rungs, flags, args.logs, args.seeds, runner.run).race(timed=False)
     found, _ = read_logs(args.logs)
     ends = found.part("round").groupby(["rung", "round"]).val_loss.last()
-    for stage in stages:
-        for log in sorted(args.logs.glob(f"round_*/{stage.name}.log")):
+    for rung in rungs:
+        for log in sorted(args.logs.glob(f"round_*/{rung.name}.log")):
             losses = read_log(log).losses
-            print(f"{stage.title}: " + ", ".join(f"step {n} {losses[n - 1]:.2f}" for n in (1, 10, len(losses))))
-        rates = ", ".join(f"{show_rates(rates)}: {loss:.3f}" for rates, loss in found.sweep[stage.name].items())
-        print(f"{stage.title}: {' '.join(f'{loss:.3f}' for loss in ends[stage.name])} (search: {rates})")
+            print(f"{rung.title}: " + ", ".join(f"step {n} {losses[n - 1]:.2f}" for n in (1, 10, len(losses))))
+        rates = ", ".join(f"{show_rates(rates)}: {loss:.3f}" for rates, loss in found.sweep[rung.name].items())
+        print(f"{rung.title}: {' '.join(f'{loss:.3f}' for loss in ends[rung.name])} (search: {rates})")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from experiments.race_record import last_val_loss
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.runner import Runner
-from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.chance import FEWEST_SEEDS, paired_p
 from ladder.show.plots import digest
 
@@ -42,38 +42,38 @@ COLORS = {"rung 24": "#31356e", "rung 34": "#d9822b"}
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
-def contest(logs, stages, width, seeds, runner, at_once):
+def contest(logs, rungs, width, seeds, runner, at_once):
     """The runs of one width; every head has size 32."""
-    return Contest(stages, [*FLAGS, "--model", f"2x{width // 32}x{width}"], logs / str(width), seeds, runner.run,
+    return Contest(rungs, [*FLAGS, "--model", f"2x{width // 32}x{width}"], logs / str(width), seeds, runner.run,
                    at_once)
 
 
 def train(logs, seeds, at_once):
     """Search at each width; train the wide models with their own rates and those of FROM. A row for each run."""
     logs.mkdir(parents=True, exist_ok=True)
-    stages = {name: BY_LABEL[label] for name, label in RUNGS.items()}
+    rungs = {name: BY_LABEL[label] for name, label in RUNGS.items()}
     rows = []
-    n_jobs = len(stages) * (7 * len(WIDTHS) + 2 * len(TO) * seeds)
+    n_jobs = len(rungs) * (7 * len(WIDTHS) + 2 * len(TO) * seeds)
     with Runner("cpu", logs, 3600, Console(), resume=True, n_jobs=n_jobs) as runner:
-        for name, stage in stages.items():
+        for name, rung in rungs.items():
             best = {}  # {width: rates}
             for width in WIDTHS:
-                one = contest(logs, [stage], width, seeds, runner, at_once)
+                one = contest(logs, [rung], width, seeds, runner, at_once)
                 tried = {}
 
-                def try_rates(new, one=one, stage=stage, tried=tried):
-                    found = one.try_rates(stage, new)
+                def try_rates(new, one=one, rung=rung, tried=tried):
+                    found = one.try_rates(rung, new)
                     tried.update(found)
                     return found
 
-                best[width] = search(stage, best.get(width // 2, START), try_rates)
+                best[width] = search(rung, best.get(width // 2, START), try_rates)
                 rows += [("search", name, width, *rates, SEED, loss) for rates, loss in tried.items()]
             for width, part in itertools.product(TO, ("own", "carried")):
-                one = contest(logs, [stage], width, seeds, runner, at_once)
+                one = contest(logs, [rung], width, seeds, runner, at_once)
                 rates = best[width if part == "own" else FROM]
                 folders = [logs / str(width) / f"{part}_{number + 1}" for number in range(seeds)]
-                one.run_shared([one.job(stage, folder, rates, SEED + number) for number, folder in enumerate(folders)])
-                rows += [(part, name, width, *rates, SEED + number, last_val_loss(folder / f"{stage.name}.log"))
+                one.run_shared([one.job(rung, folder, rates, SEED + number) for number, folder in enumerate(folders)])
+                rows += [(part, name, width, *rates, SEED + number, last_val_loss(folder / f"{rung.name}.log"))
                          for number, folder in enumerate(folders)]
     return pandas.DataFrame(rows, columns=["part", "rung", "width", "max_lr", "muon_lr", "seed", "val_loss"])
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from ladder.count.floor import STORED
 from ladder.count.flops import SHAPES
 from ladder.errors import UserError
-from ladder.scripts.choose import find_rung, parse_rungs
-from ladder.scripts.stages import ROOT
+from ladder.rungs.choose import find_rung, parse_rungs
+from ladder.rungs.list import ROOT
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"
@@ -117,17 +117,17 @@ def compare(args):
 
 def diff(args):
     """one lesson: the text, the change, the measured effect; give a rung, or two"""
-    from ladder.scripts.lessons import print_lesson, read_lesson
+    from ladder.rungs.lessons import print_lesson, read_lesson
     from ladder.show.outputs import print_effect
 
     if len(args.rungs) > 2:
         raise UserError("diff takes one rung, or two")
-    stage = find_rung(args.rungs[-1])
-    before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else stage.start
+    rung = find_rung(args.rungs[-1])
+    before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else rung.start
     old = before.path.read_text(encoding="utf-8") if before else None
-    print_lesson(read_lesson(old, stage.path.read_text(encoding="utf-8")), console)
+    print_lesson(read_lesson(old, rung.path.read_text(encoding="utf-8")), console)
     if before and REFERENCE.is_dir():
-        print_effect(before, stage, reference_folders(), console)
+        print_effect(before, rung, reference_folders(), console)
 
 
 def try_(args):
@@ -166,11 +166,11 @@ def floor(args):
 
 def propagate(args):
     """carry the uncommitted fix in a rung through all later rungs, as far as it goes"""
-    from ladder.scripts.propagate import propagate
+    from ladder.rungs.propagate import propagate
 
-    stage = find_rung(args.rung)
-    written, stops = propagate(stage)
-    console.print(f"the fix in {stage.file} is now in {len(written)} later rungs:")
+    rung = find_rung(args.rung)
+    written, stops = propagate(rung)
+    console.print(f"the fix in {rung.file} is now in {len(written)} later rungs:")
     for name, merged in written.items():
         console.print(f"  {name}")
         for line in merged:

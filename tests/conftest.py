@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data import vocabulary  # noqa: E402
-from ladder.scripts.stages import BY_LABEL, load_script  # noqa: E402
+from ladder.rungs.list import BY_LABEL, load_script  # noqa: E402
 
 STEP_HEAD = re.compile(
     r"step : (?P<step>\d+) \| loss: (?P<loss>\S+) \| dt: (?P<ms>[\d.]+) ms"
@@ -79,9 +79,9 @@ def rung(label):
 
     LADDER_TRY=LABEL=FILE, of `python -m ladder try`, puts another file in the place of one rung.
     """
-    stage = BY_LABEL[str(label)]
+    entry = BY_LABEL[str(label)]
     tried, _, file = os.environ.get("LADDER_TRY", "").partition("=")
-    return load_script(SimpleNamespace(name=stage.name, path=Path(file)) if tried == stage.label else stage)
+    return load_script(SimpleNamespace(name=entry.name, path=Path(file)) if tried == entry.label else entry)
 
 
 def rungs_that_change(*definitions, since="0"):
@@ -92,8 +92,8 @@ def rungs_that_change(*definitions, since="0"):
     def overlap(one, other):
         return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
-    return [stage.label for stage in BY_LABEL.values() if builds_on(stage.label, since) and (
-        stage.start is None or any(overlap(*pair) for pair in itertools.product(definitions, stage.may_change)))]
+    return [entry.label for entry in BY_LABEL.values() if builds_on(entry.label, since) and (
+        entry.start is None or any(overlap(*pair) for pair in itertools.product(definitions, entry.may_change)))]
 
 
 def builds_on(label, first):

@@ -101,7 +101,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
 
-from ladder.scripts.stages import BY_LABEL  # noqa: E402
+from ladder.rungs.list import BY_LABEL  # noqa: E402
 
 PINNED = WeakIdKeyDictionary()
 B, T = 2, 128

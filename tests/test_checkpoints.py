@@ -23,7 +23,7 @@ from conftest import (
     flip_a_byte, lines_that_count, losses, run_command, rung, rungs_that_change, save_as_from_a_gpu, tokens_of, train)
 from torch.nn import functional as F
 
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import read_log
 
 SIX = ("-B", 2, "-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "--val-every", 3,

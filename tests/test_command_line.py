@@ -6,8 +6,8 @@ from run_tool import files_in, flags, is_one_error, ladder
 
 import ladder.__main__ as tool
 from ladder.errors import UserError
-from ladder.scripts.choose import find_rung, parse_rungs
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.choose import find_rung, parse_rungs
+from ladder.rungs.list import BY_LABEL
 
 
 def test_help_comes_without_torch():
@@ -23,7 +23,7 @@ def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs():
 
 def test_rungs_are_chosen_by_label_range_or_file():
     def labels(text):
-        return [stage.label for stage in parse_rungs(text)]
+        return [entry.label for entry in parse_rungs(text)]
 
     assert labels("0-2,10") == ["0", "1", "2", "10"]
     assert labels("ddp, 11,9-11") == ["ddp", "11", "9", "10"]  # each once: a second one would overwrite the first's log

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 from log_files import MEDIAN, write_log
 
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.compare import compare
 from ladder.show.impossible import impossible
 from ladder.show.logs import read_log

@@ -16,7 +16,7 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 
 from data import vocabulary
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 BYTES = vocabulary.of_bytes()
 PROMPT = "\0 The value of an object"  # the id 0 must not be taken for padding

@@ -10,7 +10,7 @@ import torch
 from conftest import load_module
 
 from experiments import causal_attention, variants
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 FOLDER = Path(variants.__file__).parent
 BASES = {"evidence": "15", "own_text": "29"}  # of the patches in a folder, where it is not rung 24

@@ -6,9 +6,9 @@ import sys
 import pytest
 from conftest import ROOT, builds_on, run_command, rungs_that_change
 
-from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.rungs.list import BY_LABEL, RUNGS
 
-LABELS = [stage.label for stage in STAGES if stage.label not in ("fsdp", "dcp")]  # those two need several ranks
+LABELS = [entry.label for entry in RUNGS if entry.label not in ("fsdp", "dcp")]  # those two need several ranks
 COMPILED = LABELS[LABELS.index("5"):]
 # The rungs in which a step with the scaler differs from that of the rung before.
 SCALED = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW") if label in LABELS

@@ -13,7 +13,7 @@ from ladder.__main__ import main
 from ladder.count import floor
 from ladder.count.cards import CARDS, card_of, find_card
 from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
-from ladder.scripts.stages import BY_LABEL, LADDER
+from ladder.rungs.list import BY_LABEL, LADDER
 from ladder.show.floors import stored_kernels
 from ladder.show.impossible import fastest_ms
 from ladder.show.logs import read_log
@@ -125,9 +125,9 @@ def test_stored_products_are_the_closed_forms():
     n_layer, _, n_embd = SHAPES["gpt2"]
     n_hidden = 2048
     for row in floor.floor_data([])["rungs"]:
-        label, stage = row["label"], BY_LABEL[row["label"]]
+        label, entry = row["label"], BY_LABEL[row["label"]]
         swiglu = n_layer * (3 * n_hidden - 8 * n_embd) * n_embd * builds_on(label, "23")  # parameters more than GPT-2's
-        expected = flops_per_token("gpt2", 1024, stage.causal) + n_layer * n_embd * 1024 * stage.causal + 6 * swiglu
+        expected = flops_per_token("gpt2", 1024, entry.causal) + n_layer * n_embd * 1024 * entry.causal + 6 * swiglu
         expected += 6 * (50304 - VOCAB_SIZE) * n_embd * builds_on(label, "7")  # padding
         n_qkv = 2 * n_embd if label == "32" else 3 * n_embd  # 32: half as many heads of keys and values
         expected -= 6 * n_layer * (3 * n_embd - n_qkv) * n_embd
@@ -139,10 +139,10 @@ def test_stored_products_are_the_closed_forms():
 
 def test_every_floor_lies_below_the_published_step_and_falls_with_it():
     rows = {row["label"]: row["ms"]["A100"] for row in floor.floor_data([CARDS["A100"]])["rungs"]}
-    for stage in (stage for stage in LADDER if stage.lecture_ms):
-        assert 0.3 * stage.lecture_ms < rows[stage.label]["floor"] < stage.lecture_ms
-        assert max(rows[stage.label]["products"], rows[stage.label]["traffic"]) <= rows[stage.label]["floor"]
-    floors = [rows[stage.label]["floor"] for stage in LADDER if stage.lecture_ms]
+    for entry in (entry for entry in LADDER if entry.lecture_ms):
+        assert 0.3 * entry.lecture_ms < rows[entry.label]["floor"] < entry.lecture_ms
+        assert max(rows[entry.label]["products"], rows[entry.label]["traffic"]) <= rows[entry.label]["floor"]
+    floors = [rows[entry.label]["floor"] for entry in LADDER if entry.lecture_ms]
     assert all(before > 0.99 * after for before, after in itertools.pairwise(floors))
 
 

@@ -14,7 +14,7 @@ from ladder.__main__ import main
 from ladder.measure.check import plan_cards
 from ladder.count.flops import SHAPES
 from ladder.count.memory import PROCESS_BYTES, card_bytes, sent_bytes, split_parameters, state_bytes
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 LOG, LOG_OF_SHARDS = (f"{BY_LABEL[label].name}.log" for label in ("fsdp", "dcp"))
 RUN = ("-T", 16, "--val-every", 2, "--val-sequences", 3, "--checkpoint-every", 2)

@@ -7,17 +7,17 @@ import sys
 import pytest
 from conftest import ROOT, builds_on
 
-from ladder.scripts.laws import changed_definitions, definitions, foreign, plumbing, violations
-from ladder.scripts.stages import BANNER, BY_LABEL, LADDER, STAGES
+from ladder.rungs.laws import changed_definitions, definitions, foreign, plumbing, violations
+from ladder.rungs.list import BANNER, BY_LABEL, LADDER, RUNGS
 
-SOURCES = {stage.file: stage.path.read_text(encoding="utf-8") for stage in STAGES}
-EACH = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-EACH_RUNG = pytest.mark.parametrize("stage", STAGES[1:], ids=lambda stage: stage.name)
+SOURCES = {entry.file: entry.path.read_text(encoding="utf-8") for entry in RUNGS}
+EACH = pytest.mark.parametrize("entry", RUNGS, ids=lambda entry: entry.name)
+EACH_RUNG = pytest.mark.parametrize("entry", RUNGS[1:], ids=lambda entry: entry.name)
 
 
-def before(stage):
+def before(entry):
     """The source that a rung is compared with: of long_run that of the first of two."""
-    return SOURCES[stage.start.file]
+    return SOURCES[entry.start.file]
 
 
 def test_the_whole_ladder_obeys():
@@ -43,41 +43,41 @@ def code(lines):
 
 
 @EACH
-def test_train_is_readable(stage):
+def test_train_is_readable(entry):
     """At most 40 lines of code up to rung 10, 60 in one process, 80 with what a long run needs."""
-    lines = definitions(SOURCES[stage.file])["train"].splitlines()
-    assert len(code(lines)) <= (40 if stage in LADDER else 80 if builds_on(stage.label, "ddp") else 60)
+    lines = definitions(SOURCES[entry.file])["train"].splitlines()
+    assert len(code(lines)) <= (40 if entry in LADDER else 80 if builds_on(entry.label, "ddp") else 60)
 
 
 def test_scripts_are_short():
     """Lines, docstring included: whoever opens the first file should see nothing that it does not need."""
-    lines = {stage.label: len(SOURCES[stage.file].splitlines()) for stage in STAGES}
+    lines = {entry.label: len(SOURCES[entry.file].splitlines()) for entry in RUNGS}
     most = {"0": 393, "10": 485, "ddp": 520, "24": 600, "29": 720}
     assert {label: lines[label] for label in most if lines[label] > most[label]} == {}
 
 
 @EACH
-def test_the_docstring_names_its_base(stage):
+def test_the_docstring_names_its_base(entry):
     """In its first two lines, for rungs that a reader does not find by their number."""
-    beginning = " ".join(ast.get_docstring(ast.parse(SOURCES[stage.file])).splitlines()[:2])
-    for base in stage.starts if stage.label not in [*(one.label for one in LADDER), "ddp"] else []:
+    beginning = " ".join(ast.get_docstring(ast.parse(SOURCES[entry.file])).splitlines()[:2])
+    for base in entry.starts if entry.label not in [*(one.label for one in LADDER), "ddp"] else []:
         assert f" rung {base.label}" in beginning or f"rom {base.path.name}" in beginning
 
 
 @EACH_RUNG
-def test_a_rung_changes_something_and_all_that_it_may(stage):
-    changed = changed_definitions([SOURCES[start.file] for start in stage.starts], SOURCES[stage.file])
+def test_a_rung_changes_something_and_all_that_it_may(entry):
+    changed = changed_definitions([SOURCES[start.file] for start in entry.starts], SOURCES[entry.file])
     assert changed, "a rung that changes nothing"
-    used = {name for name in stage.may_change if any(name in (part, part.split(".")[0]) for part in changed)}
-    assert stage.may_change - used == set(), "may change, and does not"
-    docstrings = [ast.get_docstring(ast.parse(source)) for source in (before(stage), SOURCES[stage.file])]
+    used = {name for name in entry.may_change if any(name in (part, part.split(".")[0]) for part in changed)}
+    assert entry.may_change - used == set(), "may change, and does not"
+    docstrings = [ast.get_docstring(ast.parse(source)) for source in (before(entry), SOURCES[entry.file])]
     assert docstrings[0] != docstrings[1]
 
 
 @EACH
-def test_every_line_belongs_to_a_definition(stage):
+def test_every_line_belongs_to_a_definition(entry):
     """So that the law, which compares definitions, sees all of it: decorators and comments, too."""
-    source = SOURCES[stage.file]
+    source = SOURCES[entry.file]
     body = source.splitlines()[ast.parse(source).body[0].end_lineno :]
     seen = [line for text in definitions(source).values() for line in text.splitlines()]
     assert sorted(filter(None, seen)) == sorted(filter(None, body))
@@ -124,8 +124,8 @@ def changed_lines(before, after):
 
 def test_lessons_are_short():
     """Changed lines of code outside the docstring."""
-    lengths = {stage.label: len(changed_lines(before(stage), SOURCES[stage.file]))
-               for stage in STAGES[1:] if len(stage.starts) == 1}
+    lengths = {entry.label: len(changed_lines(before(entry), SOURCES[entry.file]))
+               for entry in RUNGS[1:] if len(entry.starts) == 1}
     assert statistics.median(lengths[str(number)] for number in range(1, 11)) <= 8, lengths
     most = {str(number): 28 for number in range(1, 11)}
     most |= dict.fromkeys(["15", "18", "25", "33", "36", "37", "dcp"], 70)  # a class is born or grows
@@ -134,27 +134,27 @@ def test_lessons_are_short():
 
 
 @EACH
-def test_scripts_import_nothing_of_the_project(stage):
+def test_scripts_import_nothing_of_the_project(entry):
     allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "filelock"}
-    allowed |= {"triton"} if stage.label in ("37", "38") else set()  # whose lesson it is
-    tree = ast.parse(SOURCES[stage.file])
+    allowed |= {"triton"} if entry.label in ("37", "38") else set()  # whose lesson it is
+    tree = ast.parse(SOURCES[entry.file])
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {"." * node.level + (node.module or "") for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in imported} <= allowed
 
 
 @EACH_RUNG
-def test_definitions_come_in_the_same_order(stage):
+def test_definitions_come_in_the_same_order(entry):
     """What both scripts have; a reader finds everything where it was."""
-    for start in stage.starts:
-        old, new = definitions(SOURCES[start.file]), definitions(SOURCES[stage.file])
+    for start in entry.starts:
+        old, new = definitions(SOURCES[start.file]), definitions(SOURCES[entry.file])
         assert [name for name in old if name in new] == [name for name in new if name in old]
 
 
 @EACH
-def test_the_lesson_comes_first(stage):
-    names = list(definitions(SOURCES[stage.file]))
-    assert ast.get_docstring(ast.parse(SOURCES[stage.file])).startswith("Rung ")
+def test_the_lesson_comes_first(entry):
+    names = list(definitions(SOURCES[entry.file]))
+    assert ast.get_docstring(ast.parse(SOURCES[entry.file])).startswith("Rung ")
     model = ["imports", "add_flags", "GPTConfig", "CausalSelfAttention", "MLP", "Block", "GPT", "DataLoaderLite"]
     assert [name for name in names if name in model] == model
     assert names[names.index("train") + 1] == "load_tokens"  # the first definition below the banner
@@ -182,4 +182,4 @@ def test_the_rooms_of_the_tool_import_one_way():
 def test_every_script_is_a_stage():
     files = [*ROOT.glob("*.py"), *ROOT.glob("beyond/**/*.py")]
     scripts = {path.relative_to(ROOT).as_posix() for path in files}
-    assert scripts - {"sample.py", "convert.py", "evaluate.py"} == {stage.file for stage in STAGES}
+    assert scripts - {"sample.py", "convert.py", "evaluate.py"} == {entry.file for entry in RUNGS}

@@ -6,7 +6,7 @@ from log_files import MEDIAN, write_log
 
 from ladder.count.flops import flops_per_token, mfu
 from ladder.errors import UserError
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import PEER, read_log
 from ladder.show.machine import read_machine
 from ladder.show.report import build_report

@@ -6,7 +6,7 @@ from conftest import ROOT, new_gpt, rung, table_of
 from experiments.growth import recomputing_bytes
 from ladder.count.flops import flops_per_token
 from ladder.count.memory import RUN_BY_DEFAULT, recommend, step_bytes
-from ladder.scripts.stages import BY_NAME
+from ladder.rungs.list import BY_NAME
 from ladder.show.logs import read_folder
 
 

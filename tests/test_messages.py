@@ -17,7 +17,7 @@ from conftest import (
     saved_model, tokens_of, train, validates)
 
 from data import vocabulary
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 STEP = ("-B", 1, "-T", 16, "--steps", 1)
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from data import vocabulary
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 OTHER_MODELS = rungs_that_change("CausalSelfAttention", "MLP", "Block", "GPT", "GPTConfig")  # than the one before
 OTHER_WEIGHTS = ["0", "1", "4", "7", "20", "21", "23", "24", "32"]

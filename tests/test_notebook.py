@@ -11,8 +11,8 @@ from conftest import ROOT, run_command
 from nbclient import NotebookClient
 
 from ladder.__main__ import parse_args
-from ladder.scripts.choose import parse_rungs
-from ladder.scripts.stages import load_script
+from ladder.rungs.choose import parse_rungs
+from ladder.rungs.list import load_script
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def test_the_tool_has_each_command_of_the_notebook(notebook):
     assert len(commands) == text.count("python -m ladder") == 6
     for command in commands:
         args = parse_args(shlex.split(command.replace("{FLAGS}", flags)))
-        for stage in parse_rungs(args.rungs) if args.verb == "run" else []:
-            load_script(stage).parse_args(args.flags)
+        for entry in parse_rungs(args.rungs) if args.verb == "run" else []:
+            load_script(entry).parse_args(args.flags)
 
 
 class Sessions(BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ from test_race import ADAMW, MUON, VAL_LOSSES, run_race
 from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
 from ladder.count.published import read_published
-from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.rungs.list import BY_LABEL, RUNGS
 from ladder.show import page as page_module
 from ladder.show.charts import KIND_COLORS
 from ladder.show.drawings import drawings
@@ -80,20 +80,20 @@ def text_of(markup):
     return html.unescape(re.sub(r"<[^>]+>", "", markup))
 
 
-def lesson_of(stage):
+def lesson_of(entry):
     """The committed page's section for a rung."""
     text = PAGE.read_text(encoding="utf-8")
-    return re.search(rf'<section class="lesson" id="rung-{stage.label}".*?</section>', text, re.S)[0]
+    return re.search(rf'<section class="lesson" id="rung-{entry.label}".*?</section>', text, re.S)[0]
 
 
 def test_the_page_is_one_file_with_every_lesson_and_its_diff():
     assert PAGE.stat().st_size < 1_000_000
-    for stage in STAGES:
-        section = lesson_of(stage)
-        assert stage.file in section
+    for entry in RUNGS:
+        section = lesson_of(entry)
+        assert entry.file in section
         # without the lines that the diff takes away and adds, the two scripts are the same
-        after = stage.path.read_text()
-        before = stage.start.path.read_text() if stage.start else after
+        after = entry.path.read_text()
+        before = entry.start.path.read_text() if entry.start else after
         left = []
         for source, css in ((before, "del"), (after, "ins")):
             lines = dict(enumerate(source.splitlines(), 1))
@@ -114,25 +114,25 @@ def test_the_committed_page_is_up_to_date(tmp_path):
 def test_previous_and_next_are_the_trees():
     """Of each lesson; and each rung has one link in the contents and one in the tree."""
     text = PAGE.read_text(encoding="utf-8")
-    for stage in STAGES:
-        section = lesson_of(stage)
+    for entry in RUNGS:
+        section = lesson_of(entry)
         ways = re.search('<nav class="ways".*?</nav>', section, re.S)[0].split("</div>")
-        expected = [[start.label for start in stage.starts]] if stage.starts else []
-        expected.append([other.label for other in STAGES if stage in other.starts])
-        assert [re.findall(r'href="#rung-(\w+)"', part) for part in ways[:-1]] == expected, stage.label
+        expected = [[start.label for start in entry.starts]] if entry.starts else []
+        expected.append([other.label for other in RUNGS if entry in other.starts])
+        assert [re.findall(r'href="#rung-(\w+)"', part) for part in ways[:-1]] == expected, entry.label
         assert "Starts from" not in section or section.count("Starts from") == 1  # with a link, above the text
     for place in ("contents", "tree"):
         links = re.findall(r'href="#rung-(\w+)"', re.search(rf'<nav id="{place}".*?</nav>', text, re.S)[0])
-        assert links == [stage.label for stage in STAGES]
+        assert links == [entry.label for entry in RUNGS]
 
 
 def test_its_exercise_and_what_a_rung_prints_stand_in_its_lesson():
     exercises = read_exercises()
-    for stage in STAGES:
-        section = lesson_of(stage)
-        assert ('<div class="exercise">' in section) == (stage.label in exercises)
-        assert stage.label not in exercises or exercise_html(exercises[stage.label]) in section
-        printed = read_printed()[stage.label]
+    for entry in RUNGS:
+        section = lesson_of(entry)
+        assert ('<div class="exercise">' in section) == (entry.label in exercises)
+        assert entry.label not in exercises or exercise_html(exercises[entry.label]) in section
+        printed = read_printed()[entry.label]
         lines = re.search(r'<details class="printed">.*?<pre[^>]*><code>(.*?)</code>', section, re.S)[1]
         assert text_of(lines).splitlines() == [*printed["first"], "…", *printed["last"]]
 

@@ -9,7 +9,7 @@ from conftest import ROOT, losses, new_gpt, rung, train
 
 from ladder.count.memory import PROCESS_BYTES, largest_fitting, state_bytes, step_bytes
 from ladder.measure.first_and_last import command_of, first_and_last
-from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.rungs.list import BY_LABEL, RUNGS
 from ladder.show import drawings, page, tree
 from ladder.show.exercises import read_printed
 
@@ -18,13 +18,13 @@ from ladder.show.exercises import read_printed
 
 def test_each_rung_stands_once_in_the_tree_behind_what_it_starts_from():
     rows = list(tree.tree_rows())
-    shown = [stage for row in rows for stage in row.stages]
-    assert sorted(stage.label for stage in shown) == sorted(stage.label for stage in STAGES)
+    shown = [entry for row in rows for entry in row.rungs]
+    assert sorted(entry.label for entry in shown) == sorted(entry.label for entry in RUNGS)
     for row in rows:
-        for before, stage in zip(row.stages, row.stages[1:], strict=False):
-            assert stage.starts == (before,) and tree.drawn_after(before) == [stage]
-        assert row.goes_on == bool(tree.drawn_after(row.stages[-1]))
-        starts = row.stages[0].starts
+        for before, entry in zip(row.rungs, row.rungs[1:], strict=False):
+            assert entry.starts == (before,) and tree.drawn_after(before) == [entry]
+        assert row.goes_on == bool(tree.drawn_after(row.rungs[-1]))
+        starts = row.rungs[0].starts
         assert row.is_branch == (starts != () and len(tree.drawn_after(starts[-1])) > 1)
 
 
@@ -52,13 +52,13 @@ def test_first_and_last_lines_have_no_times():
 def test_every_rung_has_its_first_and_last_lines():
     """In the committed file, with the number of its parameters and the last of 50 steps."""
     printed = read_printed()
-    assert list(printed) == [stage.label for stage in STAGES]
-    for stage in STAGES:
-        one, module = printed[stage.label], rung(stage.label)
+    assert list(printed) == [entry.label for entry in RUNGS]
+    for entry in RUNGS:
+        one, module = printed[entry.label], rung(entry.label)
         with torch.device("meta"):
             n_parameters = sum(p.numel() for p in new_gpt(module).parameters())
-        assert f"# model: tiny | parameters: {n_parameters:,}" in one["first"], stage.label
-        assert one["command"] == command_of(stage) and one["first"][-1].startswith("step : 1 ")
+        assert f"# model: tiny | parameters: {n_parameters:,}" in one["first"], entry.label
+        assert one["command"] == command_of(entry) and one["first"][-1].startswith("step : 1 ")
         assert one["last"][0].startswith("step : 50 ") and any(line.startswith("median : ") for line in one["last"])
 
 
@@ -74,14 +74,14 @@ def test_the_first_lines_are_what_the_rungs_print(tmp_path):
     from data import prepare
     prepare.main(["--text", os.environ["TINY_SHAKESPEARE"], "--out", str(tmp_path / "data")])
     printed = read_printed()
-    for stage in (BY_LABEL[label] for label in ("0", "5", "10", "ddp", "15", "24", "29", "fsdp")):
-        B = 2 if stage.torchrun else 1  # the batches of both ranks
-        log = train(rung(stage.label), tmp_path / stage.label, tmp_path / "data", "-B", B, "-T", 256, "--steps", 1)
+    for entry in (BY_LABEL[label] for label in ("0", "5", "10", "ddp", "15", "24", "29", "fsdp")):
+        B = 2 if entry.torchrun else 1  # the batches of both ranks
+        log = train(rung(entry.label), tmp_path / entry.label, tmp_path / "data", "-B", B, "-T", 256, "--steps", 1)
         lines = log.read_text().splitlines()
         first = next(i for i, line in enumerate(lines) if line.startswith("step : 1 "))
-        assert [*map(shape_of_line, lines[:first])] == [*map(shape_of_line, printed[stage.label]["first"][:-1])]
-        loss = float(page.LAST_LOSS.match(printed[stage.label]["first"][-1])[2])
-        assert loss == pytest.approx(losses(log)[0], abs=0.02), stage.label
+        assert [*map(shape_of_line, lines[:first])] == [*map(shape_of_line, printed[entry.label]["first"][:-1])]
+        loss = float(page.LAST_LOSS.match(printed[entry.label]["first"][-1])[2])
+        assert loss == pytest.approx(losses(log)[0], abs=0.02), entry.label
 
 
 # ---- drawings --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import convert
 from ladder.measure import peers
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import PEER, PEERS, read_log
 from ladder.show.plots import colors_of
 from ladder.show.report import build_report

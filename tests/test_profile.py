@@ -19,7 +19,7 @@ from ladder.errors import UserError
 from ladder.measure import runner, step_profile
 from ladder.measure.step_profile import CLIP, DATA, STEP, by_kind, check_profile, kind_of
 from ladder.measure.step_profile import logit_widths, products_ms, profile_ladder
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.charts import profile_bars
 from ladder.show.logs import read_log
 from ladder.show.profile import KINDS, is_reliable, print_profile, read_profile
@@ -98,9 +98,9 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
     answers = {"0": iter([(101.0, 100.0), (80.0, 100.0), (102.0, 100.0), (99.0, 100.0), (98.0, 100.0)]),
                "3": iter([(260.0, 100.0), (240.0, 100.0), (270.0, 100.0), (250.0, 100.0), (230.0, 100.0)])}
 
-    def once(stage, *_):
-        step_ms, plain_ms = next(answers[stage.label])
-        rung = {"name": stage.name, "step_ms": step_ms, "plain_ms": plain_ms, "floor_ms": 50.0,
+    def once(entry, *_):
+        step_ms, plain_ms = next(answers[entry.label])
+        rung = {"name": entry.name, "step_ms": step_ms, "plain_ms": plain_ms, "floor_ms": 50.0,
                 "parts_ms": dict.fromkeys(KINDS, 0.0) | {"matrix products": step_ms},
                 "kernels": [["aten::mm", "matrix products", 2, step_ms]]}
         return rung, SimpleNamespace(status="ok")
@@ -185,7 +185,7 @@ def test_the_floor_is_the_products_at_the_rate_of_the_rungs_format(name, precisi
 def test_where_torch_cannot_compile_the_profile_is_of_eager_runs(tmp_path, tokens, monkeypatch, call):
     seen = []
     monkeypatch.setattr(runner, "compile_problem", lambda device: "no compiler here")
-    monkeypatch.setattr(step_profile, "profile_ladder", lambda stages, flags, *_: seen.append(flags))
+    monkeypatch.setattr(step_profile, "profile_ladder", lambda entries, flags, *_: seen.append(flags))
     code, output, _ = call("profile", "--rungs", "5", "--logs", tmp_path / "new", *flags(tokens)[:-2])
     assert code == 0 and "--compile-mode none: no compiler here" in output
     assert seen[0][-2:] == ["--compile-mode", "none"]
@@ -193,14 +193,14 @@ def test_where_torch_cannot_compile_the_profile_is_of_eager_runs(tmp_path, token
 
 def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
     """Before it is made, and when it is shown."""
-    words, stages = flags(tokens)[:-2], [BY_LABEL["0"], BY_LABEL["10"]]
+    words, entries = flags(tokens)[:-2], [BY_LABEL["0"], BY_LABEL["10"]]
     shutil.copy(WHOLE / "round_1.log", tmp_path)
     with pytest.raises(UserError, match="holds runs of gpt2, B=1 T=1024"):
-        check_profile(stages, words, tmp_path)
+        check_profile(entries, words, tmp_path)
     (tmp_path / "profile.json").write_text(json.dumps(read_profile(WHOLE) | {"T": 64}))
     report = build_report(tmp_path)
     assert report.profile is None and "B=1 T=64, but the logs are not" in report.skipped[0]
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 1e12}, "device": "cuda"}))
     with pytest.raises(UserError, match="from a different device"):
-        check_profile(stages, words, tmp_path / "new")
+        check_profile(entries, words, tmp_path / "new")

@@ -7,9 +7,9 @@ import pytest
 from conftest import ROOT
 
 from ladder.errors import UserError
-from ladder.scripts.laws import violations
-from ladder.scripts.propagate import Conflict, merge, propagate, rungs_after
-from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.rungs.laws import violations
+from ladder.rungs.propagate import Conflict, merge, propagate, rungs_after
+from ladder.rungs.list import BY_LABEL, RUNGS
 
 BASELINE = BY_LABEL["0"]
 
@@ -17,9 +17,9 @@ BASELINE = BY_LABEL["0"]
 @pytest.fixture
 def repository(tmp_path):
     """A copy of the scripts under git, to be fixed."""
-    for stage in STAGES:
-        (tmp_path / stage.file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(stage.path, tmp_path / stage.file)
+    for entry in RUNGS:
+        (tmp_path / entry.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(entry.path, tmp_path / entry.file)
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "commit")
@@ -42,9 +42,9 @@ def snapshot(folder):
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.py*")}
 
 
-def replaced(stage, *changes):
+def replaced(entry, *changes):
     """A rung's committed text with a fix in it, outside of the docstring, by plain substitution: the truth."""
-    _, docstring, body = stage.path.read_text().split('"""', 2)
+    _, docstring, body = entry.path.read_text().split('"""', 2)
     for old, new in changes:
         body = body.replace(old, new)
     return f'"""{docstring}"""{body}'
@@ -65,13 +65,13 @@ NATURAL_FIX = [  # of the baseline; the text is the same in all rungs, though be
 
 def test_a_natural_fix_is_carried_to_all_later_rungs(repository):
     edit(repository / "baseline.py", *NATURAL_FIX)
-    (repository / STAGES[-1].file).chmod(0o755)  # a file stays executable
+    (repository / RUNGS[-1].file).chmod(0o755)  # a file stays executable
     written, stops = propagate(BASELINE, repository)
-    assert list(written) == [stage.file for stage in STAGES[1:]] and stops == []
-    for stage in STAGES:
-        assert (repository / stage.file).read_text() == replaced(stage, *NATURAL_FIX), stage.file
-    assert list(violations({stage.file: (repository / stage.file).read_text() for stage in STAGES})) == []
-    assert (repository / STAGES[-1].file).stat().st_mode & 0o777 == 0o755
+    assert list(written) == [entry.file for entry in RUNGS[1:]] and stops == []
+    for entry in RUNGS:
+        assert (repository / entry.file).read_text() == replaced(entry, *NATURAL_FIX), entry.file
+    assert list(violations({entry.file: (repository / entry.file).read_text() for entry in RUNGS})) == []
+    assert (repository / RUNGS[-1].file).stat().st_mode & 0o777 == 0o755
 
 
 def test_a_line_is_carried_through_what_rungs_change_in_it_up_to_where_it_moves(repository):
@@ -79,14 +79,14 @@ def test_a_line_is_carried_through_what_rungs_change_in_it_up_to_where_it_moves(
     edit(repository / "baseline.py", ("loss = model(x, y)", "loss = model(x, targets=y)"))
     written, stops = propagate(BASELINE, repository)
     waiting = {label: rungs_after(BY_LABEL[label]) for label in ("11", "36")}
-    stopped = [stage for label, after in waiting.items() for stage in (BY_LABEL[label], *after)]
-    reached = [stage for stage in STAGES[1:] if stage not in stopped]
-    assert list(written) == [stage.file for stage in reached]
-    for stage in reached:
-        own = "step_model(x, y)" if STAGES.index(stage) >= 5 else "loss = model(x, y)"
-        assert (repository / stage.file).read_text() == replaced(stage, (own, own.replace("y)", "targets=y)")))
-    for stage in stopped:  # long_run, too, though 24 has the fix
-        assert (repository / stage.file).read_text() == stage.path.read_text()
+    stopped = [entry for label, after in waiting.items() for entry in (BY_LABEL[label], *after)]
+    reached = [entry for entry in RUNGS[1:] if entry not in stopped]
+    assert list(written) == [entry.file for entry in reached]
+    for entry in reached:
+        own = "step_model(x, y)" if RUNGS.index(entry) >= 5 else "loss = model(x, y)"
+        assert (repository / entry.file).read_text() == replaced(entry, (own, own.replace("y)", "targets=y)")))
+    for entry in stopped:  # long_run, too, though 24 has the fix
+        assert (repository / entry.file).read_text() == entry.path.read_text()
     assert {file: lines for file, lines in written.items() if lines} == {
         "speedup_05_compile.py": ["loss = step_model(x, targets=y)"]}
     for (label, after), stop in zip(waiting.items(), stops, strict=True):
@@ -105,7 +105,7 @@ def test_a_conflict_is_shown_with_its_place_and_the_rest_follows_the_fix_by_hand
     changes = ("F.softmax(att, dim=-1)", "att.softmax(dim=-1)"), ("not math.isfinite(loss)", "math.isnan(loss)")
     edit(repository / "baseline.py", *changes)
     written, [stop] = propagate(BASELINE, repository)
-    assert list(written) == [stage.file for stage in STAGES[1:6]]
+    assert list(written) == [entry.file for entry in RUNGS[1:6]]
     flash = BY_LABEL["6"]
     assert (repository / flash.file).read_text() == flash.path.read_text()
     first, line, mark, text, *shown, last = stop.splitlines()
@@ -119,9 +119,9 @@ def test_a_conflict_is_shown_with_its_place_and_the_rest_follows_the_fix_by_hand
         propagate(BASELINE, repository)
     edit(repository / flash.file, changes[1])
     written, stops = propagate(flash, repository)
-    assert list(written) == [stage.file for stage in STAGES[7:]] and stops == []
-    for stage in STAGES:
-        assert (repository / stage.file).read_text() == replaced(stage, *changes)
+    assert list(written) == [entry.file for entry in RUNGS[7:]] and stops == []
+    for entry in RUNGS:
+        assert (repository / entry.file).read_text() == replaced(entry, *changes)
 
 
 def test_other_branches_get_a_fix_that_stops_in_one(repository):
@@ -135,7 +135,7 @@ def test_other_branches_get_a_fix_that_stops_in_one(repository):
     assert list(written) == [BY_LABEL[label].file for label in branch]
     edit(repository / waiting[0].file, ("divmod(w, self.n_windows)", "divmod(w, self.n_windows + 0)"))
     written, stops = propagate(waiting[0], repository)  # by hand; 30 has its fix
-    assert list(written) == [stage.file for stage in waiting[1:]] and stops == []
+    assert list(written) == [entry.file for entry in waiting[1:]] and stops == []
 
 
 @pytest.mark.parametrize("label, fix", [
@@ -157,7 +157,7 @@ def test_a_fix_stops_where_it_would_break_the_law(repository):
     """Rung 4 may change MLP.__init__, and has no Feed.__init__."""
     edit(repository / "baseline.py", ("class MLP(", "class Feed("), ("self.mlp = MLP(", "self.mlp = Feed("))
     written, [stop] = propagate(BASELINE, repository)
-    assert list(written) == [stage.file for stage in STAGES[1:4]]
+    assert list(written) == [entry.file for entry in RUNGS[1:4]]
     assert stop.startswith(BY_LABEL["4"].file) and "ladder's law" in stop and "Feed.__init__ differs" in stop
     edit(repository / "speedup_05_compile.py", ("class Log:", "# a comment\nclass Log:"))
     with pytest.raises(UserError, match="nothing was written; .*04.* -> speedup_05.*: set_aside differs"):

@@ -16,7 +16,7 @@ from experiments import race_docs
 from experiments.race import MOST_RATES, Contest, check_race, default_rates, keep, search
 from experiments.race_record import chances, read_csv, read_logs, steps_to, write_standings
 from ladder.errors import UserError
-from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show.plots import digest, save
 from ladder.show.report import build_report
 from ladder.show.standings import p_text, race_curves, race_texts, standings
@@ -66,7 +66,7 @@ def rates_of(job):
     return tuple(flag_of(job, flag) for flag in default_rates(BY_NAME[job.name]))
 
 
-def run_race(folder, stages, seeds=2, best=BEST, slow=(), search_steps=None, **val_losses):
+def run_race(folder, entries, seeds=2, best=BEST, slow=(), search_steps=None, **val_losses):
     """Drive a race whose runs end the better, the closer log2 of each rate is to that of `best[name]`; its jobs.
 
     `val_losses` are those of each round, or a function of (the loss of the search, the job) for all runs. In the
@@ -88,7 +88,7 @@ def run_race(folder, stages, seeds=2, best=BEST, slow=(), search_steps=None, **v
             done.append(job)
 
     words = ["--model", "tiny", "--steps", "40"]
-    Contest(stages, words, folder, seeds, run, at_once=2, search_steps=search_steps).race()
+    Contest(entries, words, folder, seeds, run, at_once=2, search_steps=search_steps).race()
     record, _ = read_logs(folder)
     write_standings(record, folder / "race.json")
     return done
@@ -100,8 +100,8 @@ def part_of(jobs, part):
             or part == "round" and job.log_dir.name.startswith(part) and "timing" not in job.log_dir.parts]
 
 
-def searched(jobs, stage):
-    return [rates_of(job) for job in part_of(jobs, "sweep") if job.name == stage.name]
+def searched(jobs, entry):
+    return [rates_of(job) for job in part_of(jobs, "sweep") if job.name == entry.name]
 
 
 @pytest.mark.parametrize("best, tried", [
@@ -131,14 +131,14 @@ def test_the_search_finds_both_rates_from_a_bad_start(start):
 
 def test_each_search_begins_at_the_best_of_the_one_before(tmp_path):
     """Muon's first search begins at its default."""
-    stages = [ADAMW, MUON, TRAPEZOID]
-    jobs = run_race(tmp_path, stages)
+    entries = [ADAMW, MUON, TRAPEZOID]
+    jobs = run_race(tmp_path, entries)
     assert searched(jobs, MUON)[0] == ("0.0012", "0.002")
     assert searched(jobs, TRAPEZOID)[0] == ("0.0012", "0.004")
     assert {(flag_of(job, "--seed"), flag_of(job, "--val-every")) for job in part_of(jobs, "sweep")} == {("1337", "40")}
     assert [flag_of(job, "--seed") for job in part_of(jobs, "round")] == ["1337"] * 3 + ["1338"] * 3
     for part, number in (("round", 2), ("timing", 3)):
-        assert [job.name for job in part_of(jobs, part)] == [stage.name for stage in stages] * number  # interleaved
+        assert [job.name for job in part_of(jobs, part)] == [entry.name for entry in entries] * number  # interleaved
         assert {(job.name, rates_of(job)) for job in part_of(jobs, part)} == {
             (name, tuple(f"{rate:g}" for rate in rates)) for name, rates in BEST.items()}
     assert {(flag_of(job, "--steps"), flag_of(job, "--val-every")) for job in part_of(jobs, "timing")} == {("30", "0")}
@@ -239,9 +239,9 @@ def test_rungs_are_compared_by_a_paired_t_test_over_the_seeds():
 
 def test_a_rung_is_compared_with_the_row_before(tmp_path):
     """Not with the first. A single seed has nothing to compare."""
-    stages = [ADAMW, MUON, TRAPEZOID]
+    entries = [ADAMW, MUON, TRAPEZOID]
     ends = {ADAMW.name: [6.0, 6.01, 6.02], MUON.name: [5.0, 5.01, 5.03], TRAPEZOID.name: [5.01, 5.0, 5.02]}
-    run_race(tmp_path, stages, 3, **ends)
+    run_race(tmp_path, entries, 3, **ends)
     report = build_report(tmp_path)
     _, [first, muon, trapezoid] = standings(report)
     assert first.p_loss is first.p_tokens is None
@@ -249,7 +249,7 @@ def test_a_rung_is_compared_with_the_row_before(tmp_path):
     texts, _ = race_texts(report)
     assert list(texts["p of the loss"])[:2] == ["–", "<0.001*"]
     assert list(texts["p of the tokens"]) == ["–", *(p_text(racer.p_tokens) for racer in (muon, trapezoid))]
-    run_race(tmp_path / "one", stages, 1)
+    run_race(tmp_path / "one", entries, 1)
     assert {*race_texts(build_report(tmp_path / "one"))[0]["p of the loss"]} == {"–"}
 
 

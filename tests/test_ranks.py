@@ -12,7 +12,7 @@ from conftest import (
     on_ranks, read_steps, run_command, rung, rungs_that_change, train, train_in_float32, val_losses)
 from tensor_bytes import Watch
 
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 # Everything of which ranks could disagree; fsdp and dcp are in test_fsdp.py.

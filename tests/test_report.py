@@ -15,7 +15,7 @@ from scipy.stats import ttest_1samp
 import ladder.__main__ as tool
 from experiments import growth, race_docs
 from ladder.count.flops import flops_per_token, mfu
-from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show.chance import holm
 from ladder.show.logs import PEER, PEERS
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs

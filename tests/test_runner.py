@@ -23,7 +23,7 @@ from ladder.measure import check, jobs, max_batch, runner
 from ladder.measure import run as run_verb
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import command_for, eager_flags, split_flags
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import PEER, read_log
 from ladder.show.report import build_report
 

@@ -19,7 +19,7 @@ from ladder.measure import smoke
 from ladder.measure.check import Finding
 from ladder.measure.runner import split_flags
 from ladder.measure.smoke import Trial, plan
-from ladder.scripts.stages import BY_LABEL, STAGES
+from ladder.rungs.list import BY_LABEL, RUNGS
 from ladder.show.logs import read_log
 
 GOOD = [11.0, 10.9, 10.8, 10.7]
@@ -120,13 +120,13 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
     settings = SimpleNamespace(device=device, model="tiny", data=tmp_path, compile_mode="default")
     trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
     others = {"24-eager", "24-float16", "29-documents", "long_run-float16", "long_run-resume"}
-    assert {stage.label for stage in STAGES} | others <= trials.keys()
+    assert {entry.label for entry in RUNGS} | others <= trials.keys()
     assert {trial.like for trial in trials.values()} <= trials.keys() | {""}
     assert not any("None" in trial.command for trial in trials.values())
-    for stage in STAGES:
-        assert trials[stage.label].like == (stage.start.label if stage.torchrun or stage.same_losses else "")
-        assert (f"{stage.label}-torchrun" in trials) == (device != "mps" and (  # which has no DDP
-            stage.torchrun or stage.label == "long_run"))
+    for entry in RUNGS:
+        assert trials[entry.label].like == (entry.start.label if entry.torchrun or entry.same_losses else "")
+        assert (f"{entry.label}-torchrun" in trials) == (device != "mps" and (  # which has no DDP
+            entry.torchrun or entry.label == "long_run"))
     assert ("10-graphs" in trials) == (device == "cuda") and ("long_run-pinned" in trials) == (device != "cpu")
     assert ("fsdp-gloo" in trials) == ("fsdp-cpu" in trials) == (device == "cuda")  # which NCCL does not share
     names = list(trials)  # first what the others are compared with, then what has run least often

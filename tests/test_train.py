@@ -18,7 +18,7 @@ from conftest import (
     validates, watch)
 from torch.nn import functional as F
 
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 B, T, N_STEPS = 2, 64, 5
 SHORT = {  # as far as a rung has the flag

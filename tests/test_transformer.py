@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import convert
 from data import vocabulary
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 SHORT = ("-B", 1, "-T", 16, "--steps", 3, "--val-every", 0)
 IDS = torch.randint(0, 257, (2, 12), generator=torch.Generator().manual_seed(0))

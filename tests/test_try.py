@@ -7,7 +7,7 @@ import pytest
 from run_tool import files_in, is_one_error
 
 from ladder.measure.exercise import TESTS, run_tests, sentences, exercise_of
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import Run
 
 EXERCISES = [*map(str, range(1, 11)), "ddp", "11", "13", "14", *map(str, range(16, 25)), "32"]

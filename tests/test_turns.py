@@ -17,7 +17,7 @@ from run_tool import LADDER, flags
 from ladder.measure.jobs import Job
 from ladder.measure.peers import find_peers
 from ladder.measure.runner import Runner, clocks_logged, command_for, peer_command, plan
-from ladder.scripts.stages import BY_LABEL, LADDER as STAGES
+from ladder.rungs.list import BY_LABEL, LADDER as RUNGS
 from ladder.show.logs import PEER, read_log
 from ladder.show.report import build_report
 
@@ -119,14 +119,14 @@ def test_a_child_that_nobody_gives_a_turn_ends(tmp_path):
 
 def test_each_of_several_rounds_has_an_order_of_its_own(tmp_path):
     def orders(repeat):
-        return [[job.name for job in jobs] for jobs in plan(STAGES, [], tmp_path, repeat, peers=find_peers(True))]
+        return [[job.name for job in jobs] for jobs in plan(RUNGS, [], tmp_path, repeat, peers=find_peers(True))]
 
-    names = [*(stage.name for stage in STAGES), PEER]
+    names = [*(entry.name for entry in RUNGS), PEER]
     assert orders(1) == [names]
     five = orders(5)
     assert five == orders(5) and len({tuple(order) for order in [names, *five]}) == 6  # --resume plans the same
     assert all(sorted(order) == sorted(names) for order in five)
-    folders = {job.log_dir.name for jobs in plan(STAGES, [], tmp_path, 2) for job in jobs}
+    folders = {job.log_dir.name for jobs in plan(RUNGS, [], tmp_path, 2) for job in jobs}
     assert folders == {"round_1", "round_2"}
 
 

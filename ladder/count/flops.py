@@ -15,7 +15,7 @@ MFU = FLOPs per token * tokens/sec / the highest matrix-product rate measured on
 """
 import re
 
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 
 VOCAB_SIZE = 50257  # of GPT-2's tokens
 SHAPES = {  # of --model: (n_layer, n_head, n_embd), as the scripts have them

@@ -15,7 +15,7 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
 
 Compiled, the logits and their gradients exist in 16 bits only; where torch cannot compile, v is 10 where it is 4 here.
 
-`stages.py` has a, v and s of each rung. Tests compare the model with what autograd keeps and with the peaks in
+`list.py` has a, v and s of each rung. Tests compare the model with what autograd keeps and with the peaks in
 logs/reference/. `card_bytes` models the same for several cards that share a run of long_run.py (DDP) or fsdp_run.py;
 `sent_bytes` is what they send each other. `python -m ladder.count.memory DEVICE` prints the device's free bytes.
 """
@@ -26,22 +26,22 @@ import sys
 import psutil
 
 from ladder.count.flops import SHAPES, VOCAB_SIZE, shape_of
-from ladder.scripts.stages import BY_LABEL, LADDER
+from ladder.rungs.list import BY_LABEL, LADDER
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver takes about as much
 BLOCK_SIZE = 1024
 LOSS_CHUNK = 4096  # tokens whose logits exist at once in rung 17: the default of --loss-chunk
-RUN_BY_DEFAULT = [stage.label for stage in LADDER]  # the labels of `python -m ladder run`
+RUN_BY_DEFAULT = [rung.label for rung in LADDER]  # the labels of `python -m ladder run`
 
 
 def step_bytes(model, B, T, label, vocab_size=VOCAB_SIZE):
     """Bytes that training on the rung `label` takes at its peak."""
-    stage, (n_layer, n_head, n_embd) = BY_LABEL[label], shape_of(model)
-    n_matrices = 1 if stage.tied else 2  # of the vocabulary
+    rung, (n_layer, n_head, n_embd) = BY_LABEL[label], shape_of(model)
+    n_matrices = 1 if rung.tied else 2  # of the vocabulary
     n_vocabulary, n_positions = n_matrices * vocab_size, max(BLOCK_SIZE, T)
     parameters = (n_vocabulary + n_positions) * n_embd + n_layer * (12 * n_embd * n_embd + 13 * n_embd)
-    a, v, s = stage.memory
-    tokens_with_logits = min(B * T, LOSS_CHUNK) if stage.chunked else B * T
+    a, v, s = rung.memory
+    tokens_with_logits = min(B * T, LOSS_CHUNK) if rung.chunked else B * T
     kept = B * T * a * n_layer * n_embd + v * vocab_size * tokens_with_logits + s * B * n_layer * n_head * T * T
     return PROCESS_BYTES + 16 * parameters + kept
 

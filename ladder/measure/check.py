@@ -20,7 +20,7 @@ from ladder.errors import UserError
 from ladder.measure.allocator import keeping_freed_memory, name_of
 from ladder.measure.jobs import COMPLAINT, OUT_OF_MEMORY
 from ladder.measure.rates import device_name, nvidia_gpus, rung_10
-from ladder.scripts.stages import ROOT
+from ladder.rungs.list import ROOT
 from ladder.show.terminal import print_texts
 
 GOOD, NEUTRAL, BAD = "+", "-", "x"

@@ -16,8 +16,8 @@ import sys
 import time
 
 from ladder.errors import UserError
-from ladder.scripts.lessons import diff_hunks, print_hunks, split_docstring
-from ladder.scripts.stages import ROOT
+from ladder.rungs.lessons import diff_hunks, print_hunks, split_docstring
+from ladder.rungs.list import ROOT
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
 from ladder.show.logs import read_log
 
@@ -30,7 +30,7 @@ START = """
 import json, os, sys
 from pathlib import Path
 from types import SimpleNamespace
-from ladder.scripts.stages import load_script
+from ladder.rungs.list import load_script
 sys.path.insert(0, os.path.dirname(sys.argv[1]))  # as for a script that is run
 script = load_script(SimpleNamespace(name="tried", path=Path(sys.argv[1])))
 script.train
@@ -38,16 +38,16 @@ print("\\n" + json.dumps(sorted(vars(script.parse_args([])))))
 """
 
 
-def exercise_of(stage):
+def exercise_of(rung):
     """{test: hint} of a rung's exercise. Raises UserError if it has none."""
     if not TESTS.exists() or not importlib.util.find_spec("pytest"):
         raise UserError("try: needs tests/ of the repository and pytest; pip install -r requirements-dev.txt")
     body = ast.parse(TESTS.read_text(encoding="utf-8")).body
     tests = {node.name: ast.get_docstring(node) for node in body if getattr(node, "name", "").startswith("test_")}
-    found = {name: hint for name, hint in tests.items() if name.split("_")[1] == stage.label.zfill(2)}
+    found = {name: hint for name, hint in tests.items() if name.split("_")[1] == rung.label.zfill(2)}
     if not found:
         labels = list(dict.fromkeys(name.split("_")[1].lstrip("0") for name in tests))
-        raise UserError(f"try: rung {stage.label} has no exercise; try one of {', '.join(labels)}")
+        raise UserError(f"try: rung {rung.label} has no exercise; try one of {', '.join(labels)}")
     return found
 
 
@@ -74,11 +74,11 @@ def check_file(file):
     return source, json.loads(child.stdout.splitlines()[-1])
 
 
-def run_tests(stage, file, folder, each):
+def run_tests(rung, file, folder, each):
     """Run a rung's tests on a file: each(test, outcome, reason) as they end, also for each of a test's parameters."""
-    results, output, number = folder / "results.jsonl", folder / "tests.txt", stage.label.zfill(2)
+    results, output, number = folder / "results.jsonl", folder / "tests.txt", rung.label.zfill(2)
     results.touch()
-    env = os.environ | {"LADDER_TRY": f"{stage.label}={file.resolve()}", "LADDER_TRY_RESULTS": str(results.resolve()),
+    env = os.environ | {"LADDER_TRY": f"{rung.label}={file.resolve()}", "LADDER_TRY_RESULTS": str(results.resolve()),
                         "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", TESTS, "-k", f"test_{number}_", "-vv", "-o", "addopts=",
                "-p", "no:cacheprovider", "--basetemp", (folder / "tmp").resolve()]
@@ -120,39 +120,39 @@ def same_code(one, other):
     return statements(one) == statements(other)
 
 
-def show_diffs(stage, file, source, console):
+def show_diffs(rung, file, source, console):
     """What a reader has changed in the rung before, and what the rung itself changes."""
-    before, ours = (one.path.read_text(encoding="utf-8") for one in (stage.start, stage))
+    before, ours = (one.path.read_text(encoding="utf-8") for one in (rung.start, rung))
     if same_code(source, ours):
-        console.print(f"{file.name} is {stage.file}, line for line, but for comments.", soft_wrap=True)
+        console.print(f"{file.name} is {rung.file}, line for line, but for comments.", soft_wrap=True)
         return
     old, old_first = code(before)
-    for title, text in ((f"{file.name}, against rung {stage.start.label}", source), (f"ours: {stage.file}", ours)):
+    for title, text in ((f"{file.name}, against rung {rung.start.label}", source), (f"ours: {rung.file}", ours)):
         console.print(f"\n{title}", style="bold")
         new, new_first = code(text)
         print_hunks(diff_hunks(old, new, old_first, new_first), console)
 
 
-def run_both(stage, file, known, flags, folder, rounds, console):
+def run_both(rung, file, known, flags, folder, rounds, console):
     """Run our script and a reader's in turns, and say how losses and times compare. Whether both ran to their ends."""
     from ladder.measure.jobs import Job
     from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, split_flags
 
     for name, same in SAME.items():
-        if name in defaults(stage):
+        if name in defaults(rung):
             flags = [*same, *flags]
-    device = check_flags([stage], flags).device
-    if stage.torchrun and too_few_for_ranks(device):
+    device = check_flags([rung], flags).device
+    if rung.torchrun and too_few_for_ranks(device):
         device, flags = "cpu", [*flags, "--device", "cpu"]
-    if stage.label == "5":
-        flags = eager_flags([stage], flags, device, console)
+    if rung.label == "5":
+        flags = eager_flags([rung], flags, device, console)
     jobs = []
     for number in range(1, rounds + 1):
-        for name, path in (("ours", stage.path), ("yours", file.resolve())):
+        for name, path in (("ours", rung.path), ("yours", file.resolve())):
             logs, own = folder / name / f"round_{number}", flags
             if name == "yours" and "compile_mode" not in known:
                 own = split_flags(flags, "--compile-mode")[1]
-            words = [str(path) if word == str(stage.path) else word for word in command_for(stage, own, logs)]
+            words = [str(path) if word == str(rung.path) else word for word in command_for(rung, own, logs)]
             jobs.append(Job(path.stem, words, logs))
     logs = {name: [job.log for job in jobs if job.log_dir.parent.name == name] for name in ("ours", "yours")}
     with Runner(device, folder, 3600, console, n_jobs=len(jobs)) as runner:
@@ -194,7 +194,7 @@ def sentences(ours, yours):
     yield f"{verdict} {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as ours ({len(ratios)} rounds){doubt}."
 
 
-def show_tests(stage, file, tests, folder, console):
+def show_tests(rung, file, tests, folder, console):
     """Run the tests and show those that are red, each with its hint, as they end. The names of those that are."""
     failed, ended = [], set()
 
@@ -208,7 +208,7 @@ def show_tests(stage, file, tests, folder, console):
             console.print(f"       found: {reason}", style="dim", soft_wrap=True)
 
     with console.status("pytest starts") as status:
-        run_tests(stage, file, folder, show)
+        run_tests(rung, file, folder, show)
         for test in [test for test in tests if test not in ended]:
             show(test, "missing", "it did not run")
     for test in [test for test in tests if test not in failed]:
@@ -221,32 +221,32 @@ def sentence_of(test):
     return " ".join(test.split("_")[2:])
 
 
-def try_file(stage, file, rounds, flags, folder, console):
+def try_file(rung, file, rounds, flags, folder, console):
     """Do all that `try` does; the exit code."""
-    tests, (source, known) = exercise_of(stage), check_file(file)
-    if stage.torchrun and sys.platform == "win32":
+    tests, (source, known) = exercise_of(rung), check_file(file)
+    if rung.torchrun and sys.platform == "win32":
         from ladder.measure.check import NO_TORCHRUN
 
         raise UserError(f"try: torchrun {NO_TORCHRUN}")
     if flags:
         from ladder.measure.runner import settings_of
 
-        settings_of(stage, flags)  # exits if they are wrong
-    flags = [*SHORT, *([] if stage.label == "5" else ["--compile-mode", "none"]), *flags]
+        settings_of(rung, flags)  # exits if they are wrong
+    flags = [*SHORT, *([] if rung.label == "5" else ["--compile-mode", "none"]), *flags]
     folder.mkdir(parents=True)
-    console.print(f"Exercise {stage.label}, {stage.title}: {file} in the place of {stage.file}", style="bold",
+    console.print(f"Exercise {rung.label}, {rung.title}: {file} in the place of {rung.file}", style="bold",
                   soft_wrap=True)
-    failed = show_tests(stage, file, tests, folder, console)
+    failed = show_tests(rung, file, tests, folder, console)
     if failed:
-        if same_code(source, stage.start.path.read_text(encoding="utf-8")):
-            console.print(f"{file.name} is still rung {stage.start.label}: only comments differ.", soft_wrap=True)
+        if same_code(source, rung.start.path.read_text(encoding="utf-8")):
+            console.print(f"{file.name} is still rung {rung.start.label}: only comments differ.", soft_wrap=True)
         console.print(f"{len(failed)} of {len(tests)} tests are red; their output: {folder / 'tests.txt'}. Our change, "
-                      f"when you want to see it: python -m ladder diff {stage.label}", soft_wrap=True)
+                      f"when you want to see it: python -m ladder diff {rung.label}", soft_wrap=True)
     else:
         console.print(f"All {len(tests)} tests pass.", style="bold")
     ran = True
     if rounds or not failed:
-        ran = run_both(stage, file, known, flags, folder, rounds or ROUNDS, console)
+        ran = run_both(rung, file, known, flags, folder, rounds or ROUNDS, console)
     if not failed:
-        show_diffs(stage, file, source, console)
+        show_diffs(rung, file, source, console)
     return 1 if failed or not ran else 0

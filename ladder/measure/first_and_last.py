@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.rates import cpu_name
-from ladder.scripts.choose import find_rung
-from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.rungs.choose import find_rung
+from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.exercises import PRINTED, read_printed
 
 FLAGS = "--model tiny -T 256"
@@ -25,10 +25,10 @@ TIME = re.compile(r"\b(dt: |tokens/sec: |time: |left: )[\d.:]+")
 STEP = re.compile(r"step : \d+ ")
 
 
-def command_of(stage):
+def command_of(rung):
     """How a reader starts the rung."""
-    start = "torchrun --standalone --nproc_per_node=2" if stage.torchrun else "python"
-    return f"{start} {stage.file} {FLAGS}"
+    start = "torchrun --standalone --nproc_per_node=2" if rung.torchrun else "python"
+    return f"{start} {rung.file} {FLAGS}"
 
 
 def first_and_last(lines):
@@ -38,26 +38,26 @@ def first_and_last(lines):
     return lines[: steps[0] + 1], lines[steps[-1] :]
 
 
-def run(stage):
+def run(rung):
     """A rung's entry in the file: it runs in an empty folder that has the data, with its default flags."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if stage.torchrun else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if rung.torchrun else []
     with TemporaryDirectory() as folder:
         os.symlink(ROOT / "data", Path(folder, "data"))
-        command = [sys.executable, *torchrun, str(stage.path), *FLAGS.split(), "--device", "cpu"]
+        command = [sys.executable, *torchrun, str(rung.path), *FLAGS.split(), "--device", "cpu"]
         child = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        log = Path(folder, "logs", f"{stage.name}.log")
+        log = Path(folder, "logs", f"{rung.name}.log")
         if child.returncode:
-            raise UserError(f"{stage.file} failed: {child.stderr.strip()}")
+            raise UserError(f"{rung.file} failed: {child.stderr.strip()}")
         first, last = first_and_last(log.read_text(encoding="utf-8").splitlines())
-    return {"command": command_of(stage), "machine": cpu_name(), "first": first, "last": last}
+    return {"command": command_of(rung), "machine": cpu_name(), "first": first, "last": last}
 
 
 def main(labels):
-    stages = [find_rung(label) for label in labels] or list(BY_LABEL.values())
+    rungs = [find_rung(label) for label in labels] or list(BY_LABEL.values())
     printed = read_printed()
-    for stage in stages:
-        printed[stage.label] = run(stage)
-        print(f"{stage.label}: {printed[stage.label]['last'][0]}", flush=True)
+    for rung in rungs:
+        printed[rung.label] = run(rung)
+        print(f"{rung.label}: {printed[rung.label]['last'][0]}", flush=True)
         in_order = {label: printed[label] for label in BY_LABEL if label in printed}
         write_whole(PRINTED, json.dumps(in_order, indent=1, ensure_ascii=False) + "\n")
 

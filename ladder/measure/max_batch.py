@@ -12,18 +12,18 @@ from ladder.show.logs import read_log
 from ladder.show.terminal import print_texts
 
 
-def largest_batch(stage, flags, seconds, processes, say):
+def largest_batch(rung, flags, seconds, processes, say):
     """(largest B per process, tokens/sec at that B, why the next one did not run) of a rung.
 
     The search starts at the B that the memory model predicts, since every B costs a compilation. An attempt may take
     `seconds`.
     """
-    settings = settings_of(stage, flags)
+    settings = settings_of(rung, flags)
     _, flags = split_flags(flags, "-B", "--batch-size", "--steps", "--total-batch")
-    ranks = processes if stage.torchrun else 1
+    ranks = processes if rung.torchrun else 1
     shares = ranks if settings.device == "cpu" else 1  # how many ranks share the memory
     available = MEMORY_SHARE * int(run_module("ladder.count.memory", settings.device)) / shares
-    B = max(1, largest_fitting(settings.model, settings.T, [stage.label], available))
+    B = max(1, largest_fitting(settings.model, settings.T, [rung.label], available))
 
     best, speed, failed, why = 0, None, None, ""
     while failed is None or failed - best > max(1, best // 8):
@@ -31,9 +31,9 @@ def largest_batch(stage, flags, seconds, processes, say):
         if hasattr(settings, "total_batch"):  # one micro-step: more of them take more time, not more memory
             more += ["--total-batch", str(B * settings.T * ranks)]
         with tempfile.TemporaryDirectory() as folder:
-            job = Job(stage.name, command_for(stage, [*flags, *more], Path(folder), processes), Path(folder))
+            job = Job(rung.name, command_for(rung, [*flags, *more], Path(folder), processes), Path(folder))
             outcome = run_job(job, seconds, settings.device)
-            say(f"{stage.name}: B={B} {outcome.status}")
+            say(f"{rung.name}: B={B} {outcome.status}")
             if outcome.status == "ok":
                 best, speed = B, read_log(job.log).tokens_per_second
             else:
@@ -42,11 +42,11 @@ def largest_batch(stage, flags, seconds, processes, say):
     return best, speed, why
 
 
-def print_largest(stages, flags, seconds, processes, console):
+def print_largest(rungs, flags, seconds, processes, console):
     """Find the largest batch of each rung and print the table; returns the exit code."""
     say = partial(console.print, style="dim")
-    found = {stage: largest_batch(stage, flags, seconds, processes, say) for stage in stages}
-    texts = [{"rung": stage.title, "largest B": str(best), "tokens/s": f"{speed:,.0f}" if speed else "–",
-              "what stopped the next one tried": why} for stage, (best, speed, why) in found.items()]
+    found = {rung: largest_batch(rung, flags, seconds, processes, say) for rung in rungs}
+    texts = [{"rung": rung.title, "largest B": str(best), "tokens/s": f"{speed:,.0f}" if speed else "–",
+              "what stopped the next one tried": why} for rung, (best, speed, why) in found.items()]
     print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth")
     return 0 if all(best for best, _, _ in found.values()) else 1

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils import collect_env
 
-from ladder.scripts.stages import BY_LABEL, ROOT, load_script
+from ladder.rungs.list import BY_LABEL, ROOT, load_script
 
 rung_10 = load_script(BY_LABEL["10"])
 SHAPES = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]

@@ -8,16 +8,16 @@ from ladder.measure.max_batch import print_largest
 from ladder.measure.peers import find_peers
 from ladder.measure.runner import (
     Runner, check_flags, check_same_machine, clocks_logged, eager_flags, locked, plan)
-from ladder.scripts.choose import parse_rungs
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.choose import parse_rungs
+from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import has_steps
 from ladder.show.outputs import print_report
 from ladder.show.report import build_report
 
 
-def check_together(args, stages):
+def check_together(args, rungs):
     """Refuse flags of `run` that say different things, and what cannot start on Windows."""
-    if sys.platform == "win32" and any(stage.torchrun for stage in stages):
+    if sys.platform == "win32" and any(rung.torchrun for rung in rungs):
         raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
     for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1), ("--at-once", args.at_once > 1),
                         ("--logs", args.logs)):
@@ -27,14 +27,14 @@ def check_together(args, stages):
 
 def run(args, logs, console):
     """Do what the parsed `args` of `run` say, into the folder `logs`; returns the exit code."""
-    stages = parse_rungs(args.rungs)
-    check_together(args, stages)
-    peers, settings = find_peers(args.peers), check_flags(stages, args.flags)
-    compiled = [*stages, BY_LABEL["10"]] if peers else stages  # each peer is another rung 10
+    rungs = parse_rungs(args.rungs)
+    check_together(args, rungs)
+    peers, settings = find_peers(args.peers), check_flags(rungs, args.flags)
+    compiled = [*rungs, BY_LABEL["10"]] if peers else rungs  # each peer is another rung 10
     args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
-        return print_largest(stages, args.flags, args.time_limit, args.processes, console)
-    rounds = plan(stages, args.flags, logs, args.repeat, peers, args.processes, args.at_once)
+        return print_largest(rungs, args.flags, args.time_limit, args.processes, console)
+    rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes, args.at_once)
     runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
     interrupted = False
     with locked(logs, args.resume):

@@ -24,7 +24,7 @@ from ladder.files import write_whole
 from ladder.measure.check import compile_problem, nvidia_problem
 from ladder.measure.jobs import Job, Outcome, run_jobs
 from ladder.measure.rates import device_name, nvidia_gpus
-from ladder.scripts.stages import BY_LABEL, ROOT, load_script
+from ladder.rungs.list import BY_LABEL, ROOT, load_script
 from ladder.show.logs import STEP_LINE, read_log
 from ladder.show.machine import read_machine
 
@@ -39,35 +39,35 @@ def split_flags(flags, *names):
 
 
 @cache
-def defaults(stage):
+def defaults(rung):
     """{name: default} of the flags of a rung."""
-    return vars(load_script(stage).parse_args([]))
+    return vars(load_script(rung).parse_args([]))
 
 
-def own_flags(stage, flags, log_dir):
+def own_flags(rung, flags, log_dir):
     """`flags` as a rung's script takes them; a measurement neither finds nor leaves a checkpoint."""
-    names = defaults(stage)
+    names = defaults(rung)
     if "compile_mode" not in names:
         _, flags = split_flags(flags, "--compile-mode")
     if "checkpoint_every" in names:
-        flags = ["--checkpoint-every", "0", "--checkpoint-dir", str(log_dir / "checkpoints" / stage.name), *flags]
+        flags = ["--checkpoint-every", "0", "--checkpoint-dir", str(log_dir / "checkpoints" / rung.name), *flags]
     return flags
 
 
-def turn_words(stage, flags):
+def turn_words(rung, flags):
     """What makes a script of a rung, or of a peer that trains as it does, a child that waits (turn.py)."""
-    eager = "compile_mode" not in defaults(stage) or split_flags(flags, "--compile-mode")[0] == ["none"]
+    eager = "compile_mode" not in defaults(rung) or split_flags(flags, "--compile-mode")[0] == ["none"]
     return ["-m", "ladder.measure.turn", "eager" if eager else "compiled"]
 
 
-def command_for(stage, flags, log_dir, processes=2, in_turns=False):
+def command_for(rung, flags, log_dir, processes=2, in_turns=False):
     """The command line of a rung; `in_turns`: as a child that waits."""
     start = [sys.executable]
-    if stage.torchrun:
+    if rung.torchrun:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     elif in_turns:
-        start += turn_words(stage, flags)
-    return [*start, str(stage.path), *own_flags(stage, flags, log_dir), "--log-dir", str(log_dir)]
+        start += turn_words(rung, flags)
+    return [*start, str(rung.path), *own_flags(rung, flags, log_dir), "--log-dir", str(log_dir)]
 
 
 def peer_command(words, flags, log_dir, in_turns=False):
@@ -77,9 +77,9 @@ def peer_command(words, flags, log_dir, in_turns=False):
     return [*start, *map(str, words), *own_flags(rung_10, flags, log_dir), "--log-dir", str(log_dir)]
 
 
-def settings_of(stage, flags):
+def settings_of(rung, flags):
     """What a rung's script makes of the flags; it exits with an error if they are wrong."""
-    return load_script(stage).parse_args(own_flags(stage, flags, Path()))
+    return load_script(rung).parse_args(own_flags(rung, flags, Path()))
 
 
 def check_gpu(flags):
@@ -89,9 +89,9 @@ def check_gpu(flags):
         raise UserError(f"--device: torch cannot use the NVIDIA GPU: {problem}; or --device cpu")
 
 
-def eager_flags(stages, flags, device, console):
+def eager_flags(rungs, flags, device, console):
     """`flags`, with --compile-mode none where torch cannot compile for the device; says so."""
-    compiled = any("compile_mode" in defaults(stage) for stage in stages)
+    compiled = any("compile_mode" in defaults(rung) for rung in rungs)
     if not compiled or split_flags(flags, "--compile-mode")[0]:
         return flags
     problem = compile_problem(device)
@@ -101,19 +101,19 @@ def eager_flags(stages, flags, device, console):
     return [*flags, "--compile-mode", "none"]
 
 
-def check_flags(stages, flags):
-    """The settings of the first stage, whose script checks the data, before anything is written."""
+def check_flags(rungs, flags):
+    """The settings of the first rung, whose script checks the data, before anything is written."""
     check_gpu(flags)
     if any(split_flags(flags, "--log-dir", "--save")[0]):
         raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
-    settings = [settings_of(stage, flags) for stage in stages][0]
-    script = load_script(stages[0])
+    settings = [settings_of(rung, flags) for rung in rungs][0]
+    script = load_script(rungs[0])
     _, meta = script.load_tokens(settings.data, "train", settings.B * settings.T + 1)
     script.model_config(settings, meta["vocab_size"])
     return settings
 
 
-def plan(stages, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):
+def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):
     """The jobs of each round; `peers` are of find_peers. Several, so that drift in machine speed affects all alike.
 
     Each round then has a random order, by its number, so that --resume plans the same.
@@ -121,7 +121,7 @@ def plan(stages, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):
     rounds = []
     for number in range(1, repeat + 1):
         folder = log_dir / f"round_{number}" if repeat > 1 else log_dir
-        jobs = [Job(stage.name, command_for(stage, flags, folder, processes, at_once > 1), folder) for stage in stages]
+        jobs = [Job(rung.name, command_for(rung, flags, folder, processes, at_once > 1), folder) for rung in rungs]
         jobs += [Job(name, peer_command(words, flags, folder, at_once > 1), folder)
                  for name, words in (peers or {}).items()]
         if repeat > 1:

@@ -25,7 +25,7 @@ from ladder.measure.check import check_machine, compile_problem
 from ladder.measure.jobs import Job, run_jobs
 from ladder.measure.rates import describe, rung_10
 from ladder.measure.runner import check_gpu, defaults, locked, split_flags
-from ladder.scripts.stages import BY_LABEL, ROOT, STAGES, load_script
+from ladder.rungs.list import BY_LABEL, ROOT, RUNGS, load_script
 from ladder.show.logs import STEP_LINE
 
 STEPS, SECONDS = 4, 600  # of a trial: its training steps, the time that it may take (beside others, on slow cores)
@@ -50,11 +50,11 @@ class Trial(Job):
     losses: dict = field(default_factory=dict)  # {step: loss}
 
 
-def words_of(stage, flags):
-    """The command line of {setting: value}, as far as the stage's script has them."""
+def words_of(rung, flags):
+    """The command line of {setting: value}, as far as the rung's script has them."""
     words = []
     for name, value in flags.items():
-        if name in defaults(stage):
+        if name in defaults(rung):
             flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
             words += [flag, str(value)]
     return words
@@ -62,7 +62,7 @@ def words_of(stage, flags):
 
 def training(settings, scratch, label, how="", like="", within=SAME, **changes):
     """The trial of a rung as it is, or run as `how` says. `settings`: baseline.py's; `scratch`: for what it writes."""
-    stage, name = BY_LABEL[label], f"{label}-{how}" if how else label
+    rung, name = BY_LABEL[label], f"{label}-{how}" if how else label
     folder = scratch / name
     B, T = 4, 64 if settings.device == "cpu" else 256
     flags = {
@@ -71,14 +71,14 @@ def training(settings, scratch, label, how="", like="", within=SAME, **changes):
         "checkpoint_every": STEPS // 2, "compile_mode": settings.compile_mode, "float8_from": 1,
         "log_dir": folder, "checkpoint_dir": folder, "save": folder / "model.pt",
     }
-    start = [str(stage.path)]
+    start = [str(rung.path)]
     if how in PATCHES:
         start = ["-m", "ladder.measure.smoke", how, label]
     if how in ("torchrun", "gloo"):
         ranks = 2 if settings.device == "cpu" else min(2, max(1, torch.cuda.device_count()))
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *start]
         flags["B"] = B // ranks  # a step has the same tokens as in one process
-    command = [sys.executable, *start, *words_of(stage, flags | changes)]
+    command = [sys.executable, *start, *words_of(rung, flags | changes)]
     return Trial(name, command, folder, first=1, like=like, within=within)
 
 
@@ -119,16 +119,16 @@ def own_text(settings, scratch):
             script(eager, "evaluate.py", eager.log_dir / "model.pt", "--data", data, "--device", device)]
 
 
-def rung_chain(train, stage, device):
+def rung_chain(train, rung, device):
     """A rung from its command line; what uses its model, for the last rung of each kind of model; one resumes."""
-    same = SAME if stage.torchrun else stage.same_losses  # without torchrun it is the rung before
-    if "autocast_dtype" in stage.may_change and rung_10.autocast_dtype(device) is torch.float16:
+    same = SAME if rung.torchrun else rung.same_losses  # without torchrun it is the rung before
+    if "autocast_dtype" in rung.may_change and rung_10.autocast_dtype(device) is torch.float16:
         same = None  # float16's scaler skips the first steps
-    trial = train(stage.label, like=stage.start.label, within=same) if same else train(stage.label)
+    trial = train(rung.label, like=rung.start.label, within=same) if same else train(rung.label)
     chain = [trial]
-    if stage in {(other.exports_to, other.tied): other for other in STAGES}.values():
-        chain += using(trial, device, stage.exports_to)
-    if stage.label == "long_run":
+    if rung in {(other.exports_to, other.tied): other for other in RUNGS}.values():
+        chain += using(trial, device, rung.exports_to)
+    if rung.label == "long_run":
         chain.append(resuming(trial))
     return chain
 
@@ -137,11 +137,11 @@ def torchrun_chains(train, device):
     """The rungs that start as several ranks: none where torch has no DDP, or no torchrun."""
     if device == "mps" or sys.platform == "win32":
         return
-    for stage in STAGES:
-        if not stage.torchrun and stage.label != "long_run":
+    for rung in RUNGS:
+        if not rung.torchrun and rung.label != "long_run":
             continue
-        trial = train(stage.label, "torchrun", like=stage.label)
-        resumes = stage.torchrun and "--checkpoint-dir" in trial.command
+        trial = train(rung.label, "torchrun", like=rung.label)
+        resumes = rung.torchrun and "--checkpoint-dir" in trial.command
         yield [trial, resuming(trial)] if resumes else [trial]
 
 
@@ -150,7 +150,7 @@ def gloo_chains(settings, scratch):
     if settings.device != "cuda" or sys.platform == "win32":
         return
     on_cpu = argparse.Namespace(**vars(settings) | {"device": "cpu", "compile_mode": "none"})
-    for label in [stage.label for stage in STAGES if stage.torchrun]:
+    for label in [rung.label for rung in RUNGS if rung.torchrun]:
         alone = training(on_cpu, scratch, label, "cpu")
         yield [alone, training(on_cpu, scratch, label, "gloo", like=alone.name)]
 
@@ -162,7 +162,7 @@ def plan(settings, scratch):
     with, comes first, since it has run least often, and a smoke test may be cut short.
     """
     train, device = partial(training, settings, scratch), settings.device
-    rungs = [rung_chain(train, stage, device) for stage in STAGES]
+    rungs = [rung_chain(train, rung, device) for rung in RUNGS]
     chains = [own_text(settings, scratch), *torchrun_chains(train, device), *gloo_chains(settings, scratch)]
     place = "on-device" if device == "cpu" else "pinned"
     chains += [

@@ -23,7 +23,7 @@ from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import (
     check_flags, check_same_machine, eager_flags, locked, own_flags, split_flags, write_machine)
 from ladder.count.flops import flops_per_token
-from ladder.scripts.stages import BY_LABEL, BY_NAME, load_script
+from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
 from ladder.show.logs import has_steps, read_folder, read_log
 from ladder.show.machine import read_machine
 from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile
@@ -148,13 +148,13 @@ def products_ms(run, rates, vocab_size):
     return 1000 * per_token * run.tokens_per_step / rates[run.number_format]
 
 
-def check_profile(stages, flags, folder):
+def check_profile(rungs, flags, folder):
     """The settings of a profile in `folder`; raises UserError if it cannot be made or belongs elsewhere."""
-    if any(stage.torchrun or stage.file.startswith("beyond/") for stage in stages):
+    if any(rung.torchrun or rung.file.startswith("beyond/") for rung in rungs):
         raise UserError("--rungs: only rungs 0 to 10 can be profiled; leave out the others")
     if split_flags(flags, "--steps", "--compile-mode", "--pretrained")[0]:
         raise UserError("--steps, --compile-mode, --pretrained: not for a profile; leave them out")
-    settings = check_flags(stages, flags)
+    settings = check_flags(rungs, flags)
     if settings.device == "mps":
         raise UserError("--device mps: torch.profiler does not see Apple GPUs; give --device cpu")
     if read_profile(folder):
@@ -168,17 +168,17 @@ def check_profile(stages, flags, folder):
     return settings
 
 
-def profile_once(stage, flags, machine):
+def profile_once(rung, flags, machine):
     """(one profile of a rung, None if it failed; the job's Outcome)."""
     with TemporaryDirectory() as scratch:
         folder, result = Path(scratch), Path(scratch) / "result.json"
-        command = [sys.executable, "-m", "ladder.measure.step_profile", stage.label, str(result)]
-        job = Job(stage.name, [*command, *own_flags(stage, flags, folder)], folder)
+        command = [sys.executable, "-m", "ladder.measure.step_profile", rung.label, str(result)]
+        job = Job(rung.name, [*command, *own_flags(rung, flags, folder)], folder)
         outcome = run_job(job, math.inf, machine["device"])
         if outcome.status != "ok":
             return None, outcome
         rung = json.loads(result.read_text())
-        run = read_log(folder / f"{stage.name}.log")
+        run = read_log(folder / f"{rung.name}.log")
         rung["floor_ms"] = products_ms(run, machine["rates"], rung.pop("vocab_size"))
     return rung, outcome
 
@@ -189,8 +189,8 @@ def median_round(rounds):
     return counted[len(counted) // 2]
 
 
-def profile_ladder(stages, flags, settings, folder, console, repeat):
-    """Profile the stages, one after another, into folder/profile.json; returns the outcomes of those that failed.
+def profile_ladder(rungs, flags, settings, folder, console, repeat):
+    """Profile the rungs, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
     Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any. Floors use
     the rates of folder/machine.json, which are measured first if it does not exist.
@@ -200,35 +200,35 @@ def profile_ladder(stages, flags, settings, folder, console, repeat):
     machine = {"device": settings.device, "name": None} | read_machine(folder)
     profile = {"model": settings.model, "B": settings.B, "T": settings.T, "name": machine["name"],
                "device": settings.device, "rounds": repeat}
-    found = {stage.name: [] for stage in stages}
-    failed, jobs = [], list(stages) * repeat
-    for number, stage in enumerate(jobs, 1):
-        with console.status(f"{number} of {len(jobs)} {stage.name}"):
-            rung, outcome = profile_once(stage, flags, machine)
-        if rung is None:
+    found = {rung.name: [] for rung in rungs}
+    failed, jobs = [], list(rungs) * repeat
+    for number, rung in enumerate(jobs, 1):
+        with console.status(f"{number} of {len(jobs)} {rung.name}"):
+            one, outcome = profile_once(rung, flags, machine)
+        if one is None:
             failed.append(outcome)
-            console.print(f"{stage.name}: {outcome.status}: {outcome.reason}", style="red")
+            console.print(f"{rung.name}: {outcome.status}: {outcome.reason}", style="red")
             continue
-        found[stage.name].append(rung)
+        found[rung.name].append(one)
         medians = [median_round(rounds) for rounds in found.values() if rounds]
-        profile["rungs"] = [{key: rung[key] for key in rung if key != "kernels"} for rung in medians]
+        profile["rungs"] = [{key: median[key] for key in median if key != "kernels"} for median in medians]
         write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
-        kernels = [[rung["name"], *kernel] for rung in medians for kernel in rung["kernels"]]
+        kernels = [[median["name"], *kernel] for median in medians for kernel in median["kernels"]]
         table = pandas.DataFrame(kernels, columns=["rung", "name", "kind", "calls", "ms"])
         write_whole(folder / "kernels.csv", table.to_csv(index=False, float_format="%.6g"))
-        console.print(f"{stage.name}: {rung['step_ms']:,.1f} ms/step under the profiler, {rung['plain_ms']:,.1f} "
-                      f"without{'' if is_reliable(rung) else ': ' + UNRELIABLE}")
+        console.print(f"{rung.name}: {one['step_ms']:,.1f} ms/step under the profiler, {one['plain_ms']:,.1f} "
+                      f"without{'' if is_reliable(one) else ': ' + UNRELIABLE}")
     return failed
 
 
-def profile_and_show(stages, flags, folder, console, repeat):
+def profile_and_show(rungs, flags, folder, console, repeat):
     """Profile into `folder`, then show all that it holds; returns the exit code."""
     from ladder.show.plots import profile_picture, save
 
-    settings = check_profile(stages, flags, folder)  # before creating the folder
-    flags = eager_flags(stages, flags, settings.device, console)
+    settings = check_profile(rungs, flags, folder)  # before creating the folder
+    flags = eager_flags(rungs, flags, settings.device, console)
     with locked(folder, resume=True):
-        failed = profile_ladder(stages, flags, settings, folder, console, repeat)
+        failed = profile_ladder(rungs, flags, settings, folder, console, repeat)
     found = read_profile(folder)
     if found:
         print_profile(found, console)

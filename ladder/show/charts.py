@@ -6,7 +6,7 @@ A curve has title, steps, seconds, loss, and val where the losses are those of v
 """
 from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
-from ladder.scripts.stages import BY_LABEL, BY_NAME, LADDER
+from ladder.rungs.list import BY_LABEL, BY_NAME, LADDER
 from ladder.show.logs import stage_of
 from ladder.show.profile import KINDS, is_reliable
 from ladder.show.standings import race_curves
@@ -75,18 +75,18 @@ def profile_bars(profile):
     return [profile_bar(rung, digits) for rung in rungs]
 
 
-def profile_bar(rung, digits):
-    stage, parts = BY_NAME[rung["name"]], rung["parts_ms"]
-    whole, sure = sum(parts.values()), is_reliable(rung)
+def profile_bar(found, digits):
+    rung, parts = BY_NAME[found["name"]], found["parts_ms"]
+    whole, sure = sum(parts.values()), is_reliable(found)
     end = f"{whole:,.{digits}f}"
     tip = [f"{kind}: {ms:,.{digits}f} ms, {100 * ms / whole:.0f} %" for kind, ms in parts.items()]
     tip.append(f"the whole step: {end} ms")
-    tip.append(f"floor: {rung['floor_ms']:,.{digits}f} ms")
-    tip.append(f"without the profiler: {rung['plain_ms']:,.{digits}f} ms")
+    tip.append(f"floor: {found['floor_ms']:,.{digits}f} ms")
+    tip.append(f"without the profiler: {found['plain_ms']:,.{digits}f} ms")
     if not sure:
         end += " (!)"
         tip.append("unreliable: the two differ by more than 10 %")
-    return {"title": stage.title, "label": stage.label, "parts": list(parts.values()), "floor": rung["floor_ms"],
+    return {"title": rung.title, "label": rung.label, "parts": list(parts.values()), "floor": found["floor_ms"],
             "pale": not sure, "end": end, "tip": tip}
 
 

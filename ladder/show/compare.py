@@ -3,7 +3,7 @@ from collections import namedtuple
 
 import pandas
 
-from ladder.scripts.stages import BY_LABEL, BY_NAME
+from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show.chance import FEWEST_ROUNDS
 from ladder.show.impossible import impossible
 from ladder.show.logs import ORDER
@@ -27,11 +27,11 @@ def loss_tolerance(one, other):
         apart = any(None not in pair and pair[0] != pair[1] for pair in pairs)
         return ROUNDING if apart else SAME_RUN_TOLERANCE
     for first, last in ((one.name, other.name), (other.name, one.name)):
-        stage, between = BY_NAME.get(last), []
-        while stage and stage.name != first:
-            between.append(stage.same_losses)
-            stage = stage.start
-        if stage:
+        rung, between = BY_NAME.get(last), []
+        while rung and rung.name != first:
+            between.append(rung.same_losses)
+            rung = rung.start
+        if rung:
             return None if None in between else sum(between)
     return None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ladder.count.flops import VOCAB_SIZE, shape_of
 from ladder.count.memory import LOSS_CHUNK, split_parameters
-from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.rungs.list import BY_LABEL, ROOT
 
 WIDTH = 358
 GB = 1e9
@@ -177,10 +177,10 @@ FORWARD, LOSS, BACKWARD = 8, 64, 12  # widths in the drawing: of a block's forwa
 def kept_bytes(label):
     """Bytes of rung 15, 16 or 17, GPT-2 (124M): (kept by a block, existing in addition while it is recomputed,
     the logits and their gradients at once, in how many chunks)."""
-    stage, (_, _, n_embd) = BY_LABEL[label], shape_of("gpt2")
-    per_vector, per_logit, _ = stage.memory
+    rung, (_, _, n_embd) = BY_LABEL[label], shape_of("gpt2")
+    per_vector, per_logit, _ = rung.memory
     block, only_input = B * T * per_vector * n_embd, B * T * 4 * n_embd  # a float32 residual stream
-    tokens = LOSS_CHUNK if stage.chunked else B * T
+    tokens = LOSS_CHUNK if rung.chunked else B * T
     logits = per_logit * VOCAB_SIZE * tokens
     recomputes = label != "15"
     return (only_input, block, logits, B * T // tokens) if recomputes else (block, 0, logits, B * T // tokens)

@@ -4,7 +4,7 @@ import re
 
 from markdown_it import MarkdownIt
 
-from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.rungs.list import BY_LABEL, ROOT
 
 EXERCISES = ROOT / "docs" / "exercises.md"
 PRINTED = ROOT / "docs" / "first_and_last.json"  # by python -m ladder.measure.first_and_last

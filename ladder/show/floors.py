@@ -6,9 +6,9 @@ from ladder.errors import UserError
 from ladder.show.terminal import print_texts
 
 
-def counted_rungs(stages, console):
-    """The labels of those stages that floors are counted of; UserError without one, and says which others are left."""
-    labels = [stage.label for stage in stages]
+def counted_rungs(rungs, console):
+    """The labels of those rungs that floors are counted of; UserError without one, and says which others are left."""
+    labels = [rung.label for rung in rungs]
     counted = [label for label in labels if label in COUNTED]
     if not counted:
         raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")

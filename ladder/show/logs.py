@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy
 
 from ladder.errors import UserError
-from ladder.scripts.stages import BY_NAME, Stage
+from ladder.rungs.list import BY_NAME, Rung
 
 PEER = "peer_transformers"  # the one that needs no file fetched
 PEERS = {  # {a log's name: what trained, which is no rung}
-    name: Stage("", file, title, None, frozenset()) for name, file, title in (
+    name: Rung("", file, title, None, frozenset()) for name, file, title in (
         (PEER, "ladder/measure/peer_transformers.py", "transformers' GPT-2, everything on"),
         ("peer_nanogpt", "ladder/measure/peer_nanogpt.py", "nanoGPT's GPT-2, everything on"),
         ("peer_build_nanogpt", "ladder/measure/peer_nanogpt.py", "build-nanogpt's GPT-2, everything on"))}
@@ -153,8 +153,8 @@ class Run:
 
 
 def stage_of(name):
-    """The stage of a log's name; one without a label for a peer, and for a script outside of the ladder."""
-    return BY_NAME.get(name) or PEERS.get(name) or Stage("", f"{name}.py", name, None, frozenset())
+    """The rung of a log's name; one without a label for a peer, and for a script outside of the ladder."""
+    return BY_NAME.get(name) or PEERS.get(name) or Rung("", f"{name}.py", name, None, frozenset())
 
 
 def read_headers(lines):

@@ -1,7 +1,7 @@
 """What the tool prints and writes of reports: the table, files, or the measured effect of one lesson."""
 from ladder.count.cards import find_card
 from ladder.errors import UserError
-from ladder.scripts.stages import ROOT
+from ladder.rungs.list import ROOT
 from ladder.show.chance import BEYOND_CHANCE, speed_p
 from ladder.show.profile import print_profile
 from ladder.show.report import build_report
@@ -72,17 +72,17 @@ def verdict(p):
     return f"p = {p:.2g}" if p < BEYOND_CHANCE else f"no significant difference: p = {p:.2g}"
 
 
-def print_effect(before, stage, folders, console):
-    """What a rung's change did, a line for each reference machine that has both; `before` is the other rung's stage."""
+def print_effect(before, rung, folders, console):
+    """What a rung's change did, a line for each reference machine that has both; `before` is the other rung."""
     for reference in map(build_report, folders):
         rows, runs = {row.name: row for row in reference.rows}, reference.runs
-        if not {before.name, stage.name} <= rows.keys():
+        if not {before.name, rung.name} <= rows.keys():
             continue
-        old, new = rows[before.name], rows[stage.name]
+        old, new = rows[before.name], rows[rung.name]
         memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
         ratio = new.tokens_per_second / old.tokens_per_second
-        in_table = before.label == stage.before
-        chance = verdict(new.p_before if in_table else speed_p(runs[before.name], runs[stage.name]))
+        in_table = before.label == rung.before
+        chance = verdict(new.p_before if in_table else speed_p(runs[before.name], runs[rung.name]))
         console.print(f"Measured, {where(reference)}:", style="bold", soft_wrap=True)
         console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({ratio:.2f} x the tokens/sec; {chance})"
                       f"{memory}, {loss_effect(old, new)}", soft_wrap=True)

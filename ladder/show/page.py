@@ -22,9 +22,9 @@ from ladder.count.floor import floor_data
 from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.laws import first_line
-from ladder.scripts.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
-from ladder.scripts.stages import BANNER, BY_LABEL, BY_NAME, STAGES
+from ladder.rungs.laws import first_line
+from ladder.rungs.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
+from ladder.rungs.list import BANNER, BY_LABEL, BY_NAME, RUNGS
 from ladder.show.chance import BEYOND_CHANCE
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.drawings import drawings
@@ -105,9 +105,9 @@ def printed_view(printed):
                       "lines": [*printed["first"], "…", *printed["last"]]}
 
 
-def lesson_view(stage):
+def lesson_view(rung):
     """All that the template shows of a rung except its measurements."""
-    source, start = stage.path.read_text(encoding="utf-8"), stage.start
+    source, start = rung.path.read_text(encoding="utf-8"), rung.start
     before = start and start.path.read_text(encoding="utf-8")
     lesson, code, hunks = read_lesson(before, source), [], []
     if start is None:  # there is nothing to compare with: show all of it, down to what all rungs share
@@ -117,8 +117,8 @@ def lesson_view(stage):
         blocks = {"-": blocks_of(before), "+": blocks_of(source)}
         hunks = [hunk_view(hunk, blocks) for hunk in lesson.hunks]
     head, _, tail = STARTS_FROM.sub("", lesson.title).partition(": ")
-    exercise, printed = read_exercises().get(stage.label), read_printed().get(stage.label)
-    return {"stage": stage, "before": start, "after": after(stage), "head": head, "tail": tail,
+    exercise, printed = read_exercises().get(rung.label), read_printed().get(rung.label)
+    return {"rung": rung, "before": start, "after": after(rung), "head": head, "tail": tail,
             "prose": prose(STARTS_FROM.sub("", lesson.body).strip("\n")), "lesson": lesson, "hunks": hunks,
             "code": code,
             "exercise": exercise and exercise_html(exercise), "printed": printed and printed_view(printed)}
@@ -132,7 +132,7 @@ def tree_view():
     titled = set()
     for row in tree_rows():
         own = row.depth - 1 if row.is_branch else row.depth
-        first = row.stages[0].start is None
+        first = row.rungs[0].start is None
         yield {"row": row, "title": None if row.section in titled else row.section.title,
                "above": [] if first else sorted({*row.passing, own})}
         titled.add(row.section)
@@ -219,7 +219,7 @@ def write_page(reports, path):
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     style, script, uplot = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "uplot.js"))
     text = environment.get_template("page.html.j2").render(
-        tree=list(tree_view()), lessons={stage.label: lesson_view(stage) for stage in STAGES}, pictures=drawing_views(),
+        tree=list(tree_view()), lessons={rung.label: lesson_view(rung) for rung in RUNGS}, pictures=drawing_views(),
         machines=[machine_view(report) for report in reports],
         kinds=KIND_COLORS, cards=list(CARDS), chosen_card=first_card(reports), floors=floors_view(),
         published=read_published().to_dict("records"), style=style, script=script, uplot=uplot)

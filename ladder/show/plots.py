@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from ladder.errors import UserError
-from ladder.scripts.stages import LADDER
+from ladder.rungs.list import LADDER
 from ladder.show.charts import KIND_COLORS, curves, lecture_bars, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.logs import PEERS
 from ladder.show.tables import batch_of, conditions, floors_of, where
@@ -170,7 +170,7 @@ def pictures_of(report):
     if speeds:
         pictures["ladder"] = bar_picture("Tokens per second", conditions(report), speeds,
                                          "tokens/sec; the thin lines show the spread")
-    if {stage.name for stage in LADDER} <= set(report.runs):
+    if {rung.name for rung in LADDER} <= set(report.runs):
         pictures["step"] = step_picture(report)
     if memory:
         pictures["memory"] = bar_picture("Peak memory", conditions(report), memory, "GB (1e9 bytes)")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas
 
-from ladder.scripts.stages import BY_NAME
+from ladder.rungs.list import BY_NAME
 from ladder.show.machine import read_json
 from ladder.show.terminal import print_texts
 
@@ -49,11 +49,11 @@ def print_profile(profile, console):
     wide = console.width >= 130
     words = KINDS if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
     rows = []
-    for rung in profile["rungs"]:
-        stage, mark = BY_NAME[rung["name"]], "" if is_reliable(rung) else " (!)"
-        times = dict(zip(words, rung["parts_ms"].values(), strict=True)) | {"step": rung["step_ms"]}
-        times |= ({"plain": rung["plain_ms"]} if wide else {}) | {"floor": rung["floor_ms"]}
-        rows.append({"rung": (stage.title if wide else stage.label) + mark}
+    for found in profile["rungs"]:
+        rung, mark = BY_NAME[found["name"]], "" if is_reliable(found) else " (!)"
+        times = dict(zip(words, found["parts_ms"].values(), strict=True)) | {"step": found["step_ms"]}
+        times |= ({"plain": found["plain_ms"]} if wide else {}) | {"floor": found["floor_ms"]}
+        rows.append({"rung": (rung.title if wide else rung.label) + mark}
                     | {word: f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for word, ms in times.items()})
     caption = "step: under the profiler; floor: its matrix products at the measured rate"
     caption += "" if all(map(is_reliable, profile["rungs"])) else f"\n(!) {UNRELIABLE}"

@@ -14,7 +14,7 @@ import pandas
 
 from ladder.count.flops import mfu
 from ladder.errors import UserError
-from ladder.scripts.stages import BY_LABEL
+from ladder.rungs.list import BY_LABEL
 from ladder.show.chance import holm, speed_p
 from ladder.show.compare import MIN_COUNTED
 from ladder.show.impossible import CLOCK, impossible

@@ -9,7 +9,7 @@ from ladder.count.floor import STORED, floor_data
 from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.stages import BY_LABEL, ROOT
+from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.show.logs import stage_of
 from ladder.show.report import allocators, cores_of, warnings

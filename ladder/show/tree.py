@@ -1,7 +1,7 @@
 """The tree of rungs, as the page draws it: rows of rungs that build on each other, and lines between the rows."""
 from dataclasses import dataclass, field
 
-from ladder.scripts.stages import STAGES
+from ladder.rungs.list import RUNGS
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,26 @@ class Row:
     depth: int
     is_branch: bool  # its first rung is one of several that start from the same one
     passing: tuple  # the levels of lines that go on to later branches
-    stages: list = field(default_factory=list)
+    rungs: list = field(default_factory=list)
     goes_on: bool = False  # a rung of a later row starts from its last one
 
 
-def after(stage):
+def after(rung):
     """The rungs that start from this one."""
-    return [other for other in STAGES if stage in other.starts]
+    return [other for other in RUNGS if rung in other.starts]
 
 
-def drawn_after(stage):
+def drawn_after(rung):
     """Those that the tree shows behind it: one that starts from two rungs stands behind the second."""
-    return [other for other in after(stage) if other.starts[-1] is stage]
+    return [other for other in after(rung) if other.starts[-1] is rung]
 
 
-def tree_rows(stage=STAGES[0], section=SECTIONS[0], depth=0, is_branch=False, passing=()):
+def tree_rows(rung=RUNGS[0], section=SECTIONS[0], depth=0, is_branch=False, passing=()):
     """The rows of a rung and all that build on it, in the order in which the page shows them."""
-    row = Row(section, depth, is_branch, passing, [stage])
-    following = drawn_after(stage)
+    row = Row(section, depth, is_branch, passing, [rung])
+    following = drawn_after(rung)
     while len(following) == 1 and following[0].label not in STARTS:
-        row.stages += following
+        row.rungs += following
         following = drawn_after(following[0])
     row.goes_on = bool(following)
     yield row
@@ -74,6 +74,6 @@ def tree_rows(stage=STAGES[0], section=SECTIONS[0], depth=0, is_branch=False, pa
             yield from tree_rows(one, section, depth + 1, True, passing + later)
 
 
-def section_of(stage):
+def section_of(rung):
     """The section that a rung stands in."""
-    return next(row.section for row in tree_rows() if stage in row.stages)
+    return next(row.section for row in tree_rows() if rung in row.rungs)

@@ -1,12 +1,11 @@
-"""The laws of the ladder: a rung changes only what `stages.py` allows, and below the banner nothing."""
+"""The laws of the ladder: a rung changes only what `list.py` allows, and below the banner nothing."""
 import ast
 import functools
 import itertools
 import re
 from collections import Counter
 
-from ladder.scripts.stages import BANNER, STAGES
-
+from ladder.rungs.list import BANNER, RUNGS
 
 MOST_LINES = 150  # below the banner
 # What no plumbing names: how a script would ask which rung it is, and the formats and libraries of later ones.
@@ -84,12 +83,12 @@ def flags(source):
 
 def foreign(sources):
     """What stands below the banner without being the baseline's own business, one line each."""
-    first, below = sources[STAGES[0].file], plumbing(sources[STAGES[0].file])
+    first, below = sources[RUNGS[0].file], plumbing(sources[RUNGS[0].file])
     used = Counter(getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(ast.parse(first)))
     for name in definitions(below):
         method = name.rpartition(".")[2]
         if not (used[method] or method.startswith("__") or name.startswith("if ")):
-            yield f"below the banner: {name} is not used by {STAGES[0].file}"
+            yield f"below the banner: {name} is not used by {RUNGS[0].file}"
     later = set.union(*(flags(source) for source in sources.values())) - flags(first)
     words = [*LATER, *sorted(later), *(f"args.{flag[2:].replace('-', '_')}" for flag in sorted(later))]
     yield from (f"below the banner: {word!r} is a later rung's business" for word in words if word in below)
@@ -98,18 +97,18 @@ def foreign(sources):
         yield f"below the banner: {n_lines} lines, more than {MOST_LINES}"
 
 
-def rung_violations(stage, sources):
+def rung_violations(rung, sources):
     """The breaches of the laws in the source of a rung ({file: text}), one line each."""
-    after, starts = sources[stage.file], [sources[start.file] for start in stage.starts]
-    names = " and ".join(start.file for start in stage.starts)
-    for name in sorted(forbidden_changes(starts, after, stage.may_change)):
-        yield f"{names} -> {stage.file}: {name} differs, which this rung may not change"
+    after, starts = sources[rung.file], [sources[start.file] for start in rung.starts]
+    names = " and ".join(start.file for start in rung.starts)
+    for name in sorted(forbidden_changes(starts, after, rung.may_change)):
+        yield f"{names} -> {rung.file}: {name} differs, which this rung may not change"
     if plumbing(after) != plumbing(starts[0]):
-        yield f"{stage.file}: below the banner it differs from {stage.start.file}"
+        yield f"{rung.file}: below the banner it differs from {rung.start.file}"
 
 
 def violations(sources):
     """The breaches of the laws among the sources of all rungs ({file: text}), one line each."""
     yield from foreign(sources)
-    for stage in STAGES[1:]:
-        yield from rung_violations(stage, sources)
+    for rung in RUNGS[1:]:
+        yield from rung_violations(rung, sources)

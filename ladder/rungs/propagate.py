@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.scripts.laws import definitions, foreign, pieces, plumbing, rung_violations
-from ladder.scripts.lessons import split_docstring
-from ladder.scripts.stages import ROOT, STAGES
+from ladder.rungs.laws import definitions, foreign, pieces, plumbing, rung_violations
+from ladder.rungs.lessons import split_docstring
+from ladder.rungs.list import ROOT, RUNGS
 
 CONFLICT = re.compile(r"^<{7} [^\n]*\n(.*?)^\|{7} [^\n]*\n(.*?)^={7}\n(.*?)^>{7} [^\n]*\n", re.MULTILINE | re.DOTALL)
 WORD = re.compile(r"\d[\w.]*(?:(?<=[eE])[-+]\d+)?|\w+|\n|[^\S\n]+|.")  # a number, with its exponent, is one
@@ -105,10 +105,10 @@ def merge(ours, base, theirs, names=("ours", "base", "theirs"), first_line=1):
     return merged
 
 
-def rungs_after(stage):
-    """The rungs that start from `stage`, directly or not."""
-    found = [stage]
-    for rung in STAGES:
+def rungs_after(rung):
+    """The rungs that start from `rung`, directly or not."""
+    found = [rung]
+    for rung in RUNGS:
         if any(start in found for start in rung.starts):
             found.append(rung)
     return found[1:]
@@ -156,29 +156,29 @@ def own_lines(merged, *sources):
     return [line.strip() for line in merged.splitlines() if line.strip() not in known]
 
 
-def check_start(stage, later, old, new):
+def check_start(rung, later, old, new):
     """Refuse a rung without a fix, one that breaks the law, and uncommitted changes that could be lost."""
     dirty = [rung.file for rung in later if new[rung.file] != old[rung.file]]
     if dirty:
         raise UserError(f"{dirty[-1]} has uncommitted changes: commit or stash them first, so that nothing is lost; "
                         f"if they are this fix, continue from there: python -m ladder propagate {dirty[-1]}")
-    if split(stage.file, old[stage.file])[1] == split(stage.file, new[stage.file])[1]:
-        raise UserError(f"{stage.file} has no uncommitted change outside its docstring: make the fix there first")
-    for broken in rung_violations(stage, new) if stage.starts else foreign(new):
+    if split(rung.file, old[rung.file])[1] == split(rung.file, new[rung.file])[1]:
+        raise UserError(f"{rung.file} has no uncommitted change outside its docstring: make the fix there first")
+    for broken in rung_violations(rung, new) if rung.starts else foreign(new):
         raise UserError(f"nothing was written; the fix breaks the ladder's law: {broken}")
 
 
-def propagate(stage, root=ROOT):
+def propagate(rung, root=ROOT):
     """Carry the uncommitted change of a rung to all that start from it, as far as it goes.
 
     Returns {file: its lines that were merged word by word} of the files written, and a text for each rung where it
     stops: those that start from there wait, too.
     """
-    later = rungs_after(stage)
-    starts = {start for rung in later for start in rung.starts}  # of one that starts from two, the other, too
-    old = {rung.file: committed(rung.file, root) for rung in {stage, *later, *starts}}
-    new = {rung.file: (root / rung.file).read_text(encoding="utf-8") for rung in STAGES}
-    check_start(stage, later, old, new)
+    later = rungs_after(rung)
+    starts = {start for one in later for start in one.starts}  # of one that starts from two, the other, too
+    old = {one.file: committed(one.file, root) for one in {rung, *later, *starts}}
+    new = {one.file: (root / one.file).read_text(encoding="utf-8") for one in RUNGS}
+    check_start(rung, later, old, new)
     written, stops, waiting = {}, [], set()
     for rung in later:
         if rung in waiting:  # it starts from one where the fix has stopped
