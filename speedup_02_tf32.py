@@ -6,7 +6,7 @@ of exponent, hence the same range; inputs rounded to 10 bits of mantissa; produc
 float32. Nothing else changes: weights, activations and gradients stay float32 in memory.
 
 Gain: faster matrix products on data-center GPUs from Ampere on; a GeForce RTX multiplies TF32 no
-faster than float32, by its datasheet (docs/floors.md). On an H100 a step takes 187 ms instead of
+faster than float32, by its datasheet (docs/results.md). On an H100 a step takes 187 ms instead of
 393 (measured), far from the sevenfold rate of its products, because memory traffic stays that of
 float32.
 Cost: each input of a product keeps about three decimal digits instead of seven.
@@ -367,7 +367,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

@@ -14,7 +14,7 @@ Cost: the first step compiles, which takes tens of seconds; the median leaves it
 
 The uncompiled `model` shares its weights with the compiled one: use it to save, evaluate or sample.
 Where torch cannot compile (no C++ compiler, no Triton), --compile-mode none trains without it. The
-modes and the cache on disk: docs/measuring.md.
+modes and the cache on disk: docs/running.md.
 
 Source: Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode
 Transformation and Graph Compilation"; torch.compile in PyTorch's documentation.
@@ -417,7 +417,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

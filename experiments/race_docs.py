@@ -1,4 +1,4 @@
-"""What do the races in logs/reference/ say? Writes the standings of each, and the tables and pictures of docs/race.md.
+"""What do the races in logs/reference/ say? Writes the standings of each, and tables and pictures of docs/results.md.
 
     python -m experiments.race_docs
 """
@@ -100,12 +100,12 @@ def lead_picture(reports):
 
 
 def pictures(races):
-    """{file name: picture} of docs/race.md."""
+    """{file name: picture} of docs/results.md."""
     return {RACES: races_picture(races), LEAD: lead_picture(races)}
 
 
 def write_tables(races, root=ROOT):
-    write_between(root / "docs" / "race.md", "race", [*map(race_table, races), KEY])
+    write_between(root / "docs" / "results.md", "race", [*map(race_table, races), KEY])
 
 
 def main():
@@ -117,7 +117,7 @@ def main():
     write_tables(races)
     for name, picture in pictures(races).items():
         save(picture, ROOT / "docs" / name)
-    print(f"{len(records)} times {FILE}, docs/race.md, {RACES}, {LEAD}: rewritten")
+    print(f"{len(records)} times {FILE}, docs/results.md, {RACES}, {LEAD}: rewritten")
 
 
 if __name__ == "__main__":

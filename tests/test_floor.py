@@ -1,11 +1,10 @@
 """Floors and cards: what is counted equals closed forms, and no floor lies above what was measured."""
 import itertools
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import builds_on, table_of
+from conftest import builds_on
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments import count_kernels as kernels
@@ -254,15 +253,3 @@ def test_17_the_logits_of_all_chunks_never_exist_at_once_when_compiled_for_a_gpu
         most.append(most_alive(graph, 4096 * 50304)) or schedule(graph)))
     kernels.count("17", "tiny", 16, 1024, loss_chunk=4096)
     assert most == [2, 0]  # forward, backward
-
-
-def test_the_floors_that_teaching_md_shows():
-    headings, *rows = table_of("docs/teaching.md", "| rung | GB moved | T4, ms |")
-    cards = [CARDS[heading.removesuffix(", ms")] for heading in headings[2:]]
-    floors = {row["label"]: row for row in floor.floor_data(cards)["rungs"]}
-    labels = {label: cells for first, *cells in rows for label in re.match("[0-9, ]+", first)[0].strip().split(", ")}
-    for label, cells in labels.items():
-        counted = floors[label]
-        ms = [f"{counted['ms'][card.name]['floor']:,.0f}" for card in cards]
-        assert cells == [f"{counted['gb']:.1f}", *ms], label
-    assert [*labels] == ["0", "1", "2", "3", "5", "6", "7", "8", "9", "10"]

@@ -77,9 +77,9 @@ def largest_batch(gigabytes, needed):
     return str(max((B for B, n in zip(POWERS, needed, strict=True) if n <= gigabytes * 1e9), default="–"))
 
 
-def test_the_batches_that_measuring_md_recommends():
+def test_the_batches_that_running_md_recommends():
     """In 80 % of the memory."""
-    sizes, *rows = table_of("docs/measuring.md", "| | 16 GB | 24 GB |")
+    sizes, *rows = table_of("docs/running.md", "| | 16 GB | 24 GB |")
     for (name, *cells), labels in zip(rows, (RUN_BY_DEFAULT, ["10"]), strict=True):
         needed = [max(step_bytes("gpt2", B, 1024, label) for label in labels) for B in POWERS]
         for cell, size in zip(cells, sizes[1:], strict=True):

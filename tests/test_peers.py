@@ -196,9 +196,9 @@ def test_a_folder_without_their_models_is_refused_before_anything_runs(text, rea
     if text:
         (tmp_path / "model.py").write_text(text)
     before = list(tmp_path.iterdir())
-    assert is_one_error(call("run", "--peers", tmp_path, *flags(tokens)), "--peers ", reason, "docs/measuring.md")
+    assert is_one_error(call("run", "--peers", tmp_path, *flags(tokens)), "--peers ", reason, "docs/running.md")
     assert list(tmp_path.iterdir()) == before
-    page = (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     assert "github.com/karpathy/nanoGPT" in page and "github.com/karpathy/build-nanogpt" in page
 
 

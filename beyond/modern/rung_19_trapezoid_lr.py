@@ -9,7 +9,7 @@ Muon's rate and AdamW's have the same shape.
 Gain: until the decay begins, the rates do not depend on the number of steps, so the length of a run
 can be decided late: in beyond/long_run/long_run.py a stopped run resumes with other --steps.
 The loss is lower than the cosine's, too, in 300 steps of a narrow model of 12 layers: by 0.027 nats
-on average (ten seeds, p < 0.001: experiments/README.md). In the race p = 0.011 (docs/race.md).
+on average (ten seeds, p < 0.001: experiments/README.md). In the race p = 0.011 (docs/results.md).
 Cost: the loss before the decay is not the loss that the run will end with.
 
 Sources: Hu et al. 2024, "MiniCPM" (WSD); Haegele et al. 2024, "Scaling Laws and Compute-Optimal
@@ -522,7 +522,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

@@ -5,7 +5,7 @@ multiplies each by a learned gain and adds a learned bias. RMSNorm divides by th
 and multiplies by the gain: it leaves out both shifts. The biases of the linear layers are shifts
 too, so they go as well. eps is 1e-6, as in Qwen3.
 
-Gain: fewer operations per norm, and 11 * C fewer parameters per block. Measured in docs/race.md: no
+Gain: fewer operations per norm, and 11 * C fewer parameters per block. In docs/results.md: no
 significant difference in the final loss (p = 0.12, not below 0.01).
 Cost: none in time or memory.
 
@@ -540,7 +540,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

@@ -8,7 +8,7 @@ hs^0.5, and no score can exceed hs^0.5.
 The norm, in float32, comes before the rotation (rung 20), which changes no length. All heads of a
 block share the gain.
 
-Gain: scores bounded by the learned gains, however long q and k become. In the race of docs/race.md
+Gain: scores bounded by the learned gains, however long q and k become. In docs/results.md's race
 the final loss falls from 1.871 to 1.847 nats per byte (p = 0.002).
 Cost: two norms over hs numbers per head and token, and 2 * hs parameters per block.
 
@@ -548,7 +548,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

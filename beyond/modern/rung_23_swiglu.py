@@ -6,7 +6,7 @@ down. It can multiply features with each other, where GELU only sees one sum at 
 hidden width of 8/3 * C, rounded up to a multiple of 64 for whole tiles (rung 7), three matrices
 have as many parameters as the two had, 8 * C^2, and take as much arithmetic.
 
-Gain: products of features, with as many parameters. Measured in docs/race.md: no significant
+Gain: products of features, with as many parameters. Measured in docs/results.md: no significant
 difference in the final loss (p = 0.88).
 Cost: one more elementwise operation and its tensors.
 With rungs 20 to 22 this is Qwen3's architecture, with one key-value head per query head:
@@ -554,7 +554,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

@@ -10,7 +10,7 @@ blocks are the identity they predict that a token repeats: its logit is their st
 times n_embd, 15 in GPT-2 with rung 24's 0.02, which training would have to unlearn. So these
 weights start smaller, which keeps that logit at or below 1.
 
-Gain: a faster start. In a race over 0.25 million of GPT-2's tokens (docs/race.md) it reaches rung
+Gain: a faster start. In a race over 0.25 million of GPT-2's tokens (docs/results.md) it has rung
 16's final loss in 18 % of its seconds (rung 24: 64 %), and its own final loss is 0.19 lower than
 rung 24's (p < 0.001). On another text its final loss is no lower, over 0.25 (one seed) or 2.5
 million tokens. On bytes no gain: their frequencies are learned at once.
@@ -573,7 +573,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

@@ -7,7 +7,7 @@ chooses the row, and n-grams that collide share a vector. The tables start at ze
 starts as rung 30's.
 
 Gain: on bytes the largest since Muon. It reaches rung 16's final loss in 18 % of its seconds
-(rung 30: 41 %), and its own final loss is 0.045 lower (p < 0.001, docs/race.md). In a model ten
+(rung 30: 41 %), and its own final loss is 0.045 lower (p < 0.001, docs/results.md). In a model ten
 times as large it is 0.02 below rung 24's (p = 0.006). No gain with GPT-2's tokens: the larger the
 vocabulary, the fewer n-grams recur, and the more share a row.
 Cost: two tables of n_rows_hashed * n_embd parameters, 12.6M for GPT-2 (124M), with their gradients
@@ -583,7 +583,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

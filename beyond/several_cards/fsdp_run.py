@@ -11,7 +11,7 @@ Every forward pass communicates, so all ranks must run the same number.
 
 Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
 Cost: more is sent than by DDP, in every micro-step, and the residual stream is bfloat16:
-docs/sharding.md counts both. Read `shard` first, then `orthogonalize` and `gather`: a checkpoint is
+docs/long_runs.md counts both. Read `shard` first, then `orthogonalize`, `gather`: a checkpoint is
 one file as before, gathered on rank 0. Without torchrun use long_run.py.
 Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
 """
@@ -948,7 +948,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

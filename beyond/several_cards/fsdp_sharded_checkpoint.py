@@ -11,7 +11,7 @@ written under a temporary name and renamed when complete, as the file was.
 Gain: the time and memory of a save fall with the number of ranks.
 Cost: a damaged checkpoint is noticed only if it cannot be read; a flipped bit is not, as the shards
 carry no checksums. --save still gathers the parameters in one file, for sample.py and convert.py.
-Read `save` first, then `read`. Details: docs/sharding.md.
+Read `save` first, then `read`. Details: docs/long_runs.md.
 Source: PyTorch's documentation of torch.distributed.checkpoint.
 """
 import argparse
@@ -939,7 +939,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

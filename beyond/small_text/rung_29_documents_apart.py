@@ -668,7 +668,7 @@ class Log:
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
         self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
         if not math.isfinite(loss):
-            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/measuring.md")
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
         """Log the median of the second half of the steps; in the first the device warms up."""

@@ -1,6 +1,6 @@
 """The floor of a rung on a card: the sum over a step's kernels of max(FLOPs / rate, bytes / bandwidth).
 
-What it is and is not: docs/floors.md. floors.json has the counts of GPT-2 (124M) at B=16 T=1024, made by
+What it is and is not: docs/results.md. floors.json has the counts of GPT-2 (124M) at B=16 T=1024, made by
 `python -m experiments.count_kernels`.
 """
 import json

@@ -162,7 +162,7 @@ def check_allocator(device):
         return
     name = name_of(os.environ | keeping_freed_memory())
     yield finding(name == "mimalloc", "allocator",
-                  "mimalloc: python -m ladder keeps freed memory in the process; a script by itself: docs/measuring.md",
+                  "mimalloc: python -m ladder keeps freed memory in the process; a script by itself: docs/running.md",
                   f"{name}; mimalloc needs less memory: pip install cmeel-mimalloc")
 
 

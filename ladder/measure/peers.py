@@ -25,7 +25,7 @@ def is_definition(node):
 
 def definitions(file):
     """The classes of a fetched file with their imports, as a syntax tree: train_gpt2.py as a whole would train."""
-    problem = f"--peers {file}: does not define GPT and GPTConfig; fetch the file that docs/measuring.md names"
+    problem = f"--peers {file}: does not define GPT and GPTConfig; fetch the file that docs/running.md names"
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except SyntaxError:  # the web page around the file
@@ -57,5 +57,5 @@ def find_peers(wanted):
             definitions(file)
             peers[peer] = [PEERS[peer].path, file.resolve()]
     if len(peers) == 1:
-        raise UserError(f"--peers {wanted}: holds no {' or '.join(FETCHED)}; docs/measuring.md says where they are")
+        raise UserError(f"--peers {wanted}: holds no {' or '.join(FETCHED)}; docs/running.md says where they are")
     return peers

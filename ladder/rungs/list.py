@@ -24,7 +24,7 @@ class Rung:
     before: str | tuple | None  # the label of the rung it starts from; of long_run those of both
     may_change: frozenset  # of long_run: what is neither's
     same_losses: float | None = None  # nats: how close its losses stay to the rung before; None: it changes them
-    lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/lecture.md)
+    lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/teaching.md)
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
     # From here on, what a rung does not set is as in the (last) rung it starts from.
     tied: bool = False  # one matrix is both embedding and output layer

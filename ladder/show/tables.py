@@ -200,7 +200,7 @@ def long_table(report):
 
 
 def published_table():
-    """docs/floors.md's: what others measured on GPUs."""
+    """docs/results.md's: what others measured on GPUs."""
     rows = read_published()
     remarks = rows["remark"].where(rows["remark"] == "", ": " + rows["remark"])
     rows["source"] = "[" + rows["who"] + "](" + rows["link"] + ")" + remarks
@@ -226,7 +226,7 @@ def write_tables(reports, root=ROOT):
     ladder.sort(key=gain, reverse=True)
     write_between(root / "README.md", "ladder", [short_table(report) for report in ladder[:1]])
     write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in ladder])
-    write_between(root / "docs" / "floors.md", "published", [published_table()])
+    write_between(root / "docs" / "results.md", "published", [published_table()])
 
 
 def as_json(reports):
