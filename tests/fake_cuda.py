@@ -390,13 +390,6 @@ class FakeGraph:
     replay = nothing
 
 
-class NoKernel:
-    """In place of a Triton kernel, which fake tensors have no memory for."""
-
-    def __getitem__(self, grid):
-        return nothing
-
-
 def fake_cuda(float16, cc):
     """What the scripts and torch ask of a GPU: {name: answer}."""
     return {
@@ -452,10 +445,6 @@ def run(label, model, recompute, folder, float16, backend):
     if hasattr(script, "GraphedStep"):
         script.GraphedStep.WARM_UP = 1  # the second step is captured: in it nothing may wait
         script.GraphedStep.run_on_stream = lambda self: self.step()
-    if label == "38":  # this torch is no build for CUDA
-        script.has_kernel = lambda args, dtype: not float16 and capability(backend) >= 89
-    if hasattr(script, "OutputLayerLoss") and backend == "none":
-        script.cross_entropy_kernel = NoKernel()
     if hasattr(script, "count_log_frequencies"):
         script.count_log_frequencies = zeros_on_the_host
     torch._dynamo.reset()

@@ -1,27 +1,15 @@
-"""Rungs 35 to 38, one GPU's last milliseconds, without one: on a CPU, by Triton's interpreter, and as machine code.
+"""Rungs 35 and 36, one GPU's last milliseconds, without one: on a CPU.
 
 That their compiled graphs are whole and what waits in them: test_fake_cuda.py.
 """
-import collections
 import contextlib
-import importlib.util
-import math
-import re
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, known_flags, losses, new_gpt, read_steps, run_command, rung, tiny, train, train_in_float32
-from torch.nn import functional as F
+from conftest import new_gpt, read_steps, rung, tiny, train, train_in_float32
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from ladder.count.flops import flops_per_token
-
-needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install triton")
 
 
 # ---- 35: the stream ----------------------------------------------------------------------------------------------
@@ -157,138 +145,3 @@ def test_36_in_float16_the_scaler_is_captured_too(graphs, tmp_path, byte_tokens)
 def test_36_without_cuda_nothing_is_captured(graphs, tmp_path, byte_tokens):
     log = train(rung("36"), tmp_path, byte_tokens, *SHORT)
     assert graphs == [] and "# CUDA graph: none (no CUDA)\n" in log.read_text()
-
-
-# ---- 37 and 38: the kernel ---------------------------------------------------------------------------------------
-
-@needs_triton
-@pytest.mark.parametrize("label", ["37", "38"])
-def test_37_and_38_by_tritons_interpreter(label):
-    """Which must be chosen before triton is imported: tests/interpreted.py, in a process of its own."""
-    words = ["-n", "0", "-q", "-p", "no:cacheprovider", ROOT / "tests" / "interpreted.py", "-k", f"test_{label}"]
-    done = run_command(sys.executable, "-m", "pytest", *words, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout[-3000:]
-
-
-class KernelByHand:
-    """What rung 38's kernel computes, in torch."""
-
-    def __getitem__(self, grid):
-        return self
-
-    def __call__(self, logits, grads, targets, losses, vocab_size, n_columns, SCALE, **_):
-        logits = logits.float()
-        logits[:, vocab_size:] = -torch.inf
-        losses.copy_(F.cross_entropy(logits, targets, reduction="none"))
-        grads.copy_((logits.softmax(1) - F.one_hot(targets, n_columns)) * SCALE)
-
-
-def test_38_the_three_products_are_float8s():
-    """Against torch's own with numbers that are rounded alike: E4M3 up to the largest one, E5M2 as if that were 1."""
-    module = rung("38")
-    module.cross_entropy_kernel = KernelByHand()
-    torch.manual_seed(0)
-    x, weight, targets = 1e3 * torch.randn(48, 64), 1e-3 * torch.randn(384, 64), torch.randint(257, (48,))
-    leaves = [leaf.clone().requires_grad_() for leaf in (x, weight)]
-    with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as products:
-        loss = module.OutputLayerLoss.apply(*leaves, targets, 257)
-    assert products.call_count == 3
-    (3 * loss).backward()
-    rounded = [(t * (448 / t.abs().max())).to(torch.float8_e4m3fn).float() * (t.abs().max() / 448) for t in (x, weight)]
-    logits, grads = (rounded[0] @ rounded[1].T).bfloat16(), torch.empty(48, 384, dtype=torch.float8_e5m2)
-    losses_by_hand = torch.empty(48)
-    KernelByHand()(logits, grads, targets, losses_by_hand, 257, 384, SCALE=57344.0)
-    grads = grads.float() / 57344 * 3 / 48
-    for ours, expected in ((loss, losses_by_hand.mean()), (leaves[0].grad, grads @ rounded[1]),
-                           (leaves[1].grad, grads.T @ rounded[0])):
-        assert (ours - expected).norm() < 0.01 * expected.norm()
-    truth = [leaf.clone().requires_grad_() for leaf in (x, weight)]
-    (3 * F.cross_entropy((truth[0] @ truth[1].T)[:, :257], targets)).backward()
-    errors = [((one.grad - other.grad).norm() / other.grad.norm()).item()
-              for one, other in zip(leaves, truth, strict=True)]
-    assert all(0.01 < error < 0.1 for error in errors), errors
-
-
-def test_38_the_output_layer_has_29_percent_of_the_flops():
-    head = 6 * 50304 * 768
-    total = flops_per_token("gpt2", 1024, causal=True) + 6 * (50304 - 50257) * 768
-    assert round(100 * head / total) == 29
-
-
-@pytest.mark.parametrize("label, cuda, capability, tokens, dtype, expected", [
-    ("37", "13.0", (8, 0), 1000, torch.bfloat16, True), ("37", None, (9, 4), 1000, torch.bfloat16, True),
-    ("37", "13.0", (7, 5), 1024, torch.float16, False), ("38", "13.0", (7, 5), 1024, torch.float16, False),
-    ("38", "13.0", (9, 0), 1024, torch.bfloat16, True), ("38", "13.0", (8, 9), 1024, torch.bfloat16, True),
-    ("38", "13.0", (8, 0), 1024, torch.bfloat16, False), ("38", None, (9, 4), 1024, torch.bfloat16, False),
-    ("38", "13.0", (9, 0), 1000, torch.bfloat16, False),
-])
-def test_37_and_38_on_which_gpus(label, cuda, capability, tokens, dtype, expected, monkeypatch):
-    """An AMD GPU has no torch.version.cuda. Nowhere without Triton, nor on a CPU."""
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    module = rung(label)
-    module.triton = module.triton or "as if it were installed"
-    args = module.parse_args(["-B", "1", "-T", str(tokens), "--device", "cpu"])
-    assert not module.has_kernel(args, dtype)
-    args.device = "cuda"
-    assert module.has_kernel(args, dtype) == expected
-    module.triton = None
-    assert not module.has_kernel(args, dtype)
-
-
-@pytest.mark.parametrize("label", ["37", "38"])
-def test_37_on_a_cpu_the_loss_is_torchs_and_the_log_says_so(label, tmp_path, byte_tokens):
-    ours, theirs = (train(rung(name), tmp_path / name, byte_tokens, *SHORT) for name in (label, "35"))
-    assert losses(ours) == losses(theirs) and "as in rung 35 (" in ours.read_text()
-
-
-@pytest.mark.parametrize("label", ["37", "38"])
-def test_37_without_triton_it_still_runs(label, tmp_path, byte_tokens, monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)  # its import fails
-    module = rung(label)
-    assert module.triton is None and not hasattr(module, "cross_entropy_kernel")
-    assert len(losses(train(module, tmp_path, byte_tokens, *known_flags(module, B=1, T=8, steps=2)))) == 2
-
-
-SIGNATURES = {  # of the kernel's tensors; the others are numbers
-    "37": {"logits": "*bf16", "targets": "*i64", "losses": "*fp32"},
-    "38": {"logits": "*bf16", "grads": "*fp8e5", "targets": "*i64", "losses": "*fp32"},
-}
-
-
-def compiled_kernel(label, capability):
-    """The kernel as `train` launches it for GPT-2, compiled for a GPU; and its registers and bytes of stack."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    kernel = rung(label).cross_entropy_kernel
-    numbers = {"vocab_size": "i32", "n_columns": "i32", "SCALE": "constexpr", "BLOCK": "constexpr"}
-    signature = {name: (SIGNATURES[label] | numbers)[name] for name in kernel.arg_names}
-    aligned = [i for i, name in enumerate(signature) if signature[name][0] == "*" or name == "n_columns"]
-    constants = {name: value for name, value in {"SCALE": 57344.0, "BLOCK": 8192}.items() if name in signature}
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16})
-
-
-@needs_triton
-@pytest.mark.parametrize("label, capability", [
-    ("37", 80), ("37", 90), ("37", 100), ("37", 120), ("38", 89), ("38", 90), ("38", 100)])
-def test_37_machine_code_has_wide_loads_and_spills_nothing(label, capability, tmp_path):
-    """16 bytes at a time, but for the target's logit; two or three rows at once on each multiprocessor.
-
-    More, 100 kB each, would not fit into an H100's L2 cache.
-    """
-    import triton
-
-    compiled = compiled_kernel(label, capability)
-    accesses = collections.Counter(re.findall(r"(ld|st)\.global\S*?\.((?:v\d\.)?b\d+)", compiled.asm["ptx"]))
-    assert accesses["ld", "b16"] == 1 and accesses["ld", "v4.b32"] == 4 and accesses["st", "b16"] == 0
-    cubin, tool = tmp_path / "kernel.cubin", Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    cubin.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    assert found["STACK"] == found["LOCAL"] == 0, "registers are spilled to memory"
-    registers = 8 * math.ceil(found["REG"] / 8)  # of each of 16 * 32 threads
-    assert 65536 // (512 * registers) in (2, 3), found
-    assert compiled.metadata.shared <= 1024

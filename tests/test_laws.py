@@ -128,7 +128,7 @@ def test_lessons_are_short():
                for entry in RUNGS[1:] if len(entry.starts) == 1}
     assert statistics.median(lengths[str(number)] for number in range(1, 11)) <= 8, lengths
     most = {str(number): 28 for number in range(1, 11)}
-    most |= dict.fromkeys(["15", "18", "25", "33", "36", "37", "dcp"], 70)  # a class is born or grows
+    most |= dict.fromkeys(["15", "18", "25", "33", "36", "dcp"], 70)  # a class is born or grows
     most |= {"14": 88, "fsdp": 104}  # in functions that can be read alone
     assert {label: n for label, n in lengths.items() if n > most.get(label, 52)} == {}
 
@@ -136,7 +136,6 @@ def test_lessons_are_short():
 @EACH
 def test_scripts_import_nothing_of_the_project(entry):
     allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "filelock"}
-    allowed |= {"triton"} if entry.label in ("37", "38") else set()  # whose lesson it is
     tree = ast.parse(SOURCES[entry.file])
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {"." * node.level + (node.module or "") for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -12,9 +12,9 @@ from ladder.rungs.list import BY_LABEL, RUNGS
 
 STORE = Path(__file__).with_name("floors.json")
 STORED = {"model": "gpt2", "B": 16, "T": 1024}
-BY_HAND = ("25", "37", "38")  # float8, whose rate no card's row has; a kernel that Inductor does not schedule
-COUNTED = [rung.label for rung in RUNGS if not rung.torchrun and rung.label not in BY_HAND]  # labels
-NOT_COUNTED = "floors are of one card, without float8 and kernels by hand"  # not of ddp, fsdp, dcp, BY_HAND
+FLOAT8 = ("25",)  # whose rate no card's row has
+COUNTED = [rung.label for rung in RUNGS if not rung.torchrun and rung.label not in FLOAT8]  # labels
+NOT_COUNTED = "floors are of one card, without float8"  # not of ddp, fsdp, dcp, 25
 
 
 class Kernel(NamedTuple):

@@ -172,10 +172,5 @@ add("35", "beyond/gpu/rung_35_bf16_residual.py", "bfloat16 residual stream", "10
 add("36", "beyond/gpu/rung_36_cuda_graphs.py", "CUDA graphs", "35",
     "imports", "add_flags", "GPT.configure_optimizers", "optimizer_step", "has_graphs", "GraphedStep", "train",
      same_losses=0.01)
-add("37", "beyond/gpu/rung_37_triton_cross_entropy.py", "cross-entropy in Triton", "35",
-    "imports", "cross_entropy_kernel", "OutputLayerLoss", "GPT.__init__", "GPT.forward",
-    "has_kernel", "train", same_losses=0.1)
-add("38", "beyond/gpu/rung_38_fp8_head.py", "FP8 output layer", "37",
-    "cross_entropy_kernel", "to_float8", "float8_product", "OutputLayerLoss", "has_kernel", "train")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
