@@ -2,6 +2,7 @@
 
 All of it is plumbing, the same in every script (test_laws.py), so one script or two stand for all.
 """
+import io
 import json
 import os
 import re
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT, Attack, as_program, cut_in_half, data_with, load_module, losses, rung, rungs_that_change, save_as_from_a_gpu,
-    saved_model, tokens_of, train, validates)
+    ROOT, Attack, as_program, cut_in_half, data_with, edit_json, load_module, losses, rung, rungs_that_change,
+    save_as_from_a_gpu, saved_model, tokens_of, train, validates)
 
 from data import vocabulary
 from ladder.rungs.list import BY_LABEL
@@ -36,25 +37,75 @@ def stopped(byte_tokens, tmp_path):
 
 
 @pytest.mark.parametrize("label, words, named", [
-    *(("0", words, "-B, -T and --steps must be at least 1") for words in ("-B 0", "-T 0", "-T -8", "--steps 0")),
+    *(("0", f"-{name} {value}", f"{name}: {value} is not 1 or more") for name in ("B", "T", "-steps")
+      for value in (0, -8)),
+    *((label, f"{flag} {value}", f"argument {flag}: {value} is not 0 or more") for label, flag, value in (
+        ("29", "--val-sequences", -1), ("13", "--val-every", -5), ("14", "--checkpoint-every", -1),
+        ("17", "--loss-chunk", -1), ("19", "--decay-share", "nan"), ("9", "--max-lr", "inf"))),
     *((label, f"--model {model}", f"error: --model {model}: ") for label in rungs_that_change("model_config")
-      for model in ("gpt5", "4x4", "4x3x128")),
+      for model in ("gpt5", "4x4", "4x3x128", "0x2x16", "2x0x16")),
     ("0", "--step 5", "unrecognized arguments: --step"),  # not short for --steps
     ("0", "--pretrained gpt2", "--pretrained gpt2: not a file of --save or convert.py"),
-    ("0", "--data nowhere", "--data nowhere: no token files; "),
-    ("0", "-B 100000 -T 1024", "a batch needs 102400001; lower -B or -T"),
+    ("0", "--data nowhere", "--data nowhere: no token files ([Errno 2]"),
+    ("0", "-B 100000 -T 1024", "-T, -B: a batch needs 102400001 train tokens; there are"),
 ])
 def test_wrong_words(label, words, named, stopped):
     assert named in stopped(label, *words.split())[1]
 
 
-@pytest.mark.parametrize("damage, named", [
-    (lambda folder: (folder / "meta.json").unlink(), "no token files; python data/prepare.py"),  # it comes last
-    (lambda folder: os.truncate(folder / "train.bin", 20_000), "train.bin is damaged")])
-def test_token_files_that_are_not_whole(damage, named, stopped, byte_tokens, tmp_path):
+@pytest.mark.parametrize("label, damage, named", [
+    ("0", lambda folder: (folder / "meta.json").unlink(), "no token files ([Errno 2]"),  # it comes last
+    ("0", lambda folder: (folder / "meta.json").write_text("{"), "no token files (Expecting"),
+    ("0", lambda folder: (folder / "meta.json").write_text("{}"), "train.bin is damaged"),
+    ("0", lambda folder: cut_in_half(folder / "tokenizer.json"), "no token files (Unterminated"),
+    ("0", lambda folder: os.truncate(folder / "train.bin", 20_000), "train.bin is damaged"),
+    *((label, lambda folder: edit_json(folder / "meta.json", vocab_size=100), "train.bin is damaged, or has ids beyond")
+      for label in ("0", "29"))])
+def test_token_files_that_are_not_whole(label, damage, named, stopped, byte_tokens, tmp_path):
+    """A cut tokenizer.json would be noticed by sample.py only; ids beyond the vocabulary have padded rows from 7 on."""
     folder = shutil.copytree(byte_tokens, tmp_path / "tokens")
     damage(folder)
-    assert f"--data {folder}: {named}" in stopped("0", "--data", folder, *STEP)[1]
+    assert f"--data {folder}: {named}" in stopped(label, "--data", folder, *STEP)[1]
+
+
+def test_started_from_another_folder(stopped, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = stopped("29", "--data", "data/tokens", *STEP)[1]
+    assert "--data data/tokens: no token files " in line and "where baseline.py is, python data/prepare.py" in line
+
+
+def test_a_log_folder_that_is_a_file(stopped, byte_tokens, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert f"error: [Errno 17] File exists: '{tmp_path}/file'" in stopped("0", *STEP, "--log-dir", tmp_path / "file")[1]
+
+
+def test_a_full_disk_costs_what_it_cannot_hold(byte_tokens, stopped, tmp_path, capsys):
+    """The log or the model, not the run; and of the model no half of a file stays."""
+    module = rung("0")
+    module.open = lambda path, *how, **more: open("/dev/full", *how, **more)
+    train(module, tmp_path, byte_tokens, *STEP, "--save", tmp_path / "model.pt")
+    assert re.search(r"step : 1 \| .* \| not logged: \[Errno 28\] No space left", capsys.readouterr().out)
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["step"] == 1
+    (tmp_path / "other.pt.partial").symlink_to("/dev/full")
+    line = stopped("0", *STEP, "--save", tmp_path / "other.pt")[1]
+    assert f"error: --save {tmp_path}/other.pt: not written; is the disk full? (" in line
+    assert not [*tmp_path.glob("other*")]
+
+
+def test_a_folder_that_is_deleted_meanwhile_is_made_again(byte_tokens, tmp_path):
+    module, folder = rung("0"), tmp_path / "models"
+    folder.mkdir()
+    module.Log.finish = lambda log, step: folder.rmdir()
+    train(module, tmp_path, byte_tokens, *STEP, "--save", folder / "model.pt")
+    assert [path.name for path in folder.iterdir()] == ["model.pt"]
+
+
+def test_a_name_that_stdout_cannot_encode(byte_tokens, tmp_path, monkeypatch):
+    folder = shutil.copytree(byte_tokens, tmp_path / "tokens")
+    edit_json(folder / "meta.json", source="дневник.txt")
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="cp1252"))
+    log = train(rung("0"), tmp_path, folder, *STEP)
+    assert "# data: дневник.txt " in log.read_text(encoding="utf-8") and len(losses(log)) == 1
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +141,12 @@ def test_what_is_no_models_file(stopped, model_of, tmp_path):
     assert not (tmp_path / "attacked").exists()
 
 
+def saved_with_nan(path):
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved["model"]["transformer.wte.weight"][7] = torch.nan
+    return saved
+
+
 def test_a_model_is_trained_further(model_of, stopped, byte_tokens, tmp_path):
     """By every rung with the same model; any other names the script that loads it. In no longer context.
 
@@ -102,6 +159,8 @@ def test_a_model_is_trained_further(model_of, stopped, byte_tokens, tmp_path):
     for label, source in [("0", "10"), ("1", "0"), ("10", "1"), ("24", "10"), ("24", "31"), ("10", "24")]:
         line = stopped(label, *STEP, "--pretrained", model_of(source))[1]
         assert "--pretrained: not a model of this script; " in line and f"{BY_LABEL[source].path.name} loads it" in line
+    torch.save(saved_with_nan(model_of("24")), tmp_path / "nan.pt")
+    assert "the loss is nan at step 1" in stopped("24", *STEP, "--pretrained", tmp_path / "nan.pt")[1]
     line = stopped("10", *STEP, "-T", 1100, "--pretrained", model_of("10"))[1]
     assert "-T 1100: the model's longest sequence is 1024" in line
 
@@ -173,14 +232,15 @@ def test_a_save_that_fails_leaves_the_earlier_file(byte_tokens, tmp_path, monkey
     assert (tmp_path / "model.pt").read_text() == "precious"
 
 
-@pytest.mark.parametrize("place", ["", "folder", "folder/", "nowhere/model.pt"])
+@pytest.mark.parametrize("place", ["", "folder", "folder/", "nowhere/model.pt", "file/model.pt"])
 def test_where_save_cannot_write_is_refused_at_the_start(place, stopped, tmp_path, monkeypatch):
     """Before the first step, not after the last one; and a folder is not set aside as a file of that name would be."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
     code, line = stopped("0", *STEP, "--save", place)
     assert code == 2 and f"argument --save: {Path(place)}: " in line
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
 
 
 def test_saved_model_is_plain_and_complete(byte_tokens, tmp_path):

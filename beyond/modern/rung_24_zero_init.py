@@ -99,8 +99,8 @@ def model_config(args, vocab_size):
     except ValueError:
         names = ", ".join(MODELS)
         sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
-    if n_embd % n_head != 0:
-        sys.exit(f"error: --model {args.model}: the width must be a multiple of the heads")
+    if min(n_layer, n_head, n_embd) < 1 or n_embd % n_head != 0:
+        sys.exit(f"error: --model {args.model}: all above 0, the width a multiple of heads")
     if n_embd // n_head % 2 != 0:
         sys.exit(f"error: --model {args.model}: RoPE needs pairs, so width / heads must be even")
     return GPTConfig(
@@ -440,26 +440,23 @@ def train(args):
 
 
 # ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
-
 def load_tokens(folder, split, n_needed):
     """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
-    if folder == Path("data/tokens") and not folder.exists():
-        print("preparing the default text: python data/prepare.py", flush=True)
-        subprocess.run([sys.executable, "data/prepare.py"], check=True)
-    if not (folder / "meta.json").exists():
-        sys.exit(f"error: --data {folder}: no token files;"
+    if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
+        subprocess.run([sys.executable, "data/prepare.py"])  # the default text
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        tokens = np.memmap(folder / f"{split}.bin", meta.get("dtype", "<u2"), mode="r")
+        path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
+        meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
+        json.loads(meta["tokenizer_json"] or "{}")  # half a file is noticed now, not after the run
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: --data {folder}: no token files ({error}); where baseline.py is,"
                  f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    meta["tokenizer_json"] = None  # GPT-2's tokenizer needs no file
-    if (folder / "tokenizer.json").exists():
-        meta["tokenizer_json"] = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    dtype = "<u2" if meta["vocab_size"] <= 2**16 else "<u4"  # little-endian, 2 or 4 bytes
-    tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
-    if len(tokens) != meta[f"{split}_tokens"]:
-        sys.exit(f"error: --data {folder}: {split}.bin is damaged; run data/prepare.py again")
+    if len(tokens) != meta.get(f"{split}_tokens") or tokens[:10**7].max() >= meta["vocab_size"]:
+        sys.exit(f"error: --data {folder}: {split}.bin is damaged, or has ids beyond vocab_size")
     if len(tokens) < n_needed:
-        sys.exit(f"error: --data {folder}: {len(tokens)} {split} tokens,"
-                 f" a batch needs {n_needed}; lower -B or -T")
+        sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are {len(tokens)}")
     return tokens, meta
 
 
@@ -481,10 +478,7 @@ def new_model(args, loader):
     try:
         model = GPT(GPTConfig(**config))
         model.load_state_dict(weights)
-        fits = all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
-    except (TypeError, RuntimeError):  # a shape or names that this model does not have
-        fits = False
-    if not fits:  # or it is untied, and this script ties
+    except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
 
@@ -492,22 +486,22 @@ def new_model(args, loader):
 def model_file(model, loader, step):
     """What the file of a model holds."""
     return {
-        "script": SCRIPT.name,
-        "config": asdict(model.config),
-        "model": model.state_dict(),
-        "step": step,
-        "T": loader.T,
-        "tokenizer": loader.meta["tokenizer"],
-        "tokenizer_json": loader.meta["tokenizer_json"],
-        "end_of_text": loader.meta["end_of_text"],
+        "script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
+        "step": step, "T": loader.T, "end_of_text": loader.meta["end_of_text"],
+        "tokenizer": loader.meta["tokenizer"], "tokenizer_json": loader.meta["tokenizer_json"],
     }
 
 
 def save_model(path, model, loader, step):
     """Write the model's file, if a path is given: under a temporary name, then renamed."""
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
         partial = path.with_name(path.name + ".partial")
-        torch.save(model_file(model, loader, step), partial)
+        try:
+            torch.save(model_file(model, loader, step), partial)
+        except RuntimeError as error:  # torch's, of a full disk
+            partial.unlink()
+            sys.exit(f"error: --save {path}: not written; is the disk full? ({error})")
         set_aside(path)
         partial.replace(path)
 
@@ -529,7 +523,6 @@ class Log:
         if not append:
             set_aside(path)
         self.file = open(path, "a", encoding="utf-8", buffering=1)  # a killed run keeps its lines
-
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -544,8 +537,11 @@ class Log:
                   f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
 
     def line(self, text):
-        self.file.write(text + "\n")
-        with contextlib.suppress(OSError):  # a closed terminal, or `| head`: the run goes on
+        try:
+            self.file.write(text + "\n")
+        except OSError as error:  # a full disk: the run goes on
+            text += f" | not logged: {error}"
+        with contextlib.suppress(OSError, UnicodeError):  # `| head`, a closed terminal, cp1252: too
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -573,9 +569,11 @@ def parse_args(argv=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser)
     args = parser.parse_args(argv)
-    if min(args.B, args.T, args.steps) < 1:
-        parser.error("-B, -T and --steps must be at least 1")
-    if args.save and (args.save.is_dir() or not os.access(args.save.parent, os.W_OK)):
+    for name, value in vars(args).items():
+        least = 1 if name in ("B", "T", "steps") else 0
+        if isinstance(value, (int, float)) and not least <= value < math.inf:
+            parser.error(f"argument --{name.replace('_', '-')}: {value} is not {least} or more")
+    if args.save and (args.save.is_dir() or not os.access(f"{args.save.parent}/", os.W_OK)):
         parser.error(f"argument --save: {args.save}: give a file name in a writable folder")
     return args
 
@@ -585,6 +583,8 @@ if __name__ == "__main__":
         train(parse_args())
     except KeyboardInterrupt:
         sys.exit("stopped: the log keeps the finished steps")
+    except OSError as error:  # no permission, a file in the way, a full disk
+        sys.exit(f"error: {error}")
     except RuntimeError as error:  # torch's own, cuBLAS's, or one that wraps it
         if "out of memory" not in str(error) and "ALLOC_FAILED" not in str(error):
             raise

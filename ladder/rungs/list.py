@@ -75,7 +75,7 @@ def load_script(rung):
 
 
 add("0", "baseline.py", "baseline", lecture_ms=1000)
-add("1", "speedup_01_weight_tying.py", "weight tying", "0", "GPT.__init__", tied=True)
+add("1", "speedup_01_weight_tying.py", "weight tying", "0", "GPTConfig", "GPT.__init__", tied=True)
 # How close losses stay when a rung changes only how the arithmetic is done: TF32 and bfloat16 round each activation to
 # 10 and 7 bits, compile and flash attention round in different places, and training amplifies such differences.
 add("2", "speedup_02_tf32.py", "TF32", "1", "train", same_losses=0.05, lecture_ms=333)
