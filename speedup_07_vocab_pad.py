@@ -248,7 +248,10 @@ def autocast_dtype(device):
 
 
 def check_compiler(device):
-    """Exit with one line where torch cannot compile: no C++ compiler, no Triton."""
+    """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        if os.environ.get(name) == "1":
+            sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
     try:
         torch.compile(torch.sin)(torch.ones(1, device=device))
     except RuntimeError as error:
