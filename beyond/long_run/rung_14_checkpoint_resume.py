@@ -306,7 +306,10 @@ def evaluate(model, loader, n_sequences, autocast, rank, world_size):
     model.train()
     if dist.is_initialized():
         dist.all_reduce(total)
-    return total.item() / n_sequences
+    loss = total.item() / n_sequences
+    if not math.isfinite(loss):
+        sys.exit(f"error: the validation loss is {loss}; see NaN in docs/measuring.md")
+    return loss
 
 
 class Checkpoints:

@@ -403,7 +403,10 @@ def evaluate(model, loader, n_sequences, autocast, device):
             x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
             total += model(x.to(device), y.to(device))
     model.train()
-    return total.item() / n_sequences
+    loss = total.item() / n_sequences
+    if not math.isfinite(loss):
+        sys.exit(f"error: the validation loss is {loss}; see NaN in docs/measuring.md")
+    return loss
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
