@@ -415,12 +415,12 @@ class Best:
     def update(self, model, loader, step, loss):
         """Write the model's file if its validation loss is the lowest so far."""
         if loss < self.loss:
-            if self.step == 0:
-                save_model(self.path, model, loader, step)  # sets an earlier run's file aside
-            elif self.path is not None:
-                partial = self.path.with_name(self.path.name + ".partial")
-                torch.save(model_file(model, loader, step), partial)
-                partial.replace(self.path)  # the file that was the best until now is gone
+            if self.path is not None:
+                best = self.path.with_name(self.path.name + ".best")
+                save_model(best, model, loader, step)
+                if self.step == 0:
+                    set_aside(self.path)  # an earlier run's
+                best.replace(self.path)  # the file that was the best until now is gone
             self.step = step
             self.loss = loss
 
