@@ -360,8 +360,8 @@ def model_file(model, loader, step):
     """What the file of a model holds."""
     return {
         "script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
-        "step": step, "T": loader.T, "end_of_text": loader.meta["end_of_text"],
-        "tokenizer": loader.meta["tokenizer"], "tokenizer_json": loader.meta["tokenizer_json"],
+        "step": step, "T": loader.T, "tokenizer": loader.meta["tokenizer"],
+        "tokenizer_json": loader.meta["tokenizer_json"], "end_of_text": loader.meta["end_of_text"],
     }
 
 
