@@ -1,4 +1,5 @@
 """Rungs 14 and 15: a run that was stopped, crashed or killed continues bit by bit, and nothing is lost or mixed up."""
+import errno
 import fcntl
 import gc
 import json
@@ -20,7 +21,7 @@ import pytest
 import torch
 from conftest import (
     ROOT, Attack, Crash, as_program, assert_same_weights, builds_on, crash_in_step, cut_in_half, edit_json, files_in,
-    flip_a_byte, lines_that_count, losses, run_command, rung, rungs_that_change, save_as_from_a_gpu, tokens_of, train)
+    lines_that_count, losses, run_command, rung, rungs_that_change, save_as_from_a_gpu, tokens_of, train)
 from torch.nn import functional as F
 
 from ladder.rungs.list import BY_LABEL
@@ -307,14 +308,47 @@ def test_15_twenty_kills_at_random_moments(label, tmp_path, byte_tokens):
         assert_same_run(tmp_path / f"killed_{number}", tmp_path / "whole", label)
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, cut_in_half, lambda path: path.write_bytes(b"")])
-def test_15_a_damaged_checkpoint_is_named(damage, byte_tokens, whole, copied, tmp_path):
+@pytest.mark.parametrize("damage", [
+    cut_in_half, lambda path: path.write_bytes(b""), lambda path: torch.save({"script": "of --save"}, path)])
+def test_14_what_is_no_whole_checkpoint_is_named(damage, byte_tokens, whole, copied, tmp_path):
     newest = copied(STEP_4, STEP_6) / STEP_6
     damage(newest)
-    line = f"error: --resume: {newest} is damaged; delete it to resume from the older one"
+    line = f"error: --resume: {newest} is damaged, or no checkpoint; delete it to resume from the older one"
     assert_refused(six_steps(byte_tokens, tmp_path, "15", "--resume"), line)
     newest.unlink()
     assert_resumes(byte_tokens, whole, tmp_path)
+
+
+def test_14_a_full_disk_or_a_deleted_folder_costs_a_checkpoint_not_the_run(byte_tokens, whole, tmp_path):
+    """Step 2 finds a full disk, step 4 no folder: both are said or mended, and the run is what it would have been."""
+    module, folder = rung("15"), tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "partial").symlink_to("/dev/full")
+    step = module.Log.step
+
+    def step_and_delete(log, number, *args, **more):
+        step(log, number, *args, **more)
+        if number == 3:
+            assert files_in(folder) == set()
+            shutil.rmtree(folder)
+
+    module.Log.step = step_and_delete
+    log = train(module, tmp_path, byte_tokens, *SIX, "--save", tmp_path / "model.pt")
+    assert log.read_text().count("# WARNING: no checkpoint of step 2: ") == log.read_text().count("WARNING: no ") == 1
+    assert files_in(folder) == {STEP_4, STEP_6}
+    assert_same_weights(tmp_path / "model.pt", whole / "model.pt")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
+def test_14_a_drive_without_locks_keeps_checkpoints(error, byte_tokens, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("filelock.FileLock.acquire", fail)
+    run = six_steps(byte_tokens, tmp_path, "14")
+    assert run.returncode == 0, run.stderr
+    assert f"# WARNING: {tmp_path}/checkpoints has no lock, so start no second run in it: " in run.stdout
+    assert files_in(tmp_path / "checkpoints") == {STEP_4, STEP_6}
 
 
 def interrupt(monkeypatch, call, number=signal.SIGINT):
@@ -346,12 +380,16 @@ def test_15_a_signal_saves_and_ends_well(number, byte_tokens, whole, tmp_path, m
     assert_same_run(tmp_path, whole)
 
 
-def test_15_a_second_interrupt_ends_the_run_at_once(monkeypatch):
-    """In a long validation, or where a rank hangs. A second SIGTERM does not: torchrun may send one, too."""
+def test_15_the_first_interrupt_says_what_comes_and_the_third_ends_the_run_at_once(capfd):
+    """In a long validation, or where a rank hangs; a second one may be a slip. SIGTERM never: torchrun sends more."""
     caught = rung("15").catch_signals()
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
-    assert caught == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+    assert caught == 3 * [signal.SIGTERM] + [signal.SIGINT]
+    assert capfd.readouterr().err == (
+        "\nends after this step, with its validation and a checkpoint; a third Ctrl-C ends at once, without\n")
+    assert signal.SIG_DFL not in (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL != signal.getsignal(signal.SIGTERM)
 
 
@@ -391,15 +429,15 @@ def test_15_a_signal_in_the_first_step_saves_it(byte_tokens, tmp_path, monkeypat
     assert "step_0000001.pt" in files_in(tmp_path / "checkpoints")
 
 
-def test_15_a_folder_that_cannot_be_written_ends_the_run_before_its_first_step(byte_tokens, tmp_path):
+def test_14_a_folder_that_cannot_be_written_ends_the_run_before_its_first_step(byte_tokens, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(NotADirectoryError, match="file"):
-        six_steps(byte_tokens, tmp_path / "run", "15", "--checkpoint-dir", tmp_path / "file" / "checkpoints")
+    run = six_steps(byte_tokens, tmp_path / "run", "15", "--checkpoint-dir", tmp_path / "file" / "checkpoints")
+    assert_refused(run, r"error: \[Errno 20\] Not a directory: '.*/file/checkpoints'")
     assert not (tmp_path / "run" / log_name("15")).exists()
 
 
-@pytest.mark.parametrize("label", rungs_that_change("Checkpoints.lock", since="15"))
-def test_15_the_folder_stays_locked_while_the_run_lives(label, byte_tokens, tmp_path):
+@pytest.mark.parametrize("label", rungs_that_change("Checkpoints.lock", since="14"))
+def test_14_the_folder_stays_locked_while_the_run_lives(label, byte_tokens, tmp_path):
     """After each step, and the checkpoint of the first, another run is refused; once it has ended, it is not."""
     module, tried = rung(label), []
     step = module.Log.step
@@ -418,15 +456,9 @@ def test_15_the_folder_stays_locked_while_the_run_lives(label, byte_tokens, tmp_
     assert "in use" not in run.stderr
 
 
-def test_15_a_folder_that_the_ranks_do_not_share_is_refused(copied, byte_tokens, tmp_path, group_of_one, monkeypatch):
-    """Else rank 0 alone would resume, and the ranks train different models."""
-    copied(STEP_6)
-    gather = torch.distributed.all_gather_object
-
-    def with_another(seen, own):
-        gather(seen, own)
-        seen.append("[]")  # of a rank whose folder is empty
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", with_another)
-    line = f"error: --checkpoint-dir {tmp_path}/checkpoints: the ranks see different files"
-    assert_refused(six_steps(byte_tokens, tmp_path, "15", "--resume"), line)
+def test_14_a_folder_that_the_ranks_do_not_share_is_refused(copied, byte_tokens, tmp_path, group_of_one, monkeypatch):
+    """By the rank that cannot read what rank 0 has found; else the ranks would train different models."""
+    missing = copied(STEP_6) / STEP_4
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda found: found.__setitem__(0, [missing]))
+    run = six_steps(byte_tokens, tmp_path, "15", "--resume")
+    assert_refused(run, fr"error: \[Errno 2\] No such file or directory: '{missing}'")

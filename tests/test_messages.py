@@ -265,6 +265,13 @@ def test_a_loss_that_is_not_finite(loss, stopped, tmp_path, monkeypatch):
     assert f"step : 1 | loss: {loss}" in (tmp_path / "logs" / "baseline.log").read_text()
 
 
+@pytest.mark.parametrize("label", ["13", "29"])
+def test_a_validation_loss_that_is_not_finite(label, stopped, tmp_path):
+    """After an update that breaks the model: it is not saved."""
+    line = stopped(label, *STEP, "--max-lr", 1e38, "--warmup-steps", 0, "--save", tmp_path / "model.pt")[1]
+    assert "error: the validation loss is nan; " in line and not (tmp_path / "model.pt").exists()
+
+
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` for 2.00 GiB"),
@@ -290,6 +297,13 @@ def test_a_compiler_that_fails(reason, line, stopped, monkeypatch):
     monkeypatch.setattr(torch, "compile", fail)
     code, last = stopped("5", *STEP)
     assert code == 1 and line in last
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_compiler_that_is_turned_off(name, stopped, monkeypatch):
+    """Else the log would say that the model is compiled."""
+    monkeypatch.setenv(name, "1")
+    assert f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none" in stopped("5", *STEP)[1]
 
 
 def test_another_error_of_torch_is_not_called_out_of_memory(byte_tokens, tmp_path, monkeypatch):

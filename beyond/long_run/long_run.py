@@ -10,7 +10,8 @@ both: each definition is that of one of the two, but for the few where they meet
 - `Checkpoints.refuse_other_run`: until the learning rate falls (rung 19), no step depends on how
   many there will be. A run that was stopped before that (Ctrl-C) can be resumed with other --steps
   or --decay-share: longer, or with an early decay. After it other values are refused;
-- `train`: the steps of rung 17 with the optimizer and the learning rates of rung 24.
+- `train`: the steps of rung 17 with the optimizer and the learning rates of rung 24, and in the log
+  how much time is left.
 
 Gain: what rungs 11 to 24 bring, in one script. Cost: its length; to read what one of them does,
 read that one.
@@ -28,7 +29,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -482,40 +482,35 @@ class Checkpoints:
             self.folder_lock.acquire(timeout=0)
         except filelock.Timeout:
             sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
+        except (OSError, NotImplementedError) as error:  # some network drives have no locks
+            if isinstance(error, PermissionError):
+                raise
+            print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
 
     def load(self):
         """Restore the newest checkpoint and return its step; 0 if there is none."""
-        paths = self.paths()
+        found = [self.paths()]
         if dist.is_initialized():
-            names = [None] * dist.get_world_size()
-            dist.all_gather_object(names, str(paths))
-            if len(set(names)) > 1:
-                sys.exit(f"error: --checkpoint-dir {self.folder}: the ranks see different files;"
-                         " give a folder that all of them share")
-        if not paths or not (self.args.resume or self.args.checkpoint_every):
+            # rank 0's, so that all resume after the same step, or fail without a shared folder
+            dist.broadcast_object_list(found)
+        [paths] = found
+        if paths and not self.args.resume and self.args.checkpoint_every:
+            sys.exit(f"error: {paths[-1]} is from an earlier run: --resume continues it,"
+                     " another --checkpoint-dir starts over")
+        if not paths or not self.args.resume:
             return 0
         newest = paths[-1]
-        if not self.args.resume:
-            sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
-                     " another --checkpoint-dir starts over")
-        self.refuse_damaged(newest)
-        saved = torch.load(newest, map_location="cpu", weights_only=True)
-        self.refuse_other_run(newest, saved)
+        try:
+            saved = torch.load(newest, map_location="cpu", weights_only=True)
+            self.refuse_other_run(newest, saved)
+        except (EOFError, KeyError, RuntimeError):  # half of it, or a file of --save
+            sys.exit(f"error: --resume: {newest} is damaged, or no checkpoint;"
+                     " delete it to resume from the older one")
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         return saved["step"]
-
-    def refuse_damaged(self, path):
-        """Exit if a checkpoint is damaged. torch writes checksums, but does not read them."""
-        try:
-            with zipfile.ZipFile(path) as file:
-                damaged = file.testzip() is not None
-        except zipfile.BadZipFile:
-            damaged = True
-        if damaged:
-            sys.exit(f"error: --resume: {path} is damaged; delete it to resume from the older one")
 
     def refuse_other_run(self, path, saved):
         """Exit if the checkpoint is not one of this run."""
@@ -533,24 +528,26 @@ class Checkpoints:
                          " a new run from its weights needs --pretrained, another --checkpoint-dir")
 
     def save(self, step, log):
-        """Write a checkpoint, and delete all but the newest two."""
+        """Write a checkpoint, delete all but the newest two. A full disk costs only this one."""
         log.line(f"# checkpoint: step {step} in {self.folder}")
         saved = model_file(self.model, self.loader, step)
         saved["optimizer"] = self.optimizer.state_dict()
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
         # no data position and no RNG state: all that a step reads or draws follows from its number
-        self.write(saved, self.folder / f"step_{step:07}.pt")
+        # aside, then renamed: no kill leaves half a file under its name
+        partial = self.folder / "partial"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+            with open(partial, "wb") as file:
+                torch.save(saved, file)
+                os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+            partial.replace(self.folder / f"step_{step:07}.pt")
+        except (OSError, RuntimeError) as error:  # torch's, of a full disk
+            partial.unlink(missing_ok=True)
+            log.line(f"# WARNING: no checkpoint of step {step}: {error}")
         for older in self.paths()[:-2]:
             older.unlink()
-
-    def write(self, saved, path):
-        """Write a file aside, then rename it: no kill leaves half of one under its name."""
-        partial = self.folder / "partial"
-        with open(partial, "wb") as file:
-            torch.save(saved, file)
-            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
-        partial.replace(path)
 
 
 def last_step_at_max_lr(run):
@@ -617,8 +614,13 @@ def catch_signals():
 
     def catch(number, frame):
         caught.append(number)
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
+        if number != signal.SIGINT:
+            return
+        with contextlib.suppress(OSError):  # print could be what was interrupted
+            os.write(2, b"\nends after this step, with its validation and a checkpoint;"
+                        b" a third Ctrl-C ends at once, without\n")
+        if caught.count(number) == 2:  # a second one is often a slip
+            signal.signal(number, signal.SIG_DFL)
 
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal

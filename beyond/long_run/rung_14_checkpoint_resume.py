@@ -9,8 +9,8 @@ Give --resume from the start: without a checkpoint the run begins at step 1, and
 rerun the same command. No data position is saved: the loader computes it from the step. No RNG
 state either: nothing here draws random numbers once the weights are initialized. Read `save`, then
 `load`. --resume refuses a checkpoint of another text or of other flags; those in MAY_CHANGE may
-differ (B too, because --total-batch stays). As runs are long from here on, the log says how much
-time is left.
+differ (B too, because --total-batch stays). A lock keeps a second run out of the folder. A full
+disk costs a checkpoint, not the run.
 
 Gain: a crash costs only the steps since the last checkpoint. On a CPU the repeated steps are
 bit-for-bit identical; on a GPU they may differ in the last digits, because the order of some sums
@@ -32,9 +32,10 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
+import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -333,17 +334,38 @@ class Checkpoints:
         """The checkpoints, the newest last."""
         return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
 
+    def lock(self):
+        """Keep other runs out of the folder until this process ends; exit if one is in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder_lock = filelock.FileLock(self.folder / "lock")
+        try:
+            self.folder_lock.acquire(timeout=0)
+        except filelock.Timeout:
+            sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
+        except (OSError, NotImplementedError) as error:  # some network drives have no locks
+            if isinstance(error, PermissionError):
+                raise
+            print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
+
     def load(self):
         """Restore the newest checkpoint and return its step; 0 if there is none."""
-        paths = self.paths()
-        if not paths or not (self.args.resume or self.args.checkpoint_every):
+        found = [self.paths()]
+        if dist.is_initialized():
+            # rank 0's, so that all resume after the same step, or fail without a shared folder
+            dist.broadcast_object_list(found)
+        [paths] = found
+        if paths and not self.args.resume and self.args.checkpoint_every:
+            sys.exit(f"error: {paths[-1]} is from an earlier run: --resume continues it,"
+                     " another --checkpoint-dir starts over")
+        if not paths or not self.args.resume:
             return 0
         newest = paths[-1]
-        if not self.args.resume:
-            sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
-                     " another --checkpoint-dir starts over")
-        saved = torch.load(newest, map_location="cpu", weights_only=True)
-        self.refuse_other_run(newest, saved)
+        try:
+            saved = torch.load(newest, map_location="cpu", weights_only=True)
+            self.refuse_other_run(newest, saved)
+        except (EOFError, KeyError, RuntimeError):  # half of it, or a file of --save
+            sys.exit(f"error: --resume: {newest} is damaged, or no checkpoint;"
+                     " delete it to resume from the older one")
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         if saved["scaler"]:  # empty unless that part of the run was in float16
@@ -359,25 +381,26 @@ class Checkpoints:
                          " a new run from its weights needs --pretrained, another --checkpoint-dir")
 
     def save(self, step, log):
-        """Write a checkpoint, and delete all but the newest two."""
+        """Write a checkpoint, delete all but the newest two. A full disk costs only this one."""
         log.line(f"# checkpoint: step {step} in {self.folder}")
         saved = model_file(self.model, self.loader, step)
         saved["optimizer"] = self.optimizer.state_dict()
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
         # no data position and no RNG state: all that a step reads or draws follows from its number
-        self.write(saved, self.folder / f"step_{step:07}.pt")
+        # aside, then renamed: no kill leaves half a file under its name
+        partial = self.folder / "partial"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+            with open(partial, "wb") as file:
+                torch.save(saved, file)
+                os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+            partial.replace(self.folder / f"step_{step:07}.pt")
+        except (OSError, RuntimeError) as error:  # torch's, of a full disk
+            partial.unlink(missing_ok=True)
+            log.line(f"# WARNING: no checkpoint of step {step}: {error}")
         for older in self.paths()[:-2]:
             older.unlink()
-
-    def write(self, saved, path):
-        """Write a file aside, then rename it: no kill leaves half of one under its name."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / "partial"
-        with open(partial, "wb") as file:
-            torch.save(saved, file)
-            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
-        partial.replace(path)
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
@@ -509,6 +532,8 @@ def train(args):
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
     checkpoints = Checkpoints(args, loader, model, optimizer, scaler)
+    if args.checkpoint_every and rank == 0:
+        checkpoints.lock()
     step = checkpoints.load()
     if rank == 0:
         log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype],
@@ -534,9 +559,7 @@ def train(args):
         if dist.is_initialized():
             dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
         if rank == 0:
-            seconds = (args.steps - step) * np.median([*log.seconds[-99:], dt])
-            left = timedelta(seconds=round(seconds))
-            log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}", left=left)
+            log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()

@@ -494,22 +494,24 @@ class Checkpoints:
             self.folder_lock.acquire(timeout=0)
         except filelock.Timeout:
             sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
+        except (OSError, NotImplementedError) as error:  # some network drives have no locks
+            if isinstance(error, PermissionError):
+                raise
+            print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
 
     def load(self):
         """Restore the newest checkpoint and return its step; 0 if there is none."""
-        paths = self.paths()
+        found = [self.paths()]
         if dist.is_initialized():
-            names = [None] * dist.get_world_size()
-            dist.all_gather_object(names, str(paths))
-            if len(set(names)) > 1:
-                sys.exit(f"error: --checkpoint-dir {self.folder}: the ranks see different files;"
-                         " give a folder that all of them share")
-        if not paths or not (self.args.resume or self.args.checkpoint_every):
+            # rank 0's, so that all resume after the same step, or fail without a shared folder
+            dist.broadcast_object_list(found)
+        [paths] = found
+        if paths and not self.args.resume and self.args.checkpoint_every:
+            sys.exit(f"error: {paths[-1]} is from an earlier run: --resume continues it,"
+                     " another --checkpoint-dir starts over")
+        if not paths or not self.args.resume:
             return 0
         newest = paths[-1]
-        if not self.args.resume:
-            sys.exit(f"error: {newest} is from an earlier run: --resume continues it,"
-                     " another --checkpoint-dir starts over")
         saved = json.loads((newest / "notes.json").read_text(encoding="utf-8"))
         self.refuse_other_run(newest, saved)
         self.read(newest)
@@ -628,8 +630,13 @@ def catch_signals():
 
     def catch(number, frame):
         caught.append(number)
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the run at once
+        if number != signal.SIGINT:
+            return
+        with contextlib.suppress(OSError):  # print could be what was interrupted
+            os.write(2, b"\nends after this step, with its validation and a checkpoint;"
+                        b" a third Ctrl-C ends at once, without\n")
+        if caught.count(number) == 2:  # a second one is often a slip
+            signal.signal(number, signal.SIG_DFL)
 
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal

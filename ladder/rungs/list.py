@@ -106,7 +106,7 @@ add("13", "beyond/long_run/rung_13_validation.py", "validation", "12",
 add("14", "beyond/long_run/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
     "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01)
 add("15", "beyond/long_run/rung_15_preemption.py", "preemption", "14",
-    "imports", "Checkpoints", "on_any_rank", "catch_signals", "train", same_losses=0.01)
+    "imports", "on_any_rank", "catch_signals", "train", same_losses=0.01)
 add("16", "beyond/long_run/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
     "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "build_model", "train", same_losses=0.1)
 add("17", "beyond/long_run/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
@@ -149,8 +149,8 @@ add("31", "beyond/modern/rung_31_ngram_embeddings.py", "hashed n-gram embeddings
     "GPTConfig", "GPT.__init__", "GPT.forward", "GPT.configure_optimizers")
 # Both trunks in one.
 add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run", ("17", "24"),
-    "add_flags", "GPT.__init__", "GPT.forward", "Checkpoints.refuse_other_run", "last_step_at_max_lr", "train",
-     chunked=True)
+    "imports", "add_flags", "GPT.__init__", "GPT.forward", "Checkpoints.refuse_other_run", "last_step_at_max_lr",
+    "train", chunked=True)
 # The shape of published models.
 add("32", "beyond/long_run/rung_32_grouped_query_attention.py", "grouped-query attention", "long_run",
     "add_flags", "GPTConfig", "model_config", "CausalSelfAttention", "GPT.__init__")
