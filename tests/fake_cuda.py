@@ -480,7 +480,6 @@ def run(label, model, recompute, folder, float16, backend):
         "logits": sum(math.prod(map(int, re.findall(r"\d+", shape))) >= B * T * 50257 for shape, _, ptx in kernels
                       if shape[0].isdigit()),
         "losses_in": sorted(watch.losses_in),
-        "flex": sum("flex_attention" in name for name in operations),
         "fused": sorted({name for name in operations if "_attention.default" in name}),
     }
 

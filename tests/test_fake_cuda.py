@@ -17,9 +17,6 @@ SCALED = [label for label in rungs_that_change("train", "optimizer_step", "MuonA
 GRAPHS = [label for label in COMPILED if label == "5" or label in rungs_that_change(
     "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward", "ChunkedCrossEntropy")]
 MICRO_STEPS = 2
-# {rung and model: width of its heads}; narrower ones than 16 are "NYI" in FlexAttention, and of ones wider than 128 not
-# every GPU holds the blocks: those get a boolean mask. So do cards without bfloat16, where Triton's products are slow.
-HEADS = {"29": 32, "29:1x2x16": 8, "29:1x2x512": 256}
 RECOMPUTED = "long_run:1x2x64:recompute"
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guard is compiled with g++")
 
@@ -42,19 +39,17 @@ def runs(folder, dtype, backend, words):
 
 @pytest.mark.parametrize("dtype, backend, words", [
     ("bfloat16", "none", LABELS), ("float16", "none", SCALED),
-    ("bfloat16", "aot_eager", ["10", *HEADS, RECOMPUTED, "31"]),
+    ("bfloat16", "aot_eager", ["10", "29", RECOMPUTED, "31"]),
     pytest.param("bfloat16", "aot_eager", COMPILED, marks=pytest.mark.slow),
     pytest.param("float16", "aot_eager", COMPILED, marks=pytest.mark.slow),
 ])
 def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype, backend, words, tmp_path):
     compiled = backend != "none"
-    for word, run in zip(words, runs(tmp_path, dtype, backend, words), strict=True):
+    for run in runs(tmp_path, dtype, backend, words):
         assert sum(run["waits"].values()) == waits_of(run["label"], dtype), run
         assert not run["breaks"] and run["graphs"] == 2 * compiled  # forward and backward
         own = BY_LABEL[run["label"]].chunked
         assert run["losses_in"] == ([] if own else ["torch.float32"])  # rung 17 has a loss of its own
-        flex = compiled and dtype == "bfloat16" and 16 <= HEADS.get(word, 0) <= 128
-        assert run["flex"] == 2 * flex
         assert not run["rng"]  # the masks of dropout come from the default generator, which --seed sets
 
 

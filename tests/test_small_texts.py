@@ -1,11 +1,9 @@
 """Rungs 28 and 29, for a small text: dropout, documents apart. Rung 26 is in test_loader.py, 27 in test_best.py."""
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import losses, rung, rungs_that_change, tokens_of, train, val_losses
-from torch.nn.attention import flex_attention
 
 VOCAB_SIZE, END = 1000, 999  # few, so that tests are quick
 SHORT = ("-B", 1, "-T", 16, "--steps", 4, "--val-every", 0)
@@ -14,13 +12,10 @@ SHORT = ("-B", 1, "-T", 16, "--steps", 4, "--val-every", 0)
 def lively(module, dropout=0.0):
     """A tiny model in training whose residual branches are not zero, as they are at first from rung 24 on."""
     torch.manual_seed(0)
-    model = module.GPT(module.GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=VOCAB_SIZE))
+    model = module.GPT(module.GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=VOCAB_SIZE), dropout)
     for name, parameter in model.named_parameters():
         if name.endswith(("c_proj.weight", "down_proj.weight")):
             torch.nn.init.normal_(parameter, std=0.1)
-    for part in model.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = dropout
     return model
 
 
@@ -41,14 +36,14 @@ def test_28_where_and_how_much():
     assert len(ends) == 5
 
 
-@pytest.mark.parametrize("label", rungs_that_change("build_model", since="28"))
-def test_28_the_flag_reaches_every_block_and_the_embedding(label, byte_tokens):
-    module = rung(label)
-    loader = module.DataLoaderLite(byte_tokens, 1, 16)
-    for p in (0.1, 0.3):
-        words = ["--model", "3x2x64", "--device", "cpu", *([] if p == 0.1 else ["--dropout", str(p)])]
-        model = module.build_model(module.parse_args(words), loader)
-        assert [part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)] == [p] * (1 + 3)
+@pytest.mark.parametrize("label", rungs_that_change("train", since="28"))
+@pytest.mark.parametrize("p", [0.1, 0.3])
+def test_28_the_flag_reaches_every_block_and_the_embedding(p, label, byte_tokens, tmp_path):
+    module, built = rung(label), []
+    module.new_model = lambda *args, new_model=module.new_model, **options: (
+        built.append(new_model(*args, **options)) or built[-1])
+    train(module, tmp_path, byte_tokens, *SHORT, "--model", "3x2x64", *([] if p == 0.1 else ["--dropout", p]))
+    assert [part.p for part in built[0].modules() if isinstance(part, torch.nn.Dropout)] == [p] * (1 + 3)
 
 
 def masks(folder, data, *flags):
@@ -59,8 +54,8 @@ def masks(folder, data, *flags):
     def look(part, inputs, output):
         seen.extend([(output == 0).numpy().tobytes()] if part.training else [])
 
-    def hooked_model(*args):
-        model = new_model(*args)
+    def hooked_model(*args, **options):
+        model = new_model(*args, **options)
         model.dropout.register_forward_hook(look)
         return model
 
@@ -77,10 +72,9 @@ def test_28_masks_are_new_in_each_step_and_those_of_the_seed(tmp_path, byte_toke
     assert masks(tmp_path / "seed", byte_tokens, "--seed", 7)[0] not in first
 
 
-@pytest.mark.parametrize("dropout", [1.0, -0.1])
-def test_28_not_a_probability(dropout, tmp_path, byte_tokens):
-    with pytest.raises(SystemExit, match=f"^error: --dropout {dropout}: .*less than 1$"):
-        train(rung("28"), tmp_path, byte_tokens, *SHORT, "--dropout", dropout)
+def test_28_not_a_probability(tmp_path, byte_tokens):
+    with pytest.raises(SystemExit, match="^error: --dropout 1.0: .*less than 1$"):
+        train(rung("28"), tmp_path, byte_tokens, *SHORT, "--dropout", 1.0)
 
 
 ROWS = [(40, 1, 70, 89), (199, 1)]  # lengths of documents; the first of the first row has lost its beginning
@@ -98,17 +92,6 @@ def documents():
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), places
 
 
-def test_29_both_masks_are_the_same():
-    """The function that FlexAttention's kernel computes, and the blocks that it does not skip, against the mask."""
-    module, (x, _, _) = rung("29"), documents()
-    document = (x == END).cumsum(1)
-    mask, blocks = module.boolean_mask(document), module.block_mask(document)
-    assert torch.equal(flex_attention.create_mask(blocks.mask_mod, 2, 1, 200, 200, device="cpu"), mask)
-    allowed = torch.nn.functional.max_pool2d(mask.float(), 128, ceil_mode=True)  # (2, 1, 2, 2)
-    assert torch.equal(blocks.to_dense(), allowed.int())
-    assert allowed[:, 0, 1, 0].tolist() == [1, 1] and allowed[:, 0, 0, 1].tolist() == [0, 0]
-
-
 def test_29_as_documents_run_one_by_one():
     """Against rung 28's attention on each document alone, from position 0."""
     model, (x, _, places) = lively(rung("29")), documents()
@@ -120,36 +103,6 @@ def test_29_as_documents_run_one_by_one():
     assert (model(x) - logits).norm() > 0.1 * logits.norm()  # attention across documents is something else
 
 
-@pytest.mark.parametrize("device, capability, width, flex", [
-    ("cuda", (8, 0), 16, True), ("cuda", (9, 0), 128, True), ("cuda", (8, 0), 8, False), ("cuda", (8, 0), 256, False),
-    ("cuda", (7, 5), 64, False), ("cpu", (8, 0), 64, False)])
-def test_29_where_flex_attention_has_a_fast_kernel(device, capability, width, flex, monkeypatch):
-    """Before Ampere it computes without tensor cores; not every GPU has a kernel for narrow or wide heads."""
-    module = rung("29")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    model = module.GPT(module.GPTConfig(n_layer=1, n_head=2, n_embd=2 * width, vocab_size=VOCAB_SIZE))
-    monkeypatch.setattr(model, "to", lambda device: model)
-    module.new_model = lambda args, loader: model
-    loader = SimpleNamespace(meta={"documents": 2, "end_of_text": END})
-    assert module.build_model(module.parse_args(["--device", "cpu"]), loader).use_flex_attention is False
-    args = module.parse_args([])
-    args.device = device
-    assert module.build_model(args, loader).use_flex_attention is flex
-
-
-@pytest.mark.parametrize("compiling", [True, False])
-def test_29_flex_attention_only_where_it_is_compiled(compiling, monkeypatch):
-    """Eagerly, as in evaluate(), it would compute all scores."""
-    module, asked = rung("29"), []
-    module.block_mask = lambda document: asked.append("block")
-    module.boolean_mask = lambda document: asked.append("boolean")
-    model = lively(module)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    model.end_of_text, model.use_flex_attention = END, True
-    model(torch.zeros(1, 8, dtype=torch.long))
-    assert asked == ["block" if compiling else "boolean"]
-
-
 @pytest.mark.parametrize("meta, expected", [
     ({"documents": 200, "end_of_text": 7}, 7), ({"documents": 1, "end_of_text": 256}, None)])
 def test_29_the_token_is_that_of_the_data(meta, expected, tmp_path):
@@ -158,7 +111,8 @@ def test_29_the_token_is_that_of_the_data(meta, expected, tmp_path):
     ids[::20] = expected or 256
     data = tokens_of(tmp_path / "data", ids, ids[:400], vocab_size=257, **meta)
     module, built = rung("29"), []
-    module.new_model = lambda *args, new_model=module.new_model: built.append(new_model(*args)) or built[-1]
+    module.new_model = lambda *args, new_model=module.new_model, **options: (
+        built.append(new_model(*args, **options)) or built[-1])
     flags = ("-B", 2, "-T", 64, "--steps", 3, "--val-every", 3, "--val-sequences", 1)
     log, log_before = (train(each, tmp_path / each.__name__, data, *flags) for each in (module, rung("28")))
     assert built[0].end_of_text == expected

@@ -28,7 +28,7 @@ SHORT = {  # as far as a rung has the flag
 # What one step costs on the fake clock: (seconds, part).
 STEP_SECONDS = {"batch": 1, "forward": 10, "synchronize": 100}
 EACH = pytest.mark.parametrize("label", rungs_that_change(
-    "train", "optimizer_step", "build_model", "DataLoaderLite", "GPT.configure_optimizers", "Checkpoints"))
+    "train", "optimizer_step", "DataLoaderLite", "GPT.configure_optimizers", "Checkpoints"))
 
 
 def from_rung(first):

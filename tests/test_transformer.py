@@ -132,9 +132,8 @@ def test_17_a_chunk_of_zero_is_the_cross_entropy_of_all_logits(label, byte_token
     loader = module.DataLoaderLite(byte_tokens, 2, 16, "cpu")
     x, y = loader.batch(0)
     for chunk in (0, 24):
-        words = known_flags(module, model="tiny", device="cpu", loss_chunk=chunk, dropout=0)
-        model = module.build_model(module.parse_args(words), loader)
-        assert model.loss_chunk == chunk
+        args = module.parse_args(known_flags(module, model="tiny", device="cpu"))
+        model = module.new_model(args, loader, loss_chunk=chunk)
         loss, expected = model(x, y), cross_entropy(model(x).flatten(0, 1), y.flatten())
         assert torch.equal(loss, expected) if chunk == 0 else torch.allclose(loss, expected)
         assert len(calls) == 1

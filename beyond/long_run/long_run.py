@@ -261,11 +261,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 class GPT(nn.Module):
     """A Qwen3, with GPT-2's names for what both have."""
 
-    def __init__(self, config):
+    def __init__(self, config, recompute_blocks=0, loss_chunk=0):
         super().__init__()
         self.config = config
-        self.recompute_blocks = 0  # build_model sets it
-        self.loss_chunk = 0  # and this
+        self.recompute_blocks = min(recompute_blocks, config.n_layer)
+        self.loss_chunk = loss_chunk
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
         # the embedding of tokens, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
@@ -684,14 +684,6 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autoca
     return loss, norm
 
 
-def build_model(args, loader):
-    """The model on its device, with what the flags say about training it."""
-    model = new_model(args, loader).to(args.device)
-    model.recompute_blocks = min(args.recompute_blocks, model.config.n_layer)
-    model.loss_chunk = args.loss_chunk
-    return model
-
-
 def train(args):
     """Train for args.steps steps; print and log each one."""
     device = args.device
@@ -708,7 +700,8 @@ def train(args):
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T, device)
-    model = build_model(args, loader)
+    options = {"recompute_blocks": args.recompute_blocks, "loss_chunk": args.loss_chunk}
+    model = new_model(args, loader, **options).to(device)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
@@ -805,10 +798,10 @@ def load_tokens(folder, split, n_needed):
     return tokens, meta
 
 
-def new_model(args, loader):
+def new_model(args, loader, **options):
     """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
     if args.pretrained is None:
-        return GPT(model_config(args, loader.meta["vocab_size"]))
+        return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
         config, weights = saved["config"], saved["model"]
@@ -821,7 +814,7 @@ def new_model(args, loader):
     if config["block_size"] < args.T:
         sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
     try:
-        model = GPT(GPTConfig(**config))
+        model = GPT(GPTConfig(**config), **options)
         model.load_state_dict(weights)
     except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")

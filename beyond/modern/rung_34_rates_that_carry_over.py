@@ -475,10 +475,10 @@ def load_tokens(folder, split, n_needed):
     return tokens, meta
 
 
-def new_model(args, loader):
+def new_model(args, loader, **options):
     """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
     if args.pretrained is None:
-        return GPT(model_config(args, loader.meta["vocab_size"]))
+        return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
         config, weights = saved["config"], saved["model"]
@@ -491,7 +491,7 @@ def new_model(args, loader):
     if config["block_size"] < args.T:
         sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
     try:
-        model = GPT(GPTConfig(**config))
+        model = GPT(GPTConfig(**config), **options)
         model.load_state_dict(weights)
     except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")

@@ -182,7 +182,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm transformer layer, two residual branches: (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, config):
+    def __init__(self, config, dropout=0.0):
         super().__init__()
         # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
         # gains, but no shifts: those bring nothing measurable, and without them there is less to do
@@ -190,7 +190,7 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(0.0)  # build_model sets its p
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, cos, sin):
         # no activation can count on another, which makes memorizing harder
@@ -202,15 +202,15 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A Qwen3, with GPT-2's names for what both have."""
 
-    def __init__(self, config):
+    def __init__(self, config, dropout=0.0):
         super().__init__()
         self.config = config
-        self.dropout = nn.Dropout(0.0)  # build_model sets its p
+        self.dropout = nn.Dropout(dropout)
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
         # the embedding of tokens, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
-            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            h=nn.ModuleList([Block(config, dropout) for _ in range(config.n_layer)]),
             ln_f=nn.RMSNorm(config.n_embd, eps=1e-6),
         ))
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
@@ -441,17 +441,6 @@ def check_compiler(device):
                  " without it; python -m ladder check says what is missing")
 
 
-def build_model(args, loader):
-    """The model on its device, with what the flags say about training it."""
-    model = new_model(args, loader).to(args.device)
-    if not 0 <= args.dropout < 1:
-        sys.exit(f"error: --dropout {args.dropout}: not a probability; give 0 to less than 1")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = args.dropout
-    return model
-
-
 def train(args):
     """Train for args.steps steps; print and log each one."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun started several of them
@@ -468,7 +457,10 @@ def train(args):
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T, seed=args.seed)
-    model = build_model(args, loader)
+    if args.dropout >= 1:
+        sys.exit(f"error: --dropout {args.dropout}: not a share; give 0 to less than 1")
+    options = {"dropout": args.dropout}
+    model = new_model(args, loader, **options).to(device)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved
     if args.compile_mode != "none":
@@ -539,10 +531,10 @@ def load_tokens(folder, split, n_needed):
     return tokens, meta
 
 
-def new_model(args, loader):
+def new_model(args, loader, **options):
     """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
     if args.pretrained is None:
-        return GPT(model_config(args, loader.meta["vocab_size"]))
+        return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
         config, weights = saved["config"], saved["model"]
@@ -555,7 +547,7 @@ def new_model(args, loader):
     if config["block_size"] < args.T:
         sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
     try:
-        model = GPT(GPTConfig(**config))
+        model = GPT(GPTConfig(**config), **options)
         model.load_state_dict(weights)
     except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")

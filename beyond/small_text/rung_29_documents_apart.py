@@ -4,18 +4,15 @@ A sequence is cut from a long row of documents, so it may hold the end of one an
 another. Until here a token attended to everything before it, even to documents that have nothing to
 do with its own. Now it attends only to its own document, which begins with the <|endoftext|> before
 it. Positions need no reset, because RoPE's scores depend only on distances.
-On NVIDIA GPUs from Ampere on FlexAttention compiles the mask into the kernel, which skips blocks
-that are masked entirely. Elsewhere, in an eager model, and with heads narrower than 16 or wider
-than 128 (for which FlexAttention has no kernel, or not on every GPU) attention takes a boolean
-mask. In a text of one document nothing changes.
+In a text of one document nothing changes.
 
 Measured: no larger difference than between seeds, with a small model and short documents
 (experiments/own_text.py).
-Cost: without FlexAttention the mask, B * T * T bytes, and a copy of it in each block in the type of
-the queries; a CPU no longer skips the half of the scores above the diagonal.
+Cost: the mask, B * T * T bytes, and a copy of it in each block in the type of the queries; masked
+scores are computed, where a causal kernel skips the half above the diagonal. (FlexAttention, on
+NVIDIA GPUs, compiles a mask into a kernel that skips what is masked entirely.)
 
-Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination"; Dong et al.
-2024, "Flex Attention".
+Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
 """
 import argparse
 import contextlib
@@ -35,7 +32,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 SCRIPT = Path(__file__)
 MODELS = {  # layers x heads x width
@@ -129,20 +125,10 @@ def rotate(x, cos, sin):
     return x * cos + partner * sin
 
 
-def boolean_mask(document):
+def document_mask(document):
     """Where a token may attend, from the number of each token's document, (B, T): (B, 1, T, T)."""
     same = document[:, :, None] == document[:, None, :]  # (B, T, T)
     return same.tril()[:, None]
-
-
-def block_mask(document):
-    """The same for FlexAttention, whose kernel skips the blocks that are masked entirely."""
-
-    def may_attend(b, head, query, key):
-        return (query >= key) & (document[b, query] == document[b, key])
-
-    B, T = document.shape
-    return create_block_mask(may_attend, B, None, T, T, device=document.device)
 
 
 class CausalSelfAttention(nn.Module):
@@ -174,13 +160,8 @@ class CausalSelfAttention(nn.Module):
         # a score then depends on the two positions only through their distance
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        if isinstance(mask, BlockMask):
-            q, k = q.type_as(v), k.type_as(v)  # all in autocast's type
-            y = flex_attention(q, k, v, block_mask=mask)
-        elif mask is not None:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        else:  # (B, nh, T, hs); the (T, T) scores exist only in tiles
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # (B, nh, T, hs); the (T, T) scores exist only in tiles
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
         return self.c_proj(y)
 
@@ -204,7 +185,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm transformer layer, two residual branches: (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, config):
+    def __init__(self, config, dropout=0.0):
         super().__init__()
         # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
         # gains, but no shifts: those bring nothing measurable, and without them there is less to do
@@ -212,7 +193,7 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(0.0)  # build_model sets its p
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, cos, sin, mask):
         # no activation can count on another, which makes memorizing harder
@@ -224,17 +205,16 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A Qwen3, with GPT-2's names for what both have."""
 
-    def __init__(self, config):
+    def __init__(self, config, dropout=0.0, end_of_text=None):
         super().__init__()
         self.config = config
-        self.dropout = nn.Dropout(0.0)  # build_model sets its p
-        self.end_of_text = None  # and this; None: all tokens are of one document, as in sample.py
-        self.use_flex_attention = False  # and this
+        self.dropout = nn.Dropout(dropout)
+        self.end_of_text = end_of_text  # None: all tokens are of one document, as in sample.py
         n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
         # the embedding of tokens, the blocks ("hidden"), the last norm
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
-            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            h=nn.ModuleList([Block(config, dropout) for _ in range(config.n_layer)]),
             ln_f=nn.RMSNorm(config.n_embd, eps=1e-6),
         ))
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
@@ -265,11 +245,7 @@ class GPT(nn.Module):
         if self.end_of_text is not None:
             # the number of each token's document in its sequence: <|endoftext|> begins a new one
             document = (idx == self.end_of_text).cumsum(1)  # (B, T)
-            # uncompiled, FlexAttention would compute and store all (T, T) scores
-            if self.use_flex_attention and torch.compiler.is_compiling():
-                mask = block_mask(document)
-            else:
-                mask = boolean_mask(document)
+            mask = document_mask(document)  # (B, 1, T, T)
         x = self.dropout(self.transformer.wte(idx))  # (B, T, C)
         for block in self.transformer.h:
             x = block(x, cos, sin, mask)
@@ -474,23 +450,6 @@ def check_compiler(device):
                  " without it; python -m ladder check says what is missing")
 
 
-def build_model(args, loader):
-    """The model on its device, with what the flags say about training it."""
-    model = new_model(args, loader).to(args.device)
-    if not 0 <= args.dropout < 1:
-        sys.exit(f"error: --dropout {args.dropout}: not a probability; give 0 to less than 1")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = args.dropout
-    if loader.meta["documents"] != 1:
-        model.end_of_text = loader.meta["end_of_text"]
-    head_size = model.config.n_embd // model.config.n_head
-    if args.device == "cuda" and 16 <= head_size <= 128:  # narrower or wider: no kernel
-        # before Ampere it would compute without tensor cores
-        model.use_flex_attention = torch.cuda.get_device_capability() >= (8, 0)
-    return model
-
-
 def train(args):
     """Train for args.steps steps; print and log each one."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun started several of them
@@ -507,7 +466,12 @@ def train(args):
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T, seed=args.seed)
-    model = build_model(args, loader)
+    if args.dropout >= 1:
+        sys.exit(f"error: --dropout {args.dropout}: not a share; give 0 to less than 1")
+    options = {"dropout": args.dropout}
+    if loader.meta["documents"] != 1:
+        options["end_of_text"] = loader.meta["end_of_text"]
+    model = new_model(args, loader, **options).to(device)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved
     if args.compile_mode != "none":
@@ -579,10 +543,10 @@ def load_tokens(folder, split, n_needed):
     return tokens, meta
 
 
-def new_model(args, loader):
+def new_model(args, loader, **options):
     """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
     if args.pretrained is None:
-        return GPT(model_config(args, loader.meta["vocab_size"]))
+        return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
         config, weights = saved["config"], saved["model"]
@@ -595,7 +559,7 @@ def new_model(args, loader):
     if config["block_size"] < args.T:
         sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
     try:
-        model = GPT(GPTConfig(**config))
+        model = GPT(GPTConfig(**config), **options)
         model.load_state_dict(weights)
     except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")

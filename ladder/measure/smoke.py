@@ -112,7 +112,6 @@ def own_text(settings, scratch):
     start = train("28", "own-text", steps=200, muon_lr=0.02, max_lr=0.01, compile_mode="none")
     start.first = 0  # more steps than are looked at
     eager = train("29", "own-text", pretrained=start.log_dir / "model.pt", compile_mode="none")
-    # on a GPU by FlexAttention
     compiled = train("29", "documents", eager.name, 0.01, pretrained=start.log_dir / "model.pt")
     return [script(eager, "data/prepare.py", "--text", text, "--tokenizer", "bytes", "--out", data), start, eager,
             *([compiled] if settings.compile_mode != "none" else []), *using(eager, device, exports=True),

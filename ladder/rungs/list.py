@@ -108,9 +108,9 @@ add("14", "beyond/long_run/rung_14_checkpoint_resume.py", "checkpoint and resume
 add("15", "beyond/long_run/rung_15_preemption.py", "preemption", "14",
     "imports", "on_any_rank", "catch_signals", "train", same_losses=0.01)
 add("16", "beyond/long_run/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
-    "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "build_model", "train", same_losses=0.1)
+    "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "train", same_losses=0.1)
 add("17", "beyond/long_run/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
-    "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "build_model",
+    "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train",
      same_losses=0.1, chunked=True)
 # From GPT-2 to a modern transformer: fewer tokens to the same loss. One process, one batch a step.
 add("validation", "beyond/modern/validation.py", "a validation loss", "10",
@@ -137,11 +137,9 @@ add("26", "beyond/small_text/rung_26_shuffled_windows.py", "shuffled windows", "
 add("27", "beyond/small_text/rung_27_best_checkpoint.py", "best checkpoint", "26",
     "add_flags", "Best", "train", same_losses=0.01)
 add("28", "beyond/small_text/rung_28_dropout.py", "dropout", "27",
-    "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "build_model", "train")
+    "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train")
 add("29", "beyond/small_text/rung_29_documents_apart.py", "documents apart", "28",
-    "imports", "boolean_mask", "block_mask", "CausalSelfAttention.forward",
-    "Block.forward", "GPT.__init__", "GPT.forward",
-    "build_model", "train")
+    "document_mask", "CausalSelfAttention.forward", "Block.forward", "GPT.__init__", "GPT.forward", "train")
 # Past Qwen3: fewer tokens to the same loss.
 add("30", "beyond/modern/rung_30_frequency_prior.py", "frequency prior", "24",
     "GPT", "count_log_frequencies", "train", exports_to=None)
@@ -160,7 +158,7 @@ add("33", "beyond/several_cards/rung_33_sharded_optimizer.py", "sharded optimize
      same_losses=0.01, torchrun=True)
 add("fsdp", "beyond/several_cards/fsdp_run.py", "FSDP", "long_run",
     "imports", "GPT.__init__", "GPT.forward", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save",
-    "shard", "gather", "compile_parts", "optimizer_step", "build_model", "train", torchrun=True)
+    "shard", "gather", "compile_parts", "optimizer_step", "train", torchrun=True)
 add("dcp", "beyond/several_cards/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
     "imports", "Checkpoints", same_losses=0.01, torchrun=True)
 # Learning rates for larger models.
