@@ -32,13 +32,8 @@ from torch.nn import functional as F
 
 SCRIPT = Path(__file__)
 MODELS = {  # layers x heads x width
-    "tiny": "2x2x64",
-    "mini": "6x3x192",
-    "small": "6x6x384",
-    "gpt2": "12x12x768",
-    "gpt2-medium": "24x16x1024",
-    "gpt2-large": "36x20x1280",
-    "gpt2-xl": "48x25x1600",
+    "tiny": "2x2x64", "mini": "6x3x192", "small": "6x6x384", "gpt2": "12x12x768",
+    "gpt2-medium": "24x16x1024", "gpt2-large": "36x20x1280", "gpt2-xl": "48x25x1600",
 }
 DEVICES = ["cpu"]  # what this machine can train on, the fastest first
 if torch.cuda.is_available():
@@ -86,10 +81,7 @@ def model_config(args, vocab_size):
         sys.exit(f"error: --model {args.model}: all above 0, the width a multiple of heads")
     return GPTConfig(
         block_size=max(1024, args.T),  # GPT-2's, or longer
-        vocab_size=vocab_size,
-        n_layer=n_layer,
-        n_head=n_head,
-        n_embd=n_embd,
+        vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
     )
 
 
