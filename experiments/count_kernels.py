@@ -59,7 +59,7 @@ BYTES = {  # of operations that do not simply read their inputs and write their 
 CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)  # of a foreach launch: ATen/native/cuda/MultiTensorApply.cuh
 
 
-NO_KERNELS = {"add_flags", "model_config", "DataLoaderLite", "free_memory", "get_lr", "set_learning_rates",
+NO_KERNELS = {"add_flags", "model_config", "DataLoaderLite", "get_lr", "set_learning_rates",
               "last_step_at_max_lr", "init_ranks", "batches_per_step", "check_compiler", "catch_signals",
               "on_any_rank", "Checkpoints", "Best", "evaluate"}  # definitions that launch none in a step
 

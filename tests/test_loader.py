@@ -6,7 +6,7 @@ from conftest import builds_on, rung, rungs_that_change, tokens_of, train
 
 LOADERS = [label for label in rungs_that_change("DataLoaderLite") if label != "26"]
 N = 1003  # the tokens of `numbers` are their own places in the file
-WAYS = ["mapped", "on the device", "pinned"]
+WAYS = ["mapped", "pinned"]
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +16,10 @@ def numbers(tmp_path_factory):
 
 
 def loader_of(label, folder, B=4, T=8, way="mapped", **more):
-    """The loader of a rung, as it reads the file on one of the three ways to the device."""
+    """The loader of a rung, as it reads the file on one of the two ways to the device."""
     module = rung(label)
-    module.free_memory = lambda device: 1e12 if way == "on the device" else 0
     device = ["cuda" if way == "pinned" else "cpu"] if builds_on(label, "12") else []
-    loader = module.DataLoaderLite(folder, B, T, *device, **more)
-    assert device == [] or loader.on_device == (way == "on the device")
-    return loader
+    return module.DataLoaderLite(folder, B, T, *device, **more)
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ def test_the_last_batch_needs_a_token_after_it(label, tmp_path):
         loader = loader_of(label, tokens_of(tmp_path / str(n_tokens), range(n_tokens)), B=1, T=17)
         assert loader.n_batches == n_batches and loader.batch(n_batches - 1)[1][0, -1] == 17 * n_batches
         assert loader.tokens.mode == "r"  # a corpus that others share may be read-only
-    with pytest.raises(SystemExit, match="18 train tokens, a batch needs 19; lower -B or -T"):
+    with pytest.raises(SystemExit, match="a batch needs 19 train tokens; there are 18"):
         loader_of(label, tmp_path / "18", B=1, T=18)
 
 
@@ -79,7 +76,7 @@ class Corpus:
 def test_a_corpus_beyond_2_31_tokens_is_read_to_its_end(label, monkeypatch):
     """Its last batch; of rung 26's windows, which come in any order, 40 of 32,766."""
     module, T = rung(label), 2**18
-    module.load_tokens, module.free_memory = lambda *_: (Corpus(), {}), lambda device: 0
+    module.load_tokens = lambda *_: (Corpus(), {})
     loader = module.DataLoaderLite("", 1, T, *(["cpu"] if builds_on(label, "12") else []))
     numbers, n_batches = [loader.n_batches - 1], 2**33 // T - 1
     if label == "26":
@@ -88,19 +85,6 @@ def test_a_corpus_beyond_2_31_tokens_is_read_to_its_end(label, monkeypatch):
     starts = [loader.batch(i)[0][0, 0].item() for i in numbers]
     assert loader.n_batches == n_batches and len({start % T for start in starts}) == 1
     assert min(starts) >= 0 and max(starts) > 2**32 and len(set(starts)) == len(numbers)
-
-
-def test_12_the_text_takes_a_tenth_of_the_free_memory_at_most(numbers, monkeypatch):
-    """8 bytes a token; the rest is for the model. The memory that is free decides, not the memory that there is."""
-    module = rung("12")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (1000, 10**15))
-    assert module.free_memory("cuda") == 1000
-    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 900)
-    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 200)
-    assert module.free_memory("mps") == 700 and module.free_memory("cpu") == 0
-    for free, on_device in ((80 * N, True), (80 * N - 1, False)):
-        module.free_memory = lambda device, free=free: free
-        assert module.DataLoaderLite(numbers, 1, 16, "cpu").on_device is on_device
 
 
 def test_12_the_next_batch_is_fetched_before_the_wait_for_the_device(tmp_path, byte_tokens, monkeypatch):

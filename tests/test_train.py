@@ -256,7 +256,7 @@ def test_the_compile_mode_arrives(label, byte_tokens, tmp_path, monkeypatch):
 
 
 NOTES = {  # {first rung: what the log's header says from there on}; the tool reads it
-    "5": "# compile: none", "ddp": "# ranks: 1", "11": f"# total batch: {B * T} tokens", "12": "# batches: prefetched",
+    "5": "# compile: none", "ddp": "# ranks: 1", "11": f"# total batch: {B * T} tokens",
     "13": "# validation: every 25 steps on 2 sequences", "validation": "# validation: every 25 steps on 2 sequences",
     "16": "# recomputed blocks: 0 of 2", "29": "# documents: one",
 }

@@ -13,7 +13,7 @@ FORWARDS = [label for label in rungs_that_change("evaluate", "GPT.forward") if v
 
 def val_loader(module, data, T):
     """The loader of val.bin as `train` makes it."""
-    device = ["cpu"] if hasattr(module, "free_memory") else []
+    device = ["cpu"] if hasattr(module, "init_ranks") else []
     return module.DataLoaderLite(data, 1, T, *device, split="val")
 
 

@@ -2,23 +2,17 @@
 
 Kernels launch asynchronously, so Python has time to spare while the device computes. Until now that
 time went unused: each batch was fetched when its micro-step began, and the device sat idle for as
-long as that took. Now
+long as that took. Now the next batch is fetched while the device is still busy with this one, into
+pinned memory (which the operating system cannot move), from where the GPU copies it without Python
+waiting.
 
-- a token file that takes, as int64, at most a tenth of the device's free memory is kept there: a
-  batch is a slice;
-- a larger one stays memory-mapped, and the next batch is fetched while the device is still busy
-  with this one, into pinned memory (which the operating system cannot move), from where the GPU
-  copies it without Python waiting.
+Gain: only the first micro-step waits for its batch; before, the host waited twice in each (counted:
+tests/test_fake_cuda.py). experiments/data_wait.py measures the wait in ms.
+Cost: the memory of one more batch. The batches and their order stay the same.
+No effect on a CPU, whose memory the tokens are in already, nor on Apple GPUs, where torch waits for
+each copy.
 
-Gain: only the first step waits for its batch. Before, the host waited twice per micro-step; now it
-does not wait (counted: tests/test_fake_cuda.py); experiments/data_wait.py measures the wait in ms.
-Cost: 8 bytes of device memory per token of the file, or one more batch. The batches and their order
-stay the same.
-No effect on a CPU: the tokens are in its memory already. On Apple GPUs only the first way helps:
-there torch waits for each copy.
-
-Source: PyTorch's tutorial on pin_memory and non_blocking; torch.cuda.mem_get_info in its
-documentation.
+Source: PyTorch's tutorial on pin_memory and non_blocking.
 """
 import argparse
 import contextlib
@@ -226,12 +220,6 @@ class DataLoaderLite:
         self.B, self.T, self.device = B, T, device
         self.tokens, self.meta = load_tokens(folder, "train", B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
-        # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
-        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
-        # batch is fetched while the device computes this one.
-        self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
-        if self.on_device:
-            self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
         self.prefetched = {}  # {i: the i-th batch}
 
     def prefetch(self, i):
@@ -247,27 +235,11 @@ class DataLoaderLite:
             return self.prefetched.pop(i)
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
-        if not self.on_device:
-            chunk = self.copy_to_device(chunk)
-        return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
-
-    def copy_to_device(self, chunk):
-        """These tokens of the file as a tensor on the device."""
-        chunk = torch.from_numpy(chunk.astype(np.int64))
+        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         if self.device == "cuda":
-            # the GPU copies from pinned memory by itself, while Python goes on
-            return chunk.pin_memory().to(self.device, non_blocking=True)
-        return chunk.to(self.device)
-
-
-def free_memory(device):
-    """Free bytes of the device; 0 for a CPU, whose memory the tokens are in already."""
-    if device == "cuda":
-        n_free, _ = torch.cuda.mem_get_info()
-        return n_free
-    if device == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return 0
+            chunk = chunk.pin_memory()  # the GPU copies from it by itself, while Python goes on
+        chunk = chunk.to(self.device, non_blocking=self.device == "cuda")
+        return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
@@ -393,7 +365,6 @@ def train(args):
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
-    notes["batches"] = "on the device" if loader.on_device else "prefetched"
     if rank == 0:
         log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype], **notes)
 

@@ -225,12 +225,6 @@ class DataLoaderLite:
         self.B, self.T, self.device = B, T, device
         self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_batches = (len(self.tokens) - 1) // (B * T)
-        # Two ways not to wait. A small file moves to the device as a whole, if 8 bytes a token are
-        # at most a tenth of its free memory: a batch is then a slice. Of a larger file the next
-        # batch is fetched while the device computes this one.
-        self.on_device = 8 * len(self.tokens) <= free_memory(device) / 10
-        if self.on_device:
-            self.tokens = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
         self.prefetched = {}  # {i: the i-th batch}
 
     def prefetch(self, i):
@@ -246,27 +240,11 @@ class DataLoaderLite:
             return self.prefetched.pop(i)
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
-        if not self.on_device:
-            chunk = self.copy_to_device(chunk)
-        return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
-
-    def copy_to_device(self, chunk):
-        """These tokens of the file as a tensor on the device."""
-        chunk = torch.from_numpy(chunk.astype(np.int64))
+        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         if self.device == "cuda":
-            # the GPU copies from pinned memory by itself, while Python goes on
-            return chunk.pin_memory().to(self.device, non_blocking=True)
-        return chunk.to(self.device)
-
-
-def free_memory(device):
-    """Free bytes of the device; 0 for a CPU, whose memory the tokens are in already."""
-    if device == "cuda":
-        n_free, _ = torch.cuda.mem_get_info()
-        return n_free
-    if device == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return 0
+            chunk = chunk.pin_memory()  # the GPU copies from it by itself, while Python goes on
+        chunk = chunk.to(self.device, non_blocking=self.device == "cuda")
+        return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
 
 @torch.no_grad()
@@ -413,7 +391,6 @@ def train(args):
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
-    notes["batches"] = "on the device" if loader.on_device else "prefetched"
     if args.val_every:
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)

@@ -6,7 +6,6 @@ losses that must be equal are compared. The times mean nothing: the trials share
 """
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
@@ -32,8 +31,6 @@ STEPS, SECONDS = 4, 600  # of a trial: its training steps, the time that it may 
 SAME = 0.05  # nats: how close losses stay where only the place or the order of the arithmetic changes
 PATCHES = {  # the function that a script asks about its device, and a different answer
     "float16": ("autocast_dtype", torch.float16),  # a T4's
-    "pinned": ("free_memory", 0),
-    "on-device": ("free_memory", math.inf),
 }
 
 
@@ -163,11 +160,10 @@ def plan(settings, scratch):
     train, device = partial(training, settings, scratch), settings.device
     rungs = [rung_chain(train, rung, device) for rung in RUNGS]
     chains = [own_text(settings, scratch), *torchrun_chains(train, device), *gloo_chains(settings, scratch)]
-    place = "on-device" if device == "cpu" else "pinned"
     chains += [
         [train("3", "float16")], [train("10", "float16")], [train("24", "float16", like="24")],
         [train("24", "eager", like="24", compile_mode="none")],
-        [train("long_run", "float16", like="long_run")], [train("long_run", place, like="long_run")],
+        [train("long_run", "float16", like="long_run")],
     ]
     if device == "cuda" and settings.compile_mode != "none":
         chains.append([train("10", "graphs", like="10", compile_mode="reduce-overhead")])

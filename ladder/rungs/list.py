@@ -100,7 +100,7 @@ add("ddp", "ddp_run.py", "DistributedDataParallel", "10",
 add("11", "beyond/long_run/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
     "add_flags", "batches_per_step", "optimizer_step", "train")
 add("12", "beyond/long_run/rung_12_prefetch.py", "prefetch", "11",
-    "DataLoaderLite", "free_memory", "optimizer_step", "train", same_losses=0.01)
+    "DataLoaderLite", "optimizer_step", "train", same_losses=0.01)
 add("13", "beyond/long_run/rung_13_validation.py", "validation", "12",
     "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01)
 add("14", "beyond/long_run/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
