@@ -10,12 +10,12 @@ optimizer step, and the weights stay equal. So N ranks with batch B compute what
 computes with batch N*B.
 
 Gain: up to N times the tokens per second, as far as the link between the GPUs keeps up.
-Cost: every step moves the gradients of all parameters between the ranks, in buckets: 4 bytes each,
-which every rank of a ring all-reduce sends once (2 ranks) to almost twice (many). The gradients are
-views of these buckets, so they are in memory only once.
-DDP wraps the model before torch.compile does, so that the compiler knows where the buckets end; its
-modes with CUDA graphs do not work under DDP (pytorch issue 169545). tokens/sec counts all ranks,
-the loss is their mean.
+Cost: every step sends the gradients of all parameters to the other ranks: 4 bytes for each, once
+(2 ranks) to almost twice (many), in buckets of many tensors. The gradients are views of these
+buckets, so they are in memory only once.
+DDP wraps the model before torch.compile does, so that the compiler knows where the buckets end.
+CUDA graphs do not work under DDP (pytorch issue 169545). tokens/sec counts all ranks, the loss is
+their mean.
 
 Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training";
 PyTorch's notes on DistributedDataParallel (the section on TorchDynamo) and on torchrun.

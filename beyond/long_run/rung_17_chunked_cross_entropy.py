@@ -7,7 +7,7 @@ with respect to its logits depends on no other token: it is the softmax, minus 1
 the forward pass takes --loss-chunk tokens at a time and, while a chunk's logits exist, also adds
 its share to the gradients of the output matrix and of the hidden vectors. The backward pass only
 scales those. With --loss-chunk 0 the loss is F.cross_entropy, as before: use that if you change the
-loss. Up to --loss-chunk tokens (-B 4 -T 1024) are one chunk, which saves little memory, so try
+loss. A batch of up to --loss-chunk tokens, as -B 4 -T 1024 is, saves little memory; try
 
     python beyond/long_run/rung_17_chunked_cross_entropy.py -B 16
 

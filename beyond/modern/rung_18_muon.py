@@ -5,11 +5,12 @@ has a few large singular values and many small ones: most of a step goes into a 
 gives all of them the same length: the momentum U S V^T becomes U V^T, the nearest matrix with
 orthonormal rows or columns. That takes no SVD: five Newton-Schulz iterations, an odd polynomial of
 the matrix, bring the singular values s close to 1 with matrix products only. Scaled by 0.2 * max(m,
-n)^0.5, an update is as large as AdamW's typically is (at the same rate; docs/modern.md says why
---muon-lr is higher). Read `muon_update` first. Muon trains the matrices of the blocks, at
---muon-lr; embeddings, biases and LayerNorms stay with AdamW, and the log's lr is theirs.
+n)^0.5, an update is as large as AdamW's typically is at the same rate. Read `muon_update` first.
+Muon trains the matrices of the blocks, at --muon-lr; embeddings, biases and LayerNorms stay with
+AdamW, and the log's lr is theirs.
 
-Gain: no direction dominates a matrix's updates, so training takes fewer steps; one moment instead
+Gain: no direction dominates a matrix's updates, so training takes fewer steps: in the race of
+docs/race.md the final loss falls from 2.211 to 1.929 nats per byte (p < 0.001). One moment instead
 of two per parameter.
 Cost: 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step (counted), however few
 tokens the step has: in GPT-2 (124M) 0.4 % of the arithmetic of 524,288 tokens, 46 % of that of

@@ -2,21 +2,19 @@
 Starts from rung 24.
 
 At first a model gives all tokens about the same probability, and the steepest fall of its loss
-comes from learning how frequent each one is. That needs no training: counting takes a second. The
-logarithm of each token's share of the text (of its first 10M tokens) becomes a bias of the logits,
-which is not trained; the output layer learns what to add to it in each context. For the prior to
-count at first, the output layer must add little. Its weights are also the embedding, and while the
-blocks are the identity they predict that a token repeats: its logit is their standard deviation
-times n_embd, 15 in GPT-2 with rung 24's 0.02, which training would have to unlearn. So these
-weights start smaller, which keeps that logit at or below 1.
+comes from learning how frequent each one is. That needs no training: the logarithm of each token's
+share of the text (of its first 10M tokens) becomes a bias of the logits, which is not trained. The
+output layer learns what to add to it in each context. At first it should add little, but its
+weights are also the embedding: while the blocks are the identity, the logit of the token that was
+read is their standard deviation times n_embd, 15 in GPT-2 with rung 24's 0.02. So these weights
+start smaller, which keeps that logit at or below 1.
 
 Gain: a faster start. In a race over 0.25 million of GPT-2's tokens (docs/results.md) it has rung
 16's final loss in 18 % of its seconds (rung 24: 64 %), and its own final loss is 0.19 lower than
 rung 24's (p < 0.001). On another text its final loss is no lower, over 0.25 (one seed) or 2.5
 million tokens. On bytes no gain: their frequencies are learned at once.
 Cost: one fixed number per entry of the vocabulary, added to each logit: there 8 % more time per
-step. The model is no longer a Qwen3: sample.py and evaluate.py run the script's own class, and
-convert.py turns a Qwen3 into it (without a bias), but not back.
+step. The model is no longer a Qwen3: convert.py makes one from a Qwen3, but not back.
 
 Source: Meister et al. 2023, "A Natural Bias for Language Generation Models" (there the bias is
 trained).
