@@ -339,6 +339,14 @@ def test_14_a_full_disk_or_a_deleted_folder_costs_a_checkpoint_not_the_run(byte_
     assert_same_weights(tmp_path / "model.pt", whole / "model.pt")
 
 
+def test_a_full_disk_costs_a_sharded_checkpoint_not_the_run(byte_tokens, tmp_path):
+    """Here a file is in the way of the shards."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "shards.partial").write_text("a file")
+    log = train(rung("dcp"), tmp_path, byte_tokens, *ONE, "--steps", 1, "--save", tmp_path / "model.pt")
+    assert "# WARNING: no checkpoint of step 1: " in log.read_text() and (tmp_path / "model.pt").exists()
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
 def test_14_a_drive_without_locks_keeps_checkpoints(error, byte_tokens, tmp_path, monkeypatch):
     def fail(*_, **__):

@@ -521,8 +521,14 @@ class Checkpoints:
         self.optimizer.zero_grad(set_to_none=True)  # as in `gather`
         weights, moments = get_state_dict(self.model, self.optimizer)
         partial = self.folder / "shards.partial"
-        # each rank writes its own shards, and goes on when all have
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial)
+        try:
+            # each rank writes its own shards, and goes on when all have
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial)
+        except dcp.CheckpointException as error:  # a full disk: on all ranks
+            if log is not None:
+                reason = str(error).strip().splitlines()[-1]  # above it is a traceback
+                log.line(f"# WARNING: no checkpoint of step {step}: {reason}")
+            return
         if log is None:  # not on rank 0
             return
         log.line(f"# checkpoint: step {step} in {self.folder}")
