@@ -483,7 +483,7 @@ def save_model(path, model, loader, step):
         try:
             torch.save(model_file(model, loader, step), partial)
         except RuntimeError as error:  # torch's, of a full disk
-            partial.unlink()
+            partial.unlink(missing_ok=True)
             sys.exit(f"error: --save {path}: not written; is the disk full? ({error})")
         set_aside(path)
         partial.replace(path)
