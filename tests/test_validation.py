@@ -32,7 +32,7 @@ def test_11_the_logged_loss_keeps_no_graph(label, byte_tokens, tmp_path, monkeyp
     assert graphs and set(graphs) == {None}
 
 
-@pytest.mark.parametrize("total_batch", [100, 0, -64])
+@pytest.mark.parametrize("total_batch", [100, 0])
 def test_11_total_batch_must_fit(total_batch, tmp_path, byte_tokens):
     reason = rf"^error: --total-batch {total_batch}: not a multiple of B \* T \* ranks = 64"
     with pytest.raises(SystemExit, match=reason):
@@ -70,7 +70,7 @@ def test_13_validates_on_the_same_sequences_whatever_the_number_of_ranks(label, 
 @pytest.mark.parametrize("label", ["13", "validation"])
 def test_13_too_little_text_to_validate(label, tmp_path):
     folder = tokens_of(tmp_path / "tokens", range(100), range(10))
-    with pytest.raises(SystemExit, match="10 val tokens, a batch needs 33"):
+    with pytest.raises(SystemExit, match="a batch needs 33 val tokens; there are 10"):
         train(rung(label), tmp_path, folder, "-B", 1, "-T", 32)
     train(rung(label), tmp_path, folder, "-B", 1, "-T", 16, "--steps", 1, "--val-every", 0)
     log = train(rung(label), tmp_path, folder, "-B", 1, "-T", 4, "--steps", 1)
