@@ -10,8 +10,8 @@ Muon trains the matrices of the blocks, at --muon-lr; embeddings, biases and Lay
 AdamW, and the log's lr is theirs.
 
 Gain: no direction dominates a matrix's updates, so training takes fewer steps: in the race of
-docs/race.md the final loss falls from 2.211 to 1.929 nats per byte (p < 0.001). One moment instead
-of two per parameter.
+docs/results.md the final loss falls from 2.211 to 1.929 nats per byte (p < 0.001). One moment
+instead of two per parameter.
 Cost: 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step (counted), however few
 tokens the step has: in GPT-2 (124M) 0.4 % of the arithmetic of 524,288 tokens, 46 % of that of
 4,096. Details: docs/modern.md.
@@ -299,7 +299,7 @@ def evaluate(model, loader, n_sequences, autocast, device):
     model.train()
     loss = total.item() / n_sequences
     if not math.isfinite(loss):
-        sys.exit(f"error: the validation loss is {loss}; see NaN in docs/measuring.md")
+        sys.exit(f"error: the validation loss is {loss}; see NaN in docs/running.md")
     return loss
 
 

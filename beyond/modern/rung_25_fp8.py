@@ -397,7 +397,7 @@ def evaluate(model, loader, n_sequences, autocast, device):
     model.train()
     loss = total.item() / n_sequences
     if not math.isfinite(loss):
-        sys.exit(f"error: the validation loss is {loss}; see NaN in docs/measuring.md")
+        sys.exit(f"error: the validation loss is {loss}; see NaN in docs/running.md")
     return loss
 
 
