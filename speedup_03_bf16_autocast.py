@@ -20,7 +20,7 @@ before the optimizer step, and skips a step whose gradients overflowed. With bfl
 disabled and passes everything through.
 On CPUs without bfloat16 instructions (AVX512-BF16) autocast stays off: emulated, bfloat16 is slower
 than float32, and without AVX-512 tens of times slower (pytorch pull request 86550,
-experiments/cpu_bfloat16.py).
+experiments/cpu_bfloat16).
 
 Sources: Micikevicius et al. 2018, "Mixed Precision Training"; PyTorch's "Automatic Mixed Precision"
 documentation.

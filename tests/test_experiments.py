@@ -1,27 +1,38 @@
-"""experiments/: every idea still fits its rung, trains and looks at no later token; every question can be asked."""
-import logging
+"""experiments/: each patch still fits its rung and trains; each program finds what is known in closed form."""
 import math
-import runpy
-import sys
-from pathlib import Path
+import time
+from types import SimpleNamespace
 
+import numpy as np
+import pandas
 import pytest
 import torch
-from conftest import load_module
+import torch.distributed as dist
+from conftest import ROOT, load_module
+from log_files import MEDIAN, write_log
 
-from experiments import causal_attention, variants
-from ladder.rungs.list import BY_LABEL
+from experiments import python_corpus, runs, variants
+from experiments.causal_attention import __main__ as causal_attention
+from experiments.chunked_loss import __main__ as chunked_loss
+from experiments.cpu_bfloat16 import __main__ as cpu_bfloat16
+from experiments.data_wait import __main__ as data_wait
+from experiments.exercises import __main__ as exercises
+from experiments.growth import __main__ as growth
+from experiments.nanogpt import __main__ as nanogpt
+from experiments.network import __main__ as network
+from experiments.own_text import __main__ as own_text
+from experiments.sharded_step import __main__ as sharded_step
+from ladder.rungs.list import BY_LABEL, load_script
 
-FOLDER = Path(variants.__file__).parent
-BASES = {"evidence": "15", "own_text": "29"}  # of the patches in a folder, where it is not rung 24
-NO_FLAGS = {"cpu_bfloat16", "floors", "race_record"}
+BASES = {"evidence": "15", "variants": "24"}  # the rung that the patches in a folder change
 
 
-@pytest.mark.parametrize("patch", sorted(variants.PATCHES.glob("*/*.patch")), ids=lambda patch: patch.stem)
+# ---- patches ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("patch", sorted((ROOT / "experiments").rglob("*.patch")), ids=lambda patch: patch.stem)
 def test_patches_train(patch, tmp_path):
     """Each starts with a loss near its rung's, all that it adds gets a gradient, and no token sees a later one."""
-    base = BY_LABEL[BASES.get(patch.parent.name, "24")]
-    module = load_module(variants.write_variant(patch, tmp_path, base).path)
+    module = load_module(variants.write_variant(patch, tmp_path, BY_LABEL[BASES[patch.parent.name]]).path)
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(block_size=16, vocab_size=257, n_layer=4, n_head=2, n_embd=32))
     rates = {"lr": 1e-3, "muon_lr": 2e-3} if hasattr(module, "MuonAdamW") else {"lr": 1e-3}
@@ -42,20 +53,321 @@ def test_patches_train(patch, tmp_path):
         assert torch.allclose(model(x)[:, :10], model(changed)[:, :10], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
-def test_every_program_starts(name, monkeypatch, capsys):
-    if name in NO_FLAGS:
-        runpy.run_path(str(FOLDER / f"{name}.py"))
-        return
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-    logging.disable(logging.NOTSET)
-    assert capsys.readouterr().out.startswith("usage: ")
+# ---- times and rates -------------------------------------------------------------------------------------------------
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Makes time.perf_counter() say what is given: its readings, one after another."""
+    def set_readings(*readings):
+        monkeypatch.setattr(time, "perf_counter", iter(readings).__next__)
+    return set_readings
+
+
+@pytest.fixture
+def alone(group_of_one, monkeypatch):
+    """One rank, whose process group ends with the test."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_cpu_bfloat16_counts_two_flops_for_each_multiplication(clock):
+    clock(10.0, 10.5)
+    assert cpu_bfloat16.gflops(torch.float32, 2, 3, 5) == pytest.approx(2 * 2 * 3 * 5 / 0.5 / 1e9)
+
+
+def test_network_takes_the_median_of_the_tries_after_the_first(clock, alone):
+    dist.init_process_group("gloo")
+    clock(0, 100, 200, 201, 300, 302, 400, 403, 500, 509, 600, 608)  # 100 s, then 1, 2, 3, 9, 8
+    assert network.all_reduce_seconds(1024, "cpu") == 3
+
+
+def test_network_counts_four_bytes_a_parameter():
+    assert network.gradient_bytes("gpt2") == 4 * 124_475_904
+
+
+def test_network_prints_the_rates_of_its_times(alone, monkeypatch, capsys):
+    monkeypatch.setattr(network, "all_reduce_seconds", lambda n_bytes, device: n_bytes / 2e9)  # 2 GB/s
+    network.main(["1", "25"])
+    out = capsys.readouterr().out
+    assert "    25     12.50    2.000      0.000" in out  # a single rank sends nothing
+    assert f"gpt2 {497.9:18.1f} {497.9 / 2000:8.3f}" in out
+
+
+def test_data_wait_is_what_lies_between_zero_grad_and_the_model(tokens, monkeypatch):
+    """A loader that takes 50 ms longer is seen, and the model's own time is not."""
+    module = load_script(BY_LABEL["11"])
+    batch, forward = module.DataLoaderLite.batch, module.GPT.forward
+
+    def late(*args):
+        time.sleep(0.05)
+        return batch(*args)
+
+    def slow(*args):
+        time.sleep(0.2)
+        return forward(*args)
+
+    monkeypatch.setattr(module.DataLoaderLite, "batch", late)
+    monkeypatch.setattr(module.GPT, "forward", slow)
+    flags = ["--data", str(tokens), "--model", "tiny", "-B", "1", "-T", "8", "--steps", "3", "--device", "cpu"]
+    assert 50 <= data_wait.median_wait(module, flags) < 200
+
+
+def test_sharded_step_counts_the_moments(alone, monkeypatch, capsys):
+    """AdamW has two numbers a parameter, Muon one; alone, rung 33 has all of them, too."""
+    monkeypatch.setattr("sys.argv", ["sharded_step", "--model", "tiny", "--rounds", "1"])
+    sizes = []
+    monkeypatch.setattr(sharded_step, "state_bytes", lambda optimizer, count=sharded_step.state_bytes:
+                        sizes.append(count(optimizer)) or sizes[-1])
+    sharded_step.main()
+    n_block, n_all = 2 * (4 * 64**2 + 3 * 64 * 192), 50304 * 64
+    vectors = 2 * (2 * 64 + 2 * 32) + 64
+    moments = 4 * (n_block + 2 * n_all + 2 * vectors)
+    counters = 4 * (2 * (5 + 4) + 2)  # each tensor has its `step`
+    assert sizes == [moments + counters] * 2
+    assert "rank 0 of 1, tiny, cpu, rung 33: " in capsys.readouterr().out
+
+
+# ---- attention, losses -----------------------------------------------------------------------------------------------
 
 def test_causal_attention_in_blocks_is_causal_attention():
     q, k, v = torch.randn(3, 1, 2, 700, causal_attention.HS)
     expected = causal_attention.flash(q, k, v)
     for name in ("flash kernel in blocks", "written out in blocks"):
         assert torch.allclose(causal_attention.CONTESTANTS[name](q, k, v), expected, atol=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["F.cross_entropy", "rung 17", "F.linear_cross_entropy, float32"])
+def test_chunked_losses_are_the_uniform_ones(name):
+    """Of logits that are all zero: ln(number of tokens), and softmax less the target as their gradient."""
+    x, n = torch.ones(4, 8, requires_grad=True), chunked_loss.VOCAB_SIZE
+    weight = torch.nn.Parameter(torch.zeros(n, 8))
+    loss = chunked_loss.LOSSES[name](load_script(BY_LABEL["17"]), x, weight, torch.tensor([0, 0, 0, 5]))
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(n))
+    assert torch.allclose(weight.grad[[0, 5, 9]], torch.tensor([[-0.75], [-0.25], [0.0]]) + 1 / n, atol=1e-7)
+
+
+# ---- the exercises ---------------------------------------------------------------------------------------------------
+
+def test_every_change_of_an_exercise_finds_its_place():
+    for rows in exercises.LONGER.values():
+        for _, label, edits, _ in rows:
+            assert (exercises.edited(label, edits) == exercises.edited(label, [])) == (not edits)
+    with pytest.raises(SystemExit, match="0 places for the change: nowhere"):
+        exercises.edited("3", [("nowhere", "")])
+
+
+def test_rounding_to_the_mantissa_of_tf32():
+    x = torch.tensor([1 + 2**-10, 1 + 2**-12, -(1 + 3 * 2**-11)])
+    assert exercises.rounded(x, 10).tolist() == [1 + 2**-10, 1, -(1 + 2**-9)]
+
+
+def test_a_run_is_summed_up_by_its_end():
+    steps = SimpleNamespace(losses=[100.0] * 30 + [2.0, 4.0] * 10, vals=[])
+    assert exercises.last_loss(steps) == 3
+    assert exercises.last_loss(SimpleNamespace(losses=[1.0], vals=[9.0, 7.0, 8.0])) == 8
+
+
+def test_what_a_layer_keeps():
+    """A linear layer its input, exp its result; nothing counts twice."""
+    layer, x = torch.nn.Linear(8, 3), torch.zeros(5, 8, requires_grad=True)
+    assert exercises.kept(lambda: layer(x).exp(), layer) == [((5, 8), 160), ((5, 3), 60)]
+
+
+def test_exercises_short_answers(capsys, monkeypatch, tokens):
+    """Those that follow from arithmetic."""
+    exercises.main(["4", "16", "22", "23", "--short"])
+    out = capsys.readouterr().out
+    assert "a block keeps 1 tensors, 1.00 times its input: 1x256x64" in out
+    assert "gate without SiLU: 10 times the input gives 100.0 times the output" in out
+    assert "constant gate: 10 times the input gives 10.0 times the output" in out
+    scores = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("c_attn times")]
+    assert max(scores) <= 32**0.5
+    added = {line.partition(":")[0]: list(map(float, line.split()[-3:])) for line in out.splitlines()
+             if "added by" in line}
+    assert added["rung 3"][2] / added["rung 3"][0] == pytest.approx(4, rel=0.15)  # 16 times the layers
+    assert added["rung 4"][2] / added["rung 4"][0] == pytest.approx(1, rel=0.15)
+    assert added["1 / n in place of 1 / sqrt(n)"][2] / added["1 / n in place of 1 / sqrt(n)"][0] == pytest.approx(
+        1 / 4, rel=0.15)
+
+
+def test_a_resumed_run_repeats_the_second_half(monkeypatch, tokens):
+    monkeypatch.setitem(exercises.QUICK, "data", str(tokens))
+    monkeypatch.setitem(exercises.QUICK, "T", 32)
+    first, second, n_bytes = exercises.crash_and_resume(exercises.script("14"), steps=4)
+    assert len(first) == 4 and second == first[2:]
+    assert n_bytes > 12 * 64 * 50304
+
+
+# ---- small texts -----------------------------------------------------------------------------------------------------
+
+def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(runs.subprocess, "run", lambda words, **more: started.append(words) or write_log(
+        tmp_path / "rung_29_documents_apart.log", tail=MEDIAN))
+    for _ in range(2):
+        assert runs.finished(BY_LABEL["29"], ["--steps", 3], tmp_path).losses == [10, 9, 8]
+    assert [words[2:] for words in started] == [["--steps", "3", "--log-dir", str(tmp_path)]]
+
+
+def test_own_text_takes_the_lowest_losses(monkeypatch, tmp_path, capsys):
+    """The rates of the lowest loss anywhere in a run, medians of seeds, differences seed by seed."""
+    def val_losses(row, data, rates, seed, out):
+        if row == "24":
+            return [1.5, 1.0, 3.0] if rates == (0.01, 0.005) else [1.2, 1.1, 1.1]
+        return [9.0, {1337: 0.5, 1338: 0.9, 1339: 0.75}[seed], 2.0]
+
+    pool = SimpleNamespace(starmap=lambda function, jobs: [function(*job) for job in jobs])
+    monkeypatch.setattr(own_text, "val_losses", val_losses)
+    assert own_text.search(tmp_path, tmp_path, pool) == (0.01, 0.005)
+    found = own_text.train_all(tmp_path, (0.01, 0.005), tmp_path, pool)
+    first, *others = own_text.table(found)
+    assert first == ("| 24 | 3.000 (3.000 to 3.000) | 1.000 (1.000 to 1.000) | +0.000 (+0.000 to +0.000) |")
+    assert others[0].endswith("| 2.000 (2.000 to 2.000) | 0.750 (0.500 to 0.900) | -0.250 (-0.500 to -0.100) |")
+    panel = own_text.draw({"text": found}, tmp_path / "losses.png").axes[0]
+    assert panel.lines[1].get_xdata().tolist() == [100, 200, 300]
+    assert panel.lines[1].get_ydata().tolist() == [9.0, 0.75, 2.0]
+
+
+NANO_TRAIN = """
+import shutil, sys, torch
+assert torch.manual_seed(1337 + 0).initial_seed() == 1338
+flags = dict(word[2:].split("=") for word in sys.argv[2:])
+assert float(flags["min_lr"]) == float(flags["learning_rate"]) / 10
+for i in range(int(flags["max_iters"]) + 1):
+    print(f"iter {i}: loss 4, time {1000 if i < 5 else 20 + i % 2 * 8}.00ms, mfu 1%")
+model = {"bias": torch.zeros(7)}
+torch.save({"model": model, "model_args": {"block_size": 8, "vocab_size": 7}}, flags["out_dir"] + "/ckpt.pt")
+"""
+NANO_MODEL = """
+import torch
+class GPTConfig:
+    def __init__(self, **fields):
+        vars(self).update(fields)
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.ones(config.vocab_size))
+    def forward(self, x, y):
+        logits = self.bias.expand(*x.shape, -1)
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""
+
+
+def test_nanogpt_is_run_and_measured_as_its_readme_says(tmp_path):
+    """A stand-in whose model gives seven characters the same probability, and whose first steps are slow."""
+    data = tmp_path / "nanoGPT" / "data" / "shakespeare_char"
+    data.mkdir(parents=True)
+    (np.arange(1100) % 7).astype(np.uint16).tofile(data / "val.bin")
+    (tmp_path / "nanoGPT" / "train.py").write_text(NANO_TRAIN)
+    (tmp_path / "nanoGPT" / "model.py").write_text(NANO_MODEL)
+    found = nanogpt.nano(tmp_path / "nanoGPT", tmp_path / "run", 1e-3, 1338)
+    assert found == {"loss": pytest.approx(math.log(7)), "ms": 28 if nanogpt.NANO_STEPS % 2 == 1 else 24}
+    assert nanogpt.steps_in_its_time(28, 51) == 1098
+
+
+def test_nanogpt_weighs_every_window_alike(tmp_path):
+    """66 windows, so the second call has two: a model that is sure of character 0, which the first 64 windows have."""
+    data = tmp_path / "data" / "shakespeare_char"
+    data.mkdir(parents=True)
+    np.array([0] * (64 * 8 + 1) + [1] * 16, np.uint16).tofile(data / "val.bin")
+    (tmp_path / "model.py").write_text(NANO_MODEL)
+    bias = torch.tensor([math.log(9.0), 0.0])  # probabilities 0.9 and 0.1
+    torch.save({"model": {"bias": bias}, "model_args": {"block_size": 8, "vocab_size": 2}}, tmp_path / "ckpt.pt")
+    expected = -(64 * math.log(0.9) + 2 * math.log(0.1)) / 66
+    assert nanogpt.whole_loss(tmp_path, tmp_path / "ckpt.pt") == pytest.approx(expected)
+
+
+def test_corpora_of_python_files(tmp_path, monkeypatch):
+    """In the order of names, in the encoding that a file declares, without tests; each docstring once."""
+    long, other = "a docstring of a hundred characters. " * 3 + "End", "another that is long enough. " * 4 + "End"
+    (tmp_path / "test").mkdir()
+    (tmp_path / "b.py").write_text(f'"""{long}"""\ndef f():\n    """{other}"""\ndef g():\n    """short"""\n')
+    (tmp_path / "a.py").write_bytes(f'# -*- coding: latin-1 -*-\n"""{long}"""\nx = "\xe9"\n'.encode("latin-1"))
+    (tmp_path / "test" / "c.py").write_text('"""never seen"""\n')
+    texts = list(python_corpus.sources(tmp_path))
+    assert [text.splitlines()[0][:4] for text in texts] == ["# -*", '"""a'] and "é" in texts[0]
+    monkeypatch.setattr(python_corpus.sysconfig, "get_path", lambda name: tmp_path)
+    assert sorted(python_corpus.docstrings()) == [long, other]
+
+
+# ---- how cost grows --------------------------------------------------------------------------------------------------
+
+def grown(name, ms, peak_gb=None):
+    """A record of `ms(value, rung, round)` in each point of a curve, in five rounds."""
+    rows = [{"curve": name, "value": value, "rung": rung, "round": number, "ms": ms(value, rung, number),
+             "peak_gb": peak_gb or curve.rungs[rung][2](value) / 1e9}
+            for curve in [growth.CURVES[name]] for value in curve.values for rung in curve.rungs
+            for number in range(1, 6)]
+    return pandas.DataFrame(rows)
+
+
+def test_growth_reads_what_the_logs_say(tmp_path):
+    """The log's median, in which the step that compiles is not, and its peak."""
+    folder = growth.folder_of(tmp_path, "length", 512, "rung 10") / "round_3"
+    header = "# machine: a CPU\n# torch: 2\n# batch: B=1 T=512 | steps: 3 | seed: 1\n"
+    write_log(folder / "speedup_10_fused_adamw.log", ms=(9000, 60, 50), header=header, tail=MEDIAN)
+    assert growth.read(tmp_path).to_dict("records") == [{
+        "curve": "length", "value": 512, "rung": "rung 10", "round": 3, "ms": 50.0, "peak_gb": 1.0,
+        "machine": "a CPU", "torch": "2"}]
+
+
+def test_growth_runs_each_point_of_a_curve(tmp_path):
+    job = growth.job_of(tmp_path, "ranks", 4, "rung 33, sharded optimizer", 2)
+    words = " ".join(map(str, job.command))
+    assert "--nproc_per_node=4" in words
+    assert "--model gpt2 -B 1 -T 128 --steps 3 --val-every 0 --total-batch 512" in words
+    assert job.log_dir == tmp_path / "ranks" / "4_rung_33,_sharded_optimizer" / "round_2"
+
+
+def test_growth_draws_a_quadratic_on_its_law():
+    """Where rung 0 takes T² / 1,024 ms, its curve is parallel to the dotted T²; so is rung 10's to the T."""
+    from matplotlib import pyplot as plt
+
+    record = grown("length", lambda T, rung, number: (T**2 / 1024 if rung == "rung 0" else T) * (1 + (number - 3) / 10))
+    figure, axes = plt.subplots()
+    growth.draw_times(axes, record, "length")
+    curves = {line.get_label(): line for line in axes.lines}
+    assert curves["rung 0"].get_xdata().tolist() == [256, 512, 1024, 2048, 4096]
+    assert curves["rung 0"].get_ydata().tolist() == [64, 256, 1024, 4096, 16384]
+    squared, linear = (line.get_ydata() for line in axes.lines if line.get_linestyle() == ":")
+    assert squared == pytest.approx([1.15 * 64, 1.15 * 16384]) and linear == pytest.approx([1.15 * 256, 1.15 * 4096])
+    plt.close(figure)
+
+
+def test_growth_draws_the_counted_memory_through_the_measured():
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots()
+    growth.draw_memory(axes, grown("depth", lambda *point: 1.0), "depth")
+    lines = {kind: [line for line in axes.lines if line.get_linestyle() == kind] for kind in ("--", "None")}
+    assert len(lines["--"]) == len(lines["None"]) == 2
+    for counted, measured in zip(lines["--"], lines["None"], strict=True):
+        at = dict(zip(counted.get_xdata(), counted.get_ydata(), strict=True))
+        assert [at[depth] for depth in measured.get_xdata()] == pytest.approx(measured.get_ydata())
+    plt.close(figure)
+
+
+def test_growth_names_gains_by_round(capsys):
+    """The median of the rounds' ratios: here 2, although the medians of the times are 2.5 apart."""
+    before, after = [100, 200, 300, 400, 500], [50, 100, 120, 200, 250]
+    record = grown("length", lambda T, rung, number: (before if rung == "rung 0" else after)[number - 1])
+    growth.print_gains(record, "length", "rung 0", "rung 10")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "length 256: rung 10, 2.00 times as fast as rung 0 (2.00 to 2.50, p = 0.000)"
+
+
+def test_growth_prints_measured_and_counted(capsys):
+    growth.print_table(grown("batch", lambda value, rung, number: number * 100, peak_gb=2.5))
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("batch 1024: rung 16: 300 ms (100-500), 2.50 GB (counted ")
+
+
+def test_a_sharded_optimizer_saves_the_moments_of_the_others():
+    """Alone nothing; with two ranks half, unless the embedding's, which one rank has, are more than that."""
+    assert growth.sharded_optimizer_bytes(1) == growth.ddp_bytes(1)
+    embedding, blocks = 8 * 50304 * 768, 4 * 12 * (4 * 768**2 + 3 * 768 * 2048)
+    assert growth.ddp_bytes(2) - growth.sharded_optimizer_bytes(2) == pytest.approx(
+        embedding + blocks - max(embedding, (embedding + blocks) / 2), rel=0.01)

@@ -3,7 +3,7 @@ import pytest
 import torch
 from conftest import ROOT, new_gpt, rung, table_of
 
-from experiments.growth import recomputing_bytes
+from experiments.growth.__main__ import recomputing_bytes
 from ladder.count.flops import flops_per_token
 from ladder.count.memory import RUN_BY_DEFAULT, recommend, step_bytes
 from ladder.rungs.list import BY_NAME

@@ -13,7 +13,8 @@ from log_files import MEDIAN, write_log
 from scipy.stats import ttest_1samp
 
 import ladder.__main__ as tool
-from experiments import growth, race_docs
+from experiments import race_docs
+from experiments.growth import __main__ as growth
 from ladder.count.flops import flops_per_token, mfu
 from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show.chance import holm

@@ -12,7 +12,7 @@ Cost: none in time or memory. In the first step the other matrices of the blocks
 would have to pass through a zero matrix. What is left, the embedding and the output layer tied to
 it, predicts that a token repeats: the first loss of GPT-2 (124M) is 15.0, where equal probabilities
 would give 10.8. In a two-layer model three seeds did not settle whether a start at 10.8 helps
-(experiments/start.txt).
+(experiments/README.md).
 
 Source: Zhang et al. 2019, "Fixup Initialization".
 """

@@ -9,7 +9,7 @@ killed, the file holds the best model until then. A second idea is early stoppin
 training stops after N validations in a row without a new lowest loss.
 
 Gain: on 72 kB of text, read 23 times, 1.65 nats per byte at the best step, after 6 epochs, instead
-of 3.24 at the end (experiments/own_text.py). Where a model does not overfit, none: the last model
+of 3.24 at the end (experiments/own_text). Where a model does not overfit, none: the last model
 is the best.
 Cost: the time to write a file, at every validation that is the best so far. When --patience stops a
 run, its learning rate may not have decayed yet: docs/modern.md says what to do then.
