@@ -87,7 +87,7 @@ def refusals(convert, sample, tmp_path):
 @pytest.fixture
 def numbers(monkeypatch):
     """Let sample.py print token ids: most tokens are no bytes."""
-    monkeypatch.setattr(vocabulary.Tokenizer, "decode", lambda self, ids: "".join(f"{i} " for i in ids))
+    monkeypatch.setattr(vocabulary.Bytes, "decode", lambda self, ids: "".join(f"{i} " for i in ids))
 
 
 def changed(path, target, **changes):
@@ -209,7 +209,14 @@ def test_weights_and_configuration_that_disagree(convert, gpt2, refusals, tmp_pa
 
     edit_json(gpt2 / "config.json", n_layer=1)
     assert all("its configuration has no place for its " in line for line in refusals(gpt2))
-    edit_json(gpt2 / "config.json", n_layer=2)
+    edit_json(gpt2 / "config.json", n_layer=2, vocab_size=300)
+    assert all("wte.weight is (257, 64), its config.json says (300, 64)" in line for line in refusals(gpt2))
+    edit_json(gpt2 / "config.json", vocab_size=257.0)
+    assert all("config.json: TypeError: Field 'vocab_size' expected int" in line for line in refusals(gpt2))
+    edit_json(gpt2 / "config.json", vocab_size=257)
+    (gpt2 / "adapter_config.json").write_text("{}")
+    assert all("a LoRA adapter: merge it" in line for line in refusals(gpt2))
+    (gpt2 / "adapter_config.json").unlink()
     weights = load_file(gpt2 / "model.safetensors")
     weights["lm_head.weight"] = torch.randn(257, 64)
     save_file(weights, gpt2 / "model.safetensors", {"format": "pt"})
@@ -309,6 +316,25 @@ def test_of_a_folders_generation_config_only_the_ends_of_a_text_are_taken(gpt2, 
     assert texts(eos_token_id=[256, ids[12]])[0] == tokenizer.decode(shorter) + "\n"
 
 
+def test_special_tokens_in_a_prompt(sample):
+    """Each is one token, unlike in a training text; without any, or with none known, the prompt is ordinary text."""
+    chat = vocabulary.trained(["one two " * 9], 270).tokenizer
+    chat.add_special_tokens(["<|im|>", "<|im|>2"])
+    tokenizer, encode_prompt = vocabulary.Tokenizer("chat", chat.to_str(), 0), sample.module.encode_prompt
+    one, two = tokenizer.encode("one").tolist(), tokenizer.encode(" two").tolist()
+    ids = [*tokenizer.special_tokens.values()]
+    assert len(ids) == 3 and encode_prompt(tokenizer, "<|im|>one<|im|>2 two<|endoftext|>") == [
+        tokenizer.special_tokens["<|im|>"], *one, tokenizer.special_tokens["<|im|>2"], *two, 0]
+    tokenizer.special_tokens = {}
+    assert encode_prompt(tokenizer, "one two") == one + two and encode_prompt(BYTES, "<|endoftext|>") == [256]
+
+
+def test_what_a_file_has_no_place_for_is_said(gpt2, convert, tmp_path, capsys):
+    edit_json(gpt2 / "tokenizer_config.json", chat_template="{{ messages }}", bos_token=None, pad_token="!")
+    convert.main([str(gpt2), str(tmp_path / "model.pt")])
+    assert "gpt2: left out: chat template, pad token !, bos token None; " in capsys.readouterr().err
+
+
 def test_how_long_prompt_and_text_may_be(saved, sample, capsys):
     """The longest sequence cuts the prompt at its front; beyond the training's -T text is worse."""
     fit_prompt = sample.module.fit_prompt
@@ -332,7 +358,7 @@ def test_as_a_program(saved, monkeypatch, capsys):
 
 @pytest.mark.parametrize("flag, value", [
     ("--top-p", 0), ("--top-p", 1.5), ("--top-k", -1), ("--temperature", -1), ("--temperature", "nan"),
-    ("--temperature", 1e-40), ("--num-samples", 0), ("--max-new-tokens", 0)])
+    ("--temperature", 1e-40), ("--num-samples", 0), ("--max-new-tokens", 0), ("--prompt", "stray \udcff")])
 def test_values_out_of_range(flag, value, sample):
     with pytest.raises(SystemExit) as stop:
         sample("model.pt", flag, value)
@@ -358,8 +384,14 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in ("step_0000001.pt", "step_0000020.pt", "step_keep.pt"):
         shutil.copy(saved["10"], tmp_path / "checkpoints" / name)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / "lfs").mkdir()
+    for name in ("lfs/model.safetensors", "lfs.pt"):
+        (tmp_path / name).write_text(pointer)
+    save_file({"weight": torch.ones(2)}, tmp_path / "only.safetensors")
     for name, reason in [
-        ("nowhere.pt", "no such file"), ("nowhere", "no such file or folder"), ("text.pt", "damaged"),
+        ("lfs.pt", "git lfs pull"), ("only.safetensors", "give the folder"), ("nowhere.pt", "no such file"),
+        ("nowhere", "no such file or folder"), ("text.pt", "damaged"),
         ("flipped.pt", "damaged"), ("foreign.pt", "it has no 'script'"), ("attack.pt", "damaged"),
         ("tokenizer.pt", "mine is damaged"), ("nan.pt", "transformer.h.1.ln_1.bias has NaN"),
         ("sharded", "--save FILE"), ("sharded/step_0000001", "--save FILE"),
@@ -369,6 +401,8 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
             assert line.startswith(f"error: {tmp_path / name}: ") and "; " in line
             assert reason in line and "\n" not in line and "weights_only" not in line
     assert not (tmp_path / "attacked").exists()
+    for line in refusals(tmp_path / "lfs"):
+        assert line.startswith(f"error: {tmp_path}/lfs/model.safetensors: ") and "git lfs pull" in line
 
 
 @pytest.mark.parametrize("script", ["this.py", "../baseline.py", "sample.py", "beyond/x.py"])

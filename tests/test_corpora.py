@@ -1,4 +1,5 @@
 """data/prepare.py on real corpora: folders, .jsonl, .parquet, datasets; its tokens, its memory."""
+import gzip
 import hashlib
 import json
 import os
@@ -120,10 +121,14 @@ def test_a_hugging_face_dataset(split, documents, dataset, tmp_path):
 
 def test_a_dataset_asked_wrongly(dataset, tmp_path):
     """`datasets` reads one kind of files, and would make each line of a .txt a document."""
-    (tmp_path / "texts").mkdir()
+    for folder in ("texts", "cut"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one\ntwo\n")
+    records = "".join(json.dumps({"text": os.urandom(99).hex()}) + "\n" for _ in range(999))
+    (tmp_path / "cut" / "a.jsonl.gz").write_bytes(gzip.compress(records.encode())[:-999])
     for words, reason in [("--split nowhere", "nowhere"), ("--name nobody", "nobody"), ("--field body", "'body'"),
-                          ("--hf nobody/nothing", "nobody/nothing: .*Hub"), ("--hf texts", "texts: .*.txt files")]:
+                          ("--hf cut", "cut: document .*EOFError"), ("--hf nobody/nothing", "nobody/nothing: .*Hub"),
+                          ("--hf texts", "texts: .*.txt files")]:
         with pytest.raises(SystemExit, match=f"error: --hf .*{reason}.*; [cg]"):
             dataset.main(["--hf", "dataset", "--out", "out", *words.split()])
         assert not Path("out").exists() and not Path("out.partial").exists()

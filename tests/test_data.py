@@ -1,4 +1,5 @@
 """data/prepare.py: the default text, what it refuses, token files that are whole or absent."""
+import errno
 import gzip
 import hashlib
 import io
@@ -149,8 +150,8 @@ def test_tiny_shakespeare_has_338025_tokens(tmp_path):
     """As a program."""
     text = Path(os.environ["TINY_SHAKESPEARE"]).resolve()
     out = tmp_path / "naïve"
-    run = run_command(sys.executable, PREPARE, "--text", text, "--out", out)
-    assert run.returncode == 0 and "naïve: tiny_shakespeare (gpt2 tokens)" in run.stdout, run.stderr
+    run = run_command(sys.executable, PREPARE, "--text", text, "--out", out, PYTHONIOENCODING="ascii")
+    assert run.returncode == 0 and "na?ve: tiny_shakespeare (gpt2 tokens)" in run.stdout, run.stderr
     assert (len(tokens_in(out)), len(tokens_in(out, "val"))) == (338_025, 338_025 - 304_222)
     assert vocabulary.GPT2().decode(tokens_in(out)).encode() == text.read_bytes()
 
@@ -188,6 +189,8 @@ GOOD = b'{"text": "good"}\n'
     ("a.txt", gzip.compress(b"text", mtime=0), "a.txt: a gzip file"),
     ("a.jsonl", b"\x28\xb5\x2f\xfd text", "a.jsonl: a zstd"),
     ("a.jsonl", GOOD + b'\n{"text": "cut', "a.jsonl: line 3 is not JSON"),
+    ("a.jsonl", GOOD + b'{"n": ' + b"1" * 5000 + b"}", "a.jsonl: line 2 is not JSON .*digits"),
+    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a.parquet: .*git lfs pull"),
     ("a.jsonl", GOOD + b'{"body": "", "n": 1}\n', "line 2: .*'text'.*choose a --field, of body$"),
     ("a.jsonl", b'["x"]\n', "line 1: .*no field"), ("a.jsonl", b'{"text": 0}\n', "line 1: .*no field"),
     ("a.parquet", b"PAR1 no parquet", "a.parquet: not a .parquet file"), ("a.pdf", b"%PDF", "0 tokens")])
@@ -231,6 +234,19 @@ def test_a_stopped_preparation_leaves_the_old_files(error, said, prepare):
     prepare.main(["--text", "new", "--out", "tokens"])
     assert text_in("tokens") == new
     assert sorted(os.listdir()) == ["new", "tokens"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_where_files_cannot_be_locked(number, prepare, monkeypatch):
+    """Network drives: it does not wait for a lock that nobody holds."""
+    def flock(*args):
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    prepare.main(["--out", "tokens"])
+    assert text_in("tokens") == CONTENT.decode() and os.listdir() == ["tokens"]
 
 
 def test_a_second_preparation_waits_for_the_first_and_uses_its_tokens(prepare, monkeypatch):
