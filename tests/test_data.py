@@ -104,21 +104,18 @@ def test_offline_the_scripts_still_run(tmp_path):
     assert "# data: python_topics (gpt2-bytes tokens)" in (tmp_path / "logs" / f"{script.stem}.log").read_text()
 
 
-def test_another_text_called_like_the_default_one_is_not_replaced(prepare):
-    write("tiny_shakespeare/a.txt", "my own text")
-    write("new.txt", "some new text")
-    prepare.main(["--text", "tiny_shakespeare", "--tokenizer", "bytes", "--out", "out"])
-    assert "would be lost" in refusal(prepare, "--text", "new.txt", "--tokenizer", "bytes", "--out", "out")
-
-
 def test_only_a_default_text_is_replaced(prepare):
+    """Not one that is only called so."""
     write("my.txt", "my own text")
+    write("tiny_shakespeare/a.txt", "my own text")
     prepare.main(["--tokenizer", "bytes", "--out", "out"])
     prepare.main(["--text", "my.txt", "--tokenizer", "bytes", "--out", "out"])
     for flags in ("--text my.txt --tokenizer bytes", "--text new.txt", "", "--tokenizer bytes"):
         write("new.txt", "some new text")
         said = refusal(prepare, *flags.split(), "--out", "out")
         assert "--out" in said and "holds my.txt (bytes tokens), which would be lost" in said
+    prepare.main(["--text", "tiny_shakespeare", "--tokenizer", "bytes", "--out", "two"])
+    assert "would be lost" in refusal(prepare, "--text", "new.txt", "--tokenizer", "bytes", "--out", "two")
 
 
 def test_the_default_text_again(prepare):

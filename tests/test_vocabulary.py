@@ -125,40 +125,28 @@ def test_a_trained_tokenizer_fits_its_text():
     assert len(first.encode(" object")) == 1 and len(first.encode("xyz")) == 3
 
 
-def test_a_tokenizer_is_trained_on_a_share_of_every_file(prepare, tmp_path, monkeypatch):
-    """On a few bytes of each, however many files there are."""
+def test_what_a_tokenizer_is_trained_on(prepare, tmp_path, monkeypatch):
+    """A few bytes of each file, however many there are; all of a small .parquet, whose text is many times as large."""
     (tmp_path / "corpus").mkdir()
     for number in range(20):
         times = 4 if number == 7 else 1
         (tmp_path / "corpus" / f"{number}.txt").write_text(chr(65 + number) * 500 * times)
-    monkeypatch.setattr(prepare, "TRAINING_BYTES", 1150)
-    given, trained = [], vocabulary.trained
-    monkeypatch.setattr(vocabulary, "trained", lambda texts, size: given.extend(texts) or trained(texts, size))
-    prepare.main(["--text", "corpus", "--train-tokenizer", "300", "--out", "out"])
-    shares = [chr(65 + number) * (200 if number == 7 else 50) for number in range(20)]
-    assert sorted(given) == shares
-
-
-def test_a_tokenizer_is_trained_on_all_of_a_small_parquet_file(prepare, monkeypatch):
-    """Whose text is many times as large as the file."""
     documents = [f"{i} " * 2000 for i in range(50)]
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), "a.parquet", compression="zstd")
     given, trained = [], vocabulary.trained
     monkeypatch.setattr(vocabulary, "trained", lambda texts, size: given.extend(texts) or trained(texts, size))
-    prepare.main(["--text", "a.parquet", "--train-tokenizer", "300", "--out", "out"])
+    prepare.main(["--text", "a.parquet", "--train-tokenizer", "300", "--out", "one"])
     assert "".join(given) == "".join(documents)
-
-
-def test_an_added_token_counts_its_bytes():
-    tokenizer = vocabulary.trained(["some text"], 300).tokenizer
-    tokenizer.add_tokens(["é"])
-    lengths = vocabulary.Tokenizer("x", tokenizer.to_str(), 0).byte_lengths()
-    assert lengths[tokenizer.token_to_id("é")] == 2
+    given.clear()
+    monkeypatch.setattr(prepare, "TRAINING_BYTES", 1150)
+    prepare.main(["--text", "corpus", "--train-tokenizer", "300", "--out", "two"])
+    assert sorted(given) == [chr(65 + number) * (200 if number == 7 else 50) for number in range(20)]
 
 
 def test_the_file_is_what_counts(prepare, tmp_path):
     """Not the class that transformers picks; and what cuts, fills or adds tokens in training is off."""
     trained = vocabulary.trained([TEXT], 300).tokenizer
+    trained.add_tokens(["object"])
     trained.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     expected = trained.encode(TEXT).ids
