@@ -113,7 +113,7 @@ class Tokenizer:
         self.name = name
         self.json = self.tokenizer.to_str()
         self.end_of_text = end_of_text
-        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1
         self.dtype = U2 if self.vocab_size <= 65536 else U4
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}

@@ -41,14 +41,6 @@ def write_parquet(path, texts, field="text", **layout):
     pyarrow.parquet.write_table(table, path, **layout)
 
 
-def test_the_fields_of_a_parquet_file_that_hold_text(tmp_path):
-    """Also as pandas writes them."""
-    table = pyarrow.table({"id": [1], "body": ["x"], "content": pyarrow.array(["x"], pyarrow.large_string())})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(SystemExit, match="'text'.*choose a --field, of body, content$"):
-        reading.open_parquet(tmp_path / "a.parquet", "text")
-
-
 def documents_of(tokens, tokenizer=None):
     """The texts between the <|endoftext|> tokens."""
     tokenizer = tokenizer or vocabulary.of_bytes("gpt2-bytes")
@@ -239,8 +231,12 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     assert run.returncode == 0 and float(run.stdout.splitlines()[-1]) < 95, run.stderr
 
 
-def test_a_parquet_row_that_is_no_text_is_named(tmp_path):
-    """A null is an empty text."""
+def test_parquet_rows_and_fields_that_are_no_text(tmp_path):
+    """A null is an empty text; pandas writes large strings."""
     write_parquet(tmp_path / "a.parquet", [None, None, 3])
     with pytest.raises(SystemExit, match="^error: .*a.parquet: row 3: field 'text' does not hold a text; "):
         list(reading.read_parquet(tmp_path / "a.parquet", "text"))
+    table = pyarrow.table({"id": [1], "body": ["x"], "content": pyarrow.array(["x"], pyarrow.large_string())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(SystemExit, match="'text'.*choose a --field, of body, content$"):
+        reading.open_parquet(tmp_path / "a.parquet", "text")

@@ -210,10 +210,12 @@ def test_a_change_far_into_a_document_is_found(prepare, monkeypatch):
 
 
 @pytest.mark.parametrize("model, end, reason", [
-    (None, None, "eos_token"), (models.BPE(), END, "fewer than 257 tokens")])
+    (None, None, "no end-of-text token"), (None, "<end>", "eos_token <end> is not in its tokenizer.json"),
+    (models.BPE(), END, "fewer than 257 tokens")])
 def test_tokenizers_that_do_not_suit(model, end, reason, prepare, tmp_path):
     tokenizer = tokenizers.Tokenizer(model) if model else vocabulary.trained([], 257).tokenizer
     hugging_face_folder(tmp_path / "theirs", tokenizer, end)
+    tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))  # without what transformers has added
     with pytest.raises(SystemExit, match=f"^error: --tokenizer theirs: .*{reason}.*; give "):
         prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
 
