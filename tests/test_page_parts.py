@@ -72,17 +72,6 @@ def test_each_picture_has_a_caption_and_belongs_to_a_lesson():
         assert len(texts_of(path.stem)[0]) > 50, path.name
 
 
-def test_the_bits_are_torchs():
-    """One third, in each format; TF32 has float32's range and float16's precision."""
-    bits = {name: next(text for text in texts_of(key)[texts_of(key).index(name) :] if re.fullmatch("[01]+", text))
-            for key, names in (("2", ["float32", "TF32"]), ("3", ["float32", "bfloat16", "float16"])) for name in names}
-    for name, n_bits in (("float32", 32), ("bfloat16", 16), ("float16", 16)):
-        whole = torch.tensor(1 / 3, dtype=getattr(torch, name)).view(getattr(torch, f"int{n_bits}")).item()
-        assert bits[name] == f"{whole:0{n_bits}b}"
-    assert bits["TF32"] == bits["float32"][:9] + bits["float16"][6:]
-    assert f"1/3 is {torch.tensor(1 / 3, dtype=torch.bfloat16):.7f}" in texts_of("3")
-
-
 def test_the_memory_of_a_step_is_the_memory_models():
     """Its peak, without weights, gradients and moments: 12 blocks, or their inputs, and the logits."""
     B, T, n_embd = 16, 1024, 768
@@ -93,12 +82,6 @@ def test_the_memory_of_a_step_is_the_memory_models():
     peaks["17"] = max(peaks["17"], inputs + blocks)
     for key, label in (("16", "15"), ("16", "16"), ("17", "16"), ("17", "17")):
         assert f"rung {label}: {peaks[label] / 1e9:.1f} GB" in texts_of(key)
-
-
-def test_the_rotated_pair_is_rung_20s():
-    angles = rung("20").rotary_angles(16, 64)[:, 4]
-    assert f"turns by {angles[1]:.3f} radians ({torch.rad2deg(angles[1]):.0f}°) a token" in texts_of("20")[0]
-    assert angles[5] - angles[2] == pytest.approx(angles[13] - angles[10]) and texts_of("20").count("56°") == 2
 
 
 def test_the_cards_hold_what_the_scripts_keep():

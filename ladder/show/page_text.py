@@ -19,7 +19,7 @@ AUTHOR = r"[A-Z][\w’-]+"
 PAPER = re.compile(rf"{AUTHOR}(?: et al\.|(?:,| &amp;| and) {AUTHOR})* \d{{4}}(?:, “[^”]+”| \([^)]+\))?")
 # Code, which stays as it is; a rung; a file; an issue of PyTorch's.
 REFERENCE = re.compile(r"(?s)<pre>.*?</pre>|<code>.*?</code>|\b[Rr]ungs? (?P<rung>\w+)\b"
-                       r"|\b(?P<file>(?:docs|experiments|beyond|ladder|data)/[\w./#-]*\w|\w+\.py)\b"
+                       r"|\b(?P<file>(?:docs|experiments|beyond|ladder|data|tests)/[\w./#-]*\w|\w+\.py)\b"
                        r"|pytorch (?:issue|pull request) (?P<issue>\d+)")
 
 
@@ -98,7 +98,7 @@ def hunk_html(hunk, blocks):
     places = [".".join(name for name, first, last in blocks[line.sign] if first <= line.number <= last)
               for line in hunk if line.sign in blocks]
     heading = ", ".join(dict.fromkeys(filter(None, places)))
-    return f"<b>{heading or 'the script'}</b>" + "".join(map(line_html, hunk))
+    return f"<b>{heading or 'top level'}</b>" + "".join(map(line_html, hunk))
 
 
 def n_moved(lesson):
