@@ -63,7 +63,6 @@ def picture(path):
     return f"<figure>\n{svg}<figcaption>\n{prose(caption)}</figcaption>\n</figure>\n"
 
 
-
 def color_line(line):
     """A Line as HTML: spans for keywords and comments, <mark> for the changed words."""
     tokens = lex(line.text, PythonLexer(stripnl=False, ensurenl=False))
