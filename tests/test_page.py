@@ -276,19 +276,25 @@ def test_bars_are_as_long_as_what_they_show(open_page, width):
 
 
 @WIDTHS
-def test_contents_lead_to_a_lesson_and_tell_where_the_reader_is(open_page, width):
-    page = open_page(width)
+def test_contents_lead_to_a_lesson_and_show_where_the_reader_is(open_page, width):
+    page, link = open_page(width), '#contents [href="#rung-34"]'
     assert in_sight(page, "h1") and in_sight(page, ".path .first")
-    link = page.locator('#contents [href="#rung-6"]')
     if width < 600:
         page.locator("aside button").tap()
-        link.tap()
+        page.locator(link).tap()
         assert not in_sight(page, "#contents")
     else:
-        link.click()
-        assert in_sight(page, '#contents [href="#rung-6"]')
-    page.wait_for_function("document.querySelector('#contents [aria-current]')?.getAttribute('href') === '#rung-6'")
-    assert in_sight(page, "#rung-6 h3")
+        page.locator(link).click()
+    page.wait_for_function("document.querySelector('#contents [aria-current]')?.getAttribute('href') === '#rung-34'")
+    assert in_sight(page, "#rung-34 h3")
+    page.evaluate("location.hash = '#rung-2'")
+    page.wait_for_function("document.querySelector('#contents [aria-current]').getAttribute('href') === '#rung-2'")
+    page.evaluate("location.hash = '#rung-34'")
+    page.wait_for_function("document.querySelector('#contents [aria-current]').getAttribute('href') === '#rung-34'")
+    if width < 600:
+        page.locator("aside button").tap()
+    page.wait_for_function("""link => { const box = document.querySelector(link).getBoundingClientRect();
+        return box.top > 0 && box.bottom < innerHeight; }""", arg=link)
 
 
 # For each picture: [the smallest text's pixels, texts beyond its sides, pairs of texts that overlap].
