@@ -22,8 +22,6 @@ def read_exercises(path=EXERCISES):
 
 def exercise_html(text):
     """An exercise as HTML, its answers folded as in the file; links start from docs/, where the file lies."""
-    markdown = MarkdownIt("commonmark", {"typographer": True}).enable(["table", "smartquotes"])
+    markdown = MarkdownIt("commonmark", {"typographer": True}).enable("smartquotes")
     page = markdown.render(text).replace('href="#', 'href="exercises.md#')
-    page = re.sub('href="(?!https?:)', 'href="../docs/', page)
-    page = page.replace("<table>", '<div class="scroll" tabindex="0"><table class="numbers">')
-    return page.replace("</table>", "</table></div>").replace("<pre>", '<pre tabindex="0">')
+    return re.sub('href="(?!https?:)', 'href="../docs/', page).replace("<pre>", '<pre tabindex="0">')

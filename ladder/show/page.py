@@ -21,8 +21,8 @@ from ladder.show.exercises import exercise_html, read_exercises
 from ladder.show.page_text import blocks_of, hunk_html, n_moved, picture, prose
 from ladder.show.report import warnings
 from ladder.show.standings import IN_A_LINK, KEY, p_text, race_texts, with_range
-from ladder.show.tables import (HEADINGS, NOTHING, STARS, data_of, fastest, floors_of, gain, loss_of, mfu_of,
-                                ms_text, shown_texts, text_of, times_before, where)
+from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, loss_of, mfu_of, ms_text,
+                                shown_texts, text_of, times_before, where)
 from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
 HERE = Path(__file__).parent
@@ -63,7 +63,7 @@ def pair(rung):
 
 def from_to(texts):
     """What a change did to a value: "60 → 41"; one text where nothing changed."""
-    return " → ".join(dict.fromkeys(text for text in texts if text != NOTHING)) or NOTHING
+    return " → ".join(dict.fromkeys(texts))
 
 
 def measured_row(rung, report):

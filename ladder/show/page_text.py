@@ -103,4 +103,4 @@ def hunk_html(hunk, blocks):
 def n_moved(lesson):
     """How many lines of a diff stand elsewhere, or at another depth, and are otherwise the same."""
     lines = {sign: [line.text.strip() for hunk in lesson.hunks for line in hunk if line.sign == sign] for sign in "-+"}
-    return sum(len(text) > 12 and text in lines["+"] for text in lines["-"])
+    return sum(text in lines["+"] for text in lines["-"])
