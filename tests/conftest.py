@@ -8,8 +8,10 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,6 +25,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, its import must not see what a test has patched
+from torch.multiprocessing import start_processes  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
@@ -118,33 +121,28 @@ def saved_model(module, path):
     return model
 
 
-def converted(source, label, path):
-    """The model of a rung's script that convert.py makes of a Hugging Face folder, in the new file `path`."""
-    load_module(ROOT / "convert.py").main([str(source), str(path), "--script", BY_LABEL[str(label)].file])
-    return saved_model(rung(label), path)
-
-
-def attention_pair(T=64):
-    """The attention of rung 5 (explicit) and rung 6 (flash) with the same weights, and an input."""
-    explicit, flash = rung("5"), rung("6")
-    config = explicit.GPTConfig(n_head=4, n_embd=64, block_size=T)
-    torch.manual_seed(0)
-    one, other = explicit.CausalSelfAttention(config), flash.CausalSelfAttention(config)
-    other.load_state_dict(one.state_dict())
-    return one, other, torch.randn(2, T, 64)
-
-
 @pytest.fixture
-def attended(monkeypatch):
-    """The queries and keys that the attention kernel gets: [(q, k)], (B, nh, T, hs) each."""
-    attention, seen = F.scaled_dot_product_attention, []
+def huge_scale(monkeypatch):
+    """Makes the scale of float16's gradients so large that all overflow at first; the scalers that were made."""
+    scaler, made = torch.amp.GradScaler, []
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *args, **more: (
+        made.append(scaler(*args, init_scale=2.0**60, **more)) or made[-1]))
+    return made
 
-    def see(q, k, v, **more):
-        seen.append((q.detach(), k.detach()))
-        return attention(q, k, v, **more)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
-    return seen
+def assert_untrained(module, path):
+    """That a file of --save holds the weights that a run of byte tokens starts from."""
+    torch.manual_seed(1337)
+    start, saved = new_gpt(module, vocab_size=257), torch.load(path, weights_only=True)["model"]
+    assert all(torch.equal(saved[name], weight) for name, weight in start.named_parameters())
+
+
+@torch.no_grad()
+def attended(model, tokens):
+    """What the attention kernel gets for these tokens in each block: queries, keys and values, (B, nh, T, hs) each."""
+    with mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as kernel:
+        model(tokens)
+    return [made.args[:3] for made in kernel.call_args_list]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -184,15 +182,15 @@ def lines_that_count(log):
 
 
 def read_steps(log):
-    """The step lines of a log file as dictionaries of numbers."""
-    steps = []
-    for line in lines_that_count(log):
+    """The step lines of a log file as dictionaries of numbers; of repeated ones, of a resumed run, the last."""
+    steps = {}
+    for line in Path(log).read_text().splitlines():
         if line.startswith("step"):
             found = STEP_HEAD.match(line)
             assert found, f"not a line of Log.step: {line}"
-            steps.append({key: float(value) for key, value in found.groupdict().items()})
-            steps[-1] |= {key: float(value) for key, value in re.findall(r"\| (norm|lr): (\S+)", line)}
-    return steps
+            steps[int(found["step"])] = {key: float(value) for key, value in found.groupdict().items()} | {
+                key: float(value) for key, value in re.findall(r"\| (norm|lr): (\S+)", line)}
+    return list(steps.values())
 
 
 def losses(log):
@@ -201,10 +199,10 @@ def losses(log):
 
 def val_losses(log):
     """{step: validation loss} of a log."""
-    lines = [line for line in lines_that_count(log) if line.startswith("val")]
-    for line in lines:
-        assert VAL_LINE.fullmatch(line), f"not as `val : step N | loss: 5.123456 | time: 0.12 s`: {line}"
-    return {int(found[1]): float(found[2]) for found in map(VAL_LINE.fullmatch, lines)}
+    lines = [line for line in Path(log).read_text().splitlines() if line.startswith("val")]
+    found = [VAL_LINE.fullmatch(line) for line in lines]
+    assert None not in found, f"not as `val : step N | loss: 5.123456 | time: 0.12 s`: {lines}"
+    return {int(match[1]): float(match[2]) for match in found}
 
 
 def assert_same_losses(log, truth, after=0):
@@ -234,7 +232,7 @@ def watch():
     inputs     of each forward pass of a model in training, (B, T)
     forward    a set of (training?, gradients?, type under autocast, type of the loss, precision of matrix products)
     gradients  as each optimizer step finds them
-    groups     of the optimizer at each step, without their parameters
+    groups     of the optimizer at each step
     leftover   the largest entry of the gradients that each forward pass of a model in training finds
     """
     seen = SimpleNamespace(inputs=[], forward=set(), gradients=[], groups=[], leftover=[])
@@ -253,8 +251,7 @@ def watch():
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         if not any(gradient is None for gradient in gradients):  # else it is AdamW's step within rung 18's
             seen.gradients.append([gradient.clone() for gradient in gradients])
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            seen.groups.append([group | {"lr": float(group["lr"])} for group in groups])  # a tensor will change
+            seen.groups.append([group | {"lr": float(group["lr"])} for group in optimizer.param_groups])
 
     handles = [register_module_forward_hook(see_forward), register_optimizer_step_pre_hook(see_step)]
     try:
@@ -332,14 +329,37 @@ def run_command(*command, timeout=300, cwd=ROOT, **environment):
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def on_ranks(n, folder, data, runs, *torchrun_flags, **environment):
-    """Run tests/rank.py on n ranks: {name: (label, dtype, flags)}, one after the other. Each leaves FOLDER/NAME."""
+def write_runs(folder, data, runs):
+    """What tests/rank.py is to run in a folder: {name: (label, dtype, flags)}."""
     own = ["--model", "tiny", "--device", "cpu", "--data", data, "--compile-mode", "none"]
     runs = {name: (*kind, [str(word) for word in (*own, *flags)]) for name, (*kind, flags) in runs.items()}
     folder.mkdir(exist_ok=True)
     (folder / "runs.json").write_text(json.dumps(runs))
-    return run_command(*TORCHRUN, "--standalone", f"--nproc_per_node={n}", *torchrun_flags,
-                       ROOT / "tests" / "rank.py", folder, timeout=200, **environment)
+
+
+def on_ranks(n, folder, data, runs):
+    """Make these runs on n ranks, one after the other. Each leaves FOLDER/NAME; what each rank printed is returned."""
+    write_runs(folder, data, runs)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    set_forkserver_preload(["rank"])  # a process that has imported torch, and in which nothing has run
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
+        start_processes(forked_rank, (n, port, folder), nprocs=n, start_method="forkserver")
+    return [(folder / f"printed_{rank}.txt").read_text() for rank in range(n)]
+
+
+def forked_rank(rank, n, port, folder):
+    """One of n ranks."""
+    import rank as program
+
+    sys.stdout = open(folder / f"printed_{rank}.txt", "w", buffering=1)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_PORT": port}
+    os.environ.update(GROUP_OF_ONE | {name: str(number) for name, number in numbers.items()})
+    try:
+        program.run_all(folder)
+    except SystemExit as stop:
+        raise RuntimeError(f"error: {stop.code}") from stop
 
 
 def peak_memory():

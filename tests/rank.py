@@ -2,10 +2,10 @@
 
     torchrun ... tests/rank.py FOLDER        # FOLDER/runs.json: {name of the run: [label, dtype, [flags]]}
 
-To import torch costs more than to train so small a model. Each run leaves FOLDER/NAME/rank<n>.json: a digest of the
-parameters that this rank has in the end, how much was compiled and, of FSDP, what an eager run held and moved in the
-last step, in bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and DIE_BATCH that rank kills
-itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells.
+`on_ranks` of conftest.py forks ranks instead. Each run leaves FOLDER/NAME/rank<n>.json: a digest of the parameters that
+this rank has in the end, how much was compiled and, of FSDP, what it held and, in bfloat16, moved in the last step, in
+bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and DIE_BATCH that rank kills itself when it
+fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells.
 """
 import contextlib
 import hashlib
@@ -17,31 +17,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict  # noqa: F401 - here, once for all forks
+import torch.distributed.fsdp  # noqa: F401
 from conftest import builds_on, known_flags, main, rung
 from tensor_bytes import Watch, local_bytes
 from torch._dynamo.utils import counters
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-start, end = dist.init_process_group, dist.destroy_process_group
-dist.init_process_group = lambda *args, **how: dist.is_initialized() or start(*args, **how)
-dist.destroy_process_group = lambda: None
 
-
-def digest(parameters):
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in parameters)).hexdigest()
-
-
-def run(name, label, dtype, flags):
+def run(folder, rank, name, label, dtype, flags):
     script, found, fetched, watch = rung(label), {}, [], Watch()
     script.autocast_dtype = lambda device: getattr(torch, dtype)
     sharded = builds_on(label, "fsdp")
     batch, unscale = script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_
 
     def dying_batch(self, i):
-        if i in getattr(self, "prefetched", ()):
-            return batch(self, i)
-        fetched.append(i)
+        if i not in getattr(self, "prefetched", ()):
+            fetched.append(i)
         now = str(rank), str(len(fetched))
         if now == (os.environ.get("DIE_RANK"), os.environ.get("DIE_BATCH")) and not (folder / "died").exists():
             (folder / "died").touch()
@@ -53,26 +45,28 @@ def run(name, label, dtype, flags):
             optimizer.param_groups[0]["params"][0].grad.to_local()[0, 0] = torch.inf
         return unscale(scaler, optimizer)
 
+    def parameters_of(optimizer):
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
     def before_step(optimizer, args, kwargs):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if sharded:
+            parameters = parameters_of(optimizer)
             found["parameters"], found["gradients"] = local_bytes(parameters), local_bytes([p.grad for p in parameters])
 
     def after_step(optimizer, args, kwargs):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not sharded:
-            found["digest"] = digest(parameters)
-            return
-        found["optimizer"] = local_bytes(t for state in optimizer.state.values() for t in state.values())
-        found["moved"], found["peak"] = watch.moved, watch.peak
-        watch.moved, watch.peak = [], 0
+        if sharded:
+            found["optimizer"] = local_bytes(t for state in optimizer.state.values() for t in state.values())
+            found["moved"], found["peak"] = watch.moved, watch.peak
+            watch.moved, watch.peak = [], 0
+        else:
+            numbers = b"".join(p.detach().numpy().tobytes() for p in parameters_of(optimizer))
+            found["digest"] = hashlib.sha256(numbers).hexdigest()
 
     script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_ = dying_batch, overflow
     hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
     own = [*flags, *known_flags(script, log_dir=folder / name, checkpoint_dir=folder / name / "checkpoints")]
-    eager = script.parse_args(own).compile_mode == "none"
     counters.clear()
-    with watch if sharded and eager else contextlib.nullcontext():  # Dynamo does not trace under it
+    with watch if sharded and dtype == "bfloat16" else contextlib.nullcontext():  # it takes time
         main(script, *own)
     found["graphs"], found["breaks"] = counters["stats"]["unique_graphs"], len(counters["graph_break"])
     for hook in hooks:
@@ -81,6 +75,15 @@ def run(name, label, dtype, flags):
     (folder / name / f"rank{rank}.json").write_text(json.dumps(found))
 
 
-for own_name, own in json.loads((folder / "runs.json").read_text()).items():
-    run(own_name, *own)
-end()
+def run_all(folder):
+    """All runs of FOLDER/runs.json, in one process group, whose place the environment names."""
+    start, end, rank = dist.init_process_group, dist.destroy_process_group, int(os.environ["RANK"])
+    dist.init_process_group = lambda *args, **how: dist.is_initialized() or start(*args, **how)
+    dist.destroy_process_group = lambda: None
+    for name, own in json.loads((folder / "runs.json").read_text()).items():
+        run(folder, rank, name, *own)
+    end()
+
+
+if __name__ == "__main__":
+    run_all(Path(sys.argv[1]))

@@ -4,19 +4,20 @@ A name says what must be true; the docstring is the hint for a test that is red:
 tests look at what a script does, through torch's hooks and its log, so that any right solution passes;
 docs/exercises.md names the few functions and flags that they need.
 """
+import functools
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import (
-    Crash, assert_same_weights, attention_pair, crash_in_step, known_flags, losses, new_gpt, norm_of, on_ranks,
-    read_steps, rung, saved_model, tiny, tokens_of, train, val_losses, watch)
+    Crash, assert_same_weights, assert_untrained, attended, crash_in_step, known_flags, losses, new_gpt, norm_of,
+    on_ranks, read_steps, rung, saved_model, tiny, tokens_of, train, val_losses, watch)
 from tensor_bytes import Watch
 from torch._dynamo.utils import counters
+from torch.multiprocessing.spawn import ProcessException
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -32,13 +33,20 @@ def script(label, dtype=torch.float32):
     return module
 
 
-def run(label, folder, data, *words, dtype=torch.float32, **settings):
-    """What a short run of a rung shows, see `watch`; and its `log`, with the numbers of its `steps`."""
-    module = script(label, dtype)
-    with watch() as seen:
-        seen.log = train(module, folder, data, *known_flags(module, **SMALL | settings), *words)
-    seen.steps = read_steps(seen.log)
-    return seen
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, byte_tokens):
+    """run(label, *words, **settings): what a short run shows, see `watch`; its `log` and `steps`. Each once."""
+
+    @functools.cache
+    def run(label, *words, folder=None, data=byte_tokens, dtype=torch.float32, **settings):
+        module = script(label, dtype)
+        with watch() as seen:
+            seen.log = train(module, folder or tmp_path_factory.mktemp("run"), data,
+                             *known_flags(module, **SMALL | settings), *words)
+        seen.steps = read_steps(seen.log)
+        return seen
+
+    return run
 
 
 def ids(*shape, vocab_size=257):
@@ -69,28 +77,28 @@ def test_01_there_are_124_439_808_parameters():
     assert n_parameters == 124_439_808
 
 
-def test_02_products_of_float32_may_run_in_tf32(tmp_path, byte_tokens):
+def test_02_products_of_float32_may_run_in_tf32(run):
     """torch has one setting for the precision of float32 matrix products. Which value has it when a step begins?"""
-    assert {kind[4] for kind in run("2", tmp_path, byte_tokens).forward} == {"high"}
+    assert {kind[4] for kind in run("2").forward} == {"high"}
 
 
-def test_02_nothing_else_changes(tmp_path, byte_tokens):
+def test_02_nothing_else_changes(run):
     """TF32 is no type of a tensor: weights, activations and the loss stay float32, and on a CPU so do all numbers."""
-    before, after = (run(label, tmp_path / label, byte_tokens) for label in "12")
+    before, after = (run(label) for label in "12")
     assert {kind[2:4] for kind in after.forward} == {(torch.float32, torch.float32)}
     assert losses(after.log) == losses(before.log)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_03_the_forward_pass_runs_in_16_bits(dtype, tmp_path, byte_tokens):
+def test_03_the_forward_pass_runs_in_16_bits(run, dtype):
     """autocast_dtype(device) names the type. Is the model called inside `with torch.autocast(...)`, with that type?"""
-    assert {kind[2] for kind in run("3", tmp_path, byte_tokens, dtype=dtype).forward} == {dtype}
+    assert {kind[2] for kind in run("3", dtype=dtype).forward} == {dtype}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_03_the_loss_stays_close_to_that_of_float32(dtype, tmp_path, byte_tokens):
+def test_03_the_loss_stays_close_to_that_of_float32(run, dtype):
     """Weights, gradients and the loss stay float32: autocast casts copies, nothing needs .to(...) or .half()."""
-    before, after = run("2", tmp_path / "2", byte_tokens), run("3", tmp_path / "3", byte_tokens, dtype=dtype)
+    before, after = run("2"), run("3", dtype=dtype)
     assert {kind[3] for kind in after.forward} == {torch.float32}
     assert losses(after.log) == pytest.approx(losses(before.log), abs=BFLOAT16_TOLERANCE)
 
@@ -108,28 +116,18 @@ def test_03_each_device_gets_the_type_that_it_has(monkeypatch):
     assert choose("mps") is torch.bfloat16
 
 
-def test_03_where_autocast_dtype_is_float32_nothing_changes(tmp_path, byte_tokens):
+def test_03_where_autocast_dtype_is_float32_nothing_changes(run):
     """CPUs that would have to emulate bfloat16: torch.autocast has an argument to switch it off."""
-    before, after = (run(label, tmp_path / label, byte_tokens) for label in "23")
+    before, after = (run(label) for label in "23")
     assert losses(after.log) == losses(before.log)
 
 
-def test_03_in_float16_a_step_that_overflows_is_skipped(tmp_path, byte_tokens, monkeypatch):
+def test_03_in_float16_a_step_that_overflows_is_skipped(run, tmp_path, huge_scale):
     """torch.amp.GradScaler: it scales the loss before backward(), makes the optimizer's step, and then adapts."""
-    scaler_class, scalers = torch.amp.GradScaler, []
-
-    def with_huge_scale(*args, **kwargs):
-        scalers.append(scaler_class(*args, init_scale=2.0**60, **kwargs))
-        return scalers[-1]
-
-    monkeypatch.setattr(torch.amp, "GradScaler", with_huge_scale)
-    seen = run("3", tmp_path, byte_tokens, dtype=torch.float16, steps=2, save=tmp_path / "model.pt")
-    assert [scaler.get_scale() for scaler in scalers] == [2.0**58], "the scale is not halved at each overflow"
-    torch.manual_seed(1337)
-    start = new_gpt(rung("3"), vocab_size=257)
-    torch.save({"model": start.state_dict()}, tmp_path / "start.pt")
+    seen = run("3", dtype=torch.float16, steps=2, save=tmp_path / "model.pt")
+    assert [scaler.get_scale() for scaler in huge_scale] == [2.0**58], "the scale is not halved at each overflow"
     assert len(seen.steps) == 2
-    assert_same_weights(tmp_path / "model.pt", tmp_path / "start.pt")
+    assert_untrained(rung("3"), tmp_path / "model.pt")
 
 
 def stds(label):
@@ -175,6 +173,16 @@ def test_05_the_saved_model_keeps_its_names(tmp_path, byte_tokens, monkeypatch):
     flags = ("-B", 1, "-T", 8, "--steps", 1, "--save", tmp_path / "model.pt")
     train(module, tmp_path, byte_tokens, *flags, compile_mode="default")
     assert saved_model(module, tmp_path / "model.pt")(ids(1, 4)).shape == (1, 4, 257)
+
+
+def attention_pair(T=64):
+    """The attention of rung 5 (explicit) and rung 6 (flash) with the same weights, and an input."""
+    explicit, flash = rung("5"), rung("6")
+    config = explicit.GPTConfig(n_head=4, n_embd=64, block_size=T)
+    torch.manual_seed(0)
+    one, other = explicit.CausalSelfAttention(config), flash.CausalSelfAttention(config)
+    other.load_state_dict(one.state_dict())
+    return one, other, torch.randn(2, T, 64)
 
 
 def test_06_the_future_is_hidden():
@@ -242,118 +250,108 @@ def test_07_padding_changes_no_logit_loss_or_gradient():
     assert not gradient[257:].any()
 
 
-def test_08_the_optimizer_gets_gradients_of_norm_1_at_most(tmp_path, byte_tokens):
+def test_08_the_optimizer_gets_gradients_of_norm_1_at_most(run):
     """Clip between backward() and the optimizer's step, all parameters as one vector."""
-    assert norm_of(run("7", tmp_path / "7", byte_tokens).gradients[0]) > 1.5  # there is something to clip
-    norms = [norm_of(gradients) for gradients in run("8", tmp_path / "8", byte_tokens).gradients]
+    assert norm_of(run("7").gradients[0]) > 1.5  # there is something to clip
+    norms = [norm_of(gradients) for gradients in run("8").gradients]
     assert norms == pytest.approx([1, 1, 1], abs=1e-3)
 
 
-def test_08_the_log_has_the_norm_before_clipping(tmp_path, byte_tokens):
+def test_08_the_log_has_the_norm_before_clipping(run):
     """log.step takes more fields, norm=... What does the function that clips return?"""
-    before, after = (run(label, tmp_path / label, byte_tokens) for label in "78")
+    before, after = (run(label) for label in "78")
     assert after.steps[0].get("norm") == pytest.approx(norm_of(before.gradients[0]), rel=1e-3)
 
 
-def test_08_the_betas_are_gpt3s(tmp_path, byte_tokens):
+def test_08_the_betas_are_gpt3s(run):
     """Its appendix B. AdamW's argument has both; the second decides over how many steps squares are averaged."""
-    groups = [group for groups in run("8", tmp_path, byte_tokens).groups for group in groups]
+    groups = [group for groups in run("8").groups for group in groups]
     assert {tuple(group["betas"]) for group in groups} == {(0.9, 0.95)}
 
 
-def test_08_in_float16_the_norm_is_that_of_unscaled_gradients(tmp_path, byte_tokens):
+def test_08_in_float16_the_norm_is_that_of_unscaled_gradients(run):
     """The scaler's factor, 65536 at first, is still in the gradients after backward(): it can divide it out itself."""
-    exact = run("8", tmp_path / "float32", byte_tokens, steps=1)
-    seen = run("8", tmp_path / "float16", byte_tokens, steps=1, dtype=torch.float16)
+    exact = run("8", steps=1)
+    seen = run("8", steps=1, dtype=torch.float16)
     assert norm_of(seen.gradients[0]) == pytest.approx(norm_of(exact.gradients[0]), rel=BFLOAT16_TOLERANCE)
     assert seen.steps[0].get("norm") == pytest.approx(exact.steps[0].get("norm", 1), rel=BFLOAT16_TOLERANCE)
 
 
-def rates(label, folder, data, **settings):
-    """The learning rates of all steps, as the optimizer finds them and as the log says, in shares of the highest."""
-    seen = run(label, folder, data, **settings, max_lr=1e-3)
+def rates(seen):
+    """The learning rates of all steps, as the optimizer finds them and as the log says, in thousandths."""
     logged = [step.get("lr") for step in seen.steps]
     return [round(1000 * groups[-1]["lr"], 3) for groups in seen.groups], [lr and round(1000 * lr, 3) for lr in logged]
 
 
-COSINE = {"steps": 12, "warmup_steps": 4}
+COSINE = {"steps": 12, "warmup_steps": 4, "max_lr": 1e-3}
 
 
-def test_09_the_rate_climbs_linearly_to_the_peak(tmp_path, byte_tokens):
+def test_09_the_rate_climbs_linearly_to_the_peak(run):
     """Over --warmup-steps, to --max-lr. Steps count from 1: is the first one's rate zero? Which step is at the peak?"""
-    found, _ = rates("9", tmp_path, byte_tokens, **COSINE)
+    found, _ = rates(run("9", **COSINE))
     assert found[:4] == [0.25, 0.5, 0.75, 1]
 
 
-def test_09_then_it_follows_half_a_cosine_to_a_tenth_of_the_peak(tmp_path, byte_tokens):
+def test_09_then_it_follows_half_a_cosine_to_a_tenth_of_the_peak(run):
     """From the end of the warm-up to the last step: what is the progress at both, and half-way? What is the lowest?"""
-    found, _ = rates("9", tmp_path, byte_tokens, **COSINE)
+    found, _ = rates(run("9", **COSINE))
     assert found[4:] == [round(0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)), 3) for n in range(1, 9)]
 
 
 @pytest.mark.parametrize("steps, warmup_steps, expected", [(2, 0, [0.55, 0.1]), (2, 2, [0.5, 1]), (2, 4, [0.25, 0.5])])
-def test_09_without_a_warm_up_and_in_a_run_no_longer_than_it(steps, warmup_steps, expected, tmp_path, byte_tokens):
+def test_09_without_a_warm_up_and_in_a_run_no_longer_than_it(run, steps, warmup_steps, expected):
     """--warmup-steps 0 must not divide by it; a run as long as the warm-up, or shorter, only climbs."""
-    found, _ = rates("9", tmp_path, byte_tokens, steps=steps, warmup_steps=warmup_steps)
+    found, _ = rates(run("9", **COSINE | {"steps": steps, "warmup_steps": warmup_steps}))
     assert found == expected
 
 
-def test_09_the_log_has_the_rate(tmp_path, byte_tokens):
+def test_09_the_log_has_the_rate(run):
     """That of its step: log.step takes more fields, lr=f"{lr:.4e}"."""
-    found, logged = rates("9", tmp_path, byte_tokens, **COSINE)
+    found, logged = rates(run("9", **COSINE))
     assert logged == found
 
 
-@pytest.fixture
-def groups_of_10(tmp_path, byte_tokens):
-    """The groups of the optimizer in a run of rung 10, and how many parameters its model has."""
-    seen = []
-    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer.param_groups))
-    run("10", tmp_path, byte_tokens, steps=1)
-    handle.remove()
-    return seen[0]
-
-
-def test_10_matrices_decay_by_a_tenth_and_vectors_do_not(groups_of_10):
+def test_10_matrices_decay_by_a_tenth_and_vectors_do_not(run):
     """AdamW takes groups of parameters, each with a weight_decay. How many dimensions has a bias, how many wte?"""
-    decays = {(p.dim() >= 2, group["weight_decay"]) for group in groups_of_10 for p in group["params"]}
-    assert decays == {(True, 0.1), (False, 0.0)}
+    groups = run("10").groups[0]
+    assert {(p.dim() >= 2, group["weight_decay"]) for group in groups for p in group["params"]} == {
+        (True, 0.1), (False, 0.0)}
 
 
-def test_10_each_parameter_is_in_one_group(groups_of_10):
+def test_10_each_parameter_is_in_one_group(run):
     """Also LayerNorms and biases, which do not decay, are trained. Tied weights count once."""
-    parameters = [id(p) for group in groups_of_10 for p in group["params"]]
+    parameters = [id(p) for group in run("10").groups[0] for p in group["params"]]
     assert len(set(parameters)) == len(parameters) == len(list(tiny("10").parameters()))
 
 
-def test_10_the_betas_are_still_gpt3s(groups_of_10):
+def test_10_the_betas_are_still_gpt3s(run):
     """Of rung 8: they belong into the new call, too."""
-    assert {tuple(group["betas"]) for group in groups_of_10} == {(0.9, 0.95)}
+    assert {tuple(group["betas"]) for group in run("10").groups[0]} == {(0.9, 0.95)}
 
 
-def test_10_one_kernel_makes_the_update(groups_of_10):
+def test_10_one_kernel_makes_the_update(run):
     """An argument of torch.optim.AdamW."""
-    assert [group["fused"] for group in groups_of_10] == [True] * len(groups_of_10)
+    assert {group["fused"] for group in run("10").groups[0]} == {True}
 
 
 # ---- ddp to 14 -------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, byte_tokens):
-    """The folder of a run of ddp on two ranks, with what it printed as printed.txt."""
+    """The folder of a run of ddp on two ranks, with what they printed."""
     folder = tmp_path_factory.mktemp("two")
     flags = ["-B", 2, "-T", 32, "--steps", 4, "--save", folder / "model.pt"]
-    done = on_ranks(2, folder, byte_tokens, {"run": ("ddp", "float32", flags)})
-    if done.returncode:
-        errors = re.findall(r"(?m)^(?:\[rank\d\]: )?((?:\w+Error|error): .+)$", done.stderr)
-        pytest.fail(f"the ranks do not reach the end: {errors[0] if errors else done.stderr[-2000:]}")
-    (folder / "printed.txt").write_text(done.stdout)
+    try:
+        on_ranks(2, folder, byte_tokens, {"run": ("ddp", "float32", flags)})
+    except ProcessException as error:  # with the traceback of a rank
+        pytest.fail(f"the ranks do not reach the end: {str(error).strip().splitlines()[-1]}")
     return folder
 
 
 def test_ddp_only_rank_0_prints(two_ranks):
     """Every rank runs the whole script. What must only one of them do? The log, its header, its last line, --save."""
-    assert (two_ranks / "printed.txt").read_text().count("step : 1 |") == 1
+    printed = [(two_ranks / f"printed_{rank}.txt").read_text() for rank in (0, 1)]
+    assert [text.count("step : 1 |") for text in printed] == [1, 0]
 
 
 def test_ddp_both_ranks_end_with_the_same_weights(two_ranks):
@@ -362,9 +360,9 @@ def test_ddp_both_ranks_end_with_the_same_weights(two_ranks):
     assert len(digests) == 1
 
 
-def test_ddp_two_ranks_learn_as_one_process_with_twice_the_batch(two_ranks, tmp_path, byte_tokens):
+def test_ddp_two_ranks_learn_as_one_process_with_twice_the_batch(run, two_ranks, tmp_path):
     """Each rank takes other batches: which, so that together they read the text as one does? The loss is their mean."""
-    alone = run("10", tmp_path, byte_tokens, B=4, steps=4, save=tmp_path / "model.pt")
+    alone = run("10", B=4, steps=4, save=tmp_path / "model.pt")
     log, = (two_ranks / "run").glob("*.log")
     assert losses(log) == pytest.approx(losses(alone.log), abs=1e-4)
     assert_same_weights(two_ranks / "model.pt", tmp_path / "model.pt", atol=3e-5)
@@ -377,28 +375,28 @@ def test_ddp_the_tokens_of_both_ranks_count(two_ranks):
     assert step["tokens_per_second"] * step["ms"] / 1000 == pytest.approx(2 * 2 * 32, rel=0.01)
 
 
-def test_ddp_without_torchrun_it_is_rung_10(tmp_path, byte_tokens):
+def test_ddp_without_torchrun_it_is_rung_10(run):
     """What tells a process that torchrun has started it?"""
-    before, after = (run(label, tmp_path / label, byte_tokens) for label in ("10", "ddp"))
+    before, after = (run(label) for label in ("10", "ddp"))
     assert losses(after.log) == losses(before.log)
 
 
-def test_11_micro_batches_add_up_to_the_gradient_of_one_batch(tmp_path, byte_tokens):
+def test_11_micro_batches_add_up_to_the_gradient_of_one_batch(run):
     """--total-batch 256 is one batch of 8 x 32 or four of 2 x 32: what scales each loss? When are gradients cleared?"""
-    one, parts = (run("11", tmp_path / str(B), byte_tokens, B=B, total_batch=256, steps=1) for B in (8, 2))
+    one, parts = (run("11", B=B, total_batch=256, steps=1) for B in (8, 2))
     assert [len(seen.inputs) for seen in (one, parts)] == [1, 4], "forward passes in a step"
     for expected, actual in zip(one.gradients[0], parts.gradients[0], strict=True):
         assert (actual - expected).norm() <= 1e-5 * expected.norm() + 1e-12
 
 
-def test_11_the_log_has_the_loss_and_the_norm_of_the_whole_batch(tmp_path, byte_tokens):
+def test_11_the_log_has_the_loss_and_the_norm_of_the_whole_batch(run):
     """The mean over the micro-batches, not the last one's; clipping comes once, after all of them."""
-    one, parts = (run("11", tmp_path / str(B), byte_tokens, B=B, total_batch=256).steps for B in (8, 2))
+    one, parts = (run("11", B=B, total_batch=256).steps for B in (8, 2))
     for key in ("loss", "norm"):
         assert [step[key] for step in parts] == pytest.approx([step[key] for step in one], abs=2e-4)
 
 
-def test_11_the_logged_loss_keeps_no_activations(tmp_path, byte_tokens, monkeypatch):
+def test_11_the_logged_loss_keeps_no_activations(run, monkeypatch):
     """A sum of losses that are not detached keeps the graphs of all micro-batches."""
     item, graphs = torch.Tensor.item, []
 
@@ -412,11 +410,11 @@ def test_11_the_logged_loss_keeps_no_activations(tmp_path, byte_tokens, monkeypa
 
     monkeypatch.setattr(
         torch.Tensor, "item", lambda tensor: graphs.append(losses_behind(tensor.grad_fn)) or item(tensor))
-    run("11", tmp_path, byte_tokens, total_batch=256, steps=1)
+    run("11", total_batch=256, steps=1)
     assert graphs and max(graphs) <= 1
 
 
-def test_11_gradients_cross_the_ranks_once_a_step(tmp_path, byte_tokens, group_of_one, monkeypatch):
+def test_11_gradients_cross_the_ranks_once_a_step(run, group_of_one, monkeypatch):
     """DDP averages in each backward pass unless `no_sync` is on. In which micro-steps, and around which passes?"""
     forward, synchronized = DistributedDataParallel.forward, []
 
@@ -425,15 +423,15 @@ def test_11_gradients_cross_the_ranks_once_a_step(tmp_path, byte_tokens, group_o
         return forward(ddp, *args, **kwargs)
 
     monkeypatch.setattr(DistributedDataParallel, "forward", see)
-    run("11", tmp_path, byte_tokens, B=1, T=16, total_batch=64, steps=2)
+    run("11", B=1, T=16, total_batch=64, steps=2)
     assert synchronized == [False, False, False, True] * 2
 
 
-def test_13_the_loss_is_that_of_val_bin(tmp_path, byte_tokens):
+def test_13_the_loss_is_that_of_val_bin(run, tmp_path, byte_tokens):
     """After the update of every second step and of the last: the mean over all of the file, --val-sequences 0."""
     text = np.fromfile(byte_tokens / "train.bin", dtype="<u2")
     folder = tokens_of(tmp_path / "tokens", text[:1000], text[1000:1257], vocab_size=257)
-    seen = run("13", tmp_path, folder, val_every=2, val_sequences=0, save=tmp_path / "model.pt")
+    seen = run("13", data=folder, val_every=2, val_sequences=0, save=tmp_path / "model.pt")
     found = val_losses(seen.log)
     assert list(found) == [2, 3], "the steps that are validated after"
     model, val = saved_model(rung("13"), tmp_path / "model.pt"), torch.from_numpy(text[1000:1257].astype(np.int64))
@@ -442,15 +440,15 @@ def test_13_the_loss_is_that_of_val_bin(tmp_path, byte_tokens):
     assert found[3] == pytest.approx(expected.item(), abs=1e-4)
 
 
-def test_13_it_runs_without_gradients_in_evaluation_mode(tmp_path, byte_tokens):
+def test_13_it_runs_without_gradients_in_evaluation_mode(run):
     """And training goes on in training mode."""
-    seen = run("13", tmp_path, byte_tokens, val_every=1, val_sequences=2)
+    seen = run("13", val_every=1, val_sequences=2)
     assert {kind[:2] for kind in seen.forward} == {(True, True), (False, False)}  # (training?, gradients?)
 
 
-def test_13_training_does_not_notice(tmp_path, byte_tokens):
+def test_13_training_does_not_notice(run):
     """The same batches, the same weights: does validation take a batch of training, or leave gradients?"""
-    plain, validated = (run("13", tmp_path / str(n), byte_tokens, val_every=n, val_sequences=2) for n in (0, 1))
+    plain, validated = (run("13", val_every=n, val_sequences=2) for n in (0, 1))
     assert losses(validated.log) == losses(plain.log)
     assert list(val_losses(plain.log)) == [] and len(val_losses(validated.log)) == 3
 
@@ -466,30 +464,30 @@ def crash(folder, data, step):
         train(module, folder, data, *known_flags(module, **SMALL | SIX))
 
 
-def test_14_a_resumed_run_repeats_only_what_came_after_the_checkpoint(tmp_path, byte_tokens):
+def test_14_a_resumed_run_repeats_only_what_came_after_the_checkpoint(run, tmp_path, byte_tokens):
     """Which step is saved in a checkpoint of --checkpoint-every 2? With which does the loop go on after --resume?"""
     crash(tmp_path, byte_tokens, 5)
-    seen = run("14", tmp_path, byte_tokens, "--resume", **SIX)
+    seen = run("14", "--resume", folder=tmp_path, **SIX)
     assert [step["step"] for step in seen.steps][-2:] == [5, 6]
     assert len(seen.inputs) == 2, "how many steps it computes"
 
 
-def test_14_without_a_checkpoint_a_resumed_run_starts_at_step_1(tmp_path, byte_tokens):
+def test_14_without_a_checkpoint_a_resumed_run_starts_at_step_1(run, tmp_path):
     """So that one command starts a run and continues it."""
-    seen = run("14", tmp_path, byte_tokens, "--resume", steps=2)
+    seen = run("14", "--resume", folder=tmp_path, steps=2)
     assert [step["step"] for step in seen.steps] == [1, 2]
 
 
-def test_14_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, byte_tokens):
+def test_14_a_resumed_run_ends_as_one_that_never_stopped(run, tmp_path, byte_tokens):
     """To the last digit. What does the next step depend on beside the weights? Which batch comes next?"""
-    whole = run("14", tmp_path / "whole", byte_tokens, **SIX, save=tmp_path / "whole.pt")
+    whole = run("14", folder=tmp_path / "whole", **SIX, save=tmp_path / "whole.pt")
     crash(tmp_path, byte_tokens, 5)
-    seen = run("14", tmp_path, byte_tokens, "--resume", **SIX, save=tmp_path / "model.pt")
+    seen = run("14", "--resume", folder=tmp_path, **SIX, save=tmp_path / "model.pt")
     assert losses(seen.log)[-2:] == losses(whole.log)[-2:]
     assert_same_weights(tmp_path / "model.pt", tmp_path / "whole.pt")
 
 
-def test_14_a_crash_while_a_checkpoint_is_written_costs_only_that_one(tmp_path, byte_tokens, monkeypatch):
+def test_14_a_crash_while_a_checkpoint_is_written_costs_only_that_one(run, tmp_path, byte_tokens, monkeypatch):
     """Half of a file must never have the name that --resume looks for: write it aside, then rename it."""
     save, calls = torch.save, []
 
@@ -503,7 +501,7 @@ def test_14_a_crash_while_a_checkpoint_is_written_costs_only_that_one(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", half_of_the_second)
         crash(tmp_path, byte_tokens, 5)
-    seen = run("14", tmp_path, byte_tokens, "--resume", **SIX)
+    seen = run("14", "--resume", folder=tmp_path, **SIX)
     assert len(seen.inputs) == 4, "how many steps it computes after the first checkpoint, of step 2"
 
 
@@ -530,45 +528,43 @@ def test_16_validation_recomputes_nothing(tmp_path, byte_tokens):
     assert seen == ([True] * 4 + [False] * 2) * 2
 
 
-def peak(label, folder, data, **settings):
+def peak(run, label, **settings):
     """(the most bytes that the tensors of a run held at once, what it showed)."""
     with Watch() as bytes_held:
-        seen = run(label, folder, data, **settings)
+        seen = run(label, **settings)
     return bytes_held.peak, seen
 
 
-def test_16_memory_falls_and_gradients_do_not_change(tmp_path, byte_tokens):
+def test_16_memory_falls_and_gradients_do_not_change(run):
     """A checkpointed block keeps only its input, (B, T, C). Is all of the block inside, and is it in training mode?"""
     big = {"B": 8, "T": 64, "total_batch": 512, "steps": 1}
-    (plain, one), (lean, other) = (
-        peak("16", tmp_path / str(n), byte_tokens, **big, recompute_blocks=n) for n in (0, 2))
+    (plain, one), (lean, other) = (peak(run, "16", **big, recompute_blocks=n) for n in (0, 2))
     assert plain - lean > 8 * (8 * 64 * 64) * 4, "bytes saved: at least 8 tensors of (B, T, C)"
     for expected, actual in zip(one.gradients[0], other.gradients[0], strict=True):
         torch.testing.assert_close(actual, expected)
 
 
-def test_16_a_resumed_run_may_recompute_other_blocks(tmp_path, byte_tokens):
+def test_16_a_resumed_run_may_recompute_other_blocks(run, tmp_path):
     """It changes what is kept in memory, not what is learned: which flags does --resume compare?"""
-    run("16", tmp_path, byte_tokens, steps=2, checkpoint_every=1)
-    run("16", tmp_path, byte_tokens, "--resume", steps=2, checkpoint_every=1, recompute_blocks=2)
+    run("16", folder=tmp_path, steps=2, checkpoint_every=1)
+    run("16", "--resume", folder=tmp_path, steps=2, checkpoint_every=1, recompute_blocks=2)
 
 
 @pytest.mark.parametrize("chunk", [24, 4096])
-def test_17_loss_and_gradients_are_those_of_all_logits_at_once(chunk, tmp_path, byte_tokens):
+def test_17_loss_and_gradients_are_those_of_all_logits_at_once(run, chunk):
     """The mean is over all tokens, not over a chunk's; padding gets no probability; backward() gets a factor."""
-    before = run("16", tmp_path / "16", byte_tokens, steps=1, total_batch=128)
-    after = run("17", tmp_path / "17", byte_tokens, steps=1, total_batch=128, loss_chunk=chunk)
+    before = run("16", steps=1, total_batch=128)
+    after = run("17", steps=1, total_batch=128, loss_chunk=chunk)
     assert losses(after.log) == pytest.approx(losses(before.log), abs=2e-6)
     assert after.steps[0]["norm"] == pytest.approx(before.steps[0]["norm"], rel=1e-3)
     for expected, actual in zip(before.gradients[0], after.gradients[0], strict=True):
         assert (actual - expected).norm() <= 1e-4 * expected.norm() + 1e-9
 
 
-def test_17_memory_falls_with_loss_chunk(tmp_path, tokens):
+def test_17_memory_falls_with_loss_chunk(run, tokens):
     """With --loss-chunk 16 the logits of 16 tokens exist at once. Does the backward pass still need those of others?"""
-    (plain, _), (lean, _) = (
-        peak("17", tmp_path / str(chunk), tokens, T=64, total_batch=128, steps=1, loss_chunk=chunk)
-        for chunk in (128, 16))
+    big = {"data": tokens, "T": 64, "total_batch": 128, "steps": 1}
+    (plain, _), (lean, _) = (peak(run, "17", **big, loss_chunk=chunk) for chunk in (128, 16))
     assert plain - lean > 112 * 50304 * 4, "bytes saved: at least the logits of 112 of 128 tokens"
 
 
@@ -639,37 +635,43 @@ def test_18_three_steps_are_those_of_torch_muon(muon):
         assert error < 0.25 * 0.2 * first_rate, f"off by {error / (0.2 * first_rate):.2f} of an update"
 
 
-TRAPEZOID = {"steps": 10, "warmup_steps": 2, "decay_share": 0.4, "muon_lr": 0.01}
+TRAPEZOID = {"steps": 10, "warmup_steps": 2, "decay_share": 0.4, "muon_lr": 0.01, "max_lr": 1e-3}
 
 
-def test_19_after_the_warm_up_the_rate_stays_at_the_peak(tmp_path, byte_tokens):
+def test_19_after_the_warm_up_the_rate_stays_at_the_peak(run):
     """For how many of 10 steps, with --warmup-steps 2 and --decay-share 0.4?"""
-    found, _ = rates("19", tmp_path, byte_tokens, **TRAPEZOID)
+    found, _ = rates(run("19", **TRAPEZOID))
     assert found[:7] == [0.5, 1, 1, 1, 1, 1, 1]
 
 
-def test_19_then_it_falls_linearly_to_zero(tmp_path, byte_tokens):
+def test_19_then_it_falls_linearly_to_zero(run):
     """It would be zero after the last step, not in it: such a step would be wasted."""
-    found, _ = rates("19", tmp_path, byte_tokens, **TRAPEZOID)
+    found, _ = rates(run("19", **TRAPEZOID))
     assert found[7:] == [0.75, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("settings, expected", [
     ({"steps": 3, "warmup_steps": 1, "decay_share": 0.0}, [1, 1, 1]),
     ({"steps": 5, "warmup_steps": 5, "decay_share": 1.0}, [0.2, 0.4, 0.6, 0.4, 0.2])])
-def test_19_without_a_decay_and_where_rise_and_fall_meet(settings, expected, tmp_path, byte_tokens):
+def test_19_without_a_decay_and_where_rise_and_fall_meet(run, settings, expected):
     """--decay-share 0 must not divide by it; a rate is never above the rise, nor above the fall."""
-    found, _ = rates("19", tmp_path, byte_tokens, **TRAPEZOID | settings)
+    found, _ = rates(run("19", **TRAPEZOID | settings))
     assert found == expected
 
 
-@torch.no_grad()
-def test_20_scores_depend_on_the_distance_alone(attended):
-    """One token at all positions: a query and a key, turned by the angles of their positions, in pairs of numbers."""
-    model = tiny("20")
+def one_token_everywhere(label):
+    """The queries, keys and values of one head of the first block, (T, hs) each: what differs is the position's."""
+    model = tiny(label)
     draw_anew(model)
-    model(ids(1, 1).expand(1, 64))
-    q, k = (vectors[0, 0] for vectors in attended[0])
+    for parameter in model.parameters():
+        if parameter.shape == (32,):  # gains that differ from number to number
+            torch.nn.init.uniform_(parameter, 0.5, 2)
+    return [vectors[0, 0] for vectors in attended(model, ids(1, 1).expand(1, 64))[0]]
+
+
+def test_20_scores_depend_on_the_distance_alone():
+    """One token at all positions: a query and a key, turned by the angles of their positions, in pairs of numbers."""
+    q, k, _ = one_token_everywhere("20")
     scores = q @ k.T
     along = [scores.diagonal(-distance) for distance in range(64)]
     for same in along:
@@ -677,26 +679,23 @@ def test_20_scores_depend_on_the_distance_alone(attended):
     assert torch.stack([same[0] for same in along]).std() > 0.1, "they do not depend on it at all"
 
 
-@torch.no_grad()
-def test_20_a_rotation_changes_no_length(attended):
+def test_20_a_rotation_changes_no_length():
     """cos for both numbers of a pair, sin with the sign of a rotation."""
-    model = tiny("20")
-    draw_anew(model)
-    model(ids(1, 1).expand(1, 64))
-    for vectors in attended[0]:
-        lengths = vectors[0, 0].norm(dim=-1)
-        torch.testing.assert_close(lengths, lengths[0].expand(64))
+    for vectors in one_token_everywhere("20"):
+        torch.testing.assert_close(vectors.norm(dim=-1), vectors[0].norm().expand(64))
 
 
-@torch.no_grad()
-def test_20_pairs_and_angles_are_those_of_the_text(attended):
+def test_20_values_are_not_turned():
+    """A position says from where a token reads, not what it reads there."""
+    values = one_token_everywhere("20")[2]
+    torch.testing.assert_close(values, values[0].expand(64, 32))
+
+
+def test_20_pairs_and_angles_are_those_of_the_text():
     """The pair (i, i + hs/2) turns by position * 10000 ** (-2 i / hs): which numbers are a pair? Which is slowest?"""
-    model = tiny("20")
-    draw_anew(model)
-    model(ids(1, 1).expand(1, 64))
     angles = torch.arange(64)[:, None] * 10000.0 ** (-torch.arange(16) / 16)  # (T, hs/2)
-    for vectors in attended[0]:
-        pairs = torch.complex(*vectors[0, 0].chunk(2, dim=-1))  # (T, hs/2)
+    for vectors in one_token_everywhere("20")[:2]:
+        pairs = torch.complex(*vectors.chunk(2, dim=-1))  # (T, hs/2)
         turned = pairs[0] * torch.polar(torch.ones_like(angles), angles)
         torch.testing.assert_close(pairs, turned, rtol=1e-3, atol=1e-3 * pairs.abs().max().item())
 
@@ -733,27 +732,19 @@ def test_21_no_bias_is_left():
     assert not [name for name in vectors if "bias" in name] and len(vectors) == len(norms)
 
 
-def test_22_queries_and_keys_have_a_root_mean_square_of_1(attended):
+def test_22_queries_and_keys_have_a_root_mean_square_of_1():
     """Whatever the weights are: each head's vector by itself, over hs numbers."""
     model = tiny("22")
     draw_anew(model, std=10.0)
-    model(ids(2, 12))
-    lengths = torch.stack([vectors.square().mean(-1).sqrt() for pair in attended for vectors in pair])
+    found = attended(model, ids(2, 12))
+    lengths = torch.stack([vectors.square().mean(-1).sqrt() for block in found for vectors in block[:2]])
     torch.testing.assert_close(lengths, torch.ones(4, 2, 2, 12), rtol=1e-3, atol=0)  # of two blocks: (B, nh, T)
 
 
-@torch.no_grad()
-def test_22_the_norm_comes_before_the_rotation(attended):
+def test_22_the_norm_comes_before_the_rotation():
     """Its gains differ from number to number: after a rotation they would depend on the position."""
-    model = tiny("22")
-    draw_anew(model)
-    for parameter in model.parameters():
-        if parameter.shape == (32,):
-            torch.nn.init.uniform_(parameter, 0.5, 2)
-    model(ids(1, 1).expand(1, 64))
-    for vectors in attended[0]:
-        lengths = vectors[0, 0].norm(dim=-1)
-        torch.testing.assert_close(lengths, lengths[0].expand(64), rtol=1e-3, atol=0)
+    for vectors in one_token_everywhere("22")[:2]:
+        torch.testing.assert_close(vectors.norm(dim=-1), vectors[0].norm().expand(64), rtol=1e-3, atol=0)
 
 
 def test_22_each_block_has_a_gain_for_queries_and_one_for_keys():
@@ -796,12 +787,12 @@ def test_24_every_block_starts_as_the_identity():
     assert len(pairs) == 2 and all(torch.equal(*pair) for pair in pairs)
 
 
-def test_24_everything_else_starts_as_before_and_learns(tmp_path, byte_tokens):
+def test_24_everything_else_starts_as_before_and_learns(run, tmp_path):
     """With one seed the same random numbers: draw them also where they are then not used. And zeros get gradients."""
     before, after = (dict(tiny(label).named_parameters()) for label in ("23", "24"))
     same = [name for name in before if torch.equal(before[name], after[name])]
     assert len(before) - len(same) == 4, "the matrices that differ: two of each block"
-    run("24", tmp_path, byte_tokens, save=tmp_path / "model.pt")
+    run("24", save=tmp_path / "model.pt")
     trained = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
     ends = [name for name in before if name not in same]
     assert all(trained[name].any() for name in ends), "they stay zero"

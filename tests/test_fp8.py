@@ -27,7 +27,7 @@ def float8_layers(model):
     return {name for name, part in model.named_modules() if getattr(part, "in_float8", False)}
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+@pytest.mark.parametrize("size", ["tiny", "gpt2", "gpt2-xl"])
 def test_25_layers_are_those_of_torchaos_filter(size, fp8):
     """And they take 48 % of the arithmetic of the linear layers in gpt2, 95 % in gpt2-xl."""
     with torch.device("meta"):

@@ -31,13 +31,12 @@ def two_ranks(tmp_path_factory, byte_tokens, tokens):
     """
     folder = tmp_path_factory.mktemp("two_ranks")
     two = ["-B", 1, *RUN, "--total-batch", 64, "--steps", 2]
-    run = on_ranks(2, folder, byte_tokens, {
+    printed = on_ranks(2, folder, byte_tokens, {
         "float32": ("fsdp", "float32", ["-B", 1, *SIX, "--save", folder / "model.pt"]),
         "shards": ("dcp", "float32", ["-B", 1, *SIX, "--save", folder / "shards.pt"]),
         "float16": ("fsdp", "float16", two),
         "bfloat16": ("fsdp", "bfloat16", [*two, "--val-every", 0, "--checkpoint-every", 0, "--data", tokens])})
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("step : 6 |") == 2  # only rank 0 speaks
+    assert [text.count("step : 6 |") for text in printed] == [2, 0]  # only rank 0 speaks
     return folder
 
 
@@ -110,8 +109,7 @@ def test_what_a_step_moves(two_ranks):
 def test_compiled_as_eagerly(two_ranks, tmp_path, byte_tokens):
     """Each block and the loss, in one graph each, without gradients, too: float32 sums in another order."""
     flags = ["-B", 1, *SIX, "--compile-mode", "default", "--save", tmp_path / "model.pt"]
-    run = on_ranks(2, tmp_path, byte_tokens, {"run": ("fsdp", "float32", flags)})
-    assert run.returncode == 0, run.stderr
+    on_ranks(2, tmp_path, byte_tokens, {"run": ("fsdp", "float32", flags)})
     assert_same_losses(tmp_path / "run" / LOG, two_ranks / "float32" / LOG)
     assert_same_weights(tmp_path / "model.pt", two_ranks / "model.pt", atol=2e-5)
     for rank in (0, 1):
@@ -148,10 +146,8 @@ def test_the_peak_is_what_the_tool_predicts(two_ranks, tmp_path, tokens):
     assert seen.peak == pytest.approx(card_bytes("tiny", 1, 16, 1, False) - PROCESS_BYTES, rel=0.2)
 
 
-def test_a_checkpoint_before_the_first_update_resumes(tmp_path, byte_tokens, monkeypatch):
+def test_a_checkpoint_before_the_first_update_resumes(tmp_path, byte_tokens, huge_scale):
     """With a scale far too large float16 skips the first steps: the optimizer has no moments yet."""
-    scaler = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda *args, **more: scaler(*args, init_scale=2.0**60, **more))
     for steps in (1, 2):
         module = rung("dcp")
         module.autocast_dtype = lambda device: torch.float16
@@ -187,8 +183,8 @@ def test_checkpoints_resume_on_other_numbers_of_ranks(label, suffix, one_process
     newest = tmp_path / "run" / "checkpoints" / (STEP_6 + suffix)
     for n in (2, 4):
         newest.rename(tmp_path / f"removed before {n}")
-        run = on_ranks(n, tmp_path, byte_tokens, {"run": (label, "float32", ["-B", 1, *SIX, "--resume"])})
-        assert run.returncode == 0 and "# resumed after step 4 of 6" in run.stdout, run.stderr
+        printed = on_ranks(n, tmp_path, byte_tokens, {"run": (label, "float32", ["-B", 1, *SIX, "--resume"])})
+        assert "# resumed after step 4 of 6" in printed[0]
         assert_same_losses(tmp_path / "run" / f"{BY_LABEL[label].name}.log", one_process)
 
 

@@ -1,4 +1,4 @@
-"""Rung 18's Muon against its definition and torch's; in closed form rung 19's schedule, and rung 34's scales."""
+"""Rung 18's Muon against its definition; in closed form rung 19's schedule, and rung 34's scales."""
 import pytest
 import torch
 from conftest import new_gpt, rung, rungs_that_change, tiny
@@ -28,44 +28,27 @@ def test_18_the_update_is_orthogonal(label, shape):
     assert module.orthogonalize(torch.zeros(shape)).abs().max() == 0  # and not NaN
 
 
-@pytest.mark.parametrize("dtype, share", [(torch.float32, 0.05), (torch.bfloat16, 0.1)])
-def test_18_updates_are_those_of_torch_muon(dtype, share):
-    """torch.optim.Muon iterates in bfloat16: equal to a few percent of an update, whose numbers are about 0.2 * lr."""
-    module = rung("18")
-    module.autocast_dtype = lambda device: dtype
-    torch.manual_seed(0)
-    ours, theirs = new_gpt(module, vocab_size=257), new_gpt(module, vocab_size=257)
-    theirs.load_state_dict(ours.state_dict())
-    optimizer = ours.configure_optimizers(lr=1e-3, muon_lr=2e-3, weight_decay=0.1)
-    for group in optimizer.param_groups:
-        group["lr"] = group["max_lr"]
-    matrices = {name: p for name, p in theirs.named_parameters() if p.dim() == 2 and ".h." in name}
-    muon = torch.optim.Muon(matrices.values(), lr=2e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    for _ in range(3):
-        for name, parameter in theirs.named_parameters():
-            parameter.grad = torch.randn_like(parameter)
-            ours.get_parameter(name).grad = parameter.grad.clone()
-        optimizer.step()
-        muon.step()
-    assert len(matrices) == 2 * 4
-    for name, parameter in matrices.items():
-        error = (ours.get_parameter(name) - parameter).detach().square().mean().sqrt()
-        assert error < share * 0.2 * 2e-3, name
-
-
 @pytest.mark.parametrize("label", rungs_that_change("MuonAdamW")[1:])
-def test_18_a_matrix_without_a_gradient_shrinks_by_its_decay(label):
-    """By lr * weight_decay of itself: the momentum is zero, too, so nothing else moves it."""
-    model = new_gpt(rung(label), vocab_size=257)
+def test_18_three_steps_in_closed_form(label):
+    """Momentum, Nesterov's, scale and decay, without the iteration: torch's Muon is as near as bfloat16."""
+    module = rung(label)
+    module.orthogonalize = lambda matrix: matrix
+    model = new_gpt(module, vocab_size=257)
     optimizer = model.configure_optimizers(lr=0.5, muon_lr=0.25, weight_decay=0.125)
     [muon] = [group for group in optimizer.param_groups if group["name"] == "muon"]
     muon["lr"] = muon["max_lr"]
-    before = [torch.nn.init.normal_(p).clone() for p in muon["params"]]
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for p, old in zip(muon["params"], before, strict=True):
-        assert torch.allclose(p, (1 - 0.25 * 0.125) * old, rtol=1e-6, atol=0)
+    expected, momenta = [p.detach().clone() for p in muon["params"]], [0.0] * len(muon["params"])
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        grads = [p.grad for p in muon["params"]]
+        optimizer.step()
+        for i, grad in enumerate(grads):
+            momenta[i] = 0.95 * momenta[i] + 0.05 * grad
+            update = 0.2 * max(grad.shape) ** 0.5 * (0.95 * momenta[i] + 0.05 * grad)
+            expected[i] = (1 - 0.25 * 0.125) * expected[i] - 0.25 * update
+    for p, truth in zip(muon["params"], expected, strict=True):
+        torch.testing.assert_close(p.detach(), truth, rtol=1e-4, atol=1e-5)
 
 
 def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypatch):
@@ -77,44 +60,39 @@ def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypa
 
 
 @pytest.mark.parametrize("max_steps, max_lr, warmup_steps, decay_share, expected", [
-    (10, 1.0, 2, 0.4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),  # and 0 after the last
-    (4, 0.3, 0, 0.5, [0.3, 0.3, 0.3, 0.15]),
-    (4, 1.0, 2, 0.0, [0.5, 1, 1, 1]),  # no decay
-    (5, 1.0, 5, 1.0, [0.2, 0.4, 0.6, 0.4, 0.2]),  # rise and fall meet: a triangle
+    (4, 0.3, 0, 0.5, [0.3, 0.3, 0.3, 0.15]),  # no warm-up
     (2, 1.0, 4, 0.4, [0.25, 0.5]),  # the run ends inside the warm-up
     (4, 1.0, 1, 2.0, [0.5, 0.375, 0.25, 0.125]),  # the decay had begun before the run
     (5, 1.0, 0, 0.3, [1, 1, 1, 1, 2 / 3]),  # a decay of a step and a half
-    (3, 0.0, 1, 0.4, [0, 0, 0]),
 ])
 def test_19_schedule_in_closed_form(max_steps, max_lr, warmup_steps, decay_share, expected):
-    get_lr = rung("19").get_lr
-    found = [get_lr(step, max_steps, max_lr, warmup_steps, decay_share) for step in range(1, max_steps + 1)]
+    found = [rung("19").get_lr(step, max_steps, max_lr, warmup_steps, decay_share) for step in range(1, max_steps + 1)]
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (384, 128), (128, 384)])
+@pytest.mark.parametrize("shape", [(128, 128), (384, 128)])
 def test_34_a_wider_matrix_has_updates_of_the_same_norm(shape):
     """At a width of 128 they are rung 24's. The norm of an orthogonal matrix is 1, so the factor is the norm."""
     def factor(label, wider):
         module = rung(label)
-        module.autocast_dtype = lambda device: torch.float32
         grad = torch.randn([wider * side for side in shape])
-        return (module.muon_update(grad, grad).norm() / module.orthogonalize(grad).norm()).item()
+        module.orthogonalize = lambda update: update / update.norm()
+        return module.muon_update(grad, torch.zeros_like(grad)).norm().item()
 
     assert factor("34", 1) == pytest.approx(factor("24", 1), rel=1e-4)
-    assert factor("34", 4) == pytest.approx(0.2 * max(shape) ** 0.5, rel=1e-4)
-    assert factor("24", 4) == pytest.approx(0.4 * max(shape) ** 0.5, rel=1e-4)
+    assert factor("34", 2) == pytest.approx(0.2 * max(shape) ** 0.5, rel=1e-4)
+    assert factor("24", 2) == pytest.approx(0.2 * (2 * max(shape)) ** 0.5, rel=1e-4)
 
 
-def logits_at_width(label, width, n_steps):
-    """Of a new model: a token's own logit, on average, and by how much a few steps change the logits (deviation)."""
-    ids = torch.randint(0, 257, (8, 64), generator=torch.Generator().manual_seed(0))
+def logits_at_width(label, width):
+    """Of a new model: a token's own logit, on average, and by how much four steps change the logits (deviation)."""
+    ids = torch.randint(0, 257, (8, 32), generator=torch.Generator().manual_seed(0))
     model = tiny(label, f"2x2x{width}")
     optimizer = model.configure_optimizers(lr=0.01, muon_lr=0.01, weight_decay=0.0)
     for group in optimizer.param_groups:
         group["lr"] = group["max_lr"]
     first = model(ids).detach()
-    for _ in range(n_steps):
+    for _ in range(4):
         model(ids, ids.roll(-1, dims=1)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -124,9 +102,16 @@ def logits_at_width(label, width, n_steps):
 
 def test_34_logits_change_as_much_at_any_width():
     """The coordinate check of Yang et al. 2022. A token's own logit is 0.02 n_embd in rung 24, times 128 / n_embd."""
-    narrow, wide = (logits_at_width("34", width, 4) for width in (128, 512))
-    assert narrow[0] == pytest.approx(2.56, rel=0.03) and wide[0] == pytest.approx(2.56, rel=0.03)
-    assert wide[1] == pytest.approx(narrow[1], rel=0.3)
-    narrow, wide = (logits_at_width("24", width, 4) for width in (128, 512))
-    assert narrow[0] == pytest.approx(2.56, rel=0.03) and wide[0] == pytest.approx(4 * 2.56, rel=0.03)
-    assert wide[1] > 1.5 * narrow[1]
+    for label, growth in (("34", 1), ("24", 2)):
+        narrow, wide = (logits_at_width(label, width) for width in (128, 256))
+        assert (narrow[0], wide[0]) == pytest.approx((2.56, growth * 2.56), rel=0.03)
+        assert (wide[1] < 1.1 * narrow[1]) if label == "34" else (wide[1] > 1.2 * narrow[1])
+
+
+def test_a_run_may_get_another_end_until_its_rate_falls():
+    """The step that a resumed run compares with is the last one at the highest rate."""
+    module = rung("long_run")
+    for steps, decay_share in ((8, 0.5), (10, 0.4), (5, 1.0)):
+        highest = [step for step in range(1, steps + 1)
+                   if module.get_lr(step, steps, 1.0, 0, decay_share) == pytest.approx(1)]
+        assert module.last_step_at_max_lr({"steps": steps, "decay_share": decay_share}) == highest[-1]

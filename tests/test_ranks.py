@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 from conftest import (
     GROUP_OF_ONE, ROOT, TORCHRUN, assert_same_losses, assert_same_weights, builds_on, known_flags, losses, new_gpt,
-    on_ranks, read_steps, run_command, rung, rungs_that_change, train, train_in_float32, val_losses)
+    on_ranks, read_steps, run_command, rung, rungs_that_change, train, train_in_float32, val_losses,
+    write_runs)
 from tensor_bytes import Watch
 
 from ladder.rungs.list import BY_LABEL
 
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
-# Everything of which ranks could disagree; fsdp and dcp are in test_fsdp.py.
-LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks", since="ddp")
+# Everything of which ranks could disagree; ddp is in test_exercises.py, fsdp and dcp in test_fsdp.py.
+LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks", since="11")
           if not builds_on(label, "fsdp")]
+LOG_11 = f"{BY_LABEL['11'].name}.log"
 TOTAL = {"total_batch": 256, "val_every": 3, "val_sequences": 5, "checkpoint_every": 0}
 
 
@@ -33,9 +35,8 @@ def two_ranks(tmp_path_factory, byte_tokens):
     runs = {label: (label, "float32", [*six_steps(label, 2), "--save", folder / f"{label}.pt"]) for label in LABELS}
     runs |= {f"saved {label}": (label, "float32", [*six_steps(label, 2), "--checkpoint-every", 3])
              for label in ("long_run", "33")}
-    run = on_ranks(2, folder, byte_tokens, runs)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("step : 1 |") == len(runs)  # only rank 0 speaks
+    printed = on_ranks(2, folder, byte_tokens, runs)
+    assert [text.count("step : 1 |") for text in printed] == [len(runs), 0]  # only rank 0 speaks
     return folder
 
 
@@ -51,8 +52,7 @@ def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
 
     Float32 sums in another order: weights agree to a few percent of one step's length.
     """
-    B = 4 if label == "ddp" else 8
-    alone = train_in_float32(label, tmp_path, byte_tokens, *six_steps(label, B), "--save", tmp_path / "alone.pt")
+    alone = train_in_float32(label, tmp_path, byte_tokens, *six_steps(label, 8), "--save", tmp_path / "alone.pt")
     log = two_ranks / label / alone.name
     assert_same_losses(log, alone)
     assert len(losses(log)) == 6 and "# ranks: 2\n" in log.read_text()
@@ -62,14 +62,12 @@ def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
     # a second rank that writes, too, would set those of the first aside
     assert not list(two_ranks.glob(f"{label}.pt.*")) and not list(log.parent.glob("*.log.*"))
     for step in read_steps(log):
-        tokens = 128 if label == "ddp" else 256
-        assert step["tokens_per_second"] == pytest.approx(tokens / (step["ms"] / 1000), rel=5e-3)  # ms has two digits
+        assert step["tokens_per_second"] == pytest.approx(256 / (step["ms"] / 1000), rel=5e-3)  # ms has two digits
 
 
-@pytest.mark.parametrize("label", [label for label in rungs_that_change("optimizer_step") if label in LABELS])
-def test_11_gradients_cross_the_ranks_once_a_step(label, tmp_path, byte_tokens, group_of_one):
-    """DDP's averaging is off in every micro-step but the last (counted in a group of one process)."""
-    module, synchronized = rung(label), []
+def test_11_gradients_cross_the_ranks_once_a_step(tmp_path, byte_tokens, group_of_one):
+    """DDP's averaging is off in every micro-step but the last, also in rung 12's step (a group of one process)."""
+    module, synchronized = rung("12"), []
 
     class CountingDDP(module.DDP):
         def forward(self, *args):
@@ -192,8 +190,9 @@ SIX = ["-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "-
 def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
     """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as an undisturbed one."""
     for name, dying in (("killed", {"DIE_RANK": "1", "DIE_BATCH": "4"}), ("whole", {})):
-        run = on_ranks(2, tmp_path / name, byte_tokens, {"run": (label, "float32", ["-B", 2, *SIX])},
-                       "--max-restarts=1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **dying)
+        write_runs(tmp_path / name, byte_tokens, {"run": (label, "float32", ["-B", 2, *SIX])})
+        run = run_command(*TWO_RANKS, "--max-restarts=1", ROOT / "tests" / "rank.py", tmp_path / name, timeout=200,
+                          TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **dying)
         assert run.returncode == 0, run.stderr
     log = f"run/{BY_LABEL[label].name}.log"
     assert (tmp_path / "killed" / "died").exists()
@@ -205,7 +204,7 @@ def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
 def test_two_machines(two_ranks, byte_tokens, tmp_path):
     """Two torchrun agents that meet on loopback, one rank each: the losses of one with two ranks, digit for digit."""
     runs = json.loads((two_ranks / "runs.json").read_text())
-    (tmp_path / "runs.json").write_text(json.dumps({"ddp": runs["ddp"]}))
+    (tmp_path / "runs.json").write_text(json.dumps({"11": runs["11"]}))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
@@ -213,7 +212,7 @@ def test_two_machines(two_ranks, byte_tokens, tmp_path):
                "--local-addr=127.0.0.1", ROOT / "tests" / "rank.py", tmp_path]
     agents = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
     assert [agent.wait(timeout=300) for agent in agents] == [0, 0]
-    assert losses(tmp_path / "ddp" / "ddp_run.log") == losses(two_ranks / "ddp" / "ddp_run.log")
+    assert losses(tmp_path / "11" / LOG_11) == losses(two_ranks / "11" / LOG_11)
 
 
 @pytest.mark.slow
