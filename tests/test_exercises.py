@@ -685,12 +685,6 @@ def test_20_a_rotation_changes_no_length():
         torch.testing.assert_close(vectors.norm(dim=-1), vectors[0].norm().expand(64))
 
 
-def test_20_values_are_not_turned():
-    """A position says from where a token reads, not what it reads there."""
-    values = one_token_everywhere("20")[2]
-    torch.testing.assert_close(values, values[0].expand(64, 32))
-
-
 def test_20_pairs_and_angles_are_those_of_the_text():
     """The pair (i, i + hs/2) turns by position * 10000 ** (-2 i / hs): which numbers are a pair? Which is slowest?"""
     angles = torch.arange(64)[:, None] * 10000.0 ** (-torch.arange(16) / 16)  # (T, hs/2)
