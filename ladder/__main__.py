@@ -148,7 +148,8 @@ def floor(args):
     """
     from ladder.count.cards import find_card
     from ladder.count.memory import BLOCK_SIZE
-    from ladder.show.floors import counted_rungs, print_floors, stored_kernels
+    from ladder.count.floor import counted_rungs, stored_kernels
+    from ladder.show.floors import print_floors
 
     cards = [find_card(name) for name in args.gpu or ["A100"]]
     labels = counted_rungs(parse_rungs(args.rungs), console)
@@ -158,7 +159,7 @@ def floor(args):
     if setting == STORED:
         kernels = stored_kernels(labels)
     else:
-        from experiments.count_kernels import count_all
+        from ladder.count.kernels import count_all
 
         kernels = count_all(labels, setting, console)
     print_floors(kernels, cards, setting, console)

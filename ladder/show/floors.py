@@ -1,26 +1,8 @@
 """Counted floors in a terminal."""
 import pandas
 
-from ladder.count.floor import COUNTED, NOT_COUNTED, read_store, row_of
-from ladder.errors import UserError
+from ladder.count.floor import row_of
 from ladder.show.terminal import print_texts
-
-
-def counted_rungs(rungs, console):
-    """The labels of those rungs that floors are counted of; UserError without one, and says which others are left."""
-    labels = [rung.label for rung in rungs]
-    counted = [label for label in labels if label in COUNTED]
-    if not counted:
-        raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")
-    left_out = [label for label in labels if label not in COUNTED]
-    if left_out:
-        console.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}")
-    return counted
-
-
-def stored_kernels(labels):
-    """{label: {Kernel: how many}} as floors.json has them."""
-    return {label: rung["kernels"] for label, rung in read_store().items() if label in labels}
 
 
 def floor_texts(row, cards):
