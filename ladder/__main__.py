@@ -47,10 +47,8 @@ def reference_folders():
 
 def check(args):
     """what this machine has, and what each rung will gain from it"""
-    from ladder.measure.check import print_cards, print_check
+    from ladder.measure.check import print_check
 
-    if args.gpus or args.memory:
-        return print_cards(args.gpus or 8, args.memory or [16, 24, 40, 80], console)
     return print_check(console)
 
 
@@ -204,10 +202,7 @@ def verb(function):
     return parser.add_argument
 
 
-flag = verb(check)
-flag("--gpus", type=COUNT, metavar="N", help="instead: the largest model on 1 to N GPUs, on paper")
-flag("--memory", type=AMOUNT, metavar="GB", action="append",
-     help="of each, in 1e9 bytes; can be repeated (default: 16, 24, 40, 80)")
+verb(check)
 flag = verb(smoke)
 flag("--device", help="(default: the accelerator if there is one)")
 flag("--model", help="(default: mini, on a CPU tiny)")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, losses, new_gpt, rung, train
 
-from ladder.count.memory import PROCESS_BYTES, largest_fitting, state_bytes, step_bytes
+from ladder.count.memory import PROCESS_BYTES, largest_fitting, split_parameters, step_bytes
 from ladder.measure.first_and_last import command_of, first_and_last
 from ladder.rungs.list import BY_LABEL, RUNGS
 from ladder.show import drawings, page, tree
@@ -140,8 +140,10 @@ def test_the_cards_hold_what_the_scripts_keep():
     """Under DDP and FSDP as counted; in rung 33 moments have the owners that the script gives them."""
     shares = drawings.shares()
     held = {scheme: [sum(last - first for first, last in parts) for parts in cards] for scheme, cards in shares.items()}
-    assert held["DDP"] == pytest.approx([state_bytes("gpt2")] * 4)
-    assert held["fsdp"] == pytest.approx([state_bytes("gpt2", 4)] * 4)
+    embedding, block, n_layer = split_parameters("gpt2")
+    state = 16 * embedding + 12 * block * n_layer
+    assert held["DDP"] == pytest.approx([state] * 4)
+    assert held["fsdp"] == pytest.approx([state / 4] * 4)
     with torch.device("meta"):
         model = new_gpt(rung("33"), "gpt2")
     owned, moments = [0] * 4, [0] * 4  # parameters, bytes
