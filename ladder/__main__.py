@@ -165,17 +165,9 @@ def floor(args):
 
 def propagate(args):
     """carry the uncommitted fix in a rung through all later rungs, as far as it goes"""
-    from ladder.rungs.propagate import propagate
+    from ladder.rungs.propagate import main
 
-    rung = find_rung(args.rung)
-    written, stops = propagate(rung)
-    console.print(f"the fix in {rung.file} is now in {len(written)} later rungs:")
-    for name, merged in written.items():
-        console.print(f"  {name}")
-        for line in merged:
-            console.print(f"    merged within this line, please check: {line}", soft_wrap=True)
-    if stops:
-        raise UserError("\n".join(stops))
+    return main(args, console)
 
 
 def above_zero(kind):
