@@ -108,7 +108,7 @@ def test_the_committed_page_is_up_to_date(tmp_path):
     """Made again from the scripts and logs, it is the same to the byte."""
     write_page([build_report(folder) for folder in REFERENCE], tmp_path / "index.html")
     same = (tmp_path / "index.html").read_bytes() == PAGE.read_bytes()
-    assert same, "run python -m ladder report --html docs/index.html"
+    assert same, "run python -m ladder page"
 
 
 def test_previous_and_next_are_the_trees():

@@ -41,7 +41,7 @@ def fake(monkeypatch, tmp_path, tokens, capsys):
         monkeypatch.setattr(smoke, "plan", lambda settings, scratch: chains)
         monkeypatch.setattr(smoke, "check_machine", lambda device: ([Finding("-", "float8", "none here")], ""))
         monkeypatch.setattr(smoke, "compile_problem", lambda device: None)
-        monkeypatch.setattr(tool.console, "width", 200)
+        monkeypatch.setattr("ladder.show.terminal.console.width", 200)
         monkeypatch.setattr(smoke, "os", SimpleNamespace(environ=dict(os.environ), cpu_count=lambda: 4))
         code = tool.main(["smoke", "--device", "cpu", "--data", str(tokens), "--out", str(tmp_path / "out")])
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())

@@ -178,7 +178,11 @@ def check_machine(device=None):
     return findings, f"python -m ladder run --model {model} -B {B} -T {T} --steps {10 if device == 'cpu' else 200}"
 
 
-def print_check(console):
+def add_flags(parser):
+    """It has none."""
+
+
+def main(args, console):
     findings, command = check_machine()
     for mark, what, detail in findings:
         console.print(f"{mark} {what}: {detail}", style=COLORS[mark])

@@ -1,4 +1,4 @@
-"""Does everything work on this machine? Every script for four steps of a small model, several at a time.
+"""`python -m ladder smoke`: does everything work on this machine? Every script for four steps of a small model, several at a time.
 
 Also what scripts do only elsewhere or when asked: ranks, float16, the other place for the batches, no compilation, CUDA
 graphs, resuming, sampling from and exporting the trained model. A trial that fails is shown and the others still run;
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ladder.count.memory import free_memory
-from ladder.files import write_whole
+from ladder.files import new_folder, write_whole
 from ladder.measure.check import check_machine, compile_problem
 from ladder.measure.jobs import Job, run_jobs
 from ladder.measure.rates import describe, rung_10
@@ -309,7 +309,21 @@ def smoke(flags, out, console):
     return 130 if stopped else code
 
 
-def main(how, label, *flags):
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("--device", help="(default: the accelerator if there is one)")
+    flag("--model", help="(default: mini, on a CPU tiny)")
+    flag("--data", help="(default: data/tokens, prepared if it is not there)")
+    flag("--out", type=Path, metavar="FOLDER", help="a new folder (default: logs/smoke/DATE_TIME)")
+
+
+def main(args, console):
+    given = {"device": args.device, "model": args.model, "data": args.data}
+    flags = [f"--{name}={value}" for name, value in given.items() if value]
+    return smoke(flags, args.out or new_folder("logs/smoke"), console)
+
+
+def run_patched(how, label, *flags):
     """Run a script that gets a different answer about its device: python -m ladder.measure.smoke float16 24 FLAGS..."""
     script, (name, answer) = load_script(BY_LABEL[label]), PATCHES[how]
     setattr(script, name, lambda device: answer)
@@ -317,4 +331,4 @@ def main(how, label, *flags):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_patched(*sys.argv[1:])

@@ -1,8 +1,38 @@
-"""Counted floors in a terminal."""
+"""`python -m ladder floor`: the counted floors of rungs on cards."""
 import pandas
 
-from ladder.count.floor import row_of
-from ladder.show.terminal import print_texts
+from ladder.count.cards import find_card
+from ladder.count.floor import STORED, counted_rungs, row_of, stored_kernels
+from ladder.count.flops import SHAPES
+from ladder.count.memory import BLOCK_SIZE
+from ladder.errors import UserError
+from ladder.rungs.choose import parse_rungs
+from ladder.show.terminal import COUNT, print_texts
+
+
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
+         "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
+    flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
+    flag("--model", default=STORED["model"], choices=SHAPES, help="(default: %(default)s)")
+    flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s); with others than the defaults of --model, "
+         "-B and -T, kernels are counted anew, which takes some ten seconds for each rung")
+    flag("-T", type=COUNT, default=STORED["T"], help="(default: %(default)s, the most)")
+
+
+def main(args, console):
+    cards = [find_card(name) for name in args.gpu or ["A100"]]
+    labels = counted_rungs(parse_rungs(args.rungs), console)
+    setting = {"model": args.model, "B": args.B, "T": args.T}
+    if args.T > BLOCK_SIZE:
+        raise UserError(f"-T {args.T}: the model takes {BLOCK_SIZE} tokens; give a smaller -T")
+    kernels = stored_kernels(labels)
+    if setting != STORED:
+        from ladder.count.kernels import count_all
+
+        kernels = count_all(labels, setting, console)
+    print_floors(kernels, cards, setting, console)
 
 
 def floor_texts(row, cards):

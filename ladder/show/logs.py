@@ -19,7 +19,10 @@ from pathlib import Path
 import numpy
 
 from ladder.errors import UserError
-from ladder.rungs.list import BY_NAME, Rung
+from ladder.rungs.list import BY_NAME, ROOT, Rung
+
+RUNS = Path("logs/ladder")  # one subfolder per run
+REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
 
 PEER = "peer_transformers"  # the one that needs no file fetched
 PEERS = {  # {a log's name: what trained, which is no rung}
@@ -274,6 +277,19 @@ def read_folder(folder):
                         + (skipped[0] if skipped else "run python -m ladder run first"))
     order = sorted(runs, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     return {name: runs[name] for name in order}, skipped
+
+
+def newest_run(wanted=None):
+    """The folder of the newest run that is `wanted`: by default that has a step, without which nothing can be shown."""
+    wanted = wanted or has_steps
+    for path in sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        if wanted(path.parent):
+            return path.parent
+    raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
+
+
+def reference_folders():
+    return sorted(path for path in REFERENCE.glob("*") if path.is_dir())
 
 
 def has_steps(folder):

@@ -1,4 +1,4 @@
-"""The tutorial page: one static file with the tree of rungs, and each lesson: its text, exercise, diff and effect.
+"""`python -m ladder page`: the tutorial page, one static file with the tree of rungs, and each lesson: its text, exercise, diff and effect.
 
 Jinja fills `page.html.j2`, markdown-it renders the docstrings, Pygments colors the code. In the browser `page.js`
 draws the bars for the machine that the reader chooses, and uPlot the losses. Everything is inside the file, and the
@@ -24,13 +24,13 @@ from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.rungs.laws import first_line
 from ladder.rungs.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
-from ladder.rungs.list import BANNER, BY_LABEL, BY_NAME, RUNGS
+from ladder.rungs.list import BANNER, BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show.chance import BEYOND_CHANCE
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
 from ladder.show.drawings import drawings
 from ladder.show.exercises import exercise_html, read_exercises, read_printed
-from ladder.show.logs import stage_of
-from ladder.show.report import warnings
+from ladder.show.logs import reference_folders, stage_of
+from ladder.show.report import build_report, warnings
 from ladder.show.standings import IN_A_LINK, KEY, race_texts, standings
 from ladder.show.tables import HEADINGS, fastest, gain, shown_texts, where
 from ladder.show.tree import after, tree_rows
@@ -209,7 +209,7 @@ def first_card(reports):
 def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     if path.is_dir():
-        raise UserError(f"--html {path} is a folder: name a file")
+        raise UserError(f"{path} is a folder: name a file")
     # First the machine where the ladder gains the most; those without it by the number of their rungs.
     reports = sorted(reports, reverse=True, key=lambda report: (gain(report), len(report.runs.keys() & BY_NAME)))
     environment = jinja2.Environment(
@@ -225,3 +225,15 @@ def write_page(reports, path):
         published=read_published().to_dict("records"), style=style, script=script, uplot=uplot)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
+
+
+def add_flags(parser):
+    parser.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER",
+                        help="runs, or reference machines (default: all of logs/reference)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "index.html", metavar="FILE",
+                        help="(default: docs/index.html)")
+
+
+def main(args, console):
+    write_page([build_report(folder) for folder in args.folders or reference_folders()], args.out)
+    console.print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)
