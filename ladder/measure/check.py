@@ -70,6 +70,9 @@ def compile_problem(device):
     """Why torch.compile is not to be used on a device, in one line; None if it works."""
     if device == "mps":
         return "not reliable yet on Apple GPUs (pytorch issues 150121 and 152155)"
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):  # with either it does nothing, without a word
+        if os.environ.get(name) == "1":
+            return f"{name}=1 switches it off; unset it"
     return problem_of(f"import torch; torch.compile(torch.sin)(torch.ones(8, device='{device}'))")
 
 

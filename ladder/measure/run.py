@@ -1,5 +1,6 @@
 """`python -m ladder run`: the rungs, between two measurements of the machine, and the table at the end."""
 import argparse
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.max_batch import print_largest
 from ladder.measure.peers import find_peers
 from ladder.measure.runner import (
-    Runner, check_flags, check_same_machine, clocks_logged, eager_flags, locked, plan, split_flags)
+    Runner, check_flags, eager_flags, locked, plan, split_flags)
 from ladder.rungs.choose import parse_rungs
 from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import RUNS, has_steps, newest_run
@@ -74,16 +75,16 @@ def main(args, console):
     args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
         return print_largest(rungs, args.flags, args.time_limit, args.processes, console)
+    if args.at_once > 1:  # else each starts as many processes to compile as there are cores
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // args.at_once)))
     rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes, args.at_once)
     runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
     interrupted = False
     with locked(logs, args.resume):
-        check_same_machine(logs, "--resume --logs")
         try:
-            with runner, clocks_logged(logs, settings.device):  # between two measurements of the machine
+            with runner:  # between two measurements of the machine
                 if not args.resume:
-                    order = [[job.name for job in jobs] for jobs in rounds]
-                    runner.measure_machine(arguments=args.argv, order=order)
+                    runner.measure_machine(arguments=args.argv)
                 for jobs in rounds:
                     runner.run_in_turns(jobs, args.at_once)
                 runner.measure_machine()

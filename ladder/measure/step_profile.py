@@ -22,7 +22,7 @@ from ladder.errors import UserError
 from ladder.files import new_folder, write_whole
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import (
-    check_flags, check_same_machine, eager_flags, locked, own_flags, split_flags, write_machine)
+    check_flags, eager_flags, locked, own_flags, split_flags, write_machine)
 from ladder.count.flops import flops_per_token
 from ladder.rungs.choose import parse_rungs
 from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
@@ -165,7 +165,6 @@ def check_profile(rungs, flags, folder):
     run = next(iter(read_folder(folder)[0].values()))[0] if has_steps(folder) else settings
     if (run.model, run.B, run.T) != (settings.model, settings.B, settings.T):
         raise UserError(f"--logs {folder}: holds runs of {run.model}, B={run.B} T={run.T}; give another folder")
-    check_same_machine(folder, "--logs")
     if read_machine(folder).get("device", settings.device) != settings.device:
         raise UserError(f"--logs {folder}: its machine.json is from a different device; give another folder")
     return settings
@@ -195,8 +194,8 @@ def median_round(rounds):
 def profile_ladder(rungs, flags, settings, folder, console, repeat):
     """Profile the rungs, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
-    Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any. Floors use
-    the rates of folder/machine.json, which are measured first if it does not exist.
+    Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any. Rates
+    are those of folder/machine.json, which are measured first if it does not exist.
     """
     if not (folder / "machine.json").exists():
         write_machine(folder, settings.device)

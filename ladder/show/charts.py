@@ -81,7 +81,7 @@ def profile_bar(found, digits):
     end = f"{whole:,.{digits}f}"
     tip = [f"{kind}: {ms:,.{digits}f} ms, {100 * ms / whole:.0f} %" for kind, ms in parts.items()]
     tip.append(f"the whole step: {end} ms")
-    tip.append(f"floor: {found['floor_ms']:,.{digits}f} ms")
+    tip.append(f"products alone: {found['floor_ms']:,.{digits}f} ms")
     tip.append(f"without the profiler: {found['plain_ms']:,.{digits}f} ms")
     if not sure:
         end += " (!)"

@@ -41,6 +41,10 @@ MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*\| steps {COUNT}-")
 PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
 
 
+class NoStep(UserError):
+    """A log without a step."""
+
+
 @dataclass
 class Run:
     """One log: what was run, and each step's loss (nats) and time (milliseconds)."""
@@ -212,7 +216,7 @@ def read_log(path):
     for line in lines:
         add_line(run, line)
     if not run.ms:
-        raise UserError(f"{path} has no step line: not the log of a training run, or of one without a step")
+        raise NoStep(f"{path} has no step line: not the log of a training run, or of one without a step")
     for ms in run.ms:
         if not 0 < ms < math.inf:
             raise UserError(f"{path} is damaged: a step takes {ms} ms")
@@ -263,15 +267,18 @@ def read_folder(folder):
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of logs")
-    runs, skipped = {}, []
+    runs, skipped, without = {}, [], []
     files = sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")])
     for path in itertools.chain.from_iterable(map(logs_in, files)):
         try:
             run = read_log(path)
+            runs.setdefault(run.name, []).append(run)
+        except NoStep:
+            without.append(path.relative_to(folder).as_posix())
         except UserError as error:
             skipped.append(str(error))
-            continue
-        runs.setdefault(run.name, []).append(run)
+    if without:  # of runs that waited for their turn, when they were stopped
+        skipped.append(f"no step line in {', '.join(without)}")
     if not runs:
         raise UserError(f"{folder} holds no logs with steps: "
                         + (skipped[0] if skipped else "run python -m ladder run first"))

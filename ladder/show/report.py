@@ -220,15 +220,17 @@ def cores_of(runs):
     return max(int(n) for header in headers for n in ["0", *re.findall(r"\((\d+) threads\)", header)])
 
 
-def rung_warnings(row, run, card, busy):
-    """What a reader of a rung's row needs to know; `run` is its first round, `busy` a GPU that other runs kept warm."""
+def is_cold(run):
+    """Whether its first steps were too few for a GPU to reach its clock."""
+    return not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS
+
+
+def rung_warnings(row, run, card):
+    """What a reader of a rung's row needs to know; `run` is its first round."""
     if row.mfu and row.mfu > 1:
         yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
     for found in impossible(run, card):
         yield f"{row.title}: {found}"
-    if not busy and not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS:
-        yield (f"{row.title}: the steps between the first and those that count took less than "
-               f"{WARM_UP_MS / 1000:g} s, too few to warm up a GPU: give more --steps")
     if not row.complete:
         yield f"{row.title}: the run did not finish ({row.last_step} steps)"
 
@@ -241,7 +243,11 @@ def warnings(report, card=None):
     for reason in report.skipped:
         yield f"skipped: {reason}"
     for row in report.rows:
-        yield from rung_warnings(row, report.runs[row.name][0], card, report.machine.get("kept_busy"))
+        yield from rung_warnings(row, report.runs[row.name][0], card)
+    cold = [row.title for row in report.rows if is_cold(report.runs[row.name][0])]
+    if cold and not report.machine.get("kept_busy"):  # a GPU that other runs kept warm
+        yield (f"{cold[0] if len(cold) == 1 else f'{len(cold)} rungs'}: the steps between the first and those that "
+               f"count took less than {WARM_UP_MS / 1000:g} s, too few to warm up a GPU: give more --steps")
     if len({row.rounds for row in report.rows}) > 1:
         yield "the rungs have different numbers of rounds: their spreads do not compare"
     if any(row.rounds == 1 and row.counted < MIN_COUNTED for row in report.rows):
