@@ -26,7 +26,8 @@ def race_name(report):
 def races_of(folders):
     """The reports of races: those of the same kind of tokens together, those of many rungs first."""
     races = [build_report(folder) for folder in folders]
-    return sorted(races, key=lambda race: (data_of(race).partition(" (")[2], -len(race.race.racers), race.setting["model"]))
+    return sorted(races, key=lambda race: (
+        data_of(race).partition(" (")[2], -len(race.race.racers), race.setting["model"]))
 
 
 def race_table(report):

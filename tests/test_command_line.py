@@ -64,7 +64,8 @@ def test_wrong_words_end_in_one_line_before_anything_is_written(words, reasons, 
 
 
 @pytest.mark.parametrize("refused", [
-    ["--bogus", 3], ["--rung", 0], ["-B", 0], ["--save", "x"], ["--data", "no/such/folder"], ["-B", 1_000_000], ["--resume"],
+    ["--bogus", 3], ["--rung", 0], ["-B", 0], ["--save", "x"], ["--data", "no/such/folder"], ["-B", 1_000_000],
+    ["--resume"],
     ["--rungs", "0-77"]], ids=lambda words: " ".join(map(str, words)))
 def test_refused_flags_leave_no_trace(refused, tmp_path, tokens, monkeypatch, call):
     """Neither of themselves, nor in the results of the run before."""

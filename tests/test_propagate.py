@@ -106,7 +106,7 @@ def test_other_branches_get_a_fix_that_stops_in_one(repository):
     ("12", ("(i % self.n_batches) * self.B * self.T", "i % self.n_batches * self.B * self.T")),  # 17's alone
     ("23", ("F.silu(self.gate_proj(x))", "F.silu(self.gate_proj.forward(x))")),  # 24's alone
     ("0", ("loads it\"", "reads it\"")),  # of both
-    ("13", ("range(first + rank, first + n_batches", "range(rank + first, first + n_batches")),  # in a definition that is neither's
+    ("13", ("range(first + rank, first + n_batches", "range(rank + first, first + n_batches")),  # of neither
     ("18", ("of the blocks' matrices\")", "of matrices\")")),  # in another, beside a flag that the other has not
 ])
 def test_what_starts_from_two_gets_a_fix_from_each_once(label, fix, repository):

@@ -138,7 +138,8 @@ def test_each_doubt_about_a_run_is_named(device, first, ms, steps, warning, tmp_
 def test_what_is_wrong_with_many_rungs_is_one_line(tmp_path):
     """Of a GPU: steps that do not warm it up, and logs of children that waited for their turn."""
     for label in ("0", "1", "2"):
-        write_log(tmp_path / "round_1" / f"{BY_LABEL[label].name}.log", header=HEADER.format("NVIDIA A100", "torch"), tail=MEDIAN)
+        header = HEADER.format("NVIDIA A100", "torch")
+        write_log(tmp_path / "round_1" / f"{BY_LABEL[label].name}.log", header=header, tail=MEDIAN)
         (tmp_path / "round_1" / f"{BY_LABEL[str(int(label) + 4)].name}.log").write_text("# script: waits\n")
     found = list(warnings(build_report(tmp_path)))
     assert sum("less than 3 s" in text for text in found) == 1 and any("3 rungs: the steps" in text for text in found)

@@ -9,7 +9,7 @@ from ladder.errors import UserError
 from ladder.files import new_folder
 from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.max_batch import print_largest
-from ladder.measure.peers import find_peers
+from ladder.measure.peer import find_peers
 from ladder.measure.runner import (
     Runner, check_flags, eager_flags, locked, plan, split_flags)
 from ladder.rungs.choose import parse_rungs

@@ -1,10 +1,10 @@
 """`python -m ladder propagate`: carry a fix made in one rung through all later ones, as far as it goes.
 
 The fix is the uncommitted change of a rung's file, except its docstring. It goes from rung to rung along the tree: git
-merges it, line by line, with what the rung itself changes, and what is uncommitted there goes along. Where both changed the same lines, the rung's file gets git's
-conflict markers; where the result would break the ladder's law, it stays as it is. The rungs that start from there wait:
-make the fix there by hand, and carry it on from there. A rung that starts from two gets the fix from both, for each
-definition from the one that has it.
+merges it, line by line, with what the rung itself changes, and what is uncommitted there goes along. Where both changed
+the same lines, the rung's file gets git's conflict markers; where the result would break the ladder's law, it stays as
+it is. The rungs that start from there wait: make the fix there by hand, and carry it on from there. A rung that starts
+from two gets the fix from both, for each definition from the one that has it.
 """
 import subprocess
 from pathlib import Path

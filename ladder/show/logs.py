@@ -26,10 +26,9 @@ REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
 
 PEER = "peer_transformers"  # the one that needs no file fetched
 PEERS = {  # {a log's name: what trained, which is no rung}
-    name: Rung("", file, title, None, frozenset()) for name, file, title in (
-        (PEER, "ladder/measure/peer_transformers.py", "transformers' GPT-2, everything on"),
-        ("peer_nanogpt", "ladder/measure/peer_nanogpt.py", "nanoGPT's GPT-2, everything on"),
-        ("peer_build_nanogpt", "ladder/measure/peer_nanogpt.py", "build-nanogpt's GPT-2, everything on"))}
+    name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on", None, frozenset())
+    for name, whose in ((PEER, "transformers'"), ("peer_nanogpt", "nanoGPT's"),
+                        ("peer_build_nanogpt", "build-nanogpt's"))}
 ORDER = [*BY_NAME, *PEERS]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 COUNT = r"(\d{1,12})"

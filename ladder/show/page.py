@@ -1,4 +1,4 @@
-"""`python -m ladder page`: the tutorial page, one static file with the tree of rungs, and each lesson: its text, exercise, diff and effect.
+"""`python -m ladder page`: one static file with the tree of rungs, and each lesson: text, exercise, diff and effect.
 
 Jinja fills `page.html.j2`, markdown-it renders the docstrings, Pygments colors the code. In the browser `page.js`
 draws the bars for the machine that the reader chooses, and uPlot the losses. Everything is inside the file, and the

@@ -126,8 +126,8 @@ def bar_picture(title, caption, bars, xlabel, **more):
 
 def profile_picture(profile):
     """A step's milliseconds by kind of work, and what its matrix products need."""
-    caption = (f"{profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}. Products alone: what all matrix "
-               "products, attention's included, take at the rate measured on this machine.")
+    caption = (f"{profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}. Products alone: what all "
+               "matrix products, attention's included, take at the rate measured on this machine.")
     bars = list(profile_bars(profile))
     if any(bar["pale"] for bar in bars):
         caption += " (!) unreliable: the step takes a different time without the profiler."

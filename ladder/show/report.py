@@ -254,8 +254,8 @@ def warnings(report, card=None):
         yield (f"fewer than {MIN_COUNTED} steps count: too few to tell a gain from noise; give more --steps, or "
                "--repeat 5")
     if len(report.allocators) > 1:
-        yield (f"the runs had different memory allocators ({', '.join(report.allocators)}): on a CPU they can change the time of a "
-               "step by a third")
+        yield (f"the runs had different memory allocators ({', '.join(report.allocators)}): on a CPU they can change "
+               "the time of a step by a third")
     if len({row.last_step for row in report.rows}) > 1:
         yield "the runs have different numbers of steps: their last losses do not compare"
     if not report.machine:
