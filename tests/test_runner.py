@@ -206,6 +206,10 @@ def test_every_run_has_its_folder_and_the_newest_is_shown(fake_run, call):
     assert newest_run() == second and newest_run(Path.exists) == first  # but to be resumed
 
 
+def test_a_run_may_write_to_the_folder_that_it_stands_in(fake_run):
+    assert fake_run(lambda job: write_log(job.log, tail=MEDIAN) and None, "--logs", ".")[0] == 0
+
+
 def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):
     def interrupt(job):
         if keeps:

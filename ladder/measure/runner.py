@@ -6,6 +6,7 @@ Ctrl-C stops the children and everything they started; finished results are kept
 """
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import subprocess
@@ -161,9 +162,9 @@ def left_over(folder):
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            logs = Path(process.cwd(), words[words.index("--log-dir") + 1]) if "--log-dir" in words else Path()
-            if folder.resolve() in (logs.resolve(), *logs.resolve().parents):
-                return process.pid
+            for flag, log_dir in itertools.pairwise(words):
+                if flag == "--log-dir" and Path(process.cwd(), log_dir).resolve().is_relative_to(folder.resolve()):
+                    return process.pid
     return None
 
 
@@ -181,9 +182,10 @@ def locked(folder, resume, flag="--logs"):
     except OSError as error:
         raise UserError(f"{flag} {folder}: {error.strerror}; give a folder that can be written to") from None
     with lock:
-        if left_over(folder):
+        process = left_over(folder)
+        if process:
             raise UserError(f"{flag} {folder}: a script of a killed run still writes there; wait for its end, or end "
-                            f"process {left_over(folder)}")
+                            f"process {process}")
         yield
 
 

@@ -26,7 +26,7 @@ from ladder.measure.runner import (
 from ladder.count.flops import flops_per_token
 from ladder.rungs.choose import parse_rungs
 from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
-from ladder.show.logs import has_steps, read_folder, read_log
+from ladder.show.logs import read_log
 from ladder.show.machine import read_machine
 from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile
 from ladder.show.terminal import COUNT
@@ -162,9 +162,6 @@ def check_profile(rungs, flags, folder):
         raise UserError("--device mps: torch.profiler does not see Apple GPUs; give --device cpu")
     if read_profile(folder):
         raise UserError(f"--logs {folder}: holds a profile already; give another folder")
-    run = next(iter(read_folder(folder)[0].values()))[0] if has_steps(folder) else settings
-    if (run.model, run.B, run.T) != (settings.model, settings.B, settings.T):
-        raise UserError(f"--logs {folder}: holds runs of {run.model}, B={run.B} T={run.T}; give another folder")
     if read_machine(folder).get("device", settings.device) != settings.device:
         raise UserError(f"--logs {folder}: its machine.json is from a different device; give another folder")
     return settings
