@@ -17,7 +17,8 @@ class Stream:
 
     def __init__(self, stream):
         self.stream = stream
-        stream.reconfigure(errors="replace")  # the encoding of a file may lack × and –
+        if hasattr(stream, "reconfigure"):  # not in a notebook
+            stream.reconfigure(errors="replace")  # the encoding of a file may lack × and –
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
