@@ -21,7 +21,7 @@ from ladder.files import new_folder
 from ladder.measure.check import check_machine, compile_problem
 from ladder.measure.jobs import Job, run_jobs
 from ladder.measure.rates import rung_10
-from ladder.measure.runner import check_gpu, defaults, locked, split_flags
+from ladder.measure.runner import check_flags, defaults, locked, settings_of, split_flags
 from ladder.rungs.list import BY_LABEL, ROOT, RUNGS, load_script
 from ladder.show.logs import STEP_LINE
 
@@ -233,14 +233,11 @@ def summarize(trials, seconds, say):
 
 def smoke_settings(flags):
     """The baseline's settings for these flags, with a small model and eager where torch cannot compile."""
-    check_gpu(flags)
-    baseline = load_script(BY_LABEL["0"])
-    settings = baseline.parse_args(flags)
-    settings.compile_mode = "none" if compile_problem(settings.device) else "default"
+    baseline = BY_LABEL["0"]
     if not split_flags(flags, "--model")[0]:
-        settings.model = "tiny" if settings.device == "cpu" else "mini"
-    _, meta = baseline.load_tokens(settings.data, "train", 4096)  # prepared now, once
-    baseline.model_config(settings, meta["vocab_size"])  # exits if there is no such model
+        flags = [*flags, "--model", "tiny" if settings_of(baseline, flags).device == "cpu" else "mini"]
+    settings = check_flags([baseline], flags)  # prepares the data now, once
+    settings.compile_mode = "none" if compile_problem(settings.device) else "default"
     return settings
 
 
