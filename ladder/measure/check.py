@@ -119,9 +119,11 @@ def check_kernels(device):
         yield Finding(NEUTRAL, "attention", "training computes all scores: rung 6 saves no memory")
     else:
         triton = "Triton, " if device == "cuda" else ""
+        remedy = f"; install {triton}a C++ compiler and Python's headers (Linux: apt install g++ python3-dev)"
+        if problem and problem.endswith("unset it"):
+            remedy = ""
         yield finding(problem is None, "torch.compile", "works, for rung 5 and up",
-                      f"does not work, {lacks}; install {triton}a C++ compiler and Python's "
-                      "headers (Linux: apt install g++ python3-dev)", BAD)
+                      f"does not work, {lacks}{remedy}", BAD)
         # (B, nh, T, hs)
         q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))
         kernel = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
