@@ -108,7 +108,7 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
     monkeypatch.setattr(step_profile, "profile_once", once)
     settings = SimpleNamespace(model="gpt2", B=1, T=64, device="cpu")
     (tmp_path / "machine.json").write_text(json.dumps({"rates": {"float32": 1e12}, "device": "cpu", "name": "a CPU"}))
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=150)
     assert profile_ladder([BY_LABEL["0"], BY_LABEL["3"]], [], settings, tmp_path, console, 5) == []
     assert all(next(rest, None) is None for rest in answers.values()), "fewer profiles than expected"
     found = read_profile(tmp_path)

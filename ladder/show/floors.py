@@ -16,8 +16,8 @@ def add_flags(parser):
          "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
     flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
     flag("--model", default=STORED["model"], choices=SHAPES, help="(default: %(default)s)")
-    flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s); with another --model, -B or -T kernels are "
-         "counted anew, some ten seconds for each rung")
+    flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s); with another --model, -B or -T kernels "
+         "are counted anew, some ten seconds for each rung")
     flag("-T", type=COUNT, default=STORED["T"], help="(default: %(default)s, the most)")
 
 
