@@ -176,10 +176,10 @@ def profile_once(rung, flags, machine):
         outcome = run_job(job, math.inf, machine["device"])
         if outcome.status != "ok":
             return None, outcome
-        rung = json.loads(result.read_text())
+        found = json.loads(result.read_text())
         run = read_log(folder / f"{rung.name}.log")
-        rung["floor_ms"] = products_ms(run, machine["rates"], rung.pop("vocab_size"))
-    return rung, outcome
+        found["floor_ms"] = products_ms(run, machine["rates"], found.pop("vocab_size"))
+    return found, outcome
 
 
 def median_round(rounds):
