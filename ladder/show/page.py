@@ -30,7 +30,7 @@ from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, s
 from ladder.show.drawings import drawings
 from ladder.show.exercises import exercise_html, read_exercises, read_printed
 from ladder.show.logs import reference_folders, stage_of
-from ladder.show.report import build_report, warnings
+from ladder.show.report import Row, build_report, warnings
 from ladder.show.standings import IN_A_LINK, KEY, race_texts, standings
 from ladder.show.tables import HEADINGS, fastest, gain, shown_texts, where
 from ladder.show.tree import after, tree_rows
@@ -160,9 +160,9 @@ def rows_data(report):
     target, racers = standings(report) if report.race else (None, [])
     standing = {racer.name: {"target": round(target, 2), "val": racer.val_loss[0], "tokens_to": racer.tokens[0],
                              "seconds_to": racer.seconds[0]} for racer in racers}
-    for row in report.rows:
+    for row in [Row(**row) for row in report.race.rows] if report.race else report.rows:
         yield {
-            "label": stage_of(row.name).label, "tokens": report.runs[row.name][0].tokens_per_step, "ms": row.ms,
+            "label": stage_of(row.name).label, "tokens": row.tokens, "ms": row.ms,
             "low": row.ms_low, "high": row.ms_high, "speed": row.tokens_per_second,
             "mfu": row.mfu and 100 * row.mfu, "memory": row.peak_memory_gb, "loss": row.last_loss,
             "step": row.last_step, "p": row.p_before,
