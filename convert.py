@@ -25,7 +25,8 @@ from pathlib import Path
 
 import torch
 
-from data import vocabulary
+from data import texts, vocabulary
+from data.texts import warn
 
 ROOT = Path(__file__).parent
 NEITHER = "neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (23 on, not 30, 31)"
@@ -46,10 +47,6 @@ QWEN3_NAMES = {  # our name of a part: a Qwen3's; those of a GPT-2 are ours
 }
 # GPT-2's Conv1D stores its matrix as (in, out), nn.Linear as (out, in)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-
-
-def warn(message):
-    print(f"WARNING: {message}", file=sys.stderr, flush=True)
 
 
 def import_transformers():
@@ -86,9 +83,16 @@ def is_model_file(name):
     return Path(name).is_file() or name.endswith(".pt")
 
 
-def refuse_folder(path):
-    """Exit if `path` is a folder of checkpoints; the line says which file has the model."""
+def refuse_other_things(path):
+    """Exit if `path` is not a model, but belongs to one; the line says what to give instead."""
     folder = Path(path)
+    files = [folder]
+    if folder.is_dir():
+        files = [file for file in folder.iterdir() if file.is_file()]
+    for file in files:
+        texts.refuse_lfs_pointer(file)
+    if folder.suffix == ".safetensors":
+        sys.exit(f"error: {path}: only weights; give the folder that has config.json, too")
     sharded = list(folder.glob("step_*/.metadata"))  # by torch.distributed.checkpoint
     if sharded or (folder / ".metadata").exists():
         sys.exit(f"error: {path}: sharded checkpoints, not a model;"
@@ -108,7 +112,7 @@ def refuse_nan(name, weights):
 
 def read_file(path):
     """What a model's file or a checkpoint holds, a dictionary; exits with one line."""
-    refuse_folder(path)
+    refuse_other_things(path)
     try:
         # torch.save writes checksums, but torch.load does not look at them
         with zipfile.ZipFile(path) as file:
@@ -300,8 +304,16 @@ def cannot_be_loaded(name, why):
 def load_config(name):
     """The configuration of a GPT-2 or Qwen3 in a folder or on the hub; exits with one line."""
     transformers = import_transformers()
+    from huggingface_hub.errors import StrictDataclassError
+
+    if Path(name, "adapter_config.json").exists():
+        cannot_be_loaded(name, "it has a LoRA adapter: merge it into its base model first, with"
+                               " peft's merge_and_unload")
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except StrictDataclassError as error:  # a number written as a text, a whole one as 128.0
+        why = str(error).splitlines()[-1].strip()
+        cannot_be_loaded(name, f"its config.json: {why}")
     except (OSError, ValueError) as error:
         cannot_be_loaded(name, vocabulary.reason(error))
     if config.model_type not in FIXED:
@@ -317,10 +329,14 @@ def load_hugging_face(name):
     load_config(name)
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False)
+            name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
+            ignore_mismatched_sizes=True)
     except (OSError, ValueError, LookupError, RuntimeError, ImportError, SafetensorError,
             pickle.UnpicklingError) as error:  # no network, damaged files, other shapes, quantized
         cannot_be_loaded(name, vocabulary.reason(error))
+    for key, found, expected in report["mismatched_keys"]:
+        cannot_be_loaded(name, f"its {key} is {tuple(found)}, its config.json says"
+                               f" {tuple(expected)}")
     if report["missing_keys"]:  # transformers has drawn them at random
         cannot_be_loaded(name, "it lacks weights")
     for key in report["unexpected_keys"]:
@@ -364,6 +380,9 @@ def read_tokenizer(name, vocab_size):
             sys.exit(f"error: {name}: its tokenizer {error}; give a folder that has one")
         warn(f"{name}: its tokenizer {error}; taken for GPT-2's, which has as many tokens")
         return vocabulary.GPT2
+    if tokenizer.left_out:
+        warn(f"{name}: left out: {', '.join(tokenizer.left_out)}; a file of ours has no place for"
+             " that")
     if vocabulary.is_gpt2(tokenizer):
         return vocabulary.GPT2
     return tokenizer
@@ -430,7 +449,7 @@ def main(argv=None):
         sys.exit(f"error: {destination}: exists already; name a new file or folder")
     if not os.access(destination.absolute().parent, os.W_OK):
         sys.exit(f"error: {destination}: its folder cannot be written to; make it, or name another")
-    refuse_folder(source)
+    refuse_other_things(source)
     if is_model_file(source):
         if destination.suffix == ".pt":
             sys.exit(f"error: {destination}: {source} becomes a folder; name one, without .pt")

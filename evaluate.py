@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from convert import warn
 from data import vocabulary
+from data.texts import warn
 from sample import load_model, pick_device
 
 # A piece of at most 16384 characters that ends before a blank, where no token is split: after a
@@ -62,13 +62,20 @@ def load_val(folder):
 def encode_again(tokens, theirs, ours):
     """The text of `tokens`, which are those of the tokenizer `theirs`, in tokens of `ours`."""
     parts = []
+    change = None
+    byte_lengths = ours.byte_lengths()
     starts = np.flatnonzero(tokens == theirs.end_of_text)
     for document in tqdm(np.split(tokens, starts), "encoding", disable=None):
         if len(document) and document[0] == theirs.end_of_text:
             parts.append(np.array([ours.end_of_text], dtype=np.uint32))
         text = theirs.decode(document.tolist())
         for piece in PIECE.findall(text):
-            parts.append(ours.encode(piece))
+            ids = ours.encode(piece)
+            parts.append(ids)
+            change = change or vocabulary.find_change(ours, piece, ids, byte_lengths)
+    if change:
+        warn(f"the model's tokenizer changes the text ({change[1]}): its numbers are of a"
+             " different text, so do not compare them")
     return np.concatenate(parts)  # (n_tokens,)
 
 
@@ -176,6 +183,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)  # transformers imports torchao, which warns of what it lacks
+    sys.stdout.reconfigure(errors="replace")  # for names that its encoding lacks
     try:
         main()
     except KeyboardInterrupt:

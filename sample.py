@@ -21,11 +21,11 @@ from convert import (
     load_hugging_face,
     load_script,
     read_file,
-    refuse_folder,
+    refuse_other_things,
     to_transformers,
-    warn,
 )
 from data import vocabulary
+from data.texts import warn
 
 
 def script_model(name, saved):
@@ -64,7 +64,7 @@ def load_model(name, device):
 
     Exits with one line when one of them is missing or does not fit.
     """
-    refuse_folder(name)
+    refuse_other_things(name)
     try:
         if is_model_file(name):
             saved = read_file(name)
@@ -131,7 +131,23 @@ def parse_args(argv=None):
         parser.error("--top-k must be at least 0")
     if not 0 < args.top_p <= 1:
         parser.error("--top-p must be more than 0 and at most 1")
+    try:
+        args.prompt.encode("utf-8")
+    except UnicodeEncodeError:  # Python passes a stray byte as half of a surrogate pair
+        parser.error("--prompt is not UTF-8")
     return args
+
+
+def encode_prompt(tokenizer, prompt):
+    """The token ids of a prompt; unlike in a training text, a special token in it is one token."""
+    special = tokenizer.special_tokens  # {text: id}
+    ids = []
+    for part in vocabulary.pattern_of(special).split(prompt):
+        if part in special:
+            ids.append(special[part])
+        else:
+            ids += tokenizer.encode(part).tolist()
+    return ids
 
 
 def fit_prompt(ids, new_tokens, longest):
@@ -148,7 +164,7 @@ def fit_prompt(ids, new_tokens, longest):
 def main(argv=None):
     args = parse_args(argv)
     model, tokenizer = load_model(args.model, args.device)
-    ids = tokenizer.encode(args.prompt).tolist()
+    ids = encode_prompt(tokenizer, args.prompt)
     if not ids:
         ids = [tokenizer.end_of_text]
     ids = fit_prompt(ids, args.max_new_tokens, model.config.max_position_embeddings)

@@ -21,9 +21,9 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import sys
+import tempfile
 import urllib.request
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -140,12 +140,19 @@ def train_tokenizer(vocab_size, sources, field, encoding):
 
 
 def encode(pieces, tokenizer):
-    """Yield (does a document begin here?, piece, its token ids), in order.
+    """Yield (does a document begin here?, piece, its token ids, what they change), in order.
 
     Tokenizers release the GIL, so threads use all cores.
     """
+    byte_lengths = tokenizer.byte_lengths()
+
     def encode_chunk(chunk):
-        return [(begins, text, tokenizer.encode(text)) for begins, text in chunk]
+        encoded = []
+        for begins, text in chunk:
+            tokens = tokenizer.encode(text)
+            change = vocabulary.find_change(tokenizer, text, tokens, byte_lengths)
+            encoded.append((begins, text, tokens, change))
+        return encoded
 
     n_threads = os.cpu_count()
     jobs = deque()
@@ -230,19 +237,26 @@ def write_tokens(pieces, source, tokenizer, folder):
     """Write the token files of a text; return their metadata."""
     width = tokenizer.dtype.itemsize
     separator = tokenizer.end_of_text.to_bytes(width, "little")
-    special = "|".join(re.escape(token) for token in tokenizer.special_tokens)
-    special = re.compile(special or "(?!)")  # (?!) is nowhere
+    special = vocabulary.pattern_of(tokenizer.special_tokens)
     n_special = Counter()
     sha256 = hashlib.sha256()
     n_documents = 0
+    n_characters = 0  # of this document
     encoded = tqdm(encode(pieces, tokenizer), "encoding", unit=" pieces", disable=None)
     with open(folder / "train.bin", "wb") as train:
-        for begins, text, tokens in encoded:
+        for begins, text, tokens, change in encoded:
             if begins:
+                n_characters = 0
                 if n_documents > 0:
                     train.write(separator)
                     sha256.update(vocabulary.SEPARATOR.encode())
                 n_documents += 1
+            if change:
+                place, words = change
+                sys.exit(f"error: {source}: document {n_documents}, character"
+                         f" {n_characters + place:,}: {words}; give a --tokenizer that keeps any"
+                         " text, as byte-level ones do, or change the text")
+            n_characters += len(text)
             train.write(tokens)
             sha256.update(text.encode("utf-8"))
             n_special.update(special.findall(text))
@@ -318,15 +332,19 @@ def is_whole(out, meta):
 def locked(out):
     """Let only one preparation of `out` run at a time; gives whether this one had to wait."""
     path = out.with_name(out.name + ".prepare.lock")
-    path.touch()  # FileLock would wait forever where no file can be made
+    # FileLock would wait forever where no file can be made; its own must not be there yet
+    tempfile.TemporaryFile(dir=path.parent).close()
     lock = FileLock(path)
     waited = False
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        print(f"waiting for another preparation of {out}", file=sys.stderr, flush=True)
+        print(f"waiting for another preparation of {out}; if there is none, delete {path}",
+              file=sys.stderr, flush=True)
         lock.acquire()
         waited = True
+    except (OSError, NotImplementedError) as error:  # network drives
+        texts.warn(f"{out}: cannot be locked ({error}): do not prepare it twice at a time")
     try:
         yield waited
     finally:
@@ -480,4 +498,5 @@ def main(argv=None):
 if __name__ == "__main__":
     # transformers imports torchao if it is installed, which warns of what it lacks
     logging.disable(logging.WARNING)
+    sys.stdout.reconfigure(errors="replace")  # for names that its encoding lacks
     main()

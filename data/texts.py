@@ -85,11 +85,19 @@ def sources_of(text, field, encoding):
     else:
         sys.exit(f"error: --text {text}: no such file or folder; check the path")
     for path in files:
+        refuse_lfs_pointer(path)
         if path.suffix.lower() == ".parquet":
             open_parquet(path, field)
         else:
             check_is_text(path, encoding)
     return files
+
+
+def refuse_lfs_pointer(path):
+    """Exit if a file is what git leaves in place of a large one."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            sys.exit(f"error: {path}: only a pointer to the file; run `git lfs pull` in its folder")
 
 
 def check_is_text(path, encoding):
@@ -135,8 +143,9 @@ def read_jsonl(path, field, encoding):
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                sys.exit(f"error: {path}: line {number} is not JSON ({error.msg});"
+            except ValueError as error:  # also of a number with more than 4,300 digits
+                why = getattr(error, "msg", error)
+                sys.exit(f"error: {path}: line {number} is not JSON ({why});"
                          " write each document as one line (jq -c .)")
             yield text_of(record, field, f"{path}: line {number}")
 
@@ -189,8 +198,9 @@ def read_dataset(dataset, field):
             for record in table.to_pylist():
                 number += 1
                 yield text_of(record, field, f"{place}: document {number}")
-    except (OSError, ValueError, RuntimeError) as error:
-        # no such name, configuration or split; no network; a data set that is a program
+    except (OSError, ValueError, RuntimeError, EOFError, TypeError) as error:
+        # no such name, configuration or split; no network; a data set that is a program; a
+        # truncated file; rows whose types differ
         why = " ".join(str(error).split())
         sys.exit(f"error: {place}: document {number + 1} cannot be read"
                  f" ({type(error).__name__}: {why:.300}); check the flags and the network")

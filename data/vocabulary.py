@@ -1,7 +1,7 @@
 """Tokenizers: GPT-2's, single bytes, one from Hugging Face, or one trained on the text itself.
 
 Each has `name`, `vocab_size`, `end_of_text` (the id of the token before each document), `dtype` (of
-its ids in a file), `special_tokens` (their text), `json` (what Hugging Face's tokenizers library
+its ids in a file), `special_tokens` ({text: id}), `json` (what Hugging Face's tokenizers library
 stores as tokenizer.json; None for "gpt2" and "gpt2-bytes"), and
 
     encode(text)       token ids, (n_tokens,); a literal "<|endoftext|>" is ordinary text
@@ -36,8 +36,6 @@ U4 = np.dtype("<u4")
 # what a model's file says about its tokenizer: the arguments of `restore`
 FIELDS = ("tokenizer", "tokenizer_json", "end_of_text")
 OUR_NAMES = ("gpt2", "gpt2-bytes", "bytes")  # each stands for one tokenizer, never for a folder's
-# a tokenizer that changes this text would change others, too
-PROBE = " Two  blanks,\n\n\ttabs\t12345\nnaïve 日本語 🙂!\r\n"
 
 
 class NoTokenizer(Exception):
@@ -58,7 +56,8 @@ class GPT2:
     end_of_text = 50256
     json = None
     dtype = U2
-    special_tokens = [SEPARATOR]
+    special_tokens = {SEPARATOR: end_of_text}
+    left_out = ()
 
     def __init__(self, seconds=60):
         try:
@@ -76,7 +75,8 @@ class GPT2:
         return ids.astype(self.dtype)
 
     def decode(self, ids):
-        return self.encoding.decode([i for i in ids if i < self.end_of_text])
+        ids = np.asarray(ids, dtype=np.int64)
+        return self.encoding.decode(ids[ids < self.end_of_text].tolist())
 
     def byte_lengths(self):
         lengths = np.zeros(self.vocab_size, dtype=int)
@@ -100,18 +100,23 @@ class Tokenizer:
     Raises ValueError if `json_text`, the content of a tokenizer.json, is damaged.
     """
 
+    left_out = ()  # what its folder says beyond tokenizer.json, in words
+
     def __init__(self, name, json_text, end_of_text):
         check_json(json_text)
         self.tokenizer = tokenizers.Tokenizer.from_str(json_text)
+        # some files hold the settings of a training with short sequences
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
         # the characters of a special token are ordinary text
         self.tokenizer.encode_special_tokens = True
         self.name = name
-        self.json = json_text
+        self.json = self.tokenizer.to_str()
         self.end_of_text = end_of_text
-        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1
         self.dtype = U2 if self.vocab_size <= 65536 else U4
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        self.special_tokens = [token.content for token in added if token.special]
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: i for i, token in added.items() if token.special}
 
     def encode(self, text):
         # unlike `encode`, this releases the GIL
@@ -119,8 +124,10 @@ class Tokenizer:
         return np.array(batch[0].ids, dtype=self.dtype)
 
     def decode(self, ids):
-        ids = [i for i in ids if i != self.end_of_text]
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        ids = np.asarray(ids, dtype=np.int64)
+        ids = ids[ids != self.end_of_text].tolist()
+        # unlike `decode`, this releases the GIL
+        return self.tokenizer.decode_batch([ids], skip_special_tokens=False)[0]
 
     def byte_lengths(self):
         lengths = np.zeros(self.vocab_size, dtype=int)
@@ -136,7 +143,7 @@ class Tokenizer:
 
 
 class Bytes(Tokenizer):
-    """Single bytes: a table encodes them faster than the library does."""
+    """Single bytes: tables encode and decode them faster than the library does."""
 
     def __init__(self, name):
         # GPT-2 writes a printable byte as its character, the n-th of the others as chr(256 + n)
@@ -164,9 +171,22 @@ class Bytes(Tokenizer):
         if name == "gpt2-bytes":
             self.json = None
         self.id_of_byte = np.array(ids, dtype=self.dtype)
+        self.byte_of_id = np.argsort(self.id_of_byte).astype(np.uint8)
 
     def encode(self, text):
         return self.id_of_byte[np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]
+
+    def decode(self, ids):
+        ids = np.asarray(ids, dtype=np.int64)
+        data = self.byte_of_id[ids[ids < 256]].tobytes()
+        return data.decode("utf-8", errors="replace")
+
+
+def pattern_of(special_tokens):
+    """A pattern for the texts of special tokens, one group: the longest that fits."""
+    texts = sorted(special_tokens, key=len, reverse=True)
+    alternatives = "|".join(re.escape(text) for text in texts)
+    return re.compile(f"({alternatives or '(?!)'})")  # (?!) is nowhere
 
 
 def check_json(json_text):
@@ -223,47 +243,66 @@ def from_hugging_face(name):
     Raises NoTokenizer if there is none, or if it does not suit.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
-    json_file = Path(name, "tokenizer.json")
+    json_text = None
     try:
-        if json_file.exists():
-            check_json(json_file.read_text(encoding="utf-8"))
+        json_file = cached_file(name, "tokenizer.json",
+                                _raise_exceptions_for_missing_entries=False)
+        if json_file:
+            json_text = Path(json_file).read_text(encoding="utf-8")
+            check_json(json_text)
         theirs = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:  # ImportError: some need sentencepiece
-        if Path(name).is_dir() and not json_file.exists():
+        if Path(name).is_dir() and json_text is None:
             advice = "transformers' save_pretrained writes one"
             raise NoTokenizer(f"there is no tokenizer.json in it ({advice})") from error
         raise NoTokenizer(f"cannot be loaded ({reason(error)})") from error
-    if theirs.eos_token_id is None:
+    if theirs.eos_token is None:
         raise NoTokenizer("has no end-of-text token (eos_token)")
-    if not theirs.is_fast:
+    if json_text is None and not theirs.is_fast:
         raise NoTokenizer("is written in Python; only those with a tokenizer.json can be used")
 
     folder = os.path.basename(os.path.abspath(name))
     our_name = f"hf-{folder}" if folder in OUR_NAMES else folder
-    if len(theirs) <= 256:  # transformers makes one up where there is none
+    # the file is what counts: some of transformers' classes replace parts of it by their own
+    tokenizer = Tokenizer(our_name, json_text or theirs.backend_tokenizer.to_str(), None)
+    if tokenizer.vocab_size <= 256:  # transformers makes one up where there is none
         raise NoTokenizer("is missing, or has fewer than 257 tokens")
-    tokenizer = Tokenizer(our_name, theirs.backend_tokenizer.to_str(), theirs.eos_token_id)
-    if not is_lossless(tokenizer):
-        raise NoTokenizer("does not give back the text that it encodes, piece by piece;"
-                          " only byte-level tokenizers do")
+    tokenizer.end_of_text = tokenizer.tokenizer.token_to_id(theirs.eos_token)
+    if tokenizer.end_of_text is None:
+        raise NoTokenizer(f"its eos_token {theirs.eos_token} is not in its tokenizer.json")
     vocab = tokenizer.tokenizer.get_vocab()
     for ours in (of_bytes("gpt2-bytes"), of_bytes()):
         if ours.tokenizer.get_vocab() == vocab:
-            return ours
+            tokenizer = ours
+    tokenizer.left_out = what_is_left_out(theirs)
     return tokenizer
 
 
-def is_lossless(tokenizer):
-    """Whether a tokenizer gives back PROBE, counts its bytes, and encodes it in pieces alike."""
-    ids = tokenizer.encode(PROBE)
-    if tokenizer.decode(ids) != PROBE:
-        return False
-    if tokenizer.byte_lengths()[ids].sum() != len(PROBE.encode("utf-8")):
-        return False
-    pieces = re.split(r"(?<=[^\W_])(?=[ \t\r\n])", PROBE)
-    in_pieces = np.concatenate([tokenizer.encode(piece) for piece in pieces])
-    return np.array_equal(ids, in_pieces)
+def what_is_left_out(theirs):
+    """What a tokenizer of transformers has that ours have not, in words."""
+    found = []
+    if theirs.chat_template:
+        found.append("chat template")
+    if theirs.pad_token not in (None, theirs.eos_token):
+        found.append(f"pad token {theirs.pad_token}")
+    if theirs.bos_token != theirs.eos_token:
+        found.append(f"bos token {theirs.bos_token}")
+    return found
+
+
+def find_change(tokenizer, text, ids, byte_lengths):
+    """Where a text is not what its tokens `ids` stand for: None, or (character, in words)."""
+    decoded = tokenizer.decode(ids)
+    if decoded != text:
+        place = len(os.path.commonprefix([text, decoded]))
+        excerpt = slice(max(place - 10, 0), place + 20)
+        return place, f"{text[excerpt]!r} comes back as {decoded[excerpt]!r}"
+    n_bytes = len(text.encode("utf-8"))
+    if byte_lengths[ids].sum() != n_bytes:  # as of sentencepiece's tokens: evaluate.py counts them
+        return 0, f"the tokens of {text[:30]!r} are not those of a byte-level tokenizer"
+    return None
 
 
 def is_gpt2(tokenizer):

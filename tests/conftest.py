@@ -53,20 +53,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in ("test_lowered.py", "test_smoke.py", "test_fake_cuda.py"))
 
 
-def pytest_runtest_logreport(report):
-    """Tell `python -m ladder try` how a test ended: a line of JSON in the file LADDER_TRY_RESULTS."""
-    results = os.environ.get("LADDER_TRY_RESULTS")
-    if results and (report.when == "call" or not report.passed):
-        crash = getattr(report.longrepr, "reprcrash", None)
-        reason = crash.message if crash else str(report.longrepr or "")
-        if reason.startswith("SystemExit"):  # of argparse, which has written why
-            reason = (report.capstderr.strip() or reason).splitlines()[-1]
-        first, *more = reason.removeprefix("AssertionError: ").split("\n")
-        reason = " ".join([first, *(line for line in more if line.startswith(("assert ", "Greatest absolute")))])
-        with open(results, "a", encoding="utf-8") as file:
-            file.write(json.dumps([report.location[2].partition("[")[0], report.outcome, reason[:200]]) + "\n")
-
-
 # ---- rungs -----------------------------------------------------------------------------------------------------------
 
 def load_module(path):

@@ -1,8 +1,6 @@
 """convert.py and sample.py: the same model in transformers' hands, there and back; its text."""
 import io
 import json
-import logging
-import runpy
 import shutil
 import sys
 from types import SimpleNamespace
@@ -87,7 +85,7 @@ def refusals(convert, sample, tmp_path):
 @pytest.fixture
 def numbers(monkeypatch):
     """Let sample.py print token ids: most tokens are no bytes."""
-    monkeypatch.setattr(vocabulary.Tokenizer, "decode", lambda self, ids: "".join(f"{i} " for i in ids))
+    monkeypatch.setattr(vocabulary.Bytes, "decode", lambda self, ids: "".join(f"{i} " for i in ids))
 
 
 def changed(path, target, **changes):
@@ -209,8 +207,21 @@ def test_weights_and_configuration_that_disagree(convert, gpt2, refusals, tmp_pa
 
     edit_json(gpt2 / "config.json", n_layer=1)
     assert all("its configuration has no place for its " in line for line in refusals(gpt2))
-    edit_json(gpt2 / "config.json", n_layer=2)
+    edit_json(gpt2 / "config.json", n_layer=2, vocab_size=300)
+    assert all("wte.weight is (257, 64), its config.json says (300, 64)" in line for line in refusals(gpt2))
+    edit_json(gpt2 / "config.json", vocab_size=257.0)
+    assert all("config.json: TypeError: Field 'vocab_size' expected int" in line for line in refusals(gpt2))
+    edit_json(gpt2 / "config.json", vocab_size=257)
+    (gpt2 / "adapter_config.json").write_text("{}")
+    assert all("a LoRA adapter: merge it" in line for line in refusals(gpt2))
+    (gpt2 / "adapter_config.json").unlink()
+    (gpt2 / "config.json").rename(gpt2 / "kept")
+    (gpt2 / "config.json").write_text("{")
+    assert all("cannot be loaded (" in line and "config.json" in line for line in refusals(gpt2))
+    (gpt2 / "kept").rename(gpt2 / "config.json")
     weights = load_file(gpt2 / "model.safetensors")
+    save_file(weights | {"transformer.h.1.ln_1.bias": torch.full([64], torch.nan)}, gpt2 / "model.safetensors")
+    assert all(f"error: {gpt2}: transformer.h.1.ln_1.bias has NaN" in line for line in refusals(gpt2))
     weights["lm_head.weight"] = torch.randn(257, 64)
     save_file(weights, gpt2 / "model.safetensors", {"format": "pt"})
     for tied in (False, True):
@@ -309,6 +320,25 @@ def test_of_a_folders_generation_config_only_the_ends_of_a_text_are_taken(gpt2, 
     assert texts(eos_token_id=[256, ids[12]])[0] == tokenizer.decode(shorter) + "\n"
 
 
+def test_special_tokens_in_a_prompt(sample):
+    """Each is one token, unlike in a training text; without any, or with none known, the prompt is ordinary text."""
+    chat = vocabulary.trained(["one two " * 9], 270).tokenizer
+    chat.add_special_tokens(["<|im|>", "<|im|>2"])
+    tokenizer, encode_prompt = vocabulary.Tokenizer("chat", chat.to_str(), 0), sample.module.encode_prompt
+    one, two = tokenizer.encode("one").tolist(), tokenizer.encode(" two").tolist()
+    ids = [*tokenizer.special_tokens.values()]
+    assert len(ids) == 3 and encode_prompt(tokenizer, "<|im|>one<|im|>2 two<|endoftext|>") == [
+        tokenizer.special_tokens["<|im|>"], *one, tokenizer.special_tokens["<|im|>2"], *two, 0]
+    tokenizer.special_tokens = {}
+    assert encode_prompt(tokenizer, "one two") == one + two and encode_prompt(BYTES, "<|endoftext|>") == [256]
+
+
+def test_what_a_file_has_no_place_for_is_said(gpt2, convert, tmp_path, capsys):
+    edit_json(gpt2 / "tokenizer_config.json", chat_template="{{ messages }}", bos_token=None, pad_token="!")
+    convert.main([str(gpt2), str(tmp_path / "model.pt")])
+    assert "gpt2: left out: chat template, pad token !, bos token None; " in capsys.readouterr().err
+
+
 def test_how_long_prompt_and_text_may_be(saved, sample, capsys):
     """The longest sequence cuts the prompt at its front; beyond the training's -T text is worse."""
     fit_prompt = sample.module.fit_prompt
@@ -321,18 +351,9 @@ def test_how_long_prompt_and_text_may_be(saved, sample, capsys):
         assert ("sequences of 32 tokens" in capsys.readouterr().err) is warned
 
 
-def test_as_a_program(saved, monkeypatch, capsys):
-    flags = "--prompt ROMEO: --num-samples 2 --max-new-tokens 5 --device cpu".split()
-    monkeypatch.setattr(sys, "argv", ["sample.py", str(saved["10"]), *flags])
-    runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
-    logging.disable(logging.NOTSET)
-    output = capsys.readouterr()
-    assert output.out.startswith("--- sample 1 of 2\nROMEO:") and not output.err
-
-
 @pytest.mark.parametrize("flag, value", [
     ("--top-p", 0), ("--top-p", 1.5), ("--top-k", -1), ("--temperature", -1), ("--temperature", "nan"),
-    ("--temperature", 1e-40), ("--num-samples", 0), ("--max-new-tokens", 0)])
+    ("--temperature", 1e-40), ("--num-samples", 0), ("--max-new-tokens", 0), ("--prompt", "stray \udcff")])
 def test_values_out_of_range(flag, value, sample):
     with pytest.raises(SystemExit) as stop:
         sample("model.pt", flag, value)
@@ -358,8 +379,14 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in ("step_0000001.pt", "step_0000020.pt", "step_keep.pt"):
         shutil.copy(saved["10"], tmp_path / "checkpoints" / name)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / "lfs").mkdir()
+    for name in ("lfs/model.safetensors", "lfs.pt"):
+        (tmp_path / name).write_text(pointer)
+    save_file({"weight": torch.ones(2)}, tmp_path / "only.safetensors")
     for name, reason in [
-        ("nowhere.pt", "no such file"), ("nowhere", "no such file or folder"), ("text.pt", "damaged"),
+        ("lfs.pt", "git lfs pull"), ("only.safetensors", "give the folder"), ("nowhere.pt", "no such file"),
+        ("nowhere", "no such file or folder"), ("text.pt", "damaged"),
         ("flipped.pt", "damaged"), ("foreign.pt", "it has no 'script'"), ("attack.pt", "damaged"),
         ("tokenizer.pt", "mine is damaged"), ("nan.pt", "transformer.h.1.ln_1.bias has NaN"),
         ("sharded", "--save FILE"), ("sharded/step_0000001", "--save FILE"),
@@ -369,6 +396,8 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
             assert line.startswith(f"error: {tmp_path / name}: ") and "; " in line
             assert reason in line and "\n" not in line and "weights_only" not in line
     assert not (tmp_path / "attacked").exists()
+    for line in refusals(tmp_path / "lfs"):
+        assert line.startswith(f"error: {tmp_path}/lfs/model.safetensors: ") and "git lfs pull" in line
 
 
 @pytest.mark.parametrize("script", ["this.py", "../baseline.py", "sample.py", "beyond/x.py"])
@@ -414,18 +443,10 @@ def test_a_tokenizer_larger_than_its_model(gpt2, refusals):
 
 
 def test_a_text_that_the_output_s_encoding_lacks(saved):
-    """On Windows a file takes cp1252."""
+    """On Windows a file takes cp1252. As a program, which prints nothing else."""
     run = run_command(sys.executable, ROOT / "sample.py", saved["10"], "--prompt", "日本", "--max-new-tokens", 2,
-                      "--device", "cpu", PYTHONIOENCODING="cp1252")
-    assert run.returncode == 0 and "??" in run.stdout, run.stderr
-
-
-def test_a_folder_s_nan(gpt2, refusals):
-    weights = load_file(gpt2 / "model.safetensors")
-    weights["transformer.h.1.ln_1.bias"][7] = torch.nan
-    save_file(weights, gpt2 / "model.safetensors", {"format": "pt"})
-    for line in refusals(gpt2):
-        assert line.startswith(f"error: {gpt2}: transformer.h.1.ln_1.bias has NaN")
+                      "--num-samples", 2, "--device", "cpu", PYTHONIOENCODING="cp1252")
+    assert run.stdout.startswith("--- sample 1 of 2\n??") and not run.stderr
 
 
 def test_a_published_model_in_16_bits_becomes_float32(gpt2, convert, sample, tmp_path):
@@ -459,17 +480,3 @@ def test_the_device_is_the_accelerator_if_there_is_one(saved, sample, monkeypatc
         assert sample.module.parse_args(["model.pt"]).device == device
     with pytest.raises(SystemExit, match="^error: --device abacus: .*; try --device cpu"):
         sample.module.load_model(str(saved["10"]), "abacus")
-
-
-def test_what_sample_does_unless_told_otherwise():
-    """A text of 200 tokens, always the same, less random than the model."""
-    flags = vars(load_module(ROOT / "sample.py").parse_args(["model.pt"]))
-    del flags["device"]
-    assert flags == {"model": "model.pt", "prompt": "", "num_samples": 1, "max_new_tokens": 200, "temperature": 0.8,
-                     "top_k": 0, "top_p": 1.0, "seed": 1337}
-
-
-def test_why_a_configuration_cannot_be_loaded(gpt2, convert, tmp_path):
-    (gpt2 / "config.json").write_text("{")
-    with pytest.raises(SystemExit, match=r"cannot be loaded \(.*config\.json"):
-        convert.main([str(gpt2), str(tmp_path / "model.pt")])

@@ -1,4 +1,5 @@
 """data/prepare.py on real corpora: folders, .jsonl, .parquet, datasets; its tokens, its memory."""
+import gzip
 import hashlib
 import json
 import os
@@ -38,14 +39,6 @@ def write_jsonl(path, texts, field="text"):
 def write_parquet(path, texts, field="text", **layout):
     table = pyarrow.table({"id": range(len(texts)), field: texts})
     pyarrow.parquet.write_table(table, path, **layout)
-
-
-def test_the_fields_of_a_parquet_file_that_hold_text(tmp_path):
-    """Also as pandas writes them."""
-    table = pyarrow.table({"id": [1], "body": ["x"], "content": pyarrow.array(["x"], pyarrow.large_string())})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(SystemExit, match="'text'.*choose a --field, of body, content$"):
-        reading.open_parquet(tmp_path / "a.parquet", "text")
 
 
 def documents_of(tokens, tokenizer=None):
@@ -120,10 +113,14 @@ def test_a_hugging_face_dataset(split, documents, dataset, tmp_path):
 
 def test_a_dataset_asked_wrongly(dataset, tmp_path):
     """`datasets` reads one kind of files, and would make each line of a .txt a document."""
-    (tmp_path / "texts").mkdir()
+    for folder in ("texts", "cut"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one\ntwo\n")
+    records = "".join(json.dumps({"text": os.urandom(99).hex()}) + "\n" for _ in range(999))
+    (tmp_path / "cut" / "a.jsonl.gz").write_bytes(gzip.compress(records.encode())[:-999])
     for words, reason in [("--split nowhere", "nowhere"), ("--name nobody", "nobody"), ("--field body", "'body'"),
-                          ("--hf nobody/nothing", "nobody/nothing: .*Hub"), ("--hf texts", "texts: .*.txt files")]:
+                          ("--hf cut", "cut: document .*EOFError"), ("--hf nobody/nothing", "nobody/nothing: .*Hub"),
+                          ("--hf texts", "texts: .*.txt files")]:
         with pytest.raises(SystemExit, match=f"error: --hf .*{reason}.*; [cg]"):
             dataset.main(["--hf", "dataset", "--out", "out", *words.split()])
         assert not Path("out").exists() and not Path("out.partial").exists()
@@ -234,8 +231,12 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     assert run.returncode == 0 and float(run.stdout.splitlines()[-1]) < 95, run.stderr
 
 
-def test_a_parquet_row_that_is_no_text_is_named(tmp_path):
-    """A null is an empty text."""
+def test_parquet_rows_and_fields_that_are_no_text(tmp_path):
+    """A null is an empty text; pandas writes large strings."""
     write_parquet(tmp_path / "a.parquet", [None, None, 3])
     with pytest.raises(SystemExit, match="^error: .*a.parquet: row 3: field 'text' does not hold a text; "):
         list(reading.read_parquet(tmp_path / "a.parquet", "text"))
+    table = pyarrow.table({"id": [1], "body": ["x"], "content": pyarrow.array(["x"], pyarrow.large_string())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(SystemExit, match="'text'.*choose a --field, of body, content$"):
+        reading.open_parquet(tmp_path / "a.parquet", "text")

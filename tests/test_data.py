@@ -1,4 +1,5 @@
 """data/prepare.py: the default text, what it refuses, token files that are whole or absent."""
+import errno
 import gzip
 import hashlib
 import io
@@ -103,21 +104,18 @@ def test_offline_the_scripts_still_run(tmp_path):
     assert "# data: python_topics (gpt2-bytes tokens)" in (tmp_path / "logs" / f"{script.stem}.log").read_text()
 
 
-def test_another_text_called_like_the_default_one_is_not_replaced(prepare):
-    write("tiny_shakespeare/a.txt", "my own text")
-    write("new.txt", "some new text")
-    prepare.main(["--text", "tiny_shakespeare", "--tokenizer", "bytes", "--out", "out"])
-    assert "would be lost" in refusal(prepare, "--text", "new.txt", "--tokenizer", "bytes", "--out", "out")
-
-
 def test_only_a_default_text_is_replaced(prepare):
+    """Not one that is only called so."""
     write("my.txt", "my own text")
+    write("tiny_shakespeare/a.txt", "my own text")
     prepare.main(["--tokenizer", "bytes", "--out", "out"])
     prepare.main(["--text", "my.txt", "--tokenizer", "bytes", "--out", "out"])
     for flags in ("--text my.txt --tokenizer bytes", "--text new.txt", "", "--tokenizer bytes"):
         write("new.txt", "some new text")
         said = refusal(prepare, *flags.split(), "--out", "out")
         assert "--out" in said and "holds my.txt (bytes tokens), which would be lost" in said
+    prepare.main(["--text", "tiny_shakespeare", "--tokenizer", "bytes", "--out", "two"])
+    assert "would be lost" in refusal(prepare, "--text", "new.txt", "--tokenizer", "bytes", "--out", "two")
 
 
 def test_the_default_text_again(prepare):
@@ -149,8 +147,8 @@ def test_tiny_shakespeare_has_338025_tokens(tmp_path):
     """As a program."""
     text = Path(os.environ["TINY_SHAKESPEARE"]).resolve()
     out = tmp_path / "naïve"
-    run = run_command(sys.executable, PREPARE, "--text", text, "--out", out)
-    assert run.returncode == 0 and "naïve: tiny_shakespeare (gpt2 tokens)" in run.stdout, run.stderr
+    run = run_command(sys.executable, PREPARE, "--text", text, "--out", out, PYTHONIOENCODING="ascii")
+    assert run.returncode == 0 and "na?ve: tiny_shakespeare (gpt2 tokens)" in run.stdout, run.stderr
     assert (len(tokens_in(out)), len(tokens_in(out, "val"))) == (338_025, 338_025 - 304_222)
     assert vocabulary.GPT2().decode(tokens_in(out)).encode() == text.read_bytes()
 
@@ -188,6 +186,8 @@ GOOD = b'{"text": "good"}\n'
     ("a.txt", gzip.compress(b"text", mtime=0), "a.txt: a gzip file"),
     ("a.jsonl", b"\x28\xb5\x2f\xfd text", "a.jsonl: a zstd"),
     ("a.jsonl", GOOD + b'\n{"text": "cut', "a.jsonl: line 3 is not JSON"),
+    ("a.jsonl", GOOD + b'{"n": ' + b"1" * 5000 + b"}", "a.jsonl: line 2 is not JSON .*digits"),
+    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a.parquet: .*git lfs pull"),
     ("a.jsonl", GOOD + b'{"body": "", "n": 1}\n', "line 2: .*'text'.*choose a --field, of body$"),
     ("a.jsonl", b'["x"]\n', "line 1: .*no field"), ("a.jsonl", b'{"text": 0}\n', "line 1: .*no field"),
     ("a.parquet", b"PAR1 no parquet", "a.parquet: not a .parquet file"), ("a.pdf", b"%PDF", "0 tokens")])
@@ -231,6 +231,19 @@ def test_a_stopped_preparation_leaves_the_old_files(error, said, prepare):
     prepare.main(["--text", "new", "--out", "tokens"])
     assert text_in("tokens") == new
     assert sorted(os.listdir()) == ["new", "tokens"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_where_files_cannot_be_locked(number, prepare, monkeypatch):
+    """Network drives: it does not wait for a lock that nobody holds."""
+    def flock(*args):
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    prepare.main(["--out", "tokens"])
+    assert text_in("tokens") == CONTENT.decode() and os.listdir() == ["tokens"]
 
 
 def test_a_second_preparation_waits_for_the_first_and_uses_its_tokens(prepare, monkeypatch):

@@ -1,4 +1,5 @@
 """evaluate.py: a model's numbers on val.bin, against closed forms and others' losses."""
+import io
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from conftest import ROOT, edit_json, known_flags, load_module, rung, tokens_of, train, train_in_float32, val_losses
 from torch.nn import functional as F
@@ -180,6 +182,13 @@ def test_other_tokens_of_the_same_text(evaluate):
             assert evaluate.encode_again(encode(theirs), theirs, ours).tolist() == encode(ours).tolist()
 
 
+def test_a_model_s_tokenizer_that_changes_the_text_is_named(evaluate, capsys):
+    lossy = tokenizers.Tokenizer.from_str(BPE.json)
+    lossy.normalizer = tokenizers.normalizers.Lowercase()
+    evaluate.encode_again(encode(BYTES), BYTES, vocabulary.Tokenizer("lossy", lossy.to_str(), BPE.end_of_text))
+    assert "changes the text ('To be, or not to be:" in capsys.readouterr().err
+
+
 def test_a_long_text_is_encoded_in_pieces(evaluate, real_text):
     """With the tokens that the whole text has."""
     tokenizer = vocabulary.trained(iter([real_text[:20_000]]), 500)
@@ -218,8 +227,8 @@ def test_what_is_refused(evaluate, folders, tmp_path):
             evaluate.main(["model", flag, "0"])
 
 
-def test_as_a_program(evaluate, folders, monkeypatch, capsys):
-    """Also where the memory does not suffice."""
+def test_as_a_program(evaluate, folders, tmp_path, monkeypatch):
+    """Also where stdout cannot encode a name, or the memory does not suffice."""
     def program():
         runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
 
@@ -227,9 +236,13 @@ def test_as_a_program(evaluate, folders, monkeypatch, capsys):
         raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "model", "--data", "data", "--device", "cpu"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    edit_json(tmp_path / "data/meta.json", source="дневник.txt")
     program()
+    sys.stdout.seek(0)
     assert torch.get_float32_matmul_precision() == "high"  # TF32 on CUDA
-    assert "loss: 5.5491 nats per token | perplexity: 257.00 | bits per byte: " in capsys.readouterr().out
+    assert re.search(r"val.bin \(\?{7}.txt\).*\nloss: 5.5491 nats per token \| perplexity: 257.00 \| bits per byte: ",
+                     sys.stdout.read())
     monkeypatch.setattr(F, "cross_entropy", out_of_memory)
     with pytest.raises(SystemExit, match="^error: out of memory; .*--batch-size"):
         program()

@@ -701,6 +701,15 @@ def test_20_pairs_and_angles_are_those_of_the_text(attended):
         torch.testing.assert_close(pairs, turned, rtol=1e-3, atol=1e-3 * pairs.abs().max().item())
 
 
+@torch.no_grad()
+def test_20_what_is_averaged_is_the_same_everywhere():
+    """One token at all positions: an average of equal vectors is that vector. What else has been turned?"""
+    model = tiny("20")
+    draw_anew(model)
+    logits = model(ids(1, 1).expand(1, 64))
+    torch.testing.assert_close(logits, logits[:, :1].expand_as(logits), rtol=1e-3, atol=1e-3)
+
+
 def test_20_no_weight_belongs_to_a_position():
     """What did the table of positions do that the rotation does now?"""
     assert [name for name, weight in tiny("20").state_dict().items() if 1024 in weight.shape] == []

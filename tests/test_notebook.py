@@ -9,6 +9,7 @@ import nbformat
 import pytest
 from conftest import ROOT, run_command
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 from ladder.__main__ import parse_args
 from ladder.rungs.choose import parse_rungs
@@ -23,7 +24,7 @@ def notebook():
 def run_notebook(notebook, folder):
     """Run it in `folder`; returns what its cells printed. Here a shell command that fails raises, too."""
     for cell in notebook.cells:
-        cell.source = re.sub(r"(?m)^( *)!.+$", r"\g<0>\n\1assert not _exit_code, _exit_code", cell.source)
+        cell.source = re.sub(r"(?ms)^( *)!.+?(?<!\\)$", r"\g<0>\n\1assert not _exit_code, _exit_code", cell.source)
     NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
@@ -56,6 +57,29 @@ def colab(monkeypatch):
         monkeypatch.setenv("KMP_TARGET_PORT", str(server.server_port))
         yield
         server.shutdown()
+
+
+@pytest.mark.slow
+def test_a_second_text_of_one_s_own_is_not_silently_the_first(notebook, byte_tokens, tmp_path, monkeypatch):
+    """Nor is one that is not there; and no file that somebody has uploaded is lost."""
+    (tmp_path / "data").mkdir()
+    shutil.copytree(byte_tokens, tmp_path / "data" / "notebook")
+    for name in ("beyond", "sample.py", "evaluate.py", "data/prepare.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "mine.txt").write_text("To be, or not to be? " * 99)
+    monkeypatch.setenv("LADDER_RECIPE", "--model 1x2x32 -B 1 -T 64 --steps 2 --val-every 2 --device cpu "
+                                        "--compile-mode none")
+    notebook.cells = [cell for cell in notebook.cells if cell.id == "code-own"]
+    source = f"import os\n{notebook.cells[0].source}"
+    notebook.cells[0].source = source.replace('TEXT = ""', 'TEXT = "--text mine.txt"')
+    printed = run_notebook(notebook, tmp_path)
+    assert "mine.txt (bytes tokens)" in printed and "val.bin (mine.txt): " in printed
+    assert (tmp_path / "mine.txt").read_text().startswith("To be")
+    notebook.cells[0].source = source.replace('TEXT = ""', 'TEXT = "--text nowhere.txt"')
+    with pytest.raises(CellExecutionError):
+        run_notebook(notebook, tmp_path)
+    assert "nowhere.txt: no such file" in str(notebook.cells[0].outputs)
+    assert "bits per byte" not in str(notebook.cells[0].outputs)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 import torch
 from conftest import ROOT, Attack, cut_in_half, data_with, edit_json, load_module, rung, save_as_from_a_gpu, tokens_in
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from data import vocabulary
 
@@ -125,35 +125,40 @@ def test_a_trained_tokenizer_fits_its_text():
     assert len(first.encode(" object")) == 1 and len(first.encode("xyz")) == 3
 
 
-def test_a_tokenizer_is_trained_on_a_share_of_every_file(prepare, tmp_path, monkeypatch):
-    """On a few bytes of each, however many files there are."""
+def test_what_a_tokenizer_is_trained_on(prepare, tmp_path, monkeypatch):
+    """A few bytes of each file, however many there are; all of a small .parquet, whose text is many times as large."""
     (tmp_path / "corpus").mkdir()
     for number in range(20):
         times = 4 if number == 7 else 1
         (tmp_path / "corpus" / f"{number}.txt").write_text(chr(65 + number) * 500 * times)
-    monkeypatch.setattr(prepare, "TRAINING_BYTES", 1150)
-    given, trained = [], vocabulary.trained
-    monkeypatch.setattr(vocabulary, "trained", lambda texts, size: given.extend(texts) or trained(texts, size))
-    prepare.main(["--text", "corpus", "--train-tokenizer", "300", "--out", "out"])
-    shares = [chr(65 + number) * (200 if number == 7 else 50) for number in range(20)]
-    assert sorted(given) == shares
-
-
-def test_a_tokenizer_is_trained_on_all_of_a_small_parquet_file(prepare, monkeypatch):
-    """Whose text is many times as large as the file."""
     documents = [f"{i} " * 2000 for i in range(50)]
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), "a.parquet", compression="zstd")
     given, trained = [], vocabulary.trained
     monkeypatch.setattr(vocabulary, "trained", lambda texts, size: given.extend(texts) or trained(texts, size))
-    prepare.main(["--text", "a.parquet", "--train-tokenizer", "300", "--out", "out"])
+    prepare.main(["--text", "a.parquet", "--train-tokenizer", "300", "--out", "one"])
     assert "".join(given) == "".join(documents)
+    given.clear()
+    monkeypatch.setattr(prepare, "TRAINING_BYTES", 1150)
+    prepare.main(["--text", "corpus", "--train-tokenizer", "300", "--out", "two"])
+    assert sorted(given) == [chr(65 + number) * (200 if number == 7 else 50) for number in range(20)]
 
 
-def test_an_added_token_counts_its_bytes():
-    tokenizer = vocabulary.trained(["some text"], 300).tokenizer
-    tokenizer.add_tokens(["é"])
-    lengths = vocabulary.Tokenizer("x", tokenizer.to_str(), 0).byte_lengths()
-    assert lengths[tokenizer.token_to_id("é")] == 2
+def test_the_file_is_what_counts(prepare, tmp_path):
+    """Not the class that transformers picks; and what cuts, fills or adds tokens in training is off."""
+    trained = vocabulary.trained([TEXT], 300).tokenizer
+    trained.add_tokens(["object"])
+    trained.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    expected = trained.encode(TEXT).ids
+    trained.post_processor = processors.TemplateProcessing(single=f"{END} $A {END}", special_tokens=[(END, 0)])
+    trained.enable_truncation(8)
+    trained.enable_padding(length=4000)
+    hugging_face_folder(tmp_path / "theirs", trained)
+    edit_json(tmp_path / "theirs" / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    trained.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    Path("text.jsonl").write_text(json.dumps({"text": TEXT}))
+    prepare.main(["--text", "text.jsonl", "--out", "out", "--tokenizer", "theirs"])
+    assert tokens_in("out").tolist() == expected == vocabulary.of_ours(Path("out")).encode(TEXT).tolist()
 
 
 BYTE_TOKENS = {f"<0x{b:02X}>": b for b in range(256)}
@@ -162,20 +167,55 @@ BYTE_FALLBACK = {  # as Llama's; here "▁" is one byte, not three
     "normalizer": normalizers.Replace(" ", "▁"),
     "decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])}
 METASPACE = {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}
+BYTE_CHARACTERS = {chr(i): i for i in range(300) if chr(i) != "Ã"}  # which stands for one byte of most umlauts
+NOT_ALL_BYTES = {
+    "model": models.BPE(vocab=BYTE_CHARACTERS | {END: 300}, merges=[]), "decoder": decoders.ByteLevel(),
+    "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False)}
+SECOND = "Herr Müller kauft ½ Pfund"
 
 
-@pytest.mark.parametrize("changes, end, reason", [
-    (BYTE_FALLBACK, END, "give back"), (METASPACE, END, "give back"),
-    ({"normalizer": normalizers.Lowercase()}, END, "give back"),
-    ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, END, "give back"),  # to each piece
-    ({}, None, "eos_token"), ({"model": models.BPE()}, END, "fewer than 257 tokens")])
-def test_tokenizers_that_do_not_suit(changes, end, reason, prepare, tmp_path):
+@pytest.mark.parametrize("changes, place, excerpt", [
+    (BYTE_FALLBACK, "document 1, character 0", "byte-level"), (METASPACE, "document 1, character 3", "as 'One'"),
+    (NOT_ALL_BYTES, "document 2, character 6", "as 'Herr M\ufffdller"),
+    ({"normalizer": normalizers.Lowercase()}, "document 1, character 0", "'One"),
+    ({"normalizer": normalizers.NFKC()}, "document 2, character 18", "1⁄2 Pfund'"),
+    ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, "document 1, character 0", "' One"),
+    ({"added": ["Müller"]}, "document 2, character 6", "M\ufffdller"),
+    ({"added": [AddedToken("kauft", lstrip=True)]}, "document 2, character 11", "Müllerkauft"),
+    ({"added": [AddedToken("kauft", rstrip=True)]}, "document 2, character 17", "kauft½")])
+def test_a_tokenizer_that_changes_the_text(changes, place, excerpt, prepare, tmp_path):
+    """Its first change is named with its place, whatever its kind."""
     tokenizer = vocabulary.trained([], 257).tokenizer
     if "model" in changes:
-        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer = tokenizers.Tokenizer(changes["model"])
     for name, part in changes.items():
-        setattr(tokenizer, name, part)
+        tokenizer.add_tokens(part) if name == "added" else setattr(tokenizer, name, part)
+    hugging_face_folder(tmp_path / "theirs", tokenizer)
+    Path("text").write_text(f"One\n{END}{SECOND}")
+    with pytest.raises(SystemExit, match=f"^error: text: {place}[^\n]*{excerpt}[^\n]*; give a --tokenizer "):
+        prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
+    assert not Path("out").exists()
+
+
+def test_a_change_far_into_a_document_is_found(prepare, monkeypatch):
+    """GPT-2's own path, too; the place counts from the document's beginning, not the piece's."""
+    class Tokenizer(vocabulary.Bytes):
+        def encode(self, text):
+            return super().encode(text.replace("STOP", "HALT"))
+
+    prepare.load_tokenizer = lambda name: Tokenizer("gpt2-bytes")
+    Path("text").write_text("one" + END + "a word " * 7000 + "STOP")
+    with pytest.raises(SystemExit, match="^error: text: document 2, character 49,000: .*word STOP.*word HALT"):
+        prepare.main(["--text", "text", "--out", "out"])
+
+
+@pytest.mark.parametrize("model, end, reason", [
+    (None, None, "no end-of-text token"), (None, "<end>", "eos_token <end> is not in its tokenizer.json"),
+    (models.BPE(), END, "fewer than 257 tokens")])
+def test_tokenizers_that_do_not_suit(model, end, reason, prepare, tmp_path):
+    tokenizer = tokenizers.Tokenizer(model) if model else vocabulary.trained([], 257).tokenizer
     hugging_face_folder(tmp_path / "theirs", tokenizer, end)
+    tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))  # without what transformers has added
     with pytest.raises(SystemExit, match=f"^error: --tokenizer theirs: .*{reason}.*; give "):
         prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
 

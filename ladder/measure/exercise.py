@@ -5,41 +5,34 @@ needs torch is imported only after them: a reader sees the first red test some s
 """
 import ast
 import importlib.util
-import json
 import math
+import multiprocessing
 import os
-import re
 import shutil
 import statistics
-import subprocess
 import sys
-import time
+import tempfile
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
 
 from ladder.errors import UserError
 from ladder.files import new_folder
 from ladder.rungs.choose import find_rung
 from ladder.rungs.lessons import diff_hunks, print_hunks, split_docstring
-from ladder.rungs.list import ROOT
+from ladder.rungs.list import ROOT, load_script
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
 from ladder.show.logs import read_log
 from ladder.show.terminal import COUNT
 
 TESTS = ROOT / "tests" / "test_exercises.py"
-SHORT = ["--model", "tiny", "-T", "128", "--steps", "30"]  # of the runs side by side, unless flags say otherwise
+SHORT = ["--model", "tiny", "-T", "128", "--steps"]  # of the runs side by side, unless flags say otherwise
 SAME = {"total_batch": ["-B", "4", "--total-batch", "1024"], "muon_lr": ["--muon-lr", "2e-3"],
         "kv_heads": ["--kv-heads", "1"]}  # what both get, since an exercise does not name our defaults
 ROUNDS = 3
-START = """
-import json, os, sys
-from pathlib import Path
-from types import SimpleNamespace
-from ladder.rungs.list import load_script
-sys.path.insert(0, os.path.dirname(sys.argv[1]))  # as for a script that is run
-script = load_script(SimpleNamespace(name="tried", path=Path(sys.argv[1])))
-script.train
-print("\\n" + json.dumps(sorted(vars(script.parse_args([])))))
-"""
+SECONDS = 60  # for a script's import, and for each test
 
 
 def exercise_of(rung):
@@ -55,57 +48,122 @@ def exercise_of(rung):
     return found
 
 
+def follow(each, function, *args):
+    """Call function(results, *args) in a process of its own, and each(*message) on what it sends; how that ended."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=function, args=(theirs, *args))
+    child.start()
+    theirs.close()
+    try:
+        while ours.poll(SECONDS):
+            each(*ours.recv())
+        return f"no end within {SECONDS} s"
+    except EOFError:
+        child.join()
+        return f"its process ended (exit code {child.exitcode})"
+    finally:
+        if child.is_alive():  # also after Ctrl-C
+            from ladder.measure.jobs import stop
+
+            stop(psutil.Process(child.pid))
+
+
+def write_to(path):
+    """Let this process write to a file in place of the terminal, and nothing beside the scripts that it imports."""
+    output = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.dont_write_bytecode = True
+
+
+def start(results, file):
+    """In a process of its own: import a script, and send its flags, or None and why it does not start."""
+    write_to(os.devnull)
+    sys.path.insert(0, os.path.dirname(file))  # as for a script that is run
+    try:
+        script = load_script(SimpleNamespace(name="tried", path=Path(file)))
+        known = sorted(vars(script.parse_args([])))
+        results.send((known, f"train: {script.train}"))
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [f"line {frame.lineno}: " for frame in frames if frame.filename == file][-1:]
+        results.send((None, "".join([*where, *traceback.format_exception_only(error)]).strip()))
+
+
 def check_file(file):
     """(the source, the flags) of a script. Raises UserError where it is none, does not compile or does not start."""
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"{file}: no such script; give a copy of the rung before, as a .py file")
     try:
-        source = file.read_text(encoding="utf-8")
+        source = file.read_text(encoding="utf-8-sig")
+        if "\0" in source:
+            raise ValueError
         compile(source, file, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        where = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
-        raise UserError(f"{file}: {where}{error.args[0]}; correct it, and try again") from None
-    try:
-        child = subprocess.run([sys.executable, "-c", START, file.resolve()], cwd=ROOT, capture_output=True, text=True,
-                               timeout=120, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{file}: its import does not end; train only under `if __name__ == \"__main__\"`") from None
-    if child.returncode:
-        reason = (child.stderr.strip() or f"exit code {child.returncode}").splitlines()[-1]
-        lines = re.findall(rf'File "{re.escape(str(file.resolve()))}", line (\d+)', child.stderr)
-        where = f"line {lines[-1]}: " if lines else ""
-        raise UserError(f"{file}: does not start: {where}{reason}; correct it, and try again")
-    return source, json.loads(child.stdout.splitlines()[-1])
+    except SyntaxError as error:
+        raise UserError(f"{file}: line {error.lineno}: {error.msg}; correct it, and try again") from None
+    except ValueError:
+        raise UserError(f"{file}: not a text in UTF-8, perhaps in UTF-16; save it as UTF-8") from None
+    sent = []
+    how = follow(lambda *message: sent.append(message), start, str(file.resolve()))
+    known, reason = sent[0] if sent else (None, f"its import: {how}")
+    if known is None:
+        raise UserError(f"{file}: does not start: {reason}; correct it, and try again")
+    return source, known
+
+
+class Reporter:
+    """A plugin of pytest: sends which test begins, and how it ended, also for each of a test's parameters."""
+
+    def __init__(self, results):
+        self.results = results
+
+    def pytest_runtest_logstart(self, location):
+        self.results.send((location[2].partition("[")[0], "begun", ""))
+
+    def pytest_runtest_logreport(self, report):
+        if report.when != "call" and report.passed:
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = crash.message if crash else str(report.longrepr or "")
+        if reason.startswith("SystemExit"):  # of argparse, which has written why
+            reason = (report.capstderr.strip() or reason).splitlines()[-1]
+        first, *more = reason.removeprefix("AssertionError: ").split("\n")
+        reason = " ".join([first, *(line for line in more if line.startswith(("assert ", "Greatest absolute")))])
+        self.results.send((report.location[2].partition("[")[0], report.outcome, reason[:200]))
+
+
+def run_pytest(results, label, file, folder):
+    """In a process of its own: run a rung's tests with a file in its place; what pytest writes goes to tests.txt."""
+    import pytest
+
+    write_to(folder / "tests.txt")
+    os.environ.update(LADDER_TRY=f"{label}={file}", PYTHONDONTWRITEBYTECODE="1")
+    os.chdir(ROOT)
+    code = pytest.main([str(TESTS), "-k", f"test_{label.zfill(2)}_", "-vv", "-o", "addopts=", "-p", "no:cacheprovider",
+                        "--basetemp", str(folder / "tmp")], plugins=[Reporter(results)])
+    results.send(("", "ended", int(code)))
 
 
 def run_tests(rung, file, folder, each):
-    """Run a rung's tests on a file: each(test, outcome, reason) as they end, also for each of a test's parameters."""
-    results, output, number = folder / "results.jsonl", folder / "tests.txt", rung.label.zfill(2)
-    results.touch()
-    env = os.environ | {"LADDER_TRY": f"{rung.label}={file.resolve()}", "LADDER_TRY_RESULTS": str(results.resolve()),
-                        "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", TESTS, "-k", f"test_{number}_", "-vv", "-o", "addopts=",
-               "-p", "no:cacheprovider", "--basetemp", (folder / "tmp").resolve()]
-    ended, n_results = False, 0
-    with open(output, "w") as log, open(results, encoding="utf-8") as lines:
-        child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            while not ended:
-                ended = child.poll() is not None  # before the last look
-                while line := lines.readline():
-                    each(*json.loads(line))
-                    n_results += 1
-                time.sleep(0.1)
-        except BaseException:  # Ctrl-C
-            from ladder.measure.jobs import stop
+    """Run a rung's tests on a file: each(test, outcome, reason) as they end. Why that does not count; "" if it does."""
+    last = [("", "", "")]
 
-            stop(child)
-            raise
-        finally:
-            shutil.rmtree(folder / "tmp", ignore_errors=True)
-    if n_results == 0:
-        last = re.findall(r"(?m)^E +(.+)$", output.read_text()) or [f"exit code {child.returncode}"]
-        raise UserError(f"pytest: {last[-1]}; see {output}, or pip install -r requirements-dev.txt")
+    def see(test, outcome, reason):
+        last[:] = [(test, outcome, reason)]
+        if outcome not in ("begun", "ended"):
+            each(test, outcome, reason)
+
+    try:
+        how = follow(see, run_pytest, rung.label, file.resolve(), folder.resolve())
+    finally:
+        shutil.rmtree(folder / "tmp", ignore_errors=True)
+    test, outcome, reason = last[0]
+    if outcome == "ended":
+        return f"exit code {reason}" if reason else ""
+    if outcome == "begun":
+        each(test, "failed", how)
+    return how
 
 
 def code(source):
@@ -127,9 +185,6 @@ def same_code(one, other):
 def show_diffs(rung, file, source, console):
     """What a reader has changed in the rung before, and what the rung itself changes."""
     before, ours = (one.path.read_text(encoding="utf-8") for one in (rung.start, rung))
-    if same_code(source, ours):
-        console.print(f"{file.name} is {rung.file}, line for line, but for comments.", soft_wrap=True)
-        return
     old, old_first = code(before)
     for title, text in ((f"{file.name}, against rung {rung.start.label}", source), (f"ours: {rung.file}", ours)):
         console.print(f"\n{title}", style="bold")
@@ -151,8 +206,9 @@ def run_both(rung, file, known, flags, folder, rounds, console):
     if rung.label == "5":
         flags = eager_flags([rung], flags, device, console)
     jobs = []
+    both = [("ours", rung.path), ("yours", file.resolve())]
     for number in range(1, rounds + 1):
-        for name, path in (("ours", rung.path), ("yours", file.resolve())):
+        for name, path in both if number % 2 else reversed(both):  # a machine's speed drifts
             logs, own = folder / name / f"round_{number}", flags
             if name == "yours" and "compile_mode" not in known:
                 own = split_flags(flags, "--compile-mode")[1]
@@ -212,9 +268,12 @@ def show_tests(rung, file, tests, folder, console):
             console.print(f"       found: {reason}", style="dim", soft_wrap=True)
 
     with console.status("pytest starts") as status:
-        run_tests(rung, file, folder, show)
+        how = run_tests(rung, file, folder, show)
+        if not ended or how and not failed:
+            raise UserError(f"pytest: {how or 'no test ran'}; see {folder / 'tests.txt'},"
+                            " or pip install -r requirements-dev.txt")
         for test in [test for test in tests if test not in ended]:
-            show(test, "missing", "it did not run")
+            show(test, "missing", f"it did not run: {how or 'pytest left it out'}")
     for test in [test for test in tests if test not in failed]:
         console.print(f"  ok   {sentence_of(test)}", style="green", soft_wrap=True)
     return failed
@@ -236,8 +295,10 @@ def try_file(rung, file, rounds, flags, folder, console):
         from ladder.measure.runner import settings_of
 
         settings_of(rung, flags)  # exits if they are wrong
-    flags = [*SHORT, *([] if rung.label == "5" else ["--compile-mode", "none"]), *flags]
-    folder.mkdir(parents=True)
+    steps = "30" if rung.path.parent == ROOT else "10"
+    flags = [*SHORT, steps, *([] if rung.label == "5" else ["--compile-mode", "none"]), *flags]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}_", dir=folder.parent))  # others may try in the same second
     console.print(f"Exercise {rung.label}, {rung.title}: {file} in the place of {rung.file}", style="bold",
                   soft_wrap=True)
     failed = show_tests(rung, file, tests, folder, console)
@@ -248,6 +309,9 @@ def try_file(rung, file, rounds, flags, folder, console):
                       f"when you want to see it: python -m ladder diff {rung.label}", soft_wrap=True)
     else:
         console.print(f"All {len(tests)} tests pass.", style="bold")
+    if same_code(source, rung.path.read_text(encoding="utf-8")):
+        console.print(f"{file.name} is {rung.file}, line for line, but for comments.", soft_wrap=True)
+        return 1 if failed else 0
     ran = True
     if rounds or not failed:
         ran = run_both(rung, file, known, flags, folder, rounds or ROUNDS, console)

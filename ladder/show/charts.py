@@ -1,7 +1,7 @@
-"""The data of all charts: bars and curves, for the pictures (plots.py) and for the page (page.js), which draw them.
+"""The data of all charts: bars and curves, for the pictures (plots.py) and for the page, which draw them.
 
 A bar is a dictionary: title, label (of its rung), parts (one length, or one for each kind of work), end and more (the
-text at its end), tip (lines "name: text"), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
+text at its end), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
 from ladder.count.cards import CARDS
@@ -21,12 +21,6 @@ def ms_text(ms):
     return f"{ms:,.0f}" if ms >= 200 else f"{ms:,.1f}"
 
 
-def speed_tip(row):
-    memory = f"{row.peak_memory_gb:.2f} GB" if row.peak_memory_gb else "–"
-    return [f"tokens/sec: {row.tokens_per_second or 0:,.0f}", f"ms/step: {ms_text(row.ms)}",
-            f"spread: {ms_text(row.ms_low)}–{ms_text(row.ms_high)}", f"peak memory: {memory}"]
-
-
 def speed_bars(report):
     """Tokens per second of each rung, with the ratio to the baseline and MFU."""
     for row in report.rows:
@@ -38,7 +32,7 @@ def speed_bars(report):
             more += f"  MFU {row.mfu:.0%}"
         yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.tokens_per_second],
                "low": work / row.ms_high, "high": work / row.ms_low, "end": f"{row.tokens_per_second:,.0f}",
-               "more": more, "tip": speed_tip(row)}
+               "more": more}
 
 
 def step_bars(report, floors):
@@ -65,7 +59,7 @@ def memory_bars(report):
     for row in report.rows:
         if row.peak_memory_gb:
             yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.peak_memory_gb],
-                   "end": f"{row.peak_memory_gb:.2f}", "tip": speed_tip(row)}
+                   "end": f"{row.peak_memory_gb:.2f}"}
 
 
 def profile_bars(profile):
@@ -78,16 +72,9 @@ def profile_bars(profile):
 def profile_bar(found, digits):
     rung, parts = BY_NAME[found["name"]], found["parts_ms"]
     whole, sure = sum(parts.values()), is_reliable(found)
-    end = f"{whole:,.{digits}f}"
-    tip = [f"{kind}: {ms:,.{digits}f} ms, {100 * ms / whole:.0f} %" for kind, ms in parts.items()]
-    tip.append(f"the whole step: {end} ms")
-    tip.append(f"products alone: {found['floor_ms']:,.{digits}f} ms")
-    tip.append(f"without the profiler: {found['plain_ms']:,.{digits}f} ms")
-    if not sure:
-        end += " (!)"
-        tip.append("unreliable: the two differ by more than 10 %")
+    end = f"{whole:,.{digits}f}" + ("" if sure else " (!)")
     return {"title": rung.title, "label": rung.label, "parts": list(parts.values()), "floor": found["floor_ms"],
-            "pale": not sure, "end": end, "tip": tip}
+            "pale": not sure, "end": end}
 
 
 def curves(report):

@@ -1,173 +1,121 @@
-"""`python -m ladder page`: one static file with the tree of rungs, and each lesson: text, exercise, diff and effect.
+"""The tutorial page: one static file with each lesson, its exercise, its diff, and what it did on each machine.
 
-Jinja fills `page.html.j2`, markdown-it renders the docstrings, Pygments colors the code. In the browser `page.js`
-draws the bars for the machine that the reader chooses, and uPlot the losses. Everything is inside the file, and the
-same scripts and logs make the same file, one row to a line.
+Jinja fills `page.html.j2` with what page_text.py makes of lessons, and with measurements. Nothing is fetched and
+nothing is drawn in the browser. Links to files of the repository start with "../", as docs/index.html needs them.
 """
-import ast
-import itertools
-import json
+import os
 import re
-import textwrap
+import webbrowser
 from pathlib import Path
 
 import jinja2
-from markdown_it import MarkdownIt
-from pygments import lex
-from pygments.lexers import PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
-from ladder.count.cards import CARDS, card_of
-from ladder.count.floor import floor_data
-from ladder.count.published import read_published
+from ladder.count.cards import CARDS
+from ladder.count.floor import STORED, floor_data
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.rungs.laws import first_line
-from ladder.rungs.lessons import LABEL, Line, part_paragraphs, read_lesson, split_docstring
-from ladder.rungs.list import BANNER, BY_LABEL, BY_NAME, ROOT, RUNGS
-from ladder.show.chance import BEYOND_CHANCE
-from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars
-from ladder.show.drawings import drawings
-from ladder.show.exercises import exercise_html, read_exercises, read_printed
-from ladder.show.logs import reference_folders, stage_of
-from ladder.show.report import Row, build_report, warnings
-from ladder.show.standings import IN_A_LINK, KEY, race_texts, standings
-from ladder.show.tables import HEADINGS, fastest, gain, shown_texts, where
-from ladder.show.tree import after, tree_rows
+from ladder.rungs.lessons import read_lesson
+from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
+from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
+from ladder.show.exercises import exercise_html, read_exercises
+from ladder.show.page_text import blocks_of, hunk_html, n_moved, picture, prose
+from ladder.show.logs import reference_folders
+from ladder.show.report import build_report, warnings
+from ladder.show.standings import IN_A_LINK, KEY, p_text, race_texts, with_range
+from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, loss_of, mfu_of, ms_text,
+                                shown_texts, text_of, times_before, where)
+from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
 HERE = Path(__file__).parent
-CLASSES = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m", Name.Function: "f",
-           Name.Class: "f", Name.Builtin: "b", Name.Decorator: "b"}  # the other tokens have the color of the text
+PAGE = ROOT / "docs" / "index.html"
+COUNTED_FOR = ("H100", "A100")
+LARGE = 200  # rows: a longer diff is the terminal's
+FEW_MOVED = 4  # lines that moved, from which on it helps to see them as such
 # What the page says above a lesson, with a link.
 STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)(?: and rung \w+)?\.")
-LAST_LOSS = re.compile(r"step : (\d+) \| loss: (\S+)")
-MAX_POINTS = 400  # of a loss curve; for longer runs only every second, third, ... step is drawn
 
 
-def color_line(line):
-    """A Line as HTML: spans for the syntax, <mark> for the changed words."""
-    marked = {place for first, last in line.marks for place in range(first, last)}
-    parts, start = [], 0
-    for token, value in lex(line.text, PythonLexer(stripnl=False, ensurenl=False)):
-        css = next((css for kind, css in CLASSES.items() if token in kind), None)
-        places = range(start, start + len(value.rstrip("\n")))
-        start = places.stop
-        for mark, group in itertools.groupby(places, marked.__contains__):
-            text = "".join(line.text[place] for place in group).replace("&", "&amp;").replace("<", "&lt;")
-            text = f"<span class={css}>{text}</span>" if css else text
-            parts.append(f"<mark>{text}</mark>" if mark else text)
-    return "".join(parts)
-
-
-def line_view(line):
-    """A Line for the template: (class, number, depth of indentation, HTML)."""
-    css = {"-": "del", "+": "ins", " ": ""}[line.sign]
-    return css, line.number, len(line.text) - len(line.text.lstrip()), color_line(line)
-
-
-def blocks_of(source):
-    """(name, first line, last line) of each function, class and method of a script, the outer ones first."""
-    return [(node.name, first_line(node), node.end_lineno) for node in ast.walk(ast.parse(source))
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-
-
-def hunk_view(hunk, blocks):
-    """A hunk for the template: the definitions that it changes, such as "GPT.forward", and its rows.
-
-    `blocks` are those of the script before ("-") and of this one ("+").
-    """
-    places = [".".join(name for name, first, last in blocks[line.sign] if first <= line.number <= last)
-              for line in hunk if line.sign in blocks]
-    return {"places": ", ".join(dict.fromkeys(filter(None, places))), "rows": map(line_view, hunk)}
-
-
-def link_to_rung(found):
-    """A link in place of "rung 6"; code, the other kind of text that is found, stays as it is."""
-    return f'<a href="#rung-{found[2]}">{found[0]}</a>' if found[2] in BY_LABEL else found[0]
-
-
-def prose(body):
-    """A docstring's text as HTML: paragraphs, lists, code, and separate paragraphs for "Gain:" and the like."""
-    text = part_paragraphs(body)
-    # Fences around code, since after a list Markdown takes indented lines for more of the list; backticks around flags.
-    text = re.sub(r"(?m)(?:^    .*\n?)+", lambda code: f"```\n{textwrap.dedent(code[0]).rstrip()}\n```\n", text)
-    text = re.sub(r"(```(?s:.*?)```|`.*?`)|(?<!\w)(--[a-z-]+)", lambda found: found[1] or f"`{found[2]}`", text)
-    markdown = MarkdownIt("zero", {"typographer": True}).enable(["backticks", "fence", "list", "smartquotes"])
-    page = re.sub(f"<p>({LABEL})", r"<p><b>\1</b>", markdown.render(text))
-    page = re.sub(r"(?s)(<pre>.*?</pre>|<code>.*?</code>)|\b[Rr]ung (\d+)\b", link_to_rung, page)
-    return page.replace("<p><b>Source", '<p class="dim"><b>Source').replace("<pre>", '<pre tabindex="0">')
-
-
-def printed_view(printed):
-    """What a rung prints, for the template: the command, the machine, both losses, and the lines."""
-    losses = [LAST_LOSS.match(line) for line in (printed["first"][-1], printed["last"][0])]
-    return printed | {"losses": [(found[1], f"{float(found[2]):.2f}") for found in losses],
-                      "lines": [*printed["first"], "…", *printed["last"]]}
+def pictures_of(key):
+    """The figures of a rung's label or a part's id: 6.svg and 6_growth.svg are rung 6's."""
+    paths = [path for path in HERE.glob("pictures/*.svg") if path.stem.partition("_")[0] == key]
+    return "".join(map(picture, sorted(paths)))
 
 
 def lesson_view(rung):
     """All that the template shows of a rung except its measurements."""
-    source, start = rung.path.read_text(encoding="utf-8"), rung.start
+    start, source = rung.start, rung.path.read_text(encoding="utf-8")
     before = start and start.path.read_text(encoding="utf-8")
-    lesson, code, hunks = read_lesson(before, source), [], []
-    if start is None:  # there is nothing to compare with: show all of it, down to what all rungs share
-        _, lines, first = split_docstring(source.split("\n" + BANNER)[0])
-        code = [line_view(Line(" ", number, text)) for number, text in enumerate(lines, first)]
-    else:
-        blocks = {"-": blocks_of(before), "+": blocks_of(source)}
-        hunks = [hunk_view(hunk, blocks) for hunk in lesson.hunks]
+    lesson = read_lesson(before, source)
+    is_long = sum(map(len, lesson.hunks)) > LARGE
+    blocks = {"-": blocks_of(before), "+": blocks_of(source)} if start else {}
+    diff = "".join(hunk_html(hunk, blocks) for hunk in lesson.hunks)
     head, _, tail = STARTS_FROM.sub("", lesson.title).partition(": ")
-    exercise, printed = read_exercises().get(rung.label), read_printed().get(rung.label)
-    return {"rung": rung, "before": start, "after": after(rung), "head": head, "tail": tail,
-            "prose": prose(STARTS_FROM.sub("", lesson.body).strip("\n")), "lesson": lesson, "hunks": hunks,
-            "code": code,
-            "exercise": exercise and exercise_html(exercise), "printed": printed and printed_view(printed)}
+    exercise = read_exercises().get(rung.label)
+    return {"rung": rung, "head": head, "tail": tail, "after": after(rung), "evening": evening(rung),
+            "prose": prose(STARTS_FROM.sub("", lesson.body).strip("\n")), "pictures": pictures_of(rung.label),
+            "exercise": exercise and exercise_html(exercise), "diff": None if is_long else diff,
+            "added": lesson.count("+"), "removed": lesson.count("-"), "moved": n_moved(lesson) >= FEW_MOVED}
 
 
-def tree_view():
-    """The rows of the tree for the template, each with the levels of its vertical lines.
+def pair(rung):
+    """The rung that it is compared with, if there is one, and itself."""
+    return [*rung.starts[:1], rung]
 
-    `above` are those at a row's heading; a section that several rows stand in has its title at the first.
+
+def from_to(texts):
+    """What a change did to a value: "60 → 41"; one text where nothing changed."""
+    return " → ".join(dict.fromkeys(texts))
+
+
+def measured_row(rung, report):
+    """What a rung's change did on a report's machine, {column: text}; None where it was not measured."""
+    rows = {row.name: row for row in report.rows}
+    if report.race or rung.name not in rows:
+        return None
+    row, both = rows[rung.name], [rows[one.name] for one in pair(rung) if one.name in rows]
+    return {"measured on": report.name.replace("_", " "),
+            "ms/step": from_to(ms_text(one.ms) for one in both), "× before": times_before(row),
+            "MFU": from_to(map(mfu_of, both)),
+            "GB": from_to(text_of(one.peak_memory_gb, "{:.2f}") for one in both),
+            "loss": f"{from_to(map(loss_of, both))} at step {row.last_step}"}
+
+
+def race_row(rung, report):
+    """What a rung reached in a report's race, {column: text}; None where it was not in one."""
+    racer = next((racer for racer in report.race.racers if racer.name == rung.name), None) if report.race else None
+    return racer and {"race": f"{data_of(report)}, {report.setting['model']}",
+                      "validation loss": with_range(racer.val_loss, "{:.3f}"), "p of the loss": p_text(racer.p_loss),
+                      "% of the first rung's seconds": with_range(racer.percent, "{:.0f}")}
+
+
+def table(rows):
+    """Some {column: text} for the template."""
+    return {"columns": [*rows[0]] if rows else [], "rows": [[*row.values()] for row in rows]}
+
+
+def counted(rung, floors):
+    """In a sentence, the least that a rung's step costs, and what the lecture published of it; "" where neither is.
+
+    `floors` are the counted rungs by label.
     """
-    titled = set()
-    for row in tree_rows():
-        own = row.depth - 1 if row.is_branch else row.depth
-        first = row.rungs[0].start is None
-        yield {"row": row, "title": None if row.section in titled else row.section.title,
-               "above": [] if first else sorted({*row.passing, own})}
-        titled.add(row.section)
+    if rung.label not in floors:
+        return ""
+    both = [floors[one.label] for one in pair(rung) if one.label in floors]
+    least = [f"{from_to(ms_text(row['ms'][card]['floor']) for row in both)} ms on an {card}" for card in COUNTED_FOR]
+    moved, launches = (from_to(f"{row[key]:,.0f}" for row in both) for key in ("gb", "launches"))
+    text = (f"Counted, for B={STORED['B']} T={STORED['T']}: at least {', '.join(least)}; {moved} GB moved in "
+            f"{launches} kernel launches.")
+    if rung.lecture_ms:
+        published = from_to(str(one.lecture_ms) for one in pair(rung) if one.lecture_ms)
+        text += f" Published, in Karpathy’s lecture, for one A100: {published} ms."
+    return text
 
 
-def drawing_views():
-    """{label of a rung or id of a section: [(SVG, caption as HTML), ...]}."""
-    return {key: [(drawing.svg, prose(drawing.caption)) for drawing in some] for key, some in drawings().items()}
-
-
-def rounded(data):
-    """Data for page.js: floats with 7 significant digits, and null for NaN and infinity, which JSON does not have."""
-    return json.loads(json.dumps(data), parse_float=lambda text: float(f"{float(text):.7g}"),
-                      parse_constant=lambda _: None)
-
-
-def thinned(curve):
-    n = len(curve["steps"])
-    kept = sorted({*range(0, n, -(-n // MAX_POINTS)), n - 1})  # the last one, too
-    return {key: [value[i] for i in kept] if isinstance(value, list) else value for key, value in curve.items()}
-
-
-def rows_data(report):
-    """The measurements of each rung, and of a race its standing, for page.js."""
-    target, racers = standings(report) if report.race else (None, [])
-    standing = {racer.name: {"target": round(target, 2), "val": racer.val_loss[0], "tokens_to": racer.tokens[0],
-                             "seconds_to": racer.seconds[0]} for racer in racers}
-    for row in [Row(**row) for row in report.race.rows] if report.race else report.rows:
-        yield {
-            "label": stage_of(row.name).label, "tokens": row.tokens, "ms": row.ms,
-            "low": row.ms_low, "high": row.ms_high, "speed": row.tokens_per_second,
-            "mfu": row.mfu and 100 * row.mfu, "memory": row.peak_memory_gb, "loss": row.last_loss,
-            "step": row.last_step, "p": row.p_before,
-            "differs": row.p_before is not None and row.p_before < BEYOND_CHANCE,
-        } | standing.get(row.name, {})
+def effect_view(rung, reports, floors):
+    """What a rung did, for the template."""
+    found = [[of(rung, report) for report in reports] for of in (measured_row, race_row)]
+    return {"tables": [table(list(filter(None, rows))) for rows in found if any(rows)],
+            "counted": counted(rung, floors)}
 
 
 def race_view(report):
@@ -175,65 +123,67 @@ def race_view(report):
     if not report.race:
         return None
     texts, caption = race_texts(report)
-    texts = texts.drop(columns=IN_A_LINK)
-    return {"columns": [*texts], "table": texts.to_numpy(), "caption": f"{caption} {KEY}"}
+    return table(texts.drop(columns=IN_A_LINK).to_dict("records")) | {"caption": f"{caption} {KEY}"}
 
 
 def machine_view(report):
-    """One machine: its table for the template, and the data of its charts for page.js."""
-    texts = shown_texts(report)
-    return {
-        "id": report.name, "name": where(report), "describe": f"{fastest(report)} {HEADINGS}".strip(),
-        "columns": list(texts), "table": texts.to_numpy(), "warnings": list(warnings(report)),
-        "race": race_view(report),
-        "data": rounded({
-            "rows": list(rows_data(report)), "speed": list(speed_bars(report)), "memory": list(memory_bars(report)),
-            "profile": list(profile_bars(report.profile)), "curves": list(map(thinned, curves(report)))}),
-    }
+    """One machine's table for the template."""
+    rows = table(shown_texts(report).to_dict("records"))
+    return rows | {"id": report.name, "name": where(report), "describe": f"{fastest(report)} {HEADINGS}".strip(),
+                   "warnings": list(warnings(report)), "race": race_view(report)}
 
 
-def floors_view():
-    """The counted floors of each rung on each card, and what Karpathy's lecture published, for page.js."""
-    data = floor_data(CARDS.values())
-    rungs = {row["label"]: {"gb": row["gb"], "launches": row["launches"], "ms": row["ms"],
-                            "lecture": BY_LABEL[row["label"]].lecture_ms} for row in data["rungs"]}
-    return {"B": data["B"], "T": data["T"], "rungs": rounded(rungs)}
-
-
-def first_card(reports):
-    """The card that the page begins with: the first machine's, so that its steps stand beside their own floors."""
-    card = card_of(reports[0].setting["device"]) if reports else None
-    return card.name if card else "A100"
+def first_chart(reports, bars_of):
+    """(which machine, its bars in percent of the longest) of the first report that has any; None without one."""
+    for report in reports:
+        bars = list(bars_of(report))
+        if bars:
+            most = max(max(sum(bar["parts"]), bar.get("floor", 0)) for bar in bars)
+            return where(report), [bar | {"parts": [100 * part / most for part in bar["parts"]],
+                                          "floor": 100 * bar.get("floor", 0) / most} for bar in bars]
+    return None
 
 
 def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     if path.is_dir():
-        raise UserError(f"{path} is a folder: name a file")
+        raise UserError(f"--html {path} is a folder: name a file")
     # First the machine where the ladder gains the most; those without it by the number of their rungs.
     reports = sorted(reports, reverse=True, key=lambda report: (gain(report), len(report.runs.keys() & BY_NAME)))
+    floors = {row["label"]: row for row in floor_data([CARDS[name] for name in COUNTED_FOR])["rungs"]}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
-    style, script, uplot = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "uplot.js"))
     text = environment.get_template("page.html.j2").render(
-        tree=list(tree_view()), lessons={rung.label: lesson_view(rung) for rung in RUNGS}, pictures=drawing_views(),
-        machines=[machine_view(report) for report in reports],
-        kinds=KIND_COLORS, cards=list(CARDS), chosen_card=first_card(reports), floors=floors_view(),
-        published=read_published().to_dict("records"), style=style, script=script, uplot=uplot)
+        parts=[(part, prose(part.intro), pictures_of(part.id), rungs) for part, rungs in parts()], depth=depth,
+        lessons={rung.label: lesson_view(rung) for rung in RUNGS},
+        effects={rung.label: effect_view(rung, reports, floors) for rung in RUNGS},
+        steps=first_chart(reports, lambda report: step_bars(report, floors_of(report))),
+        profile=first_chart(reports, lambda report: profile_bars(report.profile)),
+        machines=list(map(machine_view, reports)), kinds=KIND_COLORS, stars=STARS,
+        path=[(name, [BY_LABEL[label] for label in labels], EXERCISES[name]) for name, labels in EVENINGS.items()],
+        style=(HERE / "page.css").read_text(encoding="utf-8"), script=(HERE / "page.js").read_text(encoding="utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
+    is_inside = path.resolve().is_relative_to(ROOT)
+    to_root = Path(os.path.relpath(ROOT, path.resolve().parent)).as_posix() if is_inside else ROOT.as_uri()
+    write_whole(path, text.replace('href="../', f'href="{to_root}/'))
+
+
+def show_page(reports, path=PAGE, browser=True):
+    """Write the page and open it."""
+    write_page(reports, path)
+    if browser:
+        webbrowser.open(path.resolve().as_uri())
 
 
 def add_flags(parser):
     parser.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER",
                         help="runs, or reference machines (default: all of logs/reference)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "index.html", metavar="FILE",
-                        help="(default: docs/index.html)")
+    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="(default: docs/index.html)")
+    parser.add_argument("--no-browser", action="store_true", help="write it only")
 
 
 def main(args, console):
-    write_page([build_report(folder) for folder in args.folders or reference_folders()], args.out)
+    show_page([build_report(folder) for folder in args.folders or reference_folders()], args.out, not args.no_browser)
     console.print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)

@@ -1,49 +1,63 @@
-"""The tree of rungs, as the page draws it: rows of rungs that build on each other, and lines between the rows."""
-from dataclasses import dataclass, field
+"""The tree of rungs as the page shows it: its parts, how far a rung is indented, and a path of two evenings."""
+import itertools
+from dataclasses import dataclass
 
 from ladder.rungs.list import RUNGS
 
 
 @dataclass(frozen=True)
-class Section:
+class Part:
     """A part of the page: the rungs from those that start it up to those that start another one."""
 
     id: str
     title: str
     starts: tuple  # the labels of its first rungs
+    intro: str  # in the docstrings' Markdown
 
 
-SECTIONS = [
-    Section("ladder", "The ladder", ("0",)),
-    Section("long-runs", "A long run", ("11",)),
-    Section("memory", "Memory", ("16",)),
-    Section("modern", "From GPT-2 to Qwen3", ("validation",)),
-    Section("larger", "Larger models", ("25",)),
-    Section("small-text", "A small text", ("26",)),
-    Section("past-qwen3", "Past Qwen3", ("30",)),
-    Section("both", "A long run of a modern model", ("long_run",)),
-    Section("published-qwen3s", "The published Qwen3s", ("32",)),
-    Section("cards", "Several cards", ("33", "fsdp")),
-    Section("rates", "A wide model’s learning rates", ("34",)),
-    Section("gpu", "The last milliseconds on a GPU", ("35",)),
+PARTS = [
+    Part("ladder", "The ladder", ("0",),
+         "Each lesson is the script's own explanation, an exercise, the change, folded until you ask for it, and what "
+         "the change did on the machines that ran it."),
+    Part("long-runs", "A long run", ("11",),
+         "These rungs are not about speed: they add what a long training run needs."),
+    Part("memory", "Memory", ("16",),
+         "The same losses in less memory: first the activations of the blocks, then the logits."),
+    Part("modern", "From GPT-2 to Qwen3", ("validation",),
+         "A branch of its own, from rung 10 on: one process, one batch a step. Rungs 18 to 24 change the optimizer, "
+         "the schedule and the architecture: one by one they turn GPT-2 into a Qwen3. A step does not get faster; what "
+         "counts is the time to a validation loss, each rung with its own best learning rates."),
+    Part("larger", "Larger models", ("25",), "FP8 for the matrix products that are large enough."),
+    Part("small-text", "A small text", ("26",), "What a model needs that reads its text many times."),
+    Part("past-qwen3", "Past Qwen3", ("30",),
+         "Fewer tokens to the same loss, in models that transformers does not have."),
+    Part("both", "A long run of a modern model", ("long_run",),
+         "The two trunks meet: the long run of rung 17 and the model of rung 24."),
+    Part("published-qwen3s", "The published Qwen3s", ("32",),
+         "Rung 24 has the parts of a Qwen3; this rung gives it the shape of those that are published."),
+    Part("cards", "Several cards", ("33", "fsdp"),
+         "Under DDP every card holds the whole model and its optimizer. Here the cards share them: rung 33 the "
+         "optimizer's work and moments, FSDP also the parameters and gradients, for a model that does not fit on one "
+         "card."),
+    Part("rates", "A wide model's learning rates", ("34",),
+         "What is found in a cheap run of a narrow model is used in a wide one."),
+    Part("gpu", "The last milliseconds on a GPU", ("35",),
+         "From rung 10 on: what is left of a step when the usual means are used up."),
 ]
-STARTS = {label: section for section in SECTIONS for label in section.starts}
+STARTS = {label: part for part in PARTS for label in part.starts}
+
+# A learner's path; every other lesson is reference.
+EVENINGS = {"first": ("0", "1", "2", "3", "5", "6"), "second": ("8", "10", "11", "18", "20")}
+EXERCISES = {"first": ("1", "6"), "second": ("9", "11")}
 
 
-@dataclass
-class Row:
-    """Rungs of one section, each but the first the only one that starts from the one before it.
-
-    Vertical lines stand at levels; the rungs of a row stand at the level `depth`, a branch's one to the right of those
-    of the rung that it starts from.
-    """
-
-    section: Section
-    depth: int
-    is_branch: bool  # its first rung is one of several that start from the same one
-    passing: tuple  # the levels of lines that go on to later branches
-    rungs: list = field(default_factory=list)
-    goes_on: bool = False  # a rung of a later row starts from its last one
+def parts():
+    """Yields (Part, its rungs), in the order of the list of rungs."""
+    part, part_of = None, {}
+    for rung in RUNGS:
+        part = part_of[rung] = STARTS.get(rung.label, part)
+    for part, rungs in itertools.groupby(RUNGS, part_of.get):
+        yield part, list(rungs)
 
 
 def after(rung):
@@ -51,29 +65,15 @@ def after(rung):
     return [other for other in RUNGS if rung in other.starts]
 
 
-def drawn_after(rung):
-    """Those that the tree shows behind it: one that starts from two rungs stands behind the second."""
-    return [other for other in after(rung) if other.starts[-1] is rung]
+def depth(rung):
+    """How many branches lie before a rung; one that starts from two rungs belongs to the second."""
+    if rung.start is None:
+        return 0
+    parent = rung.starts[-1]
+    children = [other for other in after(parent) if other.starts[-1] is parent]
+    return depth(parent) + (len(children) > 1)
 
 
-def tree_rows(rung=RUNGS[0], section=SECTIONS[0], depth=0, is_branch=False, passing=()):
-    """The rows of a rung and all that build on it, in the order in which the page shows them."""
-    row = Row(section, depth, is_branch, passing, [rung])
-    following = drawn_after(rung)
-    while len(following) == 1 and following[0].label not in STARTS:
-        row.rungs += following
-        following = drawn_after(following[0])
-    row.goes_on = bool(following)
-    yield row
-    for one in following:
-        section = STARTS.get(one.label, row.section)
-        if len(following) == 1:
-            yield from tree_rows(one, section, depth, False, passing)
-        else:
-            later = (depth,) if one is not following[-1] else ()
-            yield from tree_rows(one, section, depth + 1, True, passing + later)
-
-
-def section_of(rung):
-    """The section that a rung stands in."""
-    return next(row.section for row in tree_rows() if rung in row.rungs)
+def evening(rung):
+    """The evening of the path that a rung belongs to; None for reference."""
+    return next((name for name, labels in EVENINGS.items() if rung.label in labels), None)
