@@ -36,7 +36,7 @@ from ladder.files import write_whole
 from ladder.measure.jobs import MEMORY_SHARE
 from ladder.measure.run import show_end
 from ladder.measure.runner import (
-    Job, Runner, check_flags, check_same_machine, command_for, defaults, eager_flags, locked, settings_of, split_flags)
+    Job, Runner, check_flags, command_for, defaults, eager_flags, locked, settings_of, split_flags)
 from ladder.rungs.choose import parse_rungs
 from ladder.show import standings
 from ladder.show.machine import read_machine
@@ -197,7 +197,6 @@ def main(argv=None):
         raise UserError(f"{args.logs}: holds the race of other arguments, {' '.join(known)}; give these to resume it")
     runner = Runner(settings.device, args.logs, args.time_limit, console, True, n_jobs(rungs, args.seeds))
     with locked(args.logs, resume=known is not None, flag="LOGS"):
-        check_same_machine(args.logs, "LOGS")
         try:
             with runner:
                 runner.measure_machine(arguments=argv)

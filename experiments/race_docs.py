@@ -26,7 +26,8 @@ def race_name(report):
 def races_of(folders):
     """The reports of races: those of the same kind of tokens together, those of many rungs first."""
     races = [build_report(folder) for folder in folders]
-    return sorted(races, key=lambda race: (data_of(race).partition(" (")[2], -len(race.rows), race.setting["model"]))
+    return sorted(races, key=lambda race: (
+        data_of(race).partition(" (")[2], -len(race.race.racers), race.setting["model"]))
 
 
 def race_table(report):
@@ -55,7 +56,7 @@ def race_panel(report, names):
 
 def races_picture(reports):
     """The bars of races side by side, those of the same rung in one row."""
-    raced = list(dict.fromkeys(row.name for report in reports for row in report.rows))
+    raced = list(dict.fromkeys(racer.name for report in reports for racer in report.race.racers))
     names = sorted(raced, key=[*ORDER, *raced].index)
     rows = [f"{stage_of(name).title}  {stage_of(name).label}" for name in names]
     panels = []
@@ -76,7 +77,7 @@ def lead_curves(report, style):
         if racer.label in LEADERS:
             leads = [before - after for before, after in zip(first.losses, racer.losses, strict=True)]
             curves.append({"title": racer.label, "end": racer.label, "loss": leads, "style": style,
-                           "tokens": [step * report.rows[0].tokens for step in racer.steps],
+                           "tokens": [step * report.race.rows[0]["tokens"] for step in racer.steps],
                            "color": LEADERS[racer.label]})
     curves.sort(key=lambda curve: curve["loss"][-1])
     for place, curve in enumerate(curves):  # names that can be told apart
@@ -93,7 +94,7 @@ def lead_picture(reports):
         kinds.setdefault(kind.rstrip(")"), []).extend(lead_curves(report, style))
     panels = [{"heading": kind, "curves": curves, "x": "tokens", "xlabel": "tokens trained on", "xscale": "log",
                "ylabel": "nats below the first rung"} for kind, curves in kinds.items()]
-    firsts = "/".join(sorted({stage_of(report.rows[0].name).label for report in reports}))
+    firsts = "/".join(sorted({report.race.racers[0].label for report in reports}))
     return {"title": f"The lead over rung {firsts}, after the same tokens", "height": 4.2, "panels": panels,
             "caption": "Validation losses, the medians of the seeds; "
             + "; ".join(f"{style}: {text}" for text, style in styles.items())}

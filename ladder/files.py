@@ -1,8 +1,15 @@
-"""Write important files under a temporary name, then rename: a kill leaves no half of a file."""
+"""Files and folders of the tool."""
+import time
+from pathlib import Path
 
 
 def write_whole(path, text):
-    """Write `text` to the Path `path`, all of it or nothing; OSError if it cannot."""
+    """Write `text` to the Path `path`, all of it or nothing, even if killed meanwhile; OSError if it cannot."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8", newline="\n")
     partial.replace(path)
+
+
+def new_folder(inside):
+    """A folder called by date and time."""
+    return Path(inside) / time.strftime("%Y-%m-%d_%H-%M-%S")

@@ -7,6 +7,7 @@ from conftest import run_command
 
 import ladder.__main__ as tool
 from ladder.measure import runner
+from ladder.show.terminal import console
 
 LADDER = [sys.executable, "-m", "ladder"]
 
@@ -22,7 +23,7 @@ def ladder(*words, timeout=300, **environment):
 @pytest.fixture
 def call(monkeypatch, capsys):
     """call(words) gives (exit code, stdout in one line, stderr)."""
-    monkeypatch.setattr(tool.console, "width", 200)
+    monkeypatch.setattr(console, "width", 200)
     monkeypatch.setattr(runner, "run_module", lambda name, *words: json.dumps({"rates": {"float32": 1e12}}))
     monkeypatch.setattr(runner, "compile_problem", lambda device: None)  # to try takes ten seconds
 
@@ -39,8 +40,8 @@ def call(monkeypatch, capsys):
 
 @pytest.fixture
 def fake_run(tmp_path, monkeypatch, tokens, call):
-    """fake_run(do, words): a run in RUNS where do(job) takes the place of training."""
-    monkeypatch.setattr(tool, "RUNS", tmp_path / "runs")
+    """fake_run(do, words): a run, in this test's folder, where do(job) takes the place of training."""
+    monkeypatch.chdir(tmp_path)
 
     def run(do, *words):
         monkeypatch.setattr(runner, "run_jobs", lambda jobs, seconds, device, at_once, ended, show: [

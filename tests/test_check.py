@@ -99,6 +99,13 @@ exec {shutil.which("g++")} "${{kept[@]}}"
     assert "fatal error: Python.h: No such file" in found
 
 
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_switched_off_torch_compile_is_named(name, monkeypatch):
+    """Else the rungs would say "compile: default", and run eagerly."""
+    monkeypatch.setenv(name, "1")
+    assert findings(check.check_kernels, "cpu")["torch.compile"].endswith(f": {name}=1 switches it off; unset it")
+
+
 @pytest.mark.parametrize("line", [
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 MiB.",
     "torch._inductor.exc.InductorError: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"])

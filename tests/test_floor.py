@@ -7,13 +7,12 @@ import torch
 from conftest import builds_on
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments import count_kernels as kernels
+from ladder.count import kernels
 from ladder.__main__ import main
 from ladder.count import floor
 from ladder.count.cards import CARDS, card_of, find_card
 from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
 from ladder.rungs.list import BY_LABEL, LADDER
-from ladder.show.floors import stored_kernels
 from ladder.show.impossible import fastest_ms
 from ladder.show.logs import read_log
 
@@ -100,7 +99,7 @@ def test_stored_counts_belong_to_the_scripts_as_they_are():
     stored = floor.read_store()
     assert list(stored) == floor.COUNTED  # in the order of the ladder
     stale = [label for label, rung in stored.items() if rung["lesson"] != kernels.lesson_hash(label)]
-    again = f"python -m experiments.count_kernels --rungs {','.join(stale)}"
+    again = f"python -m ladder.count.kernels --rungs {','.join(stale)}"
     assert not stale, f"rungs {stale} have changed: {again}"
 
 
@@ -189,6 +188,7 @@ def test_command_prints_what_is_stored_for_several_cards(capsys):
     assert main(["floor", "--gpu", "a100", "mine:19.5,156,312,1555", "--rungs", "0,10"]) == 0
     out = capsys.readouterr().out
     assert "0 baseline" in out and "10 fused" in out and "mine, ms" in out
+    assert "Rung 0 takes about 32 GB at this batch" in out
     row = floor.floor_data([CARDS["A100"]], ["0"])["rungs"][0]
     assert out.count(f"{row['ms']['A100']['floor']:,.1f}") == 2
 
@@ -203,7 +203,7 @@ def test_what_is_stored_is_of_one_setting(monkeypatch):
     """With another --model, -B or -T kernels are counted anew."""
     counted = []
     monkeypatch.setattr(kernels, "count_all", lambda labels, setting, _: (
-        counted.append(setting) or stored_kernels(labels)))
+        counted.append(setting) or floor.stored_kernels(labels)))
     changes = {"model": "tiny"}, {"B": 4}, {"T": 512}
     for change in ({}, *changes):
         words = [(f"--{name}" if name == "model" else f"-{name}", str(value)) for name, value in change.items()]

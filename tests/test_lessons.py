@@ -7,7 +7,7 @@ def test_diff_shows_text_change_and_effect(capsys, monkeypatch):
         assert tool.main(["diff", *words]) == 0
         return capsys.readouterr().out
 
-    monkeypatch.setattr(tool.console, "width", 200)
+    monkeypatch.setattr("ladder.show.terminal.console.width", 200)
     output = diff("06")
     assert "Rung 6, flash attention" in output
     assert "+         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)" in output

@@ -9,7 +9,7 @@ from conftest import new_gpt, rung
 from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
 from ladder.count.flops import VOCAB_SIZE
-from ladder.count.memory import state_bytes, step_bytes
+from ladder.count.memory import split_parameters, step_bytes
 from ladder.rungs.list import BY_LABEL, RUNGS
 from ladder.show import tree
 from ladder.show.page import HERE
@@ -70,6 +70,8 @@ def test_the_memory_of_a_step_is_the_memory_models():
 
 
 def test_the_cards_hold_what_the_scripts_keep():
+    embedding, block, n_layer = split_parameters("gpt2")
+    state = 16 * embedding + 12 * block * n_layer
     with torch.device("meta"):
         model = new_gpt(rung("33"), "gpt2")
     owned, moments = [0] * 4, [0] * 4  # parameters, bytes: the owners that rung 33 gives them
@@ -77,7 +79,7 @@ def test_the_cards_hold_what_the_scripts_keep():
         owner = owned.index(min(owned))
         owned[owner] += p.numel()
         moments[owner] += p.numel() * (8 if p is model.lm_head.weight else 4)
-    held = [state_bytes("gpt2")] * 4 + [8 * sum(owned) + own for own in moments] + [state_bytes("gpt2", 4)] * 4
+    held = [state] * 4 + [8 * sum(owned) + own for own in moments] + [state / 4] * 4
     shown = [float(text.removesuffix(" GB")) for text in texts_of("cards") if text.endswith(" GB")]
     assert shown == pytest.approx([each / 1e9 for each in held], abs=0.006)
 

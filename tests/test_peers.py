@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import convert
-from ladder.measure import peers
+from ladder.measure import peer as peers
 from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import PEER, PEERS, read_log
 from ladder.show.plots import colors_of
@@ -62,10 +62,10 @@ def fetched(tmp_path):
     return folder
 
 
-def script(name):
-    """A peer's script, of a fresh rung 10."""
+def script():
+    """The peers' script, of a fresh rung 10."""
     rung("10")
-    return load_module(PEERS[name].path)
+    return load_module(PEERS[PEER].path)
 
 
 def settings(**more):
@@ -93,7 +93,7 @@ def compiled_graph(model, *batch):
 def transformers_peer(byte_tokens):
     """(the peer in training, a batch)."""
     loader = rung("10").DataLoaderLite(byte_tokens, 2, 64)
-    return script(PEER).Peer(settings(), loader).train(), loader.batch(0)
+    return script().Peer(settings(), loader).train(), loader.batch(0)
 
 
 def test_no_mask_reaches_the_attention_of_transformers_when_it_is_compiled(transformers_peer):
@@ -120,9 +120,9 @@ def test_the_loss_of_transformers_is_that_of_its_default_attention_and_of_rung_1
 
 @pytest.mark.parametrize("file", peers.FETCHED)
 def test_a_fetched_model_is_built_and_called_as_by_hand(file, fetched, byte_tokens):
-    module, loader = script(peers.FETCHED[file]), rung("10").DataLoaderLite(byte_tokens, 2, 64)
+    module, loader = script(), rung("10").DataLoaderLite(byte_tokens, 2, 64)
     torch.manual_seed(1)
-    peer, (idx, targets) = module.Peer(fetched / file, settings(), loader), loader.batch(0)
+    peer, (idx, targets) = module.fetched_peer(fetched / file)(settings(), loader), loader.batch(0)
     theirs = peers.load_classes(fetched / file)
     torch.manual_seed(1)
     shape = {"block_size": 1024, "vocab_size": 384, "n_layer": 2, "n_head": 2, "n_embd": 64}
@@ -132,13 +132,13 @@ def test_a_fetched_model_is_built_and_called_as_by_hand(file, fetched, byte_toke
     assert torch.equal(peer(idx, targets), model(idx, targets)[1])
     decays = [group["weight_decay"] for group in peer.configure_optimizers(1e-3, 0.1).param_groups]
     assert decays == [0.1, 0.0]
-    assert module.Peer(fetched / file, settings(), vocabulary_of(50257)).model.config.vocab_size == 50304
+    assert module.fetched_peer(fetched / file)(settings(), vocabulary_of(50257)).model.config.vocab_size == 50304
 
 
 @pytest.mark.parametrize("file", peers.FETCHED)
 def test_only_the_loss_leaves_the_compiled_graph(file, fetched):
     """Logits that leave it would need a second tensor of their size in the backward pass."""
-    peer = script(peers.FETCHED[file]).Peer(fetched / file, settings(), vocabulary_of(257))
+    peer = script().fetched_peer(fetched / file)(settings(), vocabulary_of(257))
     *_, output = compiled_graph(peer, torch.zeros(2, 64).long(), torch.zeros(2, 64).long())
     [values] = output.args
     assert len(values) == 1 and values[0].meta["example_value"].shape == ()
@@ -147,7 +147,7 @@ def test_only_the_loss_leaves_the_compiled_graph(file, fetched):
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_is_rung_10_with_another_model(name, fetched, tmp_path, tokens, monkeypatch):
     """With the rungs' own dtype: no bfloat16 where there is none."""
-    peer = script(name)
+    peer = script()
     monkeypatch.setattr(peer.rung_10, "autocast_dtype", lambda device: torch.float32)
     files = [str(path) for path in peers.find_peers(fetched)[name][1:]]
     peer.main([*files, *flags(tokens), "--log-dir", str(tmp_path), "--compile-mode", "none"])
@@ -161,7 +161,7 @@ def test_a_peer_is_rung_10_with_another_model(name, fetched, tmp_path, tokens, m
 
 
 def test_a_peer_loads_no_weights(fetched):
-    for peer in (script(PEER).Peer, lambda *more: script("peer_nanogpt").Peer(fetched / "model.py", *more)):
+    for peer in (script().Peer, script().fetched_peer(fetched / "model.py")):
         with pytest.raises(SystemExit, match="--pretrained"):
             peer(settings(pretrained="x"), vocabulary_of(257))
 

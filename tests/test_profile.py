@@ -108,7 +108,7 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
     monkeypatch.setattr(step_profile, "profile_once", once)
     settings = SimpleNamespace(model="gpt2", B=1, T=64, device="cpu")
     (tmp_path / "machine.json").write_text(json.dumps({"rates": {"float32": 1e12}, "device": "cpu", "name": "a CPU"}))
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=150)
     assert profile_ladder([BY_LABEL["0"], BY_LABEL["3"]], [], settings, tmp_path, console, 5) == []
     assert all(next(rest, None) is None for rest in answers.values()), "fewer profiles than expected"
     found = read_profile(tmp_path)
@@ -192,11 +192,9 @@ def test_where_torch_cannot_compile_the_profile_is_of_eager_runs(tmp_path, token
 
 
 def test_a_profile_goes_with_the_logs_beside_it(tmp_path, tokens):
-    """Before it is made, and when it is shown."""
+    """Before it is made, by its machine; when it is shown, by their batch."""
     words, entries = flags(tokens)[:-2], [BY_LABEL["0"], BY_LABEL["10"]]
     shutil.copy(WHOLE / "round_1.log", tmp_path)
-    with pytest.raises(UserError, match="holds runs of gpt2, B=1 T=1024"):
-        check_profile(entries, words, tmp_path)
     (tmp_path / "profile.json").write_text(json.dumps(read_profile(WHOLE) | {"T": 64}))
     report = build_report(tmp_path)
     assert report.profile is None and "B=1 T=64, but the logs are not" in report.skipped[0]

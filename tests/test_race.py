@@ -181,7 +181,7 @@ def test_standings_are_medians_over_the_seeds(tmp_path):
     assert first.tokens[1] == pytest.approx(64 * (30 + 10 / 1.1))
     assert second.val_loss == [4, 3.9, 4] and second.tokens == [25 * 64, 15 * 64, 30 * 64]
     assert second.seconds == pytest.approx([2.75, 1.65, 3.3])  # as fast in all rounds, whatever the machine did
-    assert report.rows[0].peak_memory_gb == 4
+    assert report.race.rows[0]["peak_memory_gb"] == 4
     assert [*race_curves(report)][1] == (MUON.name, [*STEPS], pytest.approx([1.1, 2.2, 3.3, 4.4]), [8, 7, 5, 4])
     texts, caption = race_texts(report)
     assert list(texts["% of rung 16's"]) == ["100 (98–never)", "69 (41–82)"]
@@ -217,9 +217,9 @@ def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(t
     keep(tmp_path)
     report = build_report(tmp_path)
     _, racers = standings(report)
-    assert [racer.ms for racer in racers] == [row.ms for row in report.rows] == pytest.approx([120, 132])
+    assert [racer.ms for racer in racers] == [row["ms"] for row in report.race.rows] == pytest.approx([120, 132])
     assert racers[1].seconds == pytest.approx([3.3, 1.98, 3.96]) and racers[1].val_loss == [4, 3.9, 4]
-    assert report.rows[0].first_step_s == 0.12
+    assert report.race.rows[0]["first_step_s"] == 0.12
     for path in tmp_path.glob(f"timing/*/{MUON.name}.log"):
         cut(path, 20)
     keep(tmp_path)

@@ -13,18 +13,18 @@ import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, edit_json
+from conftest import ROOT
 from log_files import MEDIAN, write_log
+from rich.console import Console
 from run_tool import LADDER, files_in, flags, is_one_error
 
-import ladder.__main__ as tool
 from ladder.count.memory import step_bytes
 from ladder.measure import check, jobs, max_batch, runner
 from ladder.measure import run as run_verb
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import command_for, eager_flags, split_flags
 from ladder.rungs.list import BY_LABEL
-from ladder.show.logs import PEER, read_log
+from ladder.show.logs import PEER, RUNS, newest_run, read_log
 from ladder.show.report import build_report
 
 LOSS = re.compile(r"loss: ([\d.]+)")
@@ -102,8 +102,8 @@ def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_ru
         modes[job.name] = split_flags(job.command, "--compile-mode")[0]
         write_log(job.log, tail=MEDIAN)
 
-    assert eager_flags([BY_LABEL["5"]], [], "mps", tool.console) == ["--compile-mode", "none"]
-    assert eager_flags([BY_LABEL["4"]], [], "mps", tool.console) == []  # which has no such flag
+    assert eager_flags([BY_LABEL["5"]], [], "mps", Console()) == ["--compile-mode", "none"]
+    assert eager_flags([BY_LABEL["4"]], [], "mps", Console()) == []  # which has no such flag
     assert "152155" in capsys.readouterr().out
     code, output, _ = fake_run(do, "--rungs", "4,5", "--peers")
     assert code == 0
@@ -140,8 +140,6 @@ def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):
     assert [path.name for path in before if after[path] != before[path]] == [gone.name]
     assert read_log(gone).complete and read_log(gone).losses == [float(loss) for loss in LOSS.findall(content)]
     assert is_one_error(call("run", "--resume", "--logs", logs, "--seed", 5), "--resume", "leave the others out")
-    edit_json(logs / "machine.json", torch="2.0.0")
-    assert is_one_error(call("run", "--resume", "--logs", logs), "with 2.0.0, and this is", "give a new folder")
 
 
 def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
@@ -176,6 +174,10 @@ def test_a_run_never_touches_the_logs_of_another(tmp_path, tokens, call):
     words = ["run", "--rungs", 0, "--logs", tmp_path, *flags(tokens)]
     with filelock.FileLock(tmp_path / "lock"):
         assert is_one_error(call(*words), "another run is using it")
+    command = [sys.executable, "-c", "input()", "--log-dir", tmp_path / "round_1"]
+    killed = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert is_one_error(call(*words), "of a killed run still writes there", f"end process {killed.pid}")
+    killed.communicate()
     write_log(tmp_path / "baseline.log")
     before = files_in(tmp_path)
     assert is_one_error(call(*words), "not empty", "--resume")
@@ -194,14 +196,18 @@ def test_every_run_has_its_folder_and_the_newest_is_shown(fake_run, call):
     for words in (["report"], ["run", "--resume"]):
         assert is_one_error(call(*words), "holds no run")
     assert fake_run(lambda job: write_log(job.log, losses=[1, 2, 3], tail=MEDIAN) and None)[0] == 0
-    first = tool.newest_run()
+    first = newest_run()
     time.sleep(1.1)  # folders are called by the second
     assert fake_run(lambda job: write_log(job.log, losses=[4, 5, 6], tail=MEDIAN) and None)[0] == 0
-    second = tool.newest_run()
+    second = newest_run()
     assert second != first and "6.000" in call("report")[1]
     (first / "baseline.log").write_text("# script: baseline.py\n")  # killed before its first step: not to be shown
     os.utime(first / "machine.json")
-    assert tool.newest_run() == second and tool.newest_run(Path.exists) == first  # but to be resumed
+    assert newest_run() == second and newest_run(Path.exists) == first  # but to be resumed
+
+
+def test_a_run_may_write_to_the_folder_that_it_stands_in(fake_run):
+    assert fake_run(lambda job: write_log(job.log, tail=MEDIAN) and None, "--logs", ".")[0] == 0
 
 
 def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):
@@ -212,10 +218,10 @@ def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):
 
     keeps = False
     code, output, _ = fake_run(interrupt)
-    assert code == 130 and not list(tool.RUNS.iterdir())
+    assert code == 130 and not list(RUNS.iterdir())
     keeps = True
     code, output, _ = fake_run(interrupt)
-    assert code == 130 and f"run --resume --logs {tool.newest_run()} continues" in output and "baseline" in output
+    assert code == 130 and f"run --resume --logs {newest_run()} continues" in output and "baseline" in output
 
 
 @pytest.mark.parametrize("label, limit", [

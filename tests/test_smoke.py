@@ -1,5 +1,4 @@
 """python -m ladder smoke: what it tries, and that it notices what does not work."""
-import json
 import os
 import re
 import signal
@@ -34,30 +33,27 @@ def logs(losses, first=1, more="pass"):
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path, tokens, capsys):
-    """fake([[(name, command, more about the trial), ...], ...]): (exit code, output, summary) of a smoke of these."""
+    """fake([[(name, command, more about the trial), ...], ...]): (exit code, output) of a smoke of these."""
     def run(*chains):
         chains = [[Trial(name, command, tmp_path / chain[0][0], **more) for name, command, more in chain]
                   for chain in chains]
         monkeypatch.setattr(smoke, "plan", lambda settings, scratch: chains)
         monkeypatch.setattr(smoke, "check_machine", lambda device: ([Finding("-", "float8", "none here")], ""))
         monkeypatch.setattr(smoke, "compile_problem", lambda device: None)
-        monkeypatch.setattr(tool.console, "width", 200)
+        monkeypatch.setattr("ladder.show.terminal.console.width", 200)
         monkeypatch.setattr(smoke, "os", SimpleNamespace(environ=dict(os.environ), cpu_count=lambda: 4))
         code = tool.main(["smoke", "--device", "cpu", "--data", str(tokens), "--out", str(tmp_path / "out")])
-        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-        return code, capsys.readouterr().out, {trial["name"]: trial for trial in summary.pop("trials")}, summary
+        return code, capsys.readouterr().out
 
     return run
 
 
 def test_what_works_is_listed_and_the_folder_tells_it(fake, tmp_path):
-    code, output, trials, summary = fake(
+    code, output = fake(
         [("a", logs(GOOD), {"first": 1}), ("a-use", logs([]), {})],
         [("b", logs([11.01, 10.9, 10.8, 10.72]), {"first": 1, "like": "a"})])
     assert code == 0 and "0 failed" in output and re.search(r"a +ok +\d+ s  loss 11.000 10.900 10.800 10.700", output)
     assert "the largest difference is 0.0200" in output and "- float8: none here\n" in output
-    assert summary["packages"]["torch"] == torch.__version__ and summary["machine"]["commit"]
-    assert trials["b"]["losses"]["4"] == 10.72
     out = tmp_path / "out"
     assert (out / "summary.txt").read_text() in output and "step : 4 | loss: 10.700000" in (out / "a.txt").read_text()
     assert not (tmp_path / "a").exists()  # checkpoints and models are not for sending
@@ -69,11 +65,11 @@ def test_a_wrong_model_ends_before_the_trials(tmp_path, tokens, call):
 
 
 def test_a_script_that_fails_is_shown_and_the_others_go_on(fake):
-    code, output, trials, _ = fake(
+    code, output = fake(
         [("broken", logs([11.0], more="raise ValueError('no such kernel')"), {"first": 1}), ("use", logs([]), {})],
         [("whole", logs(GOOD), {"first": 1, "like": "broken"})])
     assert code == 1 and "1 failed" in output and "failed: broken: ValueError: no such kernel" in output
-    assert trials["whole"]["status"] == "ok" and trials["use"]["status"] == "not run"
+    assert re.search("whole +ok ", output) and re.search("use +not run ", output)
 
 
 @pytest.mark.parametrize("command, first, reason", [
@@ -86,13 +82,13 @@ def test_a_script_that_fails_is_shown_and_the_others_go_on(fake):
 ], ids=["raises", "stops", "starts over", "hangs"])
 def test_a_script_that_does_not_do_its_steps_has_failed(command, first, reason, fake, monkeypatch):
     monkeypatch.setattr(smoke, "SECONDS", 2)
-    code, output, _, _ = fake([("a", command, {"first": first})])
+    code, output = fake([("a", command, {"first": first})])
     assert code == 1 and f"failed: a: {reason}\n" in output and "host: x" not in output
 
 
 def test_losses_that_must_be_equal_and_are_not(fake):
     near, far = [11.09, 10.9, 10.8, 10.7], logs([10.5, 10.7], first=3)
-    code, output, _, _ = fake([("a", logs(GOOD), {"first": 1})], [("far", far, {"first": 3, "like": "a"})],
+    code, output = fake([("a", logs(GOOD), {"first": 1})], [("far", far, {"first": 3, "like": "a"})],
                               [("near", logs(near), {"first": 1, "like": "a", "within": 0.1})])
     assert code == 1 and "0 failed" in output and output.count("disagrees: ") == 1
     assert "disagrees: far and a: loss 10.500 and 10.800 at step 3, more than 0.05 apart" in output
@@ -109,7 +105,7 @@ def test_ctrl_c_stops_all_that_run(fake, tmp_path):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    code, output, _, _ = fake(*([(file.stem, [sys.executable, "-c", sleeper, str(file)], {})] for file in files))
+    code, output = fake(*([(file.stem, [sys.executable, "-c", sleeper, str(file)], {})] for file in files))
     assert code == 130 and "stopped" in output and "0 trials in" in output and not files[2].exists()
     assert not any(psutil.pid_exists(int(file.read_text())) for file in files[:2])
 
@@ -128,23 +124,10 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
         assert (f"{entry.label}-torchrun" in trials) == (device != "mps" and (  # which has no DDP
             entry.torchrun or entry.label == "long_run"))
     assert ("10-graphs" in trials) == (device == "cuda")
-    assert ("fsdp-gloo" in trials) == ("fsdp-cpu" in trials) == (device == "cuda")  # which NCCL does not share
     names = list(trials)  # first what the others are compared with, then what has run least often
     assert names.index("24") < names.index("24-eager") < names.index("20")
     samples = {name for name in trials if name.endswith("-sample")}
     assert {"0-sample", "31-sample"} < samples and "0-convert" in trials and "31-convert" not in trials
-
-
-def test_ranks_that_cannot_share_a_gpu_are_two_on_the_cpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
-    settings = SimpleNamespace(device="cuda", model="tiny", data=tmp_path, compile_mode="default")
-    trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
-    for label in ("ddp", "33", "fsdp", "dcp"):
-        alone, ranks, nccl = (trials[f"{label}-{how}"] for how in ("cpu", "gloo", "torchrun"))
-        assert ranks.like == alone.name and "--nproc_per_node=2" in ranks.command
-        assert "--nproc_per_node=1" in nccl.command and "distributed" not in " ".join(alone.command)
-        devices = [split_flags(trial.command, "--device", "--compile-mode")[0] for trial in (alone, ranks, nccl)]
-        assert devices == [["cpu", "none"], ["cpu", "none"], ["cuda", "default"]]
 
 
 @pytest.mark.slow
@@ -190,7 +173,6 @@ def test_everything_works_here(tmp_path, tokens):
     command = [sys.executable, "-m", "ladder", "smoke", "--device", "cpu", "--model", "1x2x64", "--data", tokens]
     run = run_command(*command, "--out", tmp_path / "out", timeout=2900)
     assert run.returncode == 0, run.stdout + run.stderr
-    trials = json.loads((tmp_path / "out" / "summary.json").read_text())["trials"]
-    assert len(trials) > 44 and not [trial for trial in trials if trial["status"] != "ok"]
+    assert len(re.findall(r"(?m)^ *\d+/\d+ \S+ +ok ", run.stdout)) > 44
     assert "precision: float16" in (tmp_path / "out" / "24-float16.txt").read_text()
     assert re.search(r" 0 failed\.\n\d\d must have the same losses as another, 0 disagree", run.stdout)

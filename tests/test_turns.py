@@ -1,7 +1,6 @@
 """python -m ladder run --at-once: rungs that start together, and train one after another."""
 import io
 import json
-import os
 import signal
 import sys
 import threading
@@ -15,8 +14,8 @@ from rich.console import Console
 from run_tool import LADDER, flags
 
 from ladder.measure.jobs import Job
-from ladder.measure.peers import find_peers
-from ladder.measure.runner import Runner, clocks_logged, command_for, peer_command, plan
+from ladder.measure.peer import find_peers
+from ladder.measure.runner import Runner, plan
 from ladder.rungs.list import BY_LABEL, LADDER as RUNGS
 from ladder.show.logs import PEER, read_log
 from ladder.show.report import build_report
@@ -50,7 +49,7 @@ def turns(tmp_path):
         logs.mkdir(exist_ok=True)
         script = logs / "script.py"
         script.write_text(SCRIPT.replace("COMPILES", compiles).replace("TRAINS", trains))
-        command = [sys.executable, "-m", "ladder.measure.turn", "eager", str(script), str(logs)]
+        command = [sys.executable, "-m", "ladder.measure.turn", "once", str(script), str(logs)]
         runner = Runner("cuda", tmp_path, seconds, Console(file=io.StringIO()))
         with runner:
             runner.run_in_turns([Job(name, [*command, name], logs) for name in names], at_once)
@@ -112,7 +111,7 @@ def test_a_child_that_nobody_gives_a_turn_ends(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('before')\nprint('# script: x.py')\nprint('trains')")
     without_input = "import subprocess, sys; subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL)"
-    turn = [sys.executable, "-m", "ladder.measure.turn", "eager", script]
+    turn = [sys.executable, "-m", "ladder.measure.turn", "once", script]
     done = run_command(sys.executable, "-c", without_input, *turn)
     assert "before\nwaits" in done.stdout and "trains" not in done.stdout and "error: nobody" in done.stderr
 
@@ -130,32 +129,16 @@ def test_each_of_several_rounds_has_an_order_of_its_own(tmp_path):
     assert folders == {"round_1", "round_2"}
 
 
-def test_only_what_compiles_has_a_first_run(tmp_path):
-    def how(label, *words):
-        return command_for(BY_LABEL[label], list(words), tmp_path, in_turns=True)[2:4]
+def test_only_what_compiles_has_a_first_run_and_only_in_the_first_round(tmp_path):
+    """The other rounds find its graphs on disk, and start sooner."""
+    def turns(*flags):
+        jobs = plan([BY_LABEL["4"], BY_LABEL["5"], BY_LABEL["ddp"]], [*flags], tmp_path, 2, {"peer": ["a.py"]}, 2, 2)
+        return [{job.name: job.command[3] for job in round_ if "ladder.measure.turn" in job.command} for round_ in jobs]
 
-    assert how("4") == ["ladder.measure.turn", "eager"] and how("5") == ["ladder.measure.turn", "compiled"]
-    assert how("5", "--compile-mode", "none") == ["ladder.measure.turn", "eager"]
-    assert peer_command(["peer.py"], [], tmp_path, in_turns=True)[2:5] == ["ladder.measure.turn", "compiled", "peer.py"]
-    assert how("ddp")[0] == "torch.distributed.run"
-
-
-def test_the_clocks_of_a_gpu_are_logged_meanwhile(tmp_path, monkeypatch):
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\nwhile :; do echo \"$$, $*\"; sleep 0.05; done\n")
-    program.chmod(0o755)
-    with clocks_logged(tmp_path, "cuda"):  # without nvidia-smi
-        pass
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    with clocks_logged(tmp_path, "cpu"):
-        pass
-    assert not (tmp_path / "clocks.csv").exists()
-    with clocks_logged(tmp_path, "cuda"):
-        time.sleep(0.5)
-    lines = (tmp_path / "clocks.csv").read_text().splitlines()
-    assert len(lines) > 1 and "clocks.sm,power.draw" in lines[0]
-    assert not psutil.pid_exists(int(lines[0].partition(",")[0]))
+    rung_4, rung_5 = BY_LABEL["4"].name, BY_LABEL["5"].name
+    once = dict.fromkeys([rung_4, rung_5, "peer"], "once")
+    assert turns() == [{rung_4: "once", rung_5: "twice", "peer": "twice"}, once]
+    assert turns("--compile-mode", "none") == [once, once]
 
 
 @pytest.mark.slow
@@ -172,8 +155,7 @@ def test_rungs_in_turns_train_as_they_do_alone_and_a_stopped_run_is_resumed(toke
     resumed = run_command(*LADDER, "run", "--resume", "--logs", logs)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     runs = build_report(logs).runs
-    assert [len(rounds) for rounds in runs.values()] == [2, 2, 2] and len(json.loads(
-        (logs / "machine.json").read_text())["order"]) == 2
+    assert [len(rounds) for rounds in runs.values()] == [2, 2, 2]
     for label in ("0", "10"):
         alone = read_log(train(rung(label), tmp_path / "alone", tokens, *flags(tokens)[4:]))
         for run in runs[BY_LABEL[label].name]:

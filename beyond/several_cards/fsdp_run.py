@@ -9,7 +9,7 @@ forward and again in the backward pass, and freed after it; its gradients are re
 rest, the "root", stays gathered in between: the tied embedding is the first and the last layer.
 Every forward pass communicates, so all ranks must run the same number.
 
-Gain: memory. On paper, for any number of cards: python -m ladder check --gpus 8 --memory 24
+Gain: memory; docs/long_runs.md counts it for any number of cards.
 Cost: more is sent than by DDP, in every micro-step, and the residual stream is bfloat16:
 docs/long_runs.md counts both. Read `shard` first, then `orthogonalize`, `gather`: a checkpoint is
 one file as before, gathered on rank 0. Without torchrun use long_run.py.

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from rich.console import Console
 
 from ladder.count.flops import VOCAB_SIZE, shape_of
-from ladder.count.memory import card_bytes, split_parameters, step_bytes
+from ladder.count.memory import LOSS_CHUNK, PROCESS_BYTES, split_parameters, step_bytes
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.runner import Job, Runner, command_for, defaults
@@ -46,7 +46,12 @@ def recomputing_bytes(model, B, T, label, vocab_size=VOCAB_SIZE):
 
 
 def ddp_bytes(ranks):
-    return card_bytes("gpt2", 1, 128, ranks, sharded=False)
+    """Of each rank, however many: parameters, gradients, moments, copies; what blocks keep that recompute; logits."""
+    embedding, block, n_layer = split_parameters("gpt2")
+    _, _, n_embd = shape_of("gpt2")
+    vectors, logit, _ = BY_LABEL["long_run"].memory
+    kept = (4 * n_layer + vectors) * n_embd + logit * VOCAB_SIZE
+    return PROCESS_BYTES + 26 * embedding + 14 * block * n_layer + min(128, LOSS_CHUNK) * kept
 
 
 def sharded_optimizer_bytes(ranks):

@@ -1,13 +1,14 @@
 """The floor of a rung on a card: the sum over a step's kernels of max(FLOPs / rate, bytes / bandwidth).
 
 What it is and is not: docs/results.md. floors.json has the counts of GPT-2 (124M) at B=16 T=1024, made by
-`python -m experiments.count_kernels`.
+`python -m ladder.count.kernels`.
 """
 import json
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from ladder.errors import UserError
 from ladder.rungs.list import BY_LABEL, RUNGS
 
 STORE = Path(__file__).with_name("floors.json")
@@ -45,6 +46,23 @@ def read_store():
     for rung in rungs.values():
         rung["kernels"] = {Kernel(*kernel): n for n, *kernel in rung["kernels"]}
     return rungs
+
+
+def counted_rungs(rungs, console):
+    """The labels of those rungs that floors are counted of; UserError without one, and says which others are left."""
+    labels = [rung.label for rung in rungs]
+    counted = [label for label in labels if label in COUNTED]
+    if not counted:
+        raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")
+    left_out = [label for label in labels if label not in COUNTED]
+    if left_out:
+        console.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}")
+    return counted
+
+
+def stored_kernels(labels):
+    """{label: {Kernel: how many}} as floors.json has them."""
+    return {label: rung["kernels"] for label, rung in read_store().items() if label in labels}
 
 
 def floor_data(cards, labels=None):

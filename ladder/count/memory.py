@@ -16,8 +16,7 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
 Compiled, the logits and their gradients exist in 16 bits only; where torch cannot compile, v is 10 where it is 4 here.
 
 `list.py` has a, v and s of each rung. Tests compare the model with what autograd keeps and with the peaks in
-logs/reference/. `card_bytes` models the same for several cards that share a run of long_run.py (DDP) or fsdp_run.py;
-`sent_bytes` is what they send each other. `python -m ladder.count.memory DEVICE` prints the device's free bytes.
+logs/reference/. `python -m ladder.count.memory DEVICE` prints the device's free bytes.
 """
 import bisect
 import math
@@ -25,7 +24,7 @@ import sys
 
 import psutil
 
-from ladder.count.flops import SHAPES, VOCAB_SIZE, shape_of
+from ladder.count.flops import VOCAB_SIZE, shape_of
 from ladder.rungs.list import BY_LABEL, LADDER
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver takes about as much
@@ -52,62 +51,11 @@ def largest_fitting(model, T, labels, available_bytes):
                                key=lambda B: max(step_bytes(model, B, T, label) for label in labels))
 
 
-def split_parameters(model, n_layer=None):
+def split_parameters(model):
     """(parameters of the embedding, of one block, number of blocks) of long_run.py and fsdp_run.py, without norms."""
-    layers, _, n_embd = shape_of(model)
+    n_layer, _, n_embd = shape_of(model)
     n_rows, n_hidden = math.ceil(VOCAB_SIZE / 128) * 128, math.ceil(8 * n_embd / 3 / 64) * 64
-    return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer or layers
-
-
-def state_bytes(model, ranks=1, n_layer=None):
-    """Bytes of parameters, gradients and moments that a card holds between two steps, shared by `ranks` cards.
-
-    In float32: 16 per parameter of the embedding (AdamW), 12 per parameter of the blocks (Muon).
-    """
-    embedding, block, n_layer = split_parameters(model, n_layer)
-    return (16 * embedding + 12 * block * n_layer) / ranks
-
-
-def card_bytes(model, B, T, ranks, sharded, n_layer=None):
-    """Bytes that a card takes at its peak, one of `ranks`: under FSDP (`sharded`, fsdp_run.py) or DDP (long_run.py).
-
-    All blocks recompute: only the input of each is kept (under FSDP in 16 bits), and all vectors of one. While in use,
-    a sharded block takes 10 bytes per parameter: itself and the next one in 16 bits, its gradient, and that in float32
-    on its way to the other ranks; so does the root, with the embedding, whose gradient exists twice.
-    Under DDP the embedding takes 10 (its gradient twice more, a copy in 16 bits), the blocks a copy in 16 bits.
-    """
-    embedding, block, n_layer = split_parameters(model, n_layer)
-    state = state_bytes(model, ranks if sharded else 1, n_layer)
-    unsharded = 10 * embedding + (10 * block if sharded else 2 * block * n_layer)
-    a, v, _ = BY_LABEL["fsdp"].memory
-    _, _, n_embd = shape_of(model)
-    vectors = (2 if sharded else 4) * n_layer + a
-    kept = B * T * vectors * n_embd + v * VOCAB_SIZE * min(B * T, LOSS_CHUNK)
-    return PROCESS_BYTES + state + unsharded + kept
-
-
-def sent_bytes(model, ranks, sharded, micro_steps=1):
-    """Bytes that each of `ranks` cards sends in a step whose parameters are gathered in 16 bits.
-
-    In a ring, as in NCCL, each rank passes on (ranks - 1) / ranks of a buffer to gather or to reduce it; DDP does both
-    with the float32 gradients, once per step. In each micro-step FSDP gathers the blocks twice and the root once, and
-    reduces all gradients in float32; Muon gathers the blocks' gradients once per step.
-    """
-    embedding, block, n_layer = split_parameters(model)
-    blocks = block * n_layer
-    if sharded:
-        whole = micro_steps * (2 * (embedding + 2 * blocks) + 4 * (embedding + blocks)) + 4 * blocks
-    else:
-        whole = 2 * 4 * (embedding + blocks)
-    return whole * (ranks - 1) / ranks
-
-
-def largest_model(memory_bytes, ranks, sharded):
-    """(the largest --model that fits a card at B=1 T=1024, or None; how many blocks of gpt2-xl's width fit)."""
-    fitting = [name for name in SHAPES if card_bytes(name, 1, 1024, ranks, sharded) <= memory_bytes]
-    first = card_bytes("gpt2-xl", 1, 1024, ranks, sharded, n_layer=1)
-    second = card_bytes("gpt2-xl", 1, 1024, ranks, sharded, n_layer=2)
-    return fitting[-1] if fitting else None, max(0, int((memory_bytes - first) // (second - first)) + 1)
+    return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer
 
 
 def recommend(available_bytes, accelerator, shapes=(("gpt2", 1024), ("gpt2", 256), ("tiny", 256))):

@@ -1,5 +1,4 @@
 """What this machine has, what each rung will gain from it, and what to do about what is missing: one line each."""
-import itertools
 import json
 import os
 import re
@@ -9,19 +8,16 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
-import pandas
 import psutil
 import torch
 from torch.nn.attention import SDPBackend
 
-from ladder.count.memory import (
-    card_bytes, free_memory, largest_model, recommend, sent_bytes, split_parameters)
+from ladder.count.memory import free_memory, recommend
 from ladder.errors import UserError
 from ladder.measure.allocator import keeping_freed_memory, name_of
 from ladder.measure.jobs import COMPLAINT, OUT_OF_MEMORY
 from ladder.measure.rates import device_name, nvidia_gpus, rung_10
 from ladder.rungs.list import ROOT
-from ladder.show.terminal import print_texts
 
 GOOD, NEUTRAL, BAD = "+", "-", "x"
 COLORS = {GOOD: "green", NEUTRAL: "yellow", BAD: "red"}
@@ -74,6 +70,9 @@ def compile_problem(device):
     """Why torch.compile is not to be used on a device, in one line; None if it works."""
     if device == "mps":
         return "not reliable yet on Apple GPUs (pytorch issues 150121 and 152155)"
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):  # with either it does nothing, without a word
+        if os.environ.get(name) == "1":
+            return f"{name}=1 switches it off; unset it"
     return problem_of(f"import torch; torch.compile(torch.sin)(torch.ones(8, device='{device}'))")
 
 
@@ -120,9 +119,11 @@ def check_kernels(device):
         yield Finding(NEUTRAL, "attention", "training computes all scores: rung 6 saves no memory")
     else:
         triton = "Triton, " if device == "cuda" else ""
+        remedy = f"; install {triton}a C++ compiler and Python's headers (Linux: apt install g++ python3-dev)"
+        if problem and problem.endswith("unset it"):
+            remedy = ""
         yield finding(problem is None, "torch.compile", "works, for rung 5 and up",
-                      f"does not work, {lacks}; install {triton}a C++ compiler and Python's "
-                      "headers (Linux: apt install g++ python3-dev)", BAD)
+                      f"does not work, {lacks}{remedy}", BAD)
         # (B, nh, T, hs)
         q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))
         kernel = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
@@ -182,37 +183,12 @@ def check_machine(device=None):
     return findings, f"python -m ladder run --model {model} -B {B} -T {T} --steps {10 if device == 'cpu' else 200}"
 
 
-def print_check(console):
+def add_flags(parser):
+    """It has none."""
+
+
+def main(args, console):
     findings, command = check_machine()
     for mark, what, detail in findings:
         console.print(f"{mark} {what}: {detail}", style=COLORS[mark])
     console.print(f"\nFor this machine:\n    {command}")
-
-
-def plan_cards(gpus, memories):
-    """What 1, 2, 4 … `gpus` GPUs of each of `memories` GB hold on paper, 90 % of it used: a DataFrame of texts."""
-    counts = [2**n for n in range(gpus.bit_length()) if 2**n < gpus] + [gpus]
-    ways = [(n, sharded) for n in counts for sharded in (False, True)[:n]]  # a single card has nothing to shard
-    embedding, block, _ = split_parameters("gpt2-xl")
-    rows = []
-    for memory, (n, sharded) in itertools.product(memories, ways):
-        model, n_blocks = largest_model(0.9e9 * memory, n, sharded)
-        alone = "DDP" if n > 1 else "one"
-        rows.append({
-            "GPUs": f"{n} x {memory:g} GB",
-            "": "FSDP" if sharded else alone,
-            "largest\n--model": model or "none",
-            "GB\na GPU": f"{card_bytes(model, 1, 1024, n, sharded) / 1e9:.1f}" if model else "–",
-            "GB sent\na step": f"{sent_bytes(model, n, sharded) / 1e9:.1f}" if model else "–",
-            "at most, 1e9\nparameters": f"{(embedding + block * n_blocks) / 1e9:.1f}" if n_blocks else "–",
-        })
-    return pandas.DataFrame(rows)
-
-
-def print_cards(gpus, memories, console):
-    """What 1 to `gpus` GPUs hold on paper, independent of this machine."""
-    print_texts(plan_cards(gpus, memories), console,
-                "The largest model that trains at B=1, T=1024 in 90 % of the memory, on paper")
-    console.print("DDP: beyond/long_run/long_run.py; FSDP: beyond/several_cards/fsdp_run.py. Sent: by each GPU, in a "
-                  "step of one micro-step; FSDP sends most of it again in each further one.\nAt most: as wide as "
-                  "gpt2-xl (1600), and as deep as fits.")

@@ -19,10 +19,13 @@ from types import SimpleNamespace
 import psutil
 
 from ladder.errors import UserError
+from ladder.files import new_folder
+from ladder.rungs.choose import find_rung
 from ladder.rungs.lessons import diff_hunks, print_hunks, split_docstring
 from ladder.rungs.list import ROOT, load_script
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
 from ladder.show.logs import read_log
+from ladder.show.terminal import COUNT
 
 TESTS = ROOT / "tests" / "test_exercises.py"
 SHORT = ["--model", "tiny", "-T", "128", "--steps"]  # of the runs side by side, unless flags say otherwise
@@ -315,3 +318,16 @@ def try_file(rung, file, rounds, flags, folder, console):
     if not failed:
         show_diffs(rung, file, source, console)
     return 1 if failed or not ran else 0
+
+
+def add_flags(parser):
+    parser.description += """. Runs the tests of lesson N on FILE and shows a hint for each that is red. Once all pass:
+        both scripts in turns, and what each changes in the rung before. docs/exercises.md has the exercises."""
+    flag = parser.add_argument
+    flag("rung", metavar="N", help="of the lesson, or its file")
+    flag("file", type=Path, metavar="FILE", help="your script: a copy of the rung before, with the change made")
+    flag("--rounds", type=COUNT, metavar="ROUNDS", help="of both scripts, in turns (default: 3, once the tests pass)")
+
+
+def main(args, console):
+    return try_file(find_rung(args.rung), args.file, args.rounds, args.flags, new_folder("logs/try"), console)

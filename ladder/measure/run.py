@@ -1,18 +1,57 @@
 """`python -m ladder run`: the rungs, between two measurements of the machine, and the table at the end."""
+import argparse
+import os
 import shutil
 import sys
+from pathlib import Path
 
 from ladder.errors import UserError
+from ladder.files import new_folder
 from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.max_batch import print_largest
-from ladder.measure.peers import find_peers
+from ladder.measure.peer import find_peers
 from ladder.measure.runner import (
-    Runner, check_flags, check_same_machine, clocks_logged, eager_flags, locked, plan)
+    Runner, check_flags, eager_flags, locked, plan, split_flags)
 from ladder.rungs.choose import parse_rungs
 from ladder.rungs.list import BY_LABEL
-from ladder.show.logs import has_steps
-from ladder.show.outputs import print_report
+from ladder.show.logs import RUNS, has_steps, newest_run
+from ladder.show.machine import read_machine
 from ladder.show.report import build_report
+from ladder.show.tables import print_report
+from ladder.show.terminal import AMOUNT, COUNT
+
+
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
+    flag("--repeat", type=COUNT, default=1, metavar="N", help="N rounds, each in an order of its own, to see the noise")
+    flag("--at-once", type=COUNT, default=1, metavar="N",
+         help="start and compile N rungs at once; they still train one after another (default: %(default)s)")
+    flag("--peers", nargs="?", const=True, type=Path, metavar="FOLDER", help="add transformers' own GPT-2 with "
+         "everything switched on, and from FOLDER model.py of github.com/karpathy/nanoGPT and train_gpt2.py of "
+         "github.com/karpathy/build-nanogpt")
+    flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
+    flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
+    flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
+    flag("--processes", type=COUNT, default=2, help="of ddp, 33, fsdp and dcp (default: %(default)s)")
+    flag("--logs", type=Path, metavar="FOLDER", help="a new folder (default: logs/ladder/DATE_TIME)")
+
+
+def as_started(args):
+    """The arguments that the run to --resume was started with, as its machine.json has them."""
+    _, words = split_flags(args.argv, "--logs")
+    if words != ["run", "--resume"]:
+        raise UserError("--resume: continues a run with the flags it was started with; leave the others out")
+    folder = args.logs or newest_run(wanted=Path.exists)
+    arguments = read_machine(folder).get("arguments")
+    if arguments is None:
+        raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    again, again_flags = parser.parse_known_args(arguments[1:])  # without the verb
+    again.resume, again.logs, again.argv = True, folder, arguments
+    again.flags = [word for word in again_flags if word != "--"]
+    return again
 
 
 def check_together(args, rungs):
@@ -25,8 +64,10 @@ def check_together(args, rungs):
             raise UserError(f"{flag}: not with --max-batch; leave it out")
 
 
-def run(args, logs, console):
-    """Do what the parsed `args` of `run` say, into the folder `logs`; returns the exit code."""
+def main(args, console):
+    """Do what the parsed `args` say; returns the exit code."""
+    args = as_started(args) if args.resume else args
+    logs = args.logs or new_folder(RUNS)
     rungs = parse_rungs(args.rungs)
     check_together(args, rungs)
     peers, settings = find_peers(args.peers), check_flags(rungs, args.flags)
@@ -34,16 +75,16 @@ def run(args, logs, console):
     args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
         return print_largest(rungs, args.flags, args.time_limit, args.processes, console)
+    if args.at_once > 1:  # else each starts as many processes to compile as there are cores
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // args.at_once)))
     rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes, args.at_once)
     runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
     interrupted = False
     with locked(logs, args.resume):
-        check_same_machine(logs, "--resume --logs")
         try:
-            with runner, clocks_logged(logs, settings.device):  # between two measurements of the machine
+            with runner:  # between two measurements of the machine
                 if not args.resume:
-                    order = [[job.name for job in jobs] for jobs in rounds]
-                    runner.measure_machine(arguments=args.argv, order=order)
+                    runner.measure_machine(arguments=args.argv)
                 for jobs in rounds:
                     runner.run_in_turns(jobs, args.at_once)
                 runner.measure_machine()

@@ -6,9 +6,9 @@ Ctrl-C stops the children and everything they started; finished results are kept
 """
 import argparse
 import contextlib
+import itertools
 import json
 import random
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -16,17 +16,15 @@ from functools import cache
 from pathlib import Path
 
 import filelock
-import torch
+import psutil
 from rich.progress import Progress
 
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.check import compile_problem, nvidia_problem
 from ladder.measure.jobs import Job, Outcome, run_jobs
-from ladder.measure.rates import device_name, nvidia_gpus
 from ladder.rungs.list import BY_LABEL, ROOT, load_script
 from ladder.show.logs import STEP_LINE, read_log
-from ladder.show.machine import read_machine
 
 
 def split_flags(flags, *names):
@@ -54,27 +52,24 @@ def own_flags(rung, flags, log_dir):
     return flags
 
 
-def turn_words(rung, flags):
-    """What makes a script of a rung, or of a peer that trains as it does, a child that waits (turn.py)."""
-    eager = "compile_mode" not in defaults(rung) or split_flags(flags, "--compile-mode")[0] == ["none"]
-    return ["-m", "ladder.measure.turn", "eager" if eager else "compiled"]
+def command_for(rung, flags, log_dir, processes=2, turn=None, script=None):
+    """The command line of a rung, or of a peer's `script` (words), which takes the rung's flags.
 
-
-def command_for(rung, flags, log_dir, processes=2, in_turns=False):
-    """The command line of a rung; `in_turns`: as a child that waits."""
+    `turn`, of turn.py: "once" or "twice" for a child that waits for its turn.
+    """
     start = [sys.executable]
     if rung.torchrun:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    elif in_turns:
-        start += turn_words(rung, flags)
-    return [*start, str(rung.path), *own_flags(rung, flags, log_dir), "--log-dir", str(log_dir)]
+    elif turn:
+        start += ["-m", "ladder.measure.turn", turn]
+    words = map(str, script or [rung.path])
+    return [*start, *words, *own_flags(rung, flags, log_dir), "--log-dir", str(log_dir)]
 
 
-def peer_command(words, flags, log_dir, in_turns=False):
-    """The command line of a peer, which begins with these words; it is another rung 10."""
-    rung_10 = BY_LABEL["10"]
-    start = [sys.executable, *(turn_words(rung_10, flags) if in_turns else [])]
-    return [*start, *map(str, words), *own_flags(rung_10, flags, log_dir), "--log-dir", str(log_dir)]
+def turn_of(rung, flags, number):
+    """How a rung's script takes its turn in a round: only in the first there may be something to compile."""
+    eager = "compile_mode" not in defaults(rung) or split_flags(flags, "--compile-mode")[0] == ["none"]
+    return "once" if eager or number > 1 else "twice"
 
 
 def settings_of(rung, flags):
@@ -118,12 +113,14 @@ def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):
 
     Each round then has a random order, by its number, so that --resume plans the same.
     """
+    scripts = [(rung.name, rung, None) for rung in rungs]
+    scripts += [(name, BY_LABEL["10"], words) for name, words in (peers or {}).items()]  # each is another rung 10
     rounds = []
     for number in range(1, repeat + 1):
-        folder = log_dir / f"round_{number}" if repeat > 1 else log_dir
-        jobs = [Job(rung.name, command_for(rung, flags, folder, processes, at_once > 1), folder) for rung in rungs]
-        jobs += [Job(name, peer_command(words, flags, folder, at_once > 1), folder)
-                 for name, words in (peers or {}).items()]
+        folder, jobs = log_dir / f"round_{number}" if repeat > 1 else log_dir, []
+        for name, rung, script in scripts:
+            turn = turn_of(rung, flags, number) if at_once > 1 else None
+            jobs.append(Job(name, command_for(rung, flags, folder, processes, turn, script), folder))
         if repeat > 1:
             random.Random(number).shuffle(jobs)
         rounds.append(jobs)
@@ -160,33 +157,15 @@ def write_machine(folder, device, **more):
     write_whole(path, json.dumps(machine, indent=2) + "\n")
 
 
-def chips(machine):
-    """What was measured: the CPU with its number of threads, or the NVIDIA GPUs without driver and power limit."""
-    return machine["name"] if machine["device"] == "cpu" else [gpu.partition(",")[0] for gpu in machine["gpus"]]
-
-
-def check_same_machine(folder, flag):
-    """Refuse to add to a folder that another machine or another torch has filled."""
-    here = {"torch": torch.__version__, "device": None, "name": device_name("cpu"), "gpus": nvidia_gpus()}
-    there = here | read_machine(folder)
-    here["device"] = there["device"]
-    for old, new in ((there["torch"], here["torch"]), (chips(there), chips(here))):
-        if old != new:
-            raise UserError(f"{flag} {folder}: was measured with {old}, and this is {new}; give a new folder")
-
-
-@contextlib.contextmanager
-def clocks_logged(folder, device):
-    """Meanwhile, write the clock and the power of NVIDIA GPUs to folder/clocks.csv, twice a second."""
-    if device != "cuda" or not shutil.which("nvidia-smi"):
-        yield
-        return
-    query = "nvidia-smi --query-gpu=timestamp,index,clocks.sm,power.draw --format=csv -lms 500"
-    with open(folder / "clocks.csv", "a") as file, subprocess.Popen(query.split(), stdout=file) as logger:
-        try:
-            yield
-        finally:
-            logger.kill()
+def left_over(folder):
+    """The id of a process that still writes logs there, of a run that was killed; None without one."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            for flag, log_dir in itertools.pairwise(words):
+                if flag == "--log-dir" and Path(process.cwd(), log_dir).resolve().is_relative_to(folder.resolve()):
+                    return process.pid
+    return None
 
 
 @contextlib.contextmanager
@@ -203,6 +182,10 @@ def locked(folder, resume, flag="--logs"):
     except OSError as error:
         raise UserError(f"{flag} {folder}: {error.strerror}; give a folder that can be written to") from None
     with lock:
+        process = left_over(folder)
+        if process:
+            raise UserError(f"{flag} {folder}: a script of a killed run still writes there; wait for its end, or end "
+                            f"process {process}")
         yield
 
 

@@ -1,10 +1,9 @@
-"""Does everything work on this machine? Every script for four steps of a small model, several at a time.
+"""`python -m ladder smoke`: does everything work here? Every script for four steps of a small model, several at a time.
 
 Also what scripts do only elsewhere or when asked: ranks, float16, the other place for the batches, no compilation, CUDA
 graphs, resuming, sampling from and exporting the trained model. A trial that fails is shown and the others still run;
 losses that must be equal are compared. The times mean nothing: the trials share the machine.
 """
-import argparse
 import json
 import os
 import shutil
@@ -12,18 +11,17 @@ import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 from ladder.count.memory import free_memory
-from ladder.files import write_whole
+from ladder.files import new_folder
 from ladder.measure.check import check_machine, compile_problem
 from ladder.measure.jobs import Job, run_jobs
-from ladder.measure.rates import describe, rung_10
-from ladder.measure.runner import check_gpu, defaults, locked, split_flags
+from ladder.measure.rates import rung_10
+from ladder.measure.runner import check_flags, defaults, locked, settings_of, split_flags
 from ladder.rungs.list import BY_LABEL, ROOT, RUNGS, load_script
 from ladder.show.logs import STEP_LINE
 
@@ -141,16 +139,6 @@ def torchrun_chains(train, device):
         yield [trial, resuming(trial)] if resumes else [trial]
 
 
-def gloo_chains(settings, scratch):
-    """Beside a GPU, which two ranks cannot share: the rungs that start as several, on the CPU, alone and as two."""
-    if settings.device != "cuda" or sys.platform == "win32":
-        return
-    on_cpu = argparse.Namespace(**vars(settings) | {"device": "cpu", "compile_mode": "none"})
-    for label in [rung.label for rung in RUNGS if rung.torchrun]:
-        alone = training(on_cpu, scratch, label, "cpu")
-        yield [alone, training(on_cpu, scratch, label, "gloo", like=alone.name)]
-
-
 def plan(settings, scratch):
     """All trials for a device, in lists: those of one list use the files of its first.
 
@@ -159,7 +147,7 @@ def plan(settings, scratch):
     """
     train, device = partial(training, settings, scratch), settings.device
     rungs = [rung_chain(train, rung, device) for rung in RUNGS]
-    chains = [own_text(settings, scratch), *torchrun_chains(train, device), *gloo_chains(settings, scratch)]
+    chains = [own_text(settings, scratch), *torchrun_chains(train, device)]
     chains += [
         [train("3", "float16")], [train("10", "float16")], [train("24", "float16", like="24")],
         [train("24", "eager", like="24", compile_mode="none")],
@@ -223,52 +211,33 @@ def describe_trial(trial):
     return f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {trial.reason or losses}".rstrip()
 
 
-def largest_gap(trial, other):
-    """(how far apart the losses of two trials are, the first step where they are so far apart)."""
-    gaps = {step: abs(loss - other.losses[step]) for step, loss in trial.losses.items()}
-    step = max(gaps, key=gaps.get)
-    return gaps[step], step
-
-
 def summarize(trials, seconds, say):
     """Say what failed and what disagrees; returns the exit code."""
     failed = [f"failed: {trial.name}: {trial.reason}" for trial in trials if trial.status not in ("ok", "not run")]
     by_name = {trial.name: trial for trial in trials if trial.status == "ok"}
-    gaps, disagree = [0.0], []
-    compared = [trial for trial in by_name.values() if trial.like in by_name]
-    for trial in compared:
-        other = by_name[trial.like]
-        gap, step = largest_gap(trial, other)
-        gaps.append(gap)
-        if gap > trial.within:
+    compared = [(trial, by_name[trial.like]) for trial in by_name.values() if trial.like in by_name]
+    largest, disagree = 0.0, []
+    for trial, other in compared:
+        gaps = {step: abs(loss - other.losses[step]) for step, loss in trial.losses.items()}
+        step = max(gaps, key=gaps.get)
+        largest = max(largest, gaps[step])
+        if gaps[step] > trial.within:
             disagree.append(f"disagrees: {trial.name} and {other.name}: loss {trial.losses[step]:.3f} and "
                             f"{other.losses[step]:.3f} at step {step}, more than {trial.within} apart")
     say(f"\n{len(trials)} trials in {seconds:.0f} s, {len(failed)} failed.\n{len(compared)} must have the same losses "
-        f"as another, {len(disagree)} disagree; the largest difference is {max(gaps):.4f}.")
+        f"as another, {len(disagree)} disagree; the largest difference is {largest:.4f}.")
     for problem in [*failed, *disagree]:
         say(problem)
     return 1 if failed or disagree else 0
 
 
-def write_summary(path, trials, device):
-    """Write the machine, all versions and all trials as JSON, for whoever gets the folder."""
-    packages = {package.metadata["Name"]: package.version for package in distributions()}
-    shown = ("name", "command", "status", "reason", "seconds", "losses")
-    found = {"machine": describe(device), "packages": packages,
-             "trials": [{key: getattr(trial, key) for key in shown} for trial in trials]}
-    write_whole(path, json.dumps(found, indent=1) + "\n")
-
-
 def smoke_settings(flags):
     """The baseline's settings for these flags, with a small model and eager where torch cannot compile."""
-    check_gpu(flags)
-    baseline = load_script(BY_LABEL["0"])
-    settings = baseline.parse_args(flags)
-    settings.compile_mode = "none" if compile_problem(settings.device) else "default"
+    baseline = BY_LABEL["0"]
     if not split_flags(flags, "--model")[0]:
-        settings.model = "tiny" if settings.device == "cpu" else "mini"
-    _, meta = baseline.load_tokens(settings.data, "train", 4096)  # prepared now, once
-    baseline.model_config(settings, meta["vocab_size"])  # exits if there is no such model
+        flags = [*flags, "--model", "tiny" if settings_of(baseline, flags).device == "cpu" else "mini"]
+    settings = check_flags([baseline], flags)  # prepares the data now, once
+    settings.compile_mode = "none" if compile_problem(settings.device) else "default"
     return settings
 
 
@@ -304,12 +273,25 @@ def smoke(flags, out, console):
         code = summarize(done, time.monotonic() - started, say)
         console.save_text(out / "summary.txt")
         console.record = False
-        write_summary(out / "summary.json", done, device)
     console.print(f"all output is in {out}")
     return 130 if stopped else code
 
 
-def main(how, label, *flags):
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("--device", help="(default: the accelerator if there is one)")
+    flag("--model", help="(default: mini, on a CPU tiny)")
+    flag("--data", help="(default: data/tokens, prepared if it is not there)")
+    flag("--out", type=Path, metavar="FOLDER", help="a new folder (default: logs/smoke/DATE_TIME)")
+
+
+def main(args, console):
+    given = {"device": args.device, "model": args.model, "data": args.data}
+    flags = [f"--{name}={value}" for name, value in given.items() if value]
+    return smoke(flags, args.out or new_folder("logs/smoke"), console)
+
+
+def run_patched(how, label, *flags):
     """Run a script that gets a different answer about its device: python -m ladder.measure.smoke float16 24 FLAGS..."""
     script, (name, answer) = load_script(BY_LABEL[label]), PATCHES[how]
     setattr(script, name, lambda device: answer)
@@ -317,4 +299,4 @@ def main(how, label, *flags):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_patched(*sys.argv[1:])

@@ -1,5 +1,6 @@
 """Where the time of a step goes: some steady steps of a rung under torch.profiler, by kind of work.
 
+    python -m ladder profile --rungs 10                         # runs, once for each round:
     python -m ladder.measure.step_profile 10 FILE --model gpt2 -B 1 -T 1024
 
 The rung's own `train` runs in a separate process, and FILE gets the milliseconds as JSON. On a CPU an operator's time
@@ -18,15 +19,17 @@ from tempfile import TemporaryDirectory
 import pandas
 
 from ladder.errors import UserError
-from ladder.files import write_whole
+from ladder.files import new_folder, write_whole
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import (
-    check_flags, check_same_machine, eager_flags, locked, own_flags, split_flags, write_machine)
+    check_flags, eager_flags, locked, own_flags, split_flags, write_machine)
 from ladder.count.flops import flops_per_token
+from ladder.rungs.choose import parse_rungs
 from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
-from ladder.show.logs import has_steps, read_folder, read_log
+from ladder.show.logs import read_log
 from ladder.show.machine import read_machine
 from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile
+from ladder.show.terminal import COUNT
 
 STEP, DATA, CLIP = "ProfilerStep*", "ladder: data", "ladder: clip"  # ranges: torch.profiler's own, and two of ours
 PRODUCT = re.compile(r"(\b|_)(addmm|mm|matmul|linear)\b|triton_tem_")
@@ -159,10 +162,6 @@ def check_profile(rungs, flags, folder):
         raise UserError("--device mps: torch.profiler does not see Apple GPUs; give --device cpu")
     if read_profile(folder):
         raise UserError(f"--logs {folder}: holds a profile already; give another folder")
-    run = next(iter(read_folder(folder)[0].values()))[0] if has_steps(folder) else settings
-    if (run.model, run.B, run.T) != (settings.model, settings.B, settings.T):
-        raise UserError(f"--logs {folder}: holds runs of {run.model}, B={run.B} T={run.T}; give another folder")
-    check_same_machine(folder, "--logs")
     if read_machine(folder).get("device", settings.device) != settings.device:
         raise UserError(f"--logs {folder}: its machine.json is from a different device; give another folder")
     return settings
@@ -177,10 +176,10 @@ def profile_once(rung, flags, machine):
         outcome = run_job(job, math.inf, machine["device"])
         if outcome.status != "ok":
             return None, outcome
-        rung = json.loads(result.read_text())
+        found = json.loads(result.read_text())
         run = read_log(folder / f"{rung.name}.log")
-        rung["floor_ms"] = products_ms(run, machine["rates"], rung.pop("vocab_size"))
-    return rung, outcome
+        found["floor_ms"] = products_ms(run, machine["rates"], found.pop("vocab_size"))
+    return found, outcome
 
 
 def median_round(rounds):
@@ -192,8 +191,8 @@ def median_round(rounds):
 def profile_ladder(rungs, flags, settings, folder, console, repeat):
     """Profile the rungs, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
-    Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any. Floors use
-    the rates of folder/machine.json, which are measured first if it does not exist.
+    Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any. Rates
+    are those of folder/machine.json, which are measured first if it does not exist.
     """
     if not (folder / "machine.json").exists():
         write_machine(folder, settings.device)
@@ -221,14 +220,23 @@ def profile_ladder(rungs, flags, settings, folder, console, repeat):
     return failed
 
 
-def profile_and_show(rungs, flags, folder, console, repeat):
-    """Profile into `folder`, then show all that it holds; returns the exit code."""
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+    flag("--repeat", type=COUNT, default=3, metavar="N",
+         help="N rounds, preferably odd: the median round counts (default: %(default)s)")
+    flag("--logs", type=Path, metavar="FOLDER", help="of a run, to be shown with it (default: logs/profile/DATE_TIME)")
+
+
+def main(args, console):
+    """Profile, then show all that the folder holds; returns the exit code."""
     from ladder.show.plots import profile_picture, save
 
+    rungs, flags, folder = parse_rungs(args.rungs), args.flags, args.logs or new_folder("logs/profile")
     settings = check_profile(rungs, flags, folder)  # before creating the folder
     flags = eager_flags(rungs, flags, settings.device, console)
     with locked(folder, resume=True):
-        failed = profile_ladder(rungs, flags, settings, folder, console, repeat)
+        failed = profile_ladder(rungs, flags, settings, folder, console, args.repeat)
     found = read_profile(folder)
     if found:
         print_profile(found, console)

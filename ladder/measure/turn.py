@@ -1,9 +1,10 @@
-"""A script that starts beside others and trains when it has the device for itself: a child of `python -m ladder run`.
+"""A script that starts beside others and trains when it has the device for itself: a child of `run --at-once`.
 
-    python -m ladder.measure.turn compiled SCRIPT [the script's flags]
+    python -m ladder.measure.turn twice SCRIPT [the script's flags]
 
-It is run twice in one process. The first run, of two steps, only compiles ("eager": there is none). The second builds
-the model and says that it waits, as its log begins; it goes on when a line comes on stdin.
+"twice" runs it twice in one process: the first run, of two steps, only compiles, so that compiling takes no time of the
+others. Where there is nothing to compile, or an earlier round has left its graphs on disk, "once" will do. The last run
+builds the model and says that it waits, as its log begins; it goes on when a line comes on stdin.
 """
 import builtins
 import gc
@@ -31,6 +32,7 @@ def compile_first(script, flags):
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def print_in_turn(write, text="", *values, **more):
@@ -39,14 +41,11 @@ def print_in_turn(write, text="", *values, **more):
         write(WAITS, flush=True)
         if not sys.stdin.readline():
             sys.exit("error: nobody is left to give the turn")
-        torch = sys.modules.get("torch")
-        if torch and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()  # without the first run's
     write(text, *values, **more)
 
 
 def main(how, script, *flags):
-    if how == "compiled":
+    if how == "twice":
         compile_first(script, flags)
     builtins.print = partial(print_in_turn, print)
     run(script, *flags)

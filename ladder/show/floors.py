@@ -1,26 +1,38 @@
-"""Counted floors in a terminal."""
+"""`python -m ladder floor`: the counted floors of rungs on cards."""
 import pandas
 
-from ladder.count.floor import COUNTED, NOT_COUNTED, read_store, row_of
+from ladder.count.cards import find_card
+from ladder.count.floor import STORED, counted_rungs, row_of, stored_kernels
+from ladder.count.flops import SHAPES
+from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.errors import UserError
-from ladder.show.terminal import print_texts
+from ladder.rungs.choose import parse_rungs
+from ladder.show.terminal import COUNT, print_texts
 
 
-def counted_rungs(rungs, console):
-    """The labels of those rungs that floors are counted of; UserError without one, and says which others are left."""
-    labels = [rung.label for rung in rungs]
-    counted = [label for label in labels if label in COUNTED]
-    if not counted:
-        raise UserError(f"--rungs {','.join(labels)}: {NOT_COUNTED}; give others")
-    left_out = [label for label in labels if label not in COUNTED]
-    if left_out:
-        console.print(f"left out: {', '.join(left_out)}; {NOT_COUNTED}")
-    return counted
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
+         "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
+    flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
+    flag("--model", default=STORED["model"], choices=SHAPES, help="(default: %(default)s)")
+    flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s); with another --model, -B or -T kernels "
+         "are counted anew, some ten seconds for each rung")
+    flag("-T", type=COUNT, default=STORED["T"], help="(default: %(default)s, the most)")
 
 
-def stored_kernels(labels):
-    """{label: {Kernel: how many}} as floors.json has them."""
-    return {label: rung["kernels"] for label, rung in read_store().items() if label in labels}
+def main(args, console):
+    cards = [find_card(name) for name in args.gpu or ["A100"]]
+    labels = counted_rungs(parse_rungs(args.rungs), console)
+    setting = {"model": args.model, "B": args.B, "T": args.T}
+    if args.T > BLOCK_SIZE:
+        raise UserError(f"-T {args.T}: the model takes {BLOCK_SIZE} tokens; give a smaller -T")
+    kernels = stored_kernels(labels)
+    if setting != STORED:
+        from ladder.count.kernels import count_all
+
+        kernels = count_all(labels, setting, console)
+    print_floors(kernels, cards, setting, console)
 
 
 def floor_texts(row, cards):
@@ -39,10 +51,19 @@ def floor_texts(row, cards):
     return texts
 
 
+def largest_memory(labels, setting):
+    """(the label of the rung that needs the most memory, how many bytes)."""
+    needs = {label: step_bytes(label=label, **setting) for label in labels}
+    most = max(needs, key=needs.get)
+    return most, needs[most]
+
+
 def print_floors(kernels, cards, setting, console):
     """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
     texts = [floor_texts(row_of(label, counted, cards), cards) for label, counted in kernels.items()]
-    caption = "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
+    label, least = largest_memory(kernels, setting)
+    caption = f"Rung {label} takes about {least / 1e9:.0f} GB at this batch; a card with less needs a smaller -B.\n"
+    caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
     title = "Floors, counted: {model}, B={B} T={T}".format(**setting)
     print_texts(pandas.DataFrame(texts), console, title, caption)

@@ -19,14 +19,16 @@ from pathlib import Path
 import numpy
 
 from ladder.errors import UserError
-from ladder.rungs.list import BY_NAME, Rung
+from ladder.rungs.list import BY_NAME, ROOT, Rung
+
+RUNS = Path("logs/ladder")  # one subfolder per run
+REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
 
 PEER = "peer_transformers"  # the one that needs no file fetched
 PEERS = {  # {a log's name: what trained, which is no rung}
-    name: Rung("", file, title, None, frozenset()) for name, file, title in (
-        (PEER, "ladder/measure/peer_transformers.py", "transformers' GPT-2, everything on"),
-        ("peer_nanogpt", "ladder/measure/peer_nanogpt.py", "nanoGPT's GPT-2, everything on"),
-        ("peer_build_nanogpt", "ladder/measure/peer_nanogpt.py", "build-nanogpt's GPT-2, everything on"))}
+    name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on", None, frozenset())
+    for name, whose in ((PEER, "transformers'"), ("peer_nanogpt", "nanoGPT's"),
+                        ("peer_build_nanogpt", "build-nanogpt's"))}
 ORDER = [*BY_NAME, *PEERS]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 COUNT = r"(\d{1,12})"
@@ -36,6 +38,10 @@ VAL_LINE = re.compile(rf"val : step {COUNT} \| loss: {NUMBER}")
 RESUMED_LINE = re.compile(rf"# resumed after step {COUNT} of {COUNT}")
 MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*\| steps {COUNT}-")
 PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
+
+
+class NoStep(UserError):
+    """A log without a step."""
 
 
 @dataclass
@@ -209,7 +215,7 @@ def read_log(path):
     for line in lines:
         add_line(run, line)
     if not run.ms:
-        raise UserError(f"{path} has no step line: not the log of a training run, or of one without a step")
+        raise NoStep(f"{path} has no step line: not the log of a training run, or of one without a step")
     for ms in run.ms:
         if not 0 < ms < math.inf:
             raise UserError(f"{path} is damaged: a step takes {ms} ms")
@@ -260,20 +266,36 @@ def read_folder(folder):
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of logs")
-    runs, skipped = {}, []
+    runs, skipped, without = {}, [], []
     files = sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")])
     for path in itertools.chain.from_iterable(map(logs_in, files)):
         try:
             run = read_log(path)
+            runs.setdefault(run.name, []).append(run)
+        except NoStep:
+            without.append(path.relative_to(folder).as_posix())
         except UserError as error:
             skipped.append(str(error))
-            continue
-        runs.setdefault(run.name, []).append(run)
+    if without:  # of runs that waited for their turn, when they were stopped
+        skipped.append(f"no step line in {', '.join(without)}")
     if not runs:
         raise UserError(f"{folder} holds no logs with steps: "
                         + (skipped[0] if skipped else "run python -m ladder run first"))
     order = sorted(runs, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     return {name: runs[name] for name in order}, skipped
+
+
+def newest_run(wanted=None):
+    """The folder of the newest run that is `wanted`: by default that has a step, without which nothing can be shown."""
+    wanted = wanted or has_steps
+    for path in sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        if wanted(path.parent):
+            return path.parent
+    raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
+
+
+def reference_folders():
+    return sorted(path for path in REFERENCE.glob("*") if path.is_dir())
 
 
 def has_steps(folder):

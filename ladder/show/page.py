@@ -19,7 +19,8 @@ from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
 from ladder.show.exercises import exercise_html, read_exercises
 from ladder.show.page_text import blocks_of, hunk_html, n_moved, picture, prose
-from ladder.show.report import warnings
+from ladder.show.logs import reference_folders
+from ladder.show.report import build_report, warnings
 from ladder.show.standings import IN_A_LINK, KEY, p_text, race_texts, with_range
 from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, loss_of, mfu_of, ms_text,
                                 shown_texts, text_of, times_before, where)
@@ -89,7 +90,7 @@ def race_row(rung, report):
 
 def table(rows):
     """Some {column: text} for the template."""
-    return {"columns": [*rows[0]], "rows": [[*row.values()] for row in rows]}
+    return {"columns": [*rows[0]] if rows else [], "rows": [[*row.values()] for row in rows]}
 
 
 def counted(rung, floors):
@@ -170,7 +171,19 @@ def write_page(reports, path):
 
 
 def show_page(reports, path=PAGE, browser=True):
-    """Write the page and open it: `python -m ladder page`."""
+    """Write the page and open it."""
     write_page(reports, path)
     if browser:
         webbrowser.open(path.resolve().as_uri())
+
+
+def add_flags(parser):
+    parser.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER",
+                        help="runs, or reference machines (default: all of logs/reference)")
+    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="(default: docs/index.html)")
+    parser.add_argument("--no-browser", action="store_true", help="write it only")
+
+
+def main(args, console):
+    show_page([build_report(folder) for folder in args.folders or reference_folders()], args.out, not args.no_browser)
+    console.print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)

@@ -111,9 +111,9 @@ def draw(picture):
 
 
 def draw_kinds(axes):
-    """Above the bars: a color for each kind of work, and the floor's line."""
+    """Above the bars: a color for each kind of work, and the line of the products."""
     handles = [Patch(color=color, label=kind) for kind, color in KIND_COLORS.items()]
-    handles.append(Line2D([], [], color="black", linewidth=1.5, label="floor"))
+    handles.append(Line2D([], [], color="black", linewidth=1.5, label="products alone"))
     in_rows = [handle for column in range(5) for handle in handles[column::5]]  # matplotlib fills column by column
     axes.legend(handles=in_rows, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=5, fontsize=8.5, frameon=False,
                 handlelength=1.1, handletextpad=0.5, columnspacing=1.3)
@@ -125,9 +125,9 @@ def bar_picture(title, caption, bars, xlabel, **more):
 
 
 def profile_picture(profile):
-    """A step's milliseconds by kind of work, and the floor: what its matrix products need."""
-    caption = (f"{profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}. Floor: what all matrix "
-               "products, attention's included, take at the rate measured on this machine.")
+    """A step's milliseconds by kind of work, and what its matrix products need."""
+    caption = (f"{profile['name']}, {profile['model']}, B={profile['B']} T={profile['T']}. Products alone: what all "
+               "matrix products, attention's included, take at the rate measured on this machine.")
     bars = list(profile_bars(profile))
     if any(bar["pale"] for bar in bars):
         caption += " (!) unreliable: the step takes a different time without the profiler."

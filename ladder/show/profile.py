@@ -1,4 +1,7 @@
-"""The profile of a folder: where the time of each rung's step goes, as measured by `python -m ladder profile`."""
+"""The profile of a folder: where the time of each rung's step goes, as measured by `python -m ladder profile`.
+
+A record calls what the step's matrix products take at the measured rate "floor_ms".
+"""
 import math
 from pathlib import Path
 
@@ -52,10 +55,10 @@ def print_profile(profile, console):
     for found in profile["rungs"]:
         rung, mark = BY_NAME[found["name"]], "" if is_reliable(found) else " (!)"
         times = dict(zip(words, found["parts_ms"].values(), strict=True)) | {"step": found["step_ms"]}
-        times |= ({"plain": found["plain_ms"]} if wide else {}) | {"floor": found["floor_ms"]}
+        times |= ({"plain": found["plain_ms"]} if wide else {}) | {"products": found["floor_ms"]}
         rows.append({"rung": (rung.title if wide else rung.label) + mark}
                     | {word: f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for word, ms in times.items()})
-    caption = "step: under the profiler; floor: its matrix products at the measured rate"
+    caption = "step: under the profiler; products: all of its matrix products at the rate measured"
     caption += "" if all(map(is_reliable, profile["rungs"])) else f"\n(!) {UNRELIABLE}"
     print_texts(pandas.DataFrame(rows), console, f"ms per step, {profile['name']}, {profile['model']}, "
                 f"B={profile['B']} T={profile['T']}", caption, padding=(0, 1, 0, 0), pad_edge=False)

@@ -1,4 +1,4 @@
-"""What each rung did on a machine: a row for each, made of its logs or of a race.
+"""`python -m ladder report`: what each rung did on a machine, a row for each, made of its logs; or a race.
 
 A rung with several rounds (`run --repeat`) has the median of the rounds' medians, and their spread. Runs that differ in
 data, model, B, T or device are refused. What a log does not say is None.
@@ -7,21 +7,23 @@ import itertools
 import math
 import re
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pandas
 
+from ladder.count.cards import find_card
 from ladder.count.flops import mfu
 from ladder.errors import UserError
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.chance import holm, speed_p
 from ladder.show.compare import MIN_COUNTED
 from ladder.show.impossible import CLOCK, impossible
-from ladder.show.logs import read_folder, run_of, stage_of
+from ladder.show.logs import newest_run, read_folder, reference_folders, run_of, stage_of
 from ladder.show.machine import read_machine
 from ladder.show.profile import read_profile
 from ladder.show.standings import Race, read_race
+from ladder.show.terminal import messages
 
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
 
@@ -62,13 +64,15 @@ class Report:
     name: str  # the folder's
     setting: dict  # data, model, B, T, device
     machine: dict  # rates and versions measured in the same run; {} when unknown
-    common_loss: float | None  # None if every loss of a run is infinite or not a number
-    common_val_loss: float | None  # None without a validation
-    rows: list
-    runs: dict  # {name: [Run, ...]}; of a race only one of each rung, as its headers tell it
-    profile: dict | None  # where each rung's step time goes, as profile.json has it
-    race: Race | None  # None if this is none
-    skipped: list  # why files of the folder were not used
+    common_loss: float | None = None  # None if every loss of a run is infinite or not a number
+    common_val_loss: float | None = None  # None without a validation
+    rows: list = field(default_factory=list)  # none in a race, as the next
+    runs: dict = field(default_factory=dict)  # {name: [Run, ...]}
+    profile: dict | None = None  # where each rung's step time goes, as profile.json has it
+    race: Race | None = None
+    skipped: list = field(default_factory=list)  # why files of the folder were not used
+    cores: int = 0  # of a CPU
+    allocators: list = field(default_factory=list)
 
     @property
     def table(self):
@@ -149,9 +153,7 @@ def add_speeds(rows, runs, rates):
             continue
         run, speed = runs[row.name][0], row.tokens / row.ms * 1000
         row.tokens_per_second = speeds[row.name] = speed
-        if mfu(run, rates, 1) is not None:
-            row.mfu = mfu(run, rates, 1) * speed
-            row.mfu_causal = mfu(run, rates, 1, causal=True) * speed
+        row.mfu, row.mfu_causal = mfu(run, rates, speed), mfu(run, rates, speed, causal=True)
     baseline = BY_LABEL["0"].name
     for row in rows:
         before = stage_of(row.name).start
@@ -186,51 +188,49 @@ def read_beside(folder, first, skipped):
 
 def build_report(folder):
     """Read all logs of a folder, or its race, into a Report. Raises UserError when they cannot be compared."""
-    race, skipped, common = read_race(folder), [], (None, None)
+    race = read_race(folder)
     if race:
-        rows = [Row(**row) for row in race.rows]
-        runs = {row.name: [run_of(Path(f"{row.name}.log"), race.facts)] for row in rows}
-    else:
-        runs, skipped = read_folder(folder)
-        check_comparable(runs, folder)
-        check_rounds(runs)
-        runs = {name: whole_rounds(rounds, skipped) for name, rounds in runs.items()}
-        every_run = [run for rounds in runs.values() for run in rounds]
-        common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
-        rows = [row_of(rounds, *common) for rounds in runs.values()]
-    first = next(iter(runs.values()))[0]
-    machine, profile = read_beside(folder, first, skipped)
+        first = run_of(Path(folder), race.facts)  # its logs are gone: what their headers had in common
+        return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, read_machine(folder),
+                      race=race, cores=cores_of([first]), allocators=allocators_of([first]))
+    runs, skipped = read_folder(folder)
+    check_comparable(runs, folder)
+    check_rounds(runs)
+    runs = {name: whole_rounds(rounds, skipped) for name, rounds in runs.items()}
+    every_run = [run for rounds in runs.values() for run in rounds]
+    common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
+    rows = [row_of(rounds, *common) for rounds in runs.values()]
+    machine, profile = read_beside(folder, every_run[0], skipped)
     for row in rows:  # a record says where what it ran differs from today's
         row.title = machine.get("titles", {}).get(row.name, row.title)
     add_speeds(rows, runs, machine.get("rates"))
-    setting = first.setting() | {"device": first.device}
-    return Report(Path(folder).resolve().name, setting, machine, *common, rows, runs, profile, race, skipped)
+    setting = every_run[0].setting() | {"device": every_run[0].device}
+    return Report(Path(folder).resolve().name, setting, machine, *common, rows, runs, profile, None, skipped,
+                  cores_of(every_run), allocators_of(every_run))
 
 
-def allocators(report):
+def allocators_of(runs):
     """The names of the allocators of all runs; "unknown" is that of whole logs that do not say."""
-    runs = itertools.chain(*report.runs.values())
     return sorted({run.allocator or "unknown" for run in runs if run.complete or run.allocator})
 
 
-def cores_of(report):
+def cores_of(runs):
     """How many threads the runs on a CPU had; 0 on other devices."""
-    cores = 0
-    for run in itertools.chain(*report.runs.values()):
-        header = run.headers.get("machine", run.headers.get("device", ""))
-        cores = max([cores, *map(int, re.findall(r"\((\d+) threads\)", header))])
-    return cores
+    headers = [run.headers.get("machine", run.headers.get("device", "")) for run in runs]
+    return max(int(n) for header in headers for n in ["0", *re.findall(r"\((\d+) threads\)", header)])
 
 
-def rung_warnings(row, run, card, busy):
-    """What a reader of a rung's row needs to know; `run` is its first round, `busy` a GPU that other runs kept warm."""
+def is_cold(run):
+    """Whether its first steps were too few for a GPU to reach its clock."""
+    return not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS
+
+
+def rung_warnings(row, run, card):
+    """What a reader of a rung's row needs to know; `run` is its first round."""
     if row.mfu and row.mfu > 1:
         yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
     for found in impossible(run, card):
         yield f"{row.title}: {found}"
-    if not busy and not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS:
-        yield (f"{row.title}: the steps between the first and those that count took less than "
-               f"{WARM_UP_MS / 1000:g} s, too few to warm up a GPU: give more --steps")
     if not row.complete:
         yield f"{row.title}: the run did not finish ({row.last_step} steps)"
 
@@ -242,18 +242,65 @@ def warnings(report, card=None):
     """
     for reason in report.skipped:
         yield f"skipped: {reason}"
-    for row in report.rows if not report.race else []:  # a race keeps no single steps
-        yield from rung_warnings(row, report.runs[row.name][0], card, report.machine.get("kept_busy"))
+    for row in report.rows:
+        yield from rung_warnings(row, report.runs[row.name][0], card)
+    cold = [row.title for row in report.rows if is_cold(report.runs[row.name][0])]
+    if cold and not report.machine.get("kept_busy"):  # a GPU that other runs kept warm
+        yield (f"{cold[0] if len(cold) == 1 else f'{len(cold)} rungs'}: the steps between the first and those that "
+               f"count took less than {WARM_UP_MS / 1000:g} s, too few to warm up a GPU: give more --steps")
     if len({row.rounds for row in report.rows}) > 1:
         yield "the rungs have different numbers of rounds: their spreads do not compare"
     if any(row.rounds == 1 and row.counted < MIN_COUNTED for row in report.rows):
         yield (f"fewer than {MIN_COUNTED} steps count: too few to tell a gain from noise; give more --steps, or "
                "--repeat 5")
-    under = allocators(report)
-    if len(under) > 1:
-        yield (f"the runs had different memory allocators ({', '.join(under)}): on a CPU they can change the time of a "
-               "step by a third")
+    if len(report.allocators) > 1:
+        yield (f"the runs had different memory allocators ({', '.join(report.allocators)}): on a CPU they can change "
+               "the time of a step by a third")
     if len({row.last_step for row in report.rows}) > 1:
         yield "the runs have different numbers of steps: their last losses do not compare"
     if not report.machine:
         yield "no measured matrix-product rates (machine.json) here, so no MFU"
+
+
+# ---- the verb --------------------------------------------------------------------------------------------------------
+
+
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine (default: your "
+         "newest run)")
+    flag("--png", type=Path, metavar="FOLDER", help="write the plots there")
+    flag("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
+    flag("--readme", action="store_true",
+         help="rewrite the tables and pictures of README.md and docs/, of all of logs/reference")
+    flag = parser.add_mutually_exclusive_group().add_argument
+    flag("--json", action="store_true", help="print JSON instead of the table")
+    flag("--csv", action="store_true", help="print CSV instead of the table")
+
+
+def main(args, console):
+    from ladder.show.tables import as_csv, as_json, print_report, write_tables
+
+    if args.readme and args.folders:
+        raise UserError("--readme: shows all folders of logs/reference; name none")
+    folders = args.folders or (reference_folders() if args.readme else [newest_run()])
+    reports = [build_report(folder) for folder in folders]
+    if not (args.readme or args.png or args.json or args.csv):
+        for one in reports:
+            print_report(one, console, args.gpu and find_card(args.gpu))
+        return
+    for reason in dict.fromkeys(reason for one in reports for reason in one.skipped):
+        messages.print(f"! skipped: {reason}", soft_wrap=True)  # which a table says itself
+    if args.readme or args.png:
+        from ladder.show.plots import shown_in_docs, write_plots
+
+        if args.readme:
+            write_tables(reports)
+            write_plots(reports, ROOT / "docs", only=shown_in_docs(ROOT))
+            messages.print("README.md, docs/*.md: tables and pictures rewritten")
+        for path in write_plots(reports, args.png) if args.png else []:
+            messages.print(str(path))
+    if args.json:
+        print(as_json(reports))
+    elif args.csv:
+        print(as_csv(reports), end="")

@@ -12,7 +12,9 @@ from ladder.files import write_whole
 from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.show.logs import stage_of
-from ladder.show.report import allocators, cores_of, warnings
+from ladder.show.profile import print_profile
+from ladder.show.report import warnings
+from ladder.show.standings import print_race
 from ladder.show.terminal import WIDE, print_texts
 
 NOTHING = "–"  # where a log does not say
@@ -27,7 +29,7 @@ HEADINGS = (f"{STARS}. s to: seconds to the first step, or "
 
 def gain(report):
     """How many times the baseline's speed the fastest rung has; 0 without a baseline."""
-    return max(row.times_baseline or 0 for row in report.rows)
+    return max((row.times_baseline or 0 for row in report.rows), default=0)
 
 
 def floors_of(report):
@@ -45,12 +47,12 @@ def data_of(report):
 
 def machine_of(report):
     """The device, of a CPU its cores and allocator."""
-    device, details, cores = report.setting["device"] or "unknown device", [], cores_of(report)
+    device, details = report.setting["device"] or "unknown device", []
     if device == "mps":
         device = report.machine.get("name", device)
-    if cores:
-        details.append(f"{cores} cores")
-    known = [name for name in allocators(report) if name not in ("unknown", "torch")]
+    if report.cores:
+        details.append(f"{report.cores} cores")
+    known = [name for name in report.allocators if name not in ("unknown", "torch")]
     if known:
         details.append(f"allocator: {' and '.join(known)}")
     return f"{device} ({', '.join(details)})" if details else device
@@ -174,6 +176,16 @@ def print_table(report, console, card=None):
     print_texts(texts, console, report.name, f"{conditions(report)} {HEADINGS}.", min_width=16)
     for warning in warnings(report, card):
         console.print(f"! {warning}", style="yellow")
+
+
+def print_report(report, console, card=None):
+    """A report, with the profile of its folder, if any, or a race; `card` is the GPU of logs that name none."""
+    if report.race:
+        print_race(report, console)
+        return
+    print_table(report, console, card)
+    if report.profile:
+        print_profile(report.profile, console)
 
 
 def markdown(rows, n_left):

@@ -1,8 +1,47 @@
-"""A table of short texts in a terminal."""
+"""The terminal: what writes to it, a table of short texts, and the kinds of numbers that a user writes."""
+import argparse
+import math
+import os
+
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 WIDE = 130  # characters of a terminal wide enough for all columns
+console = Console(highlight=False, markup=False)
+messages = Console(highlight=False, markup=False, stderr=True)  # not the answer: stdout belongs to --json and --csv
+
+
+class Stream:
+    """A stream that may go away (head, a closed terminal) without ending what the tool does."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        if hasattr(stream, "reconfigure"):  # not in a notebook
+            stream.reconfigure(errors="replace")  # the encoding of a file may lack × and –
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def above_zero(kind):
+    """An argument's type: numbers of a kind, int or float, above 0."""
+    def number(text):
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError("must be more than 0")
+        return value
+    return number
+
+
+COUNT, AMOUNT = above_zero(int), above_zero(float)
 
 
 def print_texts(texts, console, title, caption=None, min_width=None, **style):

@@ -1,7 +1,7 @@
 """What is the least that a training step costs on a GPU? The floors of `python -m ladder floor`, counted.
 
     python -m ladder floor --gpu "RTX 3080" -B 4 --rungs 10         # counts another batch than the stored one
-    python -m experiments.count_kernels --rungs 0,1                 # stores counts in ladder/count/floors.json
+    python -m ladder.count.kernels --rungs 0,1                 # stores counts in ladder/count/floors.json
 
 No GPU is needed: the rung's own `train` runs on fake tensors, which have shapes but no memory, and the FLOPs, bytes and
 launches of every kernel are counted.
@@ -40,13 +40,12 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ladder.count.floor import COUNTED, STORE, STORED, Kernel, read_store
+from ladder.count.floor import COUNTED, STORE, STORED, Kernel, counted_rungs, read_store
 from ladder.count.flops import VOCAB_SIZE
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.rungs.choose import parse_rungs
 from ladder.rungs.list import BANNER, BY_LABEL, load_script
-from ladder.show.floors import counted_rungs
 
 NO_KERNEL = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")  # views, allocation
 OVERWRITES = ("fill_", "zero_", "copy_", "ones_like", "zeros_like", "full_like")  # does not read its first argument
@@ -335,11 +334,11 @@ def count(label, model, B, T, **more):
 
 
 def count_all(labels, setting, console):
-    """{label: {Kernel: how many}} of rungs; `setting`: model, B and T."""
+    """{label: {Kernel: how many}} of rungs; `setting`: model, B and T. Says which rung it is at, in a pipe, too."""
     counted = {}
     for label in labels:
-        with console.status(f"counting rung {label}"):
-            counted[label] = count(label, **setting)
+        console.print(f"counting rung {label}, some ten seconds", style="dim")
+        counted[label] = count(label, **setting)
     return counted
 
 

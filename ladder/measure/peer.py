@@ -1,0 +1,142 @@
+"""The peers of `run --peers`: other people's GPT-2, each in its best form, with everything a user would switch on.
+
+    python ladder/measure/peer.py -B 1 -T 1024                          # transformers'
+    python ladder/measure/peer.py FOLDER/model.py -B 1 -T 1024          # github.com/karpathy/nanoGPT's
+    python ladder/measure/peer.py FOLDER/train_gpt2.py -B 1 -T 1024     # github.com/karpathy/build-nanogpt's
+
+A peer is rung 10 with a different model: the same data, autocast and GradScaler, compilation, fused AdamW, clipping,
+learning rate, clock and log. Rung 10 should not be slower. A fetched model has the form that it is trained in at home,
+with 50,304 rows and a loss over all of them; nanoGPT's GELU is not the tanh approximation.
+"""
+import ast
+import math
+import sys
+import types
+from pathlib import Path
+
+import torch.nn as nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+import speedup_10_fused_adamw as rung_10  # noqa: E402
+from ladder.errors import UserError  # noqa: E402
+from ladder.show.logs import PEER, PEERS  # noqa: E402
+
+FETCHED = {"model.py": "peer_nanogpt", "train_gpt2.py": "peer_build_nanogpt"}  # {file: its log}
+MORE = {"model.py": {"dropout": 0.0, "bias": True}, "train_gpt2.py": {}}  # of its GPTConfig: GPT-2 has biases
+IMPORTED = {"dataclasses", "inspect", "math", "torch"}  # what their models use
+
+
+class Peer(nn.Module):
+    """transformers' GPT-2 with random weights, called as rung 10 calls its own model."""
+
+    configure_optimizers = rung_10.GPT.configure_optimizers
+
+    def __init__(self, settings, loader):
+        super().__init__()
+        if settings.pretrained or settings.save:
+            sys.exit("error: --pretrained, --save: the peer has neither; leave them out")
+        self.model = self.build(rung_10.model_config(settings, loader.meta["vocab_size"]))
+
+    def build(self, shape):
+        from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        # transformers' default, "sdpa", skips the mask only if no sequences are packed, which it cannot tell while
+        # torch.compile traces: a compiled GPT-2 computes a dense (T, T) mask, and SDPA cannot take its causal kernel.
+        # For an attention with a name of our own transformers makes no mask, and the same function is causal.
+        AttentionInterface.register("plain_sdpa", sdpa_attention_forward)
+        model = GPT2LMHeadModel(GPT2Config(
+            vocab_size=shape.vocab_size, n_positions=shape.block_size,
+            n_embd=shape.n_embd, n_layer=shape.n_layer, n_head=shape.n_head,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="plain_sdpa",
+        ))
+        # What transformers falls back to, but then it warns, which breaks the compiled graph between logits and loss.
+        model.loss_type = "ForCausalLM"
+        return model
+
+    def forward(self, idx, targets):
+        """Token ids and targets, (B, T) each -> the mean loss. Our targets are already the next tokens."""
+        return self.model(idx, labels=targets, shift_labels=targets).loss
+
+
+def fetched_peer(file):
+    """The class of a peer from a fetched file."""
+    class FetchedPeer(Peer):
+        def build(self, shape):
+            theirs = load_classes(file)
+            return theirs.GPT(theirs.GPTConfig(
+                vocab_size=math.ceil(shape.vocab_size / 128) * 128,  # 50257 -> 50304
+                block_size=shape.block_size, n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
+                **MORE[file.name],
+            ))
+
+        def forward(self, idx, targets):
+            _, loss = self.model(idx, targets)  # logits that leave a compiled graph cost memory
+            return loss
+
+    return FetchedPeer
+
+
+def is_definition(node):
+    """Whether a statement at the top of a file defines a class, or imports what the classes use."""
+    if isinstance(node, ast.Import):
+        return all(name.name.partition(".")[0] in IMPORTED for name in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return node.module.partition(".")[0] in IMPORTED
+    return isinstance(node, ast.ClassDef)
+
+
+def definitions(file):
+    """The classes of a fetched file with their imports, as a syntax tree: train_gpt2.py as a whole would train."""
+    problem = f"--peers {file}: does not define GPT and GPTConfig; fetch the file that docs/running.md names"
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except SyntaxError:  # the web page around the file
+        raise UserError(problem) from None
+    tree.body = [node for node in tree.body if is_definition(node)]
+    if not {"GPT", "GPTConfig"} <= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}:
+        raise UserError(problem)
+    return tree
+
+
+def load_classes(file):
+    """A module with the classes of a fetched file."""
+    module = types.ModuleType(f"fetched_{file.stem}")
+    sys.modules[module.__name__] = module  # torch.compile looks it up
+    exec(compile(definitions(file), file, "exec"), vars(module))
+    return module
+
+
+def find_peers(wanted):
+    """{log's name: script and file} of the peers that are `wanted`: None, True (transformers'), or a folder."""
+    if wanted is None:
+        return {}
+    peers = {PEER: [PEERS[PEER].path]}
+    if wanted is True:
+        return peers
+    for name, peer in FETCHED.items():
+        file = wanted / name
+        if file.exists():
+            definitions(file)
+            peers[peer] = [PEERS[peer].path, file.resolve()]
+    if len(peers) == 1:
+        raise UserError(f"--peers {wanted}: holds no {' or '.join(FETCHED)}; docs/running.md says where they are")
+    return peers
+
+
+def main(argv):
+    name, model = PEER, Peer
+    if Path(*argv[:1]).name in FETCHED:
+        file, *argv = argv
+        name, model = FETCHED[Path(file).name], fetched_peer(Path(file))
+    rung_10.new_model = model
+    rung_10.SCRIPT = ROOT / f"{name}.py"  # names the log
+    rung_10.train(rung_10.parse_args(argv))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
