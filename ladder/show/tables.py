@@ -87,7 +87,7 @@ def text_of(value, pattern):
 
 def link_to(row):
     file = stage_of(row.name).file
-    return f"[`{file}`]({file})"
+    return f"[`{file}`]({file})" if (ROOT / file).exists() else f"`{file}`"  # of a rung that is gone
 
 
 def ms_text(ms):
