@@ -1,4 +1,4 @@
-"""What do the races in logs/reference/ say? Writes the standings of each, and tables and pictures of docs/results.md.
+"""What do the races in logs/reference/ say? Writes the standings of each, and the tables and pictures of PAGE.
 
     python -m experiments.race_docs
 """
@@ -8,19 +8,22 @@ import re
 
 from experiments import race_record
 from ladder.rungs.list import ROOT
+from ladder.show.contest import read_csv
 from ladder.show.logs import ORDER, stage_of
 from ladder.show.plots import colors_of, save
 from ladder.show.report import build_report
 from ladder.show.standings import FILE, KEY, race_texts
 from ladder.show.tables import batch_of, data_of, machine_of, markdown, write_between
 
+PAGE = "docs/results.md"
 RACES, LEAD = "races.png", "lead.png"
 LEADERS = {"24": "#4f7fc4", "30": "#c95a2e", "31": "#35ab72"}  # the colors of the rungs in the second one, by label
 
 
 def race_name(report):
     """A race's text, its tokens, and the model."""
-    return f"{data_of(report)}, {report.setting['model']}"
+    trunk = ", long trunk" if "total batch" in report.race.facts else ""
+    return f"{data_of(report)}, {report.setting['model']}{trunk}"
 
 
 def races_of(folders):
@@ -70,7 +73,7 @@ def races_picture(reports):
 
 
 def lead_curves(report, style):
-    """How far some rungs are below the first one's loss after the same tokens, the medians of the seeds."""
+    """How far some rungs are below the first one's loss after the same tokens, the means of the seeds."""
     first, *others = report.race.racers
     curves = []
     for racer in others:
@@ -96,29 +99,29 @@ def lead_picture(reports):
                "ylabel": "nats below the first rung"} for kind, curves in kinds.items()]
     firsts = "/".join(sorted({report.race.racers[0].label for report in reports}))
     return {"title": f"The lead over rung {firsts}, after the same tokens", "height": 4.2, "panels": panels,
-            "caption": "Validation losses, the medians of the seeds; "
+            "caption": "Validation losses, the means of the seeds; "
             + "; ".join(f"{style}: {text}" for text, style in styles.items())}
 
 
 def pictures(races):
-    """{file name: picture} of docs/results.md."""
+    """{file name: picture} of PAGE."""
     return {RACES: races_picture(races), LEAD: lead_picture(races)}
 
 
 def write_tables(races, root=ROOT):
-    write_between(root / "docs" / "results.md", "race", [*map(race_table, races), KEY])
+    write_between(root / PAGE, "race", [*map(race_table, races), KEY])
 
 
 def main():
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     records = sorted((ROOT / "logs" / "reference").glob(f"*/{race_record.FILE}"))
     for path in records:
-        race_record.write_standings(race_record.read_csv(path), path.with_name(FILE))
+        race_record.write_standings(read_csv(path), path.with_name(FILE))
     races = races_of(path.parent for path in records)
     write_tables(races)
     for name, picture in pictures(races).items():
         save(picture, ROOT / "docs" / name)
-    print(f"{len(records)} times {FILE}, docs/results.md, {RACES}, {LEAD}: rewritten")
+    print(f"{len(records)} times {FILE}, {PAGE}, {RACES}, {LEAD}: rewritten")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Variants of a rung by the protocol of the race, each with its own search: other ideas, or a rung's change undone.
+"""Variants of a rung: other ideas, or a rung's change undone, compared with it by `python -m ladder compare`.
 
-    python -m experiments.variants logs/variants --model mini -B 8 -T 128 --steps 120 --val-every 60
-    python -m experiments.variants logs/evidence --seeds 5 --patches evidence --base 15 --data data/bytes \
-        --model 12x2x64 -B 8 -T 64 --total-batch 512 --steps 300 --val-every 150 --val-sequences 256 --compile-mode none
+    python -m experiments.variants --model mini -B 8 -T 128 --steps 120 --val-every 60 --data data/tokens
+    python -m experiments.variants --patches evidence --base 15 --data data/bytes --model 12x2x64 -B 8 -T 64 \
+        --total-batch 512 --steps 300 --val-every 150 --checkpoint-every 0
 
 Each is a patch of a rung's script, of rung 24's or the one that --base names, in patches/variants/ or the folder that
---patches names there. LOGS then holds what python -m experiments.race leaves, without timings; rerun the same command
-to resume.
+--patches names there. Other flags go to `compare`, and from there to the scripts.
 """
 import argparse
 import os
@@ -17,26 +16,24 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
-from experiments.race import Contest, n_jobs
-from experiments.race_record import read_logs
+from ladder.__main__ import main as ladder
 from ladder.errors import UserError
-from ladder.measure.runner import Runner, check_flags
 from ladder.rungs.list import BY_LABEL
-from ladder.show.logs import read_log
-from ladder.show.standings import show_rates
 
 PATCHES = Path(__file__).parent / "patches"
 
 
 def patches(kind):
     """The patches in patches/<kind>/; the first line of each says what it is."""
-    return sorted((PATCHES / kind).glob("*.patch"))
+    found = sorted((PATCHES / kind).glob("*.patch"))
+    if not found:
+        kinds = ", ".join(sorted(path.name for path in PATCHES.iterdir()))
+        raise UserError(f"--patches {kind}: no patches of this name; give one of {kinds}")
+    return found
 
 
 def write_variant(patch, folder, base):
-    """A rung's script with a patch, in `folder` under the patch's name; returns it as a rung of a race."""
+    """A rung's script with a patch, in `folder` under the patch's name; returns it as a rung."""
     path = folder / f"{patch.stem}.py"
     with tempfile.TemporaryDirectory() as copies:
         copy = Path(shutil.copy(base.path, copies))
@@ -52,33 +49,21 @@ def write_variant(patch, folder, base):
     return replace(base, label=patch.stem, file=str(path.resolve()), title=title, same_losses=None)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("logs", type=Path, help="a folder")
-    parser.add_argument("--seeds", type=int, default=3)
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--patches", default="variants", help="their folder (default: %(default)s)")
     parser.add_argument("--base", choices=BY_LABEL, metavar="LABEL", default="24",
                         help="the rung that they change (default: %(default)s, the last of the race)")
-    args, flags = parser.parse_known_args()
-    args.logs.mkdir(parents=True, exist_ok=True)
-    base = BY_LABEL[args.base]
-    variants = [write_variant(patch, args.logs, base) for patch in patches(args.patches)]
-    rungs = [replace(base, title=f"rung {base.label}"), *variants]
-    settings = check_flags([base], flags)
-    with Runner(settings.device, args.logs, 7200, Console(), resume=True, n_jobs=n_jobs(rungs, args.seeds)) as runner:
-        Contest(rungs, flags, args.logs, args.seeds, runner.run).race(timed=False)
-    found, _ = read_logs(args.logs)
-    ends = found.part("round").groupby(["rung", "round"]).val_loss.last()
-    for rung in rungs:
-        for log in sorted(args.logs.glob(f"round_*/{rung.name}.log")):
-            losses = read_log(log).losses
-            print(f"{rung.title}: " + ", ".join(f"step {n} {losses[n - 1]:.2f}" for n in (1, 10, len(losses))))
-        rates = ", ".join(f"{show_rates(rates)}: {loss:.3f}" for rates, loss in found.sweep[rung.name].items())
-        print(f"{rung.title}: {' '.join(f'{loss:.3f}' for loss in ends[rung.name])} (search: {rates})")
+    args, flags = parser.parse_known_args(argv)
+    folder = Path("logs/variants", args.patches)
+    found = patches(args.patches)
+    folder.mkdir(parents=True, exist_ok=True)
+    return ladder(["compare", args.base, *(write_variant(patch, folder, BY_LABEL[args.base]).file for patch in found),
+                   *flags])
 
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except UserError as error:
         sys.exit(f"error: {error}")

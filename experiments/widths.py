@@ -5,9 +5,9 @@
     python -m experiments.widths experiments/widths.csv                        # prints, draws experiments/widths.png
 
 Rungs 24 and 34 with two layers of width 64, 128, 256 and 512. At each width both learning rates are searched as in a
-race, from the best of the width before. Then the models of width 256 and 512 train with several seeds, with their own
-best rates and with those found at width 128. Losses do not depend on what else the machine does, so other work may run
-meanwhile. Rerun the second command to resume.
+race. (In the record, which is older, each search began at the best rates of the width before.) Then the models of width
+256 and 512 train with several seeds, with their own best rates and with those found at width 128. Losses do not depend
+on what else the machine does, so other work may run meanwhile. Rerun the second command to resume.
 """
 import argparse
 import itertools
@@ -20,61 +20,44 @@ import numpy as np
 import pandas
 from rich.console import Console
 
-from experiments.race import SEED, Contest, search
-from experiments.race_record import last_val_loss
 from ladder.errors import UserError
 from ladder.files import write_whole
+from ladder.measure.contest import SEED, Contest
 from ladder.measure.runner import Runner
 from ladder.rungs.list import BY_LABEL, ROOT
-from ladder.show.chance import FEWEST_SEEDS, paired_p
+from ladder.show.chance import paired_effect
+from ladder.show.contest import TUNING_SEED, last_val_loss, read_logs
 from ladder.show.plots import digest
 
 WIDTHS = [64, 128, 256, 512]
 FROM, TO = 128, [256, 512]  # the width whose rates are carried over, and those that they are tried at
 STEPS = 200
 FLAGS = ["--data", "data/bytes", "-B", "8", "-T", "128", "--steps", str(STEPS),
-         "--val-every", str(STEPS), "--val-sequences", "256", "--compile-mode", "none"]
+         "--val-every", str(STEPS), "--val-sequences", "256", "--compile-mode", "none",
+         "--max-lr", "0.005", "--muon-lr", "0.004"]  # where the searches begin
 RATES = [0.00125, 0.0025, 0.005, 0.01, 0.02]  # marked on the picture's axes
-START = (0.005, 0.004)  # AdamW's rate and Muon's, where the first search begins
 RUNGS = {"rung 24": "24", "rung 34": "34"}
 COLORS = {"rung 24": "#31356e", "rung 34": "#d9822b"}
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
-def contest(logs, rungs, width, seeds, runner, at_once):
-    """The runs of one width; every head has size 32."""
-    return Contest(rungs, [*FLAGS, "--model", f"2x{width // 32}x{width}"], logs / str(width), seeds, runner.run,
-                   at_once)
-
-
 def train(logs, seeds, at_once):
     """Search at each width; train the wide models with their own rates and those of FROM. A row for each run."""
-    logs.mkdir(parents=True, exist_ok=True)
-    rungs = {name: BY_LABEL[label] for name, label in RUNGS.items()}
-    rows = []
-    n_jobs = len(rungs) * (7 * len(WIDTHS) + 2 * len(TO) * seeds)
-    with Runner("cpu", logs, 3600, Console(), resume=True, n_jobs=n_jobs) as runner:
-        for name, rung in rungs.items():
-            best = {}  # {width: rates}
-            for width in WIDTHS:
-                one = contest(logs, [rung], width, seeds, runner, at_once)
-                tried = {}
-
-                def try_rates(new, one=one, rung=rung, tried=tried):
-                    found = one.try_rates(rung, new)
-                    tried.update(found)
-                    return found
-
-                best[width] = search(rung, best.get(width // 2, START), try_rates)
-                rows += [("search", name, width, *rates, SEED, loss) for rates, loss in tried.items()]
-            for width, part in itertools.product(TO, ("own", "carried")):
-                one = contest(logs, [rung], width, seeds, runner, at_once)
-                rates = best[width if part == "own" else FROM]
-                folders = [logs / str(width) / f"{part}_{number + 1}" for number in range(seeds)]
-                one.run_shared([one.job(rung, folder, rates, SEED + number) for number, folder in enumerate(folders)])
-                rows += [(part, name, width, *rates, SEED + number, last_val_loss(folder / f"{rung.name}.log"))
-                         for number, folder in enumerate(folders)]
+    rungs, rows, best = {BY_LABEL[label].name: BY_LABEL[label] for label in RUNGS.values()}, [], {}
+    titles = dict(zip(rungs, RUNGS, strict=True))
+    with Runner("cpu", logs, 3600, Console(), resume=True) as runner:
+        for width in WIDTHS:  # every head has size 32
+            folder, flags = logs / str(width), [*FLAGS, "--model", f"2x{width // 32}x{width}"]
+            contest = Contest([*rungs.values()], flags, folder, seeds, runner.run, at_once)
+            best[width] = contest.find_rates()
+            for name, tried in read_logs(folder)[0].sweep.items():
+                rows += [("search", titles[name], width, *rates, TUNING_SEED, loss) for rates, loss in tried.items()]
+            for part, name, number in itertools.product(("own", "carried"), rungs, range(seeds if width in TO else 0)):
+                rates = best[width if part == "own" else FROM][name]
+                job = contest.job(rungs[name], folder / f"{part}_{number + 1}", rates, SEED + number)
+                contest.run_shared([job])
+                rows.append((part, titles[name], width, *rates, SEED + number, last_val_loss(job.log)))
     return pandas.DataFrame(rows, columns=["part", "rung", "width", "max_lr", "muon_lr", "seed", "val_loss"])
 
 
@@ -90,7 +73,7 @@ def searched(record, rung, width):
 def lowest_point(losses, best, place):
     """A rate's best value between the tried ones: the lowest point of the parabola through three of them."""
     half, twice = (tuple(rate * factor if i == place else rate for i, rate in enumerate(best)) for factor in (0.5, 2))
-    below, at, above = losses[half], losses[best], losses[twice]
+    below, at, above = (losses.get(rates, math.inf) for rates in (half, best, twice))
     if not all(map(math.isfinite, (below, at, above))):
         return best[place]
     return best[place] * 2 ** (0.5 * (below - above) / (below - 2 * at + above))
@@ -106,8 +89,9 @@ def best_rates(record, rung, place):
 
 
 def ends_of(record, rung, width, part):
-    """The losses of the seeds, of a wide model with its own rates or with those carried over."""
+    """The losses of the seeds that are tested, of a wide model with its own rates or with those carried over."""
     rows = record[(record.part == part) & (record.rung == rung) & (record.width == width)]
+    rows = rows[rows.seed != TUNING_SEED]
     return rows.sort_values("seed").val_loss.to_numpy()
 
 
@@ -143,11 +127,10 @@ def draw(record, path, seen):
 
 
 def compare(what, losses, others):
-    """Print how far some losses are from others of the same seeds, and p."""
-    differences = ", ".join(f"{difference:+.3f}" for difference in losses - others)
-    p = paired_p(losses, others, FEWEST_SEEDS)
-    chance = "the same" if p is None else f"p = {p:.2g}"
-    print(f"{what}: {differences} ({chance})")
+    """Print how far some losses are from others of the same seeds: the mean, its 95 % interval, and p."""
+    effect = paired_effect(others, losses)
+    print(f"{what}: {effect.mean:+.3f} ({effect.low:+.3f} to {effect.high:+.3f}; {effect.pairs} seeds, "
+          f"p = {effect.p:.2g})")
 
 
 def show(record):

@@ -11,7 +11,7 @@ from ladder.show.terminal import Stream, console
 VERBS = {
     "run": ("measure.run", "run the rungs one after the other, then show the table; other flags go to the scripts"),
     "report": ("show.report", "the table of a run or of a reference machine, from its logs"),
-    "compare": ("show.compare", "two logs, step by step"),
+    "compare": ("measure.compare", "two training recipes, rungs or files, over several seeds; or two logs"),
     "diff": ("show.diff", "one lesson: the text, the change, the measured effect"),
     "try": ("measure.exercise", "an exercise: your script in the place of a rung; other flags go to the scripts"),
     "page": ("show.page", "write the tutorial page"),
@@ -21,7 +21,7 @@ VERBS = {
     "propagate": ("rungs.propagate", "carry the uncommitted fix in a rung through all later rungs, as far as it goes"),
     "smoke": ("measure.smoke", "does everything work here? every script, for four steps"),
 }
-PASS_FLAGS_ON = ("run", "try", "profile")
+PASS_FLAGS_ON = ("run", "compare", "try", "profile")
 
 
 def parse_args(argv):

@@ -1,15 +1,27 @@
-"""Two logs step by step: the same losses or not, faster or not, and when neither can be said."""
+"""Two logs step by step: the same losses or not, faster or not. Recipes: the rule on known answers, what is refused."""
+import json
+import math
 import subprocess
 import sys
 
+import numpy
+import pandas
 import pytest
 from conftest import ROOT
 from log_files import MEDIAN, write_log
+from run_tool import flags, is_one_error
+from scipy.stats import kstest
 
+from ladder.errors import UserError
+from ladder.measure import compare as verb
+from ladder.measure.contest import TIMINGS, Search, known_flags
 from ladder.rungs.list import BY_LABEL
+from ladder.show.chance import holm, paired_effect
 from ladder.show.compare import compare
+from ladder.show.contest import COLUMNS, Record
 from ladder.show.impossible import impossible
 from ladder.show.logs import read_log
+from ladder.show.verdict import detectable, draw_verdict, verdict_of
 
 HEADER = """\
 # script: baseline.py
@@ -155,3 +167,246 @@ def test_comparing_loads_no_torch(tmp_path):
                 "sys.exit(code or 'torch' in sys.modules)")
         done = subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+# ---- recipes: the rule on known answers ------------------------------------------------------------------------------
+
+
+def search_of(loss, start=(6e-4, 2e-3), most=24, tries=None):
+    """A Search driven as a contest does: of {rates: loss(rates)}; with `tries` it goes on to so many."""
+    search = Search(start)
+    for limit, finest in ((most, 1.0), (tries or 0, 0.0)):
+        while points := search.wanted(limit, finest):
+            search.losses |= {point: loss(search.rates(point)) for point in points}
+    return search
+
+
+def parabola(lowest, bend=0.1):
+    return lambda rates: sum(bend * math.log2(rate / best) ** 2 for rate, best in zip(rates, lowest, strict=True))
+
+
+@pytest.mark.parametrize("start", [(6e-4, 2e-3), (9.6e-3, 2e-3), (4.8e-3, 8e-3)])
+@pytest.mark.parametrize("lowest", [(1.1e-3, 5e-3), (4.8e-3, 8e-3), (5e-4, 1.3e-3)])
+def test_the_search_finds_the_lowest_point_of_a_parabola(start, lowest):
+    """Between the rates that it tries; none twice, and no more than allowed."""
+    search = search_of(parabola(lowest), start)
+    assert search.chosen() == pytest.approx(lowest, rel=2e-3) and len(search.losses) < 24
+    assert max(abs(math.log2(a / b)) for a, b in zip(search.rates(search.best), lowest, strict=True)) <= 0.5
+    further = search_of(parabola(lowest), start, tries=20)
+    assert len({further.rates(point) for point in further.losses}) == 20
+    assert further.chosen() == pytest.approx(lowest, rel=2e-3)
+
+
+def test_the_search_ends_where_it_must():
+    """At the edge of what it may try it takes the best try; a rate that diverges is no neighbor."""
+    few = search_of(parabola((0.6, 2.0)), most=6)
+    assert len(few.losses) == 6 and few.chosen() == few.rates(few.best)
+    cliff = search_of(lambda rates: math.inf if rates[0] > 1e-3 else parabola((2e-3, 2e-3))(rates))
+    assert 5e-4 < cliff.chosen()[0] < 1e-3
+
+
+def simulated(random, shift=0.0, noise=0.015, pairs=5):
+    """The Effect of a contest of two recipes whose best losses differ by `shift`; each search has its own luck."""
+    lowest = 6e-4 * 2 ** random.uniform(-1, 3), 2e-3 * 2 ** random.uniform(-1, 3)
+    true = parabola(lowest)
+    searches = [search_of(lambda rates: true(rates) + noise * random.normal()) for _ in range(2)]
+    tries = max(len(search.losses) for search in searches)
+    for search in searches:
+        while points := search.wanted(tries, 0.0):
+            search.losses |= {point: true(search.rates(point)) + noise * random.normal() for point in points}
+    before, after = (true(search.chosen()) + noise * random.normal(size=pairs) for search in searches)
+    return paired_effect(before, after + shift)
+
+
+def test_p_is_uniform_where_two_recipes_are_equal():
+    """Though each has its own search: with the best try as its result 4 % of p were below 0.01, and 12 % below 0.05."""
+    ps = [simulated(numpy.random.default_rng(seed)).p for seed in range(1500)]
+    shares = [numpy.mean(numpy.array(ps) < limit) for limit in (0.01, 0.05, 0.5)]
+    assert shares == [pytest.approx(0.01, abs=0.008), pytest.approx(0.05, abs=0.017), pytest.approx(0.5, abs=0.04)]
+    assert kstest(ps, "uniform").pvalue > 0.01
+
+
+def test_a_known_difference_is_found_and_its_interval_holds_it():
+    found = [simulated(numpy.random.default_rng(seed), shift=0.1) for seed in range(300)]
+    assert numpy.mean([effect.mean for effect in found]) == pytest.approx(0.1, abs=0.002)
+    assert numpy.mean([effect.low < 0.1 < effect.high for effect in found]) == pytest.approx(0.95, abs=0.04)
+    assert numpy.mean([effect.significant for effect in found]) > 0.95
+    # what a test says that it sees, it sees four times in five
+    seen = detectable(paired_effect([0.0] * 5, 0.015 * math.sqrt(2) * numpy.array([-1.2, -0.6, 0, 0.6, 1.2])))
+    again = [simulated(numpy.random.default_rng(seed), shift=seen) for seed in range(300)]
+    assert numpy.mean([effect.significant for effect in again]) == pytest.approx(0.8, abs=0.12)
+
+
+def test_an_effect_is_none_where_a_mean_would_mislead():
+    assert paired_effect([1, 2], [1, 2]) is None and paired_effect([1, 2, 3], [1, 2, math.inf]) is None
+    same, apart = paired_effect([1, 2, 3], [1, 2, 3]), paired_effect([1, 2, 3], [2, 3, 4])
+    assert (same.mean, same.p, same.significant) == (0, 1, False)
+    assert (apart.low, apart.mean, apart.high, apart.significant) == (1, 1, 1, False)  # three pairs get no star
+
+
+# ---- recipes: what is said -------------------------------------------------------------------------------------------
+
+BASE = [2.01, 2.00, 2.02, 1.99, 2.03]
+FACTS = {"batch": "B=16 T=64", "data": "text (bytes tokens) | loaded"}
+
+
+def record_of(losses, ms=None, steps=100):
+    """A Record in which each script ends with these losses, a fall from 3.0, and takes these ms a step."""
+    rows = []
+    for name, ends in losses.items():
+        whole = {"rung": name, "max_lr": 1e-3, "muon_lr": 2e-3, "parameters": 9e5, "ms": 100.0}
+        for number, end in enumerate(ends):
+            for step, loss in ((steps // 2, (3 + end) / 2), (steps, end)):
+                rows.append(whole | {"part": "round", "round": number + 1, "seed": 1338 + number, "step": step,
+                                     "tokens": 1024 * step, "val_loss": loss})
+        for number, own in enumerate((ms or {}).get(name, [])):
+            rows.append(whole | {"part": "timing", "round": number + 1, "seed": 1338, "step": 30, "tokens": 1,
+                                 "ms": own})
+    return Record(FACTS, pandas.DataFrame(rows, columns=[*COLUMNS]).astype({**COLUMNS, "val_loss": float}))
+
+
+def shifted(*shifts):
+    return [loss + shift for loss, shift in zip(BASE, shifts, strict=True)]
+
+
+@pytest.mark.parametrize("losses, said", [
+    (shifted(-0.05, -0.06, -0.05, -0.04, -0.05), "mine.py ends lower than 24: −0.050 nats (95 % interval −0.059 to −0"),
+    (shifted(0.05, 0.06, 0.05, 0.04, 0.05), "mine.py ends higher than 24: +0.050 nats"),
+    (shifted(-0.01, 0.02, 0.01, -0.02, 0.01), "No significant difference between mine.py and 24: +0.002 nats"),
+    (BASE, "the same losses as 24, to the last digit"),
+    (BASE[:4], "mine.py finished 4 of 5 seeds; where some diverge"),
+    ([*BASE[:4], math.inf], "or one that diverged; no interval"),
+])
+def test_one_sentence_says_what_a_comparison_found(losses, said):
+    texts, [sentence, *_] = verdict_of(record_of({"rung_24_zero_init": BASE, "mine": losses}))
+    assert said in sentence and ("*" in texts["p"][1]) == ("ends lower" in said or "ends higher" in said)
+
+
+def test_fewer_seeds_get_no_star():
+    texts, [sentence, *_] = verdict_of(record_of({"rung_24_zero_init": BASE[:4], "mine": [1, 1.01, 0.99, 1]}))
+    assert "fewer than 5 seeds, too few to call it a difference" in sentence and texts["p"][1] == "< 0.001"
+
+
+def test_several_files_against_one_are_a_family():
+    """p is Holm's over the files, each against the first, not against the one before."""
+    losses = {"rung_24_zero_init": BASE, "mine": shifted(-0.05, -0.04, -0.05, -0.06, -0.07),
+              "other": shifted(-0.05, -0.03, -0.04, -0.06, -0.07)}
+    texts, sentences = verdict_of(record_of(losses))
+    raw = {name: paired_effect(BASE, losses[name]).p for name in ("mine", "other")}
+    for name, p in holm(raw).items():
+        row = texts[texts[""] == f"{name}.py"].iloc[0]
+        assert row["p"].rstrip("*") == ("< 0.001" if p < 0.001 else f"{p:.2g}") and p > raw[name] * 0.999
+    assert holm(raw)["mine"] == pytest.approx(2 * raw["mine"]) and "other.py ends lower than 24" in sentences[1]
+
+
+def test_times_are_paired_by_round():
+    """A drift of the machine that both have does not hide a tenth; the seconds are to a loss that both reach."""
+    drift = numpy.array([100, 200, 150, 120, 180])
+    record = record_of({"rung_24_zero_init": BASE, "mine": shifted(*[-0.5] * 5)},
+                       {"rung_24_zero_init": drift, "mine": 1.1 * drift + [1, -1, 0, 1, -1]})
+    texts, [sentence, *limits] = verdict_of(record)
+    assert "A step takes 1.10 times as long (1.09 to 1.11)" in sentence and texts["/ 24's (95 %)"][1].startswith("1.10")
+    assert "To 2.01 nats: mine.py " in sentence and "and 24 15.0 s" in sentence
+    assert any("0.90M parameters, 100 steps, 0.10M tokens of text (bytes tokens) in windows of 64" in text
+               for text in limits)
+
+
+def test_the_picture_is_drawn(tmp_path):
+    losses = {"rung_24_zero_init": BASE, "mine": shifted(*[-0.5] * 5), "worse": BASE[:4]}
+    draw_verdict(record_of(losses), tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+# ---- recipes: what is compared ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """mine(old, new): a copy of rung 24 with a change."""
+    def write(old="", new="", name="mine.py"):
+        source = BY_LABEL["24"].path.read_text(encoding="utf-8")
+        assert old in source
+        path = tmp_path / name
+        path.write_text(source.replace(old, new, 1), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_file_is_no_rung_though_it_has_its_name(mine, tmp_path):
+    copy = verb.script_of(str(mine(name="rung_24_zero_init.py")))
+    assert copy.label == "" and verb.script_of(str(BY_LABEL["24"].path)) is BY_LABEL["24"] is verb.script_of("24")
+    one, other = verb.copied([BY_LABEL["24"], copy], tmp_path / "scripts")
+    assert one is BY_LABEL["24"] and other.name == "rung_24_zero_init_yours"
+    assert other.path.read_bytes() == copy.path.read_bytes()
+
+
+def test_each_script_gets_the_flags_that_it_has(mine):
+    flag = '    flag("--seed"'
+    own = verb.script_of(str(mine(flag, f'    flag("--idea", type=float, default=1.0)\n{flag}')))
+    words = ["--steps", "3", "--idea", "3", "-B", "2", "--muon-lr=3"]
+    assert known_flags(own, words) == words
+    assert known_flags(BY_LABEL["24"], words) == ["--steps", "3", "-B", "2", "--muon-lr=3"]
+    assert known_flags(BY_LABEL["validation"], words) == ["--steps", "3", "-B", "2"]
+
+
+@pytest.mark.parametrize("what, words, reasons", [
+    (["24", "10"], [], ["speedup_10_fused_adamw.py: has no --val-every"]),
+    (["24", "18"], ["--seed", "3"], ["--seed: a comparison sets it itself"]),
+    (["24", "18"], ["--ideas", "3"], ["--ideas: none of these scripts has this flag"]),
+    (["24", "18"], ["--val-every", "0"], ["--val-every 0"]),
+    (["24", "nosuch"], [], ["no rung nosuch"]), (["24", "nosuch.py"], [], ["nosuch.py: no such script"]),
+    (["24"], [], ["compare 24: give two"]),
+    (["24", "long_run"], ["--total-batch", "128"], ["tokens a step", "has 128 and zero-initialized projections 32"]),
+])
+def test_what_cannot_be_compared_is_refused_before_a_folder_is_made(what, words, reasons, tokens, tmp_path, call):
+    answer = call("compare", *what, "--logs", tmp_path / "logs", *flags(tokens), *words)
+    assert is_one_error(answer, *reasons) and not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("old, new, reasons", [
+    ('    args = parser.parse_args(argv)\n', '    args = parser.parse_args(argv)\n    args.T = 16\n',
+     ["-T: mine.py has 16 and zero-initialized projections 32"]),
+    ('    args = parser.parse_args(argv)\n', '    args = parser.parse_args(argv)\n    args.val_sequences = 1\n',
+     ["--val-sequences: mine.py has 1"]),
+    ('    args = parser.parse_args(argv)\n', '    args = parser.parse_args(argv)\n    args.data = Path("x")\n',
+     ["--data: mine.py has x"]),
+    ("def add_flags(parser):", "def add_flags(parser", ["line", "was never closed"]),
+])
+def test_an_unfair_file_is_refused_by_name(old, new, reasons, mine, tokens, tmp_path, call):
+    answer = call("compare", "24", mine(old, new), "--logs", tmp_path / "logs", *flags(tokens))
+    assert is_one_error(answer, *reasons) and not (tmp_path / "logs").exists()
+
+
+def test_runs_that_did_not_do_the_same_are_refused_though_their_flags_say_so(tmp_path):
+    logs = [write_log(tmp_path / f"{name}.log", header=f"# batch: B=4 T={T} | steps: 3\n# data: a\n")
+            for name, T in (("one", 64), ("two", 32))]
+    with pytest.raises(UserError, match="T: two has 32 and one 64"):
+        verb.check_logs(logs)
+    verb.check_logs([logs[0], tmp_path / "none.log"])
+
+
+@pytest.mark.slow
+def test_a_comparison_for_real(mine, tokens, tmp_path, call):
+    """The same command resumes and repeats nothing; another one, or a changed file, is refused; the folder is shown."""
+    logs, file = tmp_path / "logs", mine("import argparse", "import helper\nimport argparse")
+    (tmp_path / "helper.py").write_text("")  # beside the file, whose copy runs
+    words = ["compare", "24", file, "--logs", logs, "--seeds", "3", "--tries", "2", *flags(tokens), "--val-every", "2",
+             "--val-sequences", "2"]
+    code, out, error = call(*words)
+    assert code == 0, error
+    assert "mine.py ends with the same losses as 24, to the last digit, with every seed." in out
+    assert (logs / "compare.png").exists() and len(list(logs.rglob("*.log"))) == 2 * (2 + 3 + TIMINGS)
+    again = call("compare", logs)[1]
+    assert "the same losses as 24" in again and "Doubtful: 4 steps are too few" in again
+    gone = logs / "round_2" / "mine.log"
+    gone.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in logs.rglob("*.log")}
+    assert is_one_error(call(*words), "is not empty") and not gone.exists()
+    assert call(*words, "--resume")[0] == 0 and gone.exists()
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert is_one_error(call(*words, "--resume", "--max-lr", "0.1"), "of other flags")
+    file.write_text(file.read_text() + "# changed\n")
+    assert is_one_error(call(*words, "--resume"), "of other scripts")
+    contest = json.loads((logs / "contest.json").read_text())
+    assert contest["seeds"] == 3 and contest["scripts"][1]["title"] == "mine.py" and "commit" in contest

@@ -22,6 +22,7 @@ from experiments.nanogpt import __main__ as nanogpt
 from experiments.network import __main__ as network
 from experiments.own_text import __main__ as own_text
 from experiments.sharded_step import __main__ as sharded_step
+from ladder.errors import UserError
 from ladder.rungs.list import BY_LABEL, load_script
 
 BASES = {"evidence": "15", "variants": "24"}  # the rung that the patches in a folder change
@@ -51,6 +52,12 @@ def test_patches_train(patch, tmp_path):
     changed = torch.cat((x[:, :10], x[:, 10:].roll(1, dims=1)), dim=1)
     with torch.no_grad():
         assert torch.allclose(model(x)[:, :10], model(changed)[:, :10], atol=1e-5)
+
+
+def test_variants_of_nosuch_are_refused():
+    """They would have compared the base with nothing."""
+    with pytest.raises(UserError, match="--patches nosuch: no patches of this name; give one of evidence, variants"):
+        variants.main(["--patches", "nosuch"])
 
 
 # ---- times and rates -------------------------------------------------------------------------------------------------

@@ -1,14 +1,12 @@
 """Two logs step by step, and a verdict in words: do the losses agree, how do the times compare."""
 from collections import namedtuple
-from pathlib import Path
 
 import pandas
 
-from ladder.count.cards import find_card
 from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show.chance import FEWEST_ROUNDS
 from ladder.show.impossible import impossible
-from ladder.show.logs import ORDER, read_log
+from ladder.show.logs import ORDER
 from ladder.show.terminal import print_texts
 
 SAME_RUN_TOLERANCE = 1.5e-6  # a unit of the last digit of a log, with float's rounding
@@ -149,12 +147,3 @@ def print_comparison(one, other, console, card=None):
     print_texts(texts, console, f"{one.path}  against  {other.path}")
     for sentence in result.sentences:
         console.print(sentence)
-
-
-def add_flags(parser):
-    parser.add_argument("logs", nargs=2, type=Path, metavar="LOG")
-    parser.add_argument("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
-
-
-def main(args, console):
-    print_comparison(*map(read_log, args.logs), console, args.gpu and find_card(args.gpu))

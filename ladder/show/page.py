@@ -84,7 +84,7 @@ def race_row(rung, report):
     """What a rung reached in a report's race, {column: text}; None where it was not in one."""
     racer = next((racer for racer in report.race.racers if racer.name == rung.name), None) if report.race else None
     return racer and {"race": f"{data_of(report)}, {report.setting['model']}",
-                      "validation loss": with_range(racer.val_loss, "{:.3f}"), "p of the loss": p_text(racer.p_loss),
+                      "validation loss": with_range(racer.val_loss, "{:.3f}"), "p of the loss": p_text(racer),
                       "% of the first rung's seconds": with_range(racer.percent, "{:.0f}")}
 
 

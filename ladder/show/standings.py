@@ -20,7 +20,10 @@ IN_A_LINK = ["label", "the one change"]  # columns of the standings in Markdown;
 
 @dataclass
 class Racer:
-    """A rung in the standings; triples are (median, lowest, highest) over the seeds, inf where a run got nowhere."""
+    """A rung in the standings; triples are (median, lowest, highest) over the seeds, inf where a run got nowhere.
+
+    Of the losses, which are tested, the mean.
+    """
 
     name: str
     rates: list  # AdamW's learning rate, and Muon's if it has Muon
@@ -30,10 +33,11 @@ class Racer:
     percent: list  # those seconds as a share of the first rung's median
     ms: float  # of a step
     parameters: float
-    p_loss: float | None  # against the rung before, by a paired t-test over the seeds
-    p_tokens: float | None
+    change: list | None  # of the loss from the rung before: the mean over the seeds, its 95 % interval
+    p_loss: float | None  # of that mean, Holm's over the race; None where it was not tested
+    significant: bool
     steps: list  # of the validations
-    losses: list  # of the validations, the medians over the seeds
+    losses: list  # of the validations, the means over the seeds
 
     @property
     def label(self):
@@ -51,7 +55,7 @@ class Race:
     facts: dict
     target: float  # a validation loss, nats
     caption: str
-    rows: list  # for each rung the values of a report.Row that need no other rung
+    rows: list  # for each rung the values of a report.Row that are known
     racers: list
 
 
@@ -71,7 +75,7 @@ def standings(report):
 
 
 def race_curves(report):
-    """Yields (name, steps, seconds, losses) of each rung's validations: the median over the seeds at each step."""
+    """Yields (name, steps, seconds, losses) of each rung's validations: the mean over the seeds at each step."""
     for racer in report.race.racers:
         yield racer.name, racer.steps, [step * racer.ms / 1000 for step in racer.steps], racer.losses
 
@@ -91,10 +95,17 @@ def with_range(values, pattern):
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
-def p_text(p):
-    if p is None:
+def p_text(racer):
+    if racer.p_loss is None:
         return "–"
-    return ("<0.001" if p < 0.001 else f"{p:.3f}") + ("*" if p < BEYOND_CHANCE else "")
+    return ("<0.001" if racer.p_loss < 0.001 else f"{racer.p_loss:.3f}") + "*" * racer.significant
+
+
+def change_text(change):
+    if change is None:
+        return "–"
+    mean, low, high = (f"{value:+.3f}".replace("-", "−") for value in change)
+    return f"{mean} ({low} to {high})"
 
 
 def racer_texts(racer, first, target):
@@ -105,9 +116,9 @@ def racer_texts(racer, first, target):
         "the one change": f"[{racer.title}]({stage_of(racer.name).file})",
         "learning rates": show_rates(racer.rates),
         "val loss": with_range(racer.val_loss, "{:.3f}"),
-        "p of the loss": p_text(racer.p_loss),
+        "change (95 %)": change_text(racer.change),
+        "p": p_text(racer),
         f"tokens to {target:.2f}": number_or_never(racer.tokens[0], "{:,.0f}"),
-        "p of the tokens": p_text(racer.p_tokens),
         "ms/step": f"{racer.ms:,.0f}" if racer.ms >= 100 else f"{racer.ms:.1f}",
         "seconds": number_or_never(racer.seconds[0], "{:,.0f}" if first.seconds[0] >= 20 else "{:.1f}"),
         f"% of rung {first.label}'s": with_range(racer.percent, "{:.0f}"),
@@ -122,20 +133,23 @@ def race_texts(report):
 
 
 KEY = (
-    "Each rung has the best of the learning rates tried with the first seed (AdamW's, and Muon's if it has Muon). The "
-    "numbers are medians over the seeds, and in brackets the lowest and highest. The target is the median of the first "
-    "rung's final losses, rounded up. Tokens to it are interpolated between two validations; a run that is there at "
-    "the first may have been sooner, one that never gets there counts with all its tokens. Seconds are steps times "
-    "ms/step: compiling and validating do not count. p: how likely so large a difference from the row before would be "
-    f"by chance alone, a paired t-test over the seeds; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule."
+    "Each rung has learning rates of its own (AdamW's, and Muon's if it has Muon), from as many tries as the others "
+    "have, with a seed that is not tested (in older races: the best of the tries that the caption counts). val loss: "
+    "the mean over the seeds, in brackets the lowest and highest. change: from the row before, the mean of the "
+    "differences with the same seed, and its 95 % interval; p: of the paired t-test of that mean, by Holm over the "
+    f"race; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule, with five seeds or more. The target is the "
+    "median of the first rung's final losses, rounded up. Tokens, seconds and percentages are medians, and not "
+    "tested. Tokens to the target are interpolated between two validations; a run that is there at the first may have "
+    "been sooner. Seconds are steps times ms/step: compiling and validating do not count."
 )
 
 
 def print_race(report, console):
-    """The standings in a terminal, without what print_table shows; a narrow one gets no ranges."""
+    """The standings in a terminal; a narrow one gets no ranges."""
     texts, caption = race_texts(report)
-    texts = texts.drop(columns=[*IN_A_LINK, "ms/step", "parameters"])
+    texts = texts.drop(columns=IN_A_LINK)
     if console.width < WIDE:
-        texts = texts.drop(columns="p of the tokens").replace({r" \(.*": "", ", ": ",\n"}, regex=True)
+        texts = texts[[heading for heading in texts if not heading.startswith(("ms", "parameters", "tokens"))]]
+        texts = texts.replace({r" \(.*": "", ", ": ",\n"}, regex=True)
     texts = texts.rename(columns=lambda heading: textwrap.fill(heading, 7, break_long_words=False))
-    print_texts(texts, console, "To the same validation loss", f"{caption} {KEY}", min_width=16)
+    print_texts(texts, console, f"{report.name}: to the same validation loss", f"{caption} {KEY}", min_width=16)

@@ -1,0 +1,114 @@
+"""Is p flat where two recipes are the same? Rung 24 against a copy that only adds 10,000 to its seed, many times.
+
+    python data/prepare.py --tokenizer bytes --out data/bytes
+    python -m experiments.fair_comparison.null --logs logs/null       # trains; a contest that has ended is not repeated
+    python -m experiments.fair_comparison.null                        # prints and draws null.csv
+
+Each contest is one of `python -m ladder compare`, its own search included, with a single block of width 32 and short
+runs. They run in this process, as an import of torch takes longer than a run. Each contest has seeds of its own.
+"""
+import argparse
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy
+import pandas
+import torch
+from scipy.stats import binomtest, kstest
+
+from ladder.files import write_whole
+from ladder.measure.contest import Contest
+from ladder.rungs.list import BY_LABEL, Rung, load_script
+from ladder.show.contest import effects, read_logs
+
+HERE = Path(__file__).parent
+RECORD = HERE / "null.csv"
+FLAGS = ["--data", "data/bytes", "--model", "1x1x32", "-B", "4", "-T", "32", "--steps", "50", "--val-every", "50",
+         "--val-sequences", "64", "--compile-mode", "none", "--max-lr", "0.01", "--muon-lr", "0.01"]
+SEEDS, MOST_TRIES = 5, 12
+SEED_LINE = "torch.manual_seed(args.seed"
+
+
+def copy_of(rung, path):
+    """A rung's script that adds 10,000 to its seed."""
+    source = rung.path.read_text(encoding="utf-8")
+    if source.count(SEED_LINE) != 1:
+        raise ValueError(f"{rung.file}: sets its seed in another way; change SEED_LINE")
+    path.write_text(source.replace(SEED_LINE, f"{SEED_LINE} + 10_000"), encoding="utf-8")
+    return Rung("", str(path.resolve()), path.name, None, frozenset())
+
+
+def runner(scripts, number):
+    """What runs the jobs of one contest in this process, with seeds that no other contest has."""
+    by_name = {rung.name: rung for rung in scripts}
+
+    def run(jobs, at_once=1):
+        for job in jobs:
+            script = load_script(by_name[job.name])
+            args = script.parse_args(job.command[2:])
+            args.seed += 100 * number
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # at NaN
+                script.train(args)
+
+    return run
+
+
+def train(logs, contests):
+    """A row for each contest: its effect, and the rates of both."""
+    logs.mkdir(parents=True, exist_ok=True)
+    base, rows = BY_LABEL["24"], []
+    scripts = [base, copy_of(base, logs / "reseeded.py")]
+    for number in range(contests):
+        folder = logs / str(number)
+        if not (folder / "row.json").exists():
+            contest = Contest(scripts, FLAGS, folder, SEEDS, runner(scripts, number), most_tries=MOST_TRIES, timings=0)
+            contest.hold()
+            record, _ = read_logs(folder)
+            effect = effects(record.ends.val_loss, against_first=True)["reseeded"]
+            rates = [record.ends.loc[rung.name].iloc[0] for rung in scripts]
+            tries = {len(losses) for losses in record.sweep.values()}
+            write_whole(folder / "row.json", json.dumps({
+                "contest": number, "p": effect.p, "mean": effect.mean, "low": effect.low, "high": effect.high,
+                "tries": max(tries), "max_lr": rates[0].max_lr, "muon_lr": rates[0].muon_lr,
+                "copy_max_lr": rates[1].max_lr, "copy_muon_lr": rates[1].muon_lr}))
+        rows.append(json.loads((folder / "row.json").read_text()))
+        print(rows[-1], flush=True)
+    return pandas.DataFrame(rows)
+
+
+def show(record):
+    """Print how flat p is, and draw its distribution."""
+    p = numpy.sort(record.p.to_numpy())
+    print(f"{len(p)} contests: Kolmogorov-Smirnov p = {kstest(p, 'uniform').pvalue:.2f}")
+    for limit in (0.01, 0.05, 0.5):
+        n = int((p < limit).sum())
+        low, high = binomtest(n, len(p)).proportion_ci()
+        print(f"p < {limit}: {n} of {len(p)} (95 % interval of the share {low:.3f} to {high:.3f})")
+    covered = ((record.low < 0) & (record.high > 0)).mean()
+    print(f"the 95 % interval holds 0 in {covered:.0%}; the mean difference is {record['mean'].mean():+.4f} nats, "
+          f"its standard deviation {record['mean'].std():.4f}")
+    figure, axes = plt.subplots(figsize=(4.5, 3.6), layout="constrained")
+    axes.plot([0, 1], [0, 1], color="0.6", linewidth=1, label="flat")
+    axes.step([0, *p, 1], [*numpy.arange(len(p) + 1) / len(p), 1], where="post", label=f"{len(p)} contests")
+    axes.set(xlabel="p of rung 24 against itself, with other seeds", ylabel="share of contests with a p below")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(HERE / "null.png", dpi=150)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--logs", type=Path, help="train into this folder, and write null.csv from it")
+    parser.add_argument("--contests", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.logs:
+        write_whole(RECORD, train(args.logs, args.contests).to_csv(index=False))
+    show(pandas.read_csv(RECORD))
+
+
+if __name__ == "__main__":
+    main()

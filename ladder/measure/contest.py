@@ -1,0 +1,301 @@
+"""Which training recipe is better? A search for each one's learning rates, runs with several seeds, timed steps.
+
+The rule, by which every comparison of recipes here is made:
+
+1. The learning rates of both are searched, with the same number of tries and a seed that is not among those tested.
+   Each search begins at the script's own rates and tries half and twice of each, the others fixed. It moves to the best
+   of all tried and repeats that, until no neighbor is better. The longest search sets the number of tries; the others
+   spend the rest on finer steps. The rates are then the lowest point of a parabola through the tries within a factor
+   of two of the best: the best try itself is partly luck, and luck in the search makes equal recipes look different.
+2. The number of seeds is fixed beforehand. All scripts train with each seed, in interleaved rounds.
+3. Effect and p come from one estimator: the mean over the seeds of the difference of the last validation losses, its
+   95 % interval, and p of the paired t-test of that mean.
+4. Within a family, several scripts against one or a race's neighbors, p is Holm's. A star means p < 0.01 after that,
+   with five seeds or more. A script that diverges with a seed is not tested.
+5. Times are measured apart: short runs in interleaved rounds, each alone on the machine.
+
+What p does not hold: the luck of the search. It is that of two scripts with the rates found. Where a factor of two in a
+rate costs several times what seeds differ, equal scripts find equal rates, and p is flat (tests/test_compare.py); where
+it costs little, it is not: of 40 contests of rung 24 with itself, one block of width 32, 8 had a p below 0.05, none
+below 0.01 (experiments/fair_comparison). Take p < 0.01 seriously, and nothing above it.
+
+Losses do not depend on what else the machine does, so that several scripts may run at once where no time is measured.
+"""
+import argparse
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy
+import torch
+
+from ladder.count.memory import free_memory
+from ladder.errors import UserError
+from ladder.files import write_whole
+from ladder.measure.jobs import MEMORY_SHARE, Job
+from ladder.measure.rates import describe
+from ladder.measure.runner import Runner, command_for, defaults, settings_of
+from ladder.rungs.list import load_script
+from ladder.show.contest import RATES, TUNING_SEED, last_val_loss, read_rates
+from ladder.show.machine import read_json
+from ladder.show.standings import show_rates
+
+MOST_TRIES = 24  # of a search
+SEED = TUNING_SEED + 1  # of the first round
+TIMINGS = 5  # rounds that measure the time of a step
+TIMED_STEPS_ON_A_CPU, TIMED_STEPS = 30, 200
+RATE_FLAGS = {"max_lr": "--max-lr", "muon_lr": "--muon-lr"}  # AdamW's, and Muon's where a script has Muon
+
+
+class Search:
+    """A pattern search over learning rates; a point is where it stands, in octaves (factors of 2) from the start."""
+
+    def __init__(self, start):
+        self.start, self.losses, self.step = start, {}, 1.0
+
+    def rates(self, point):
+        return tuple(float(f"{rate * 2**octaves:.4g}") for rate, octaves in zip(self.start, point, strict=True))
+
+    @property
+    def best(self):
+        """The point with the lowest loss; of equals, the higher."""
+        return min(sorted(self.losses, reverse=True), key=self.losses.get)
+
+    def wanted(self, most, finest=1.0):
+        """The points to try next: none once there are `most`, or no neighbor at a distance of `finest` is better."""
+        if not self.losses:
+            return [(0.0,) * len(self.start)]
+        while True:
+            new = [point for point in neighbors(self.best, self.step) if point not in self.losses]
+            if new or self.step <= finest:
+                return new[: max(0, most - len(self.losses))]
+            self.step /= 2
+
+    def chosen(self):
+        """The rates at the lowest point of a parabola through the tries within an octave of the best."""
+        best = numpy.array(self.best)
+        tries = [(numpy.array(point) - best, loss) for point, loss in self.losses.items() if math.isfinite(loss)]
+        tries = [(offset, loss) for offset, loss in tries if abs(offset).max() <= 1]
+        if len(tries) < 1 + 2 * len(best):
+            return self.rates(self.best)
+        terms = numpy.array([[1, *offset, *offset**2] for offset, _ in tries])
+        _, *factors = numpy.linalg.lstsq(terms, numpy.array([loss for _, loss in tries]), rcond=None)[0]
+        slopes, bends = numpy.split(numpy.array(factors), 2)
+        lowest = [-slope / (2 * bend) if bend > 0 else 0.0 for slope, bend in zip(slopes, bends, strict=True)]
+        return self.rates(best + numpy.clip(lowest, -1, 1))
+
+
+def neighbors(point, step):
+    """A step down and up in each direction, the others fixed."""
+    return [(*point[:i], octaves + move, *point[i + 1 :]) for i, octaves in enumerate(point) for move in (-step, step)]
+
+
+def default_rates(rung):
+    """{flag: default} of the learning rates of a script: AdamW's, and Muon's if it has Muon."""
+    return {flag: defaults(rung)[name] for name, flag in RATE_FLAGS.items() if name in defaults(rung)}
+
+
+@cache
+def parser_of(rung):
+    """A parser of a script's own flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    load_script(rung).add_flags(parser)
+    return parser
+
+
+def known_flags(rung, flags):
+    """The words of the flags that a script has; others are for other scripts."""
+    unknown, known = parser_of(rung).parse_known_args(flags)[1], []
+    for word in flags:
+        if unknown and word == unknown[0]:
+            unknown.pop(0)
+        else:
+            known.append(word)
+    return known
+
+
+@dataclass
+class Contest:
+    """A contest to be held in a folder; `run` runs a list of jobs, `at_once` at a time, until all have ended."""
+
+    scripts: list  # Rungs
+    flags: list  # each script gets those it knows
+    folder: Path
+    seeds: int
+    run: Callable = None
+    at_once: int = 1
+    most_tries: int = MOST_TRIES  # 0: the rates that the flags name, or the scripts' own
+    search_steps: int | None = None  # the length of the runs of the search; None: that of the rounds
+    timings: int = TIMINGS
+    check: Callable = lambda logs: None  # called with the logs of jobs that ran together
+    planned: Callable = lambda n_jobs: None  # called with the number of jobs, as soon as it is known
+    env: dict = field(default_factory=dict)  # variables for all jobs
+    searches: dict = field(default_factory=dict)  # {script: its Search}
+
+    def settings(self, rung):
+        return settings_of(rung, known_flags(rung, self.flags))
+
+    def job(self, rung, folder, rates, seed, *more):
+        words = ["--seed", str(seed), *more]
+        for flag, rate in zip(default_rates(rung), rates, strict=True):
+            words += [flag, f"{rate:g}"]
+        flags = [*known_flags(rung, self.flags), *words]
+        return Job(rung.name, command_for(rung, flags, folder), folder, self.env)
+
+    def run_shared(self, jobs):
+        """Run the jobs, `at_once` at a time with an equal share of the cores and the memory."""
+        if self.at_once > 1:
+            threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self.at_once))}
+            memory = MEMORY_SHARE * free_memory("cpu") / self.at_once
+            jobs = [replace(job, env=job.env | threads, memory=memory) for job in jobs]
+        self.run(jobs, self.at_once)
+        self.check([job.log for job in jobs if job.log.exists()])
+
+    def try_rates(self, wanted):
+        """Add the losses of {script: points} to its searches, each with the seed of the searches and one validation."""
+        tries, jobs = [], []
+        for rung, points in wanted.items():
+            steps = str(self.search_steps or self.settings(rung).steps)
+            for point in points:
+                rates = self.searches[rung.name].rates(point)
+                folder = self.folder / "sweep" / show_rates(rates, "_")
+                job = self.job(rung, folder, rates, TUNING_SEED, "--steps", steps, "--val-every", steps)
+                jobs.append(job)
+                tries.append((rung, point, job.log))
+        self.run_shared(jobs)
+        for rung, point, log in tries:
+            self.searches[rung.name].losses[point] = last_val_loss(log)
+
+    def search_until(self, most, finest):
+        """Go on with all searches side by side, until each has as many tries as it may have, or none is wanted."""
+        while True:
+            wanted = {rung: self.searches[rung.name].wanted(most, finest) for rung in self.scripts}
+            wanted = {rung: points for rung, points in wanted.items() if points}
+            if not wanted:
+                return
+            self.try_rates(wanted)
+            for rung in wanted:
+                if min(self.searches[rung.name].losses.values()) == math.inf:
+                    raise UserError(f"no run of {rung.file} ended with a loss; its logs are in {self.folder}/sweep/")
+
+    def find_rates(self):
+        """{script: its rates}; a contest that is resumed keeps those that it has found."""
+        chosen = read_rates(self.folder)
+        if chosen:
+            return chosen
+        for rung in self.scripts:
+            settings = vars(self.settings(rung))
+            own = tuple(settings[name] for name in RATE_FLAGS if name in settings)
+            self.searches[rung.name] = Search(own)
+            chosen[rung.name] = own
+        if self.most_tries:
+            self.search_until(self.most_tries, finest=1.0)
+            n_tries = max(len(search.losses) for search in self.searches.values())
+            self.search_until(n_tries, finest=0.0)
+            chosen = {name: search.chosen() for name, search in self.searches.items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / RATES, json.dumps(chosen))
+        return chosen
+
+    def hold(self):
+        """The search, the rounds, the timing."""
+        chosen = self.find_rates()
+        n_tries = sum(len(search.losses) for search in self.searches.values())
+        self.planned(n_tries + (self.seeds + self.timings) * len(self.scripts))
+        for number in range(self.seeds):
+            folder = self.folder / f"round_{number + 1}"
+            self.run_shared([self.job(rung, folder, chosen[rung.name], SEED + number)
+                             for rung in in_turns(self.scripts, number)])
+        self.run(self.timing_jobs(chosen))
+
+    def timing_jobs(self, chosen):
+        """The jobs that measure the time of a step."""
+        settings, jobs = self.settings(self.scripts[0]), []
+        most = TIMED_STEPS_ON_A_CPU if settings.device == "cpu" else TIMED_STEPS
+        more = ["--steps", str(min(settings.steps, most)), "--val-every", "0"]
+        for number in range(self.timings):
+            folder = self.folder / "timing" / f"round_{number + 1}"
+            jobs += [self.job(rung, folder, chosen[rung.name], SEED, *more)
+                     for rung in in_turns(self.scripts, number)]
+        return jobs
+
+
+def in_turns(scripts, number):
+    """The scripts in the order of a round: every other one backwards, so that none always runs first."""
+    return scripts[::-1] if number % 2 else scripts
+
+
+def n_jobs(contest):
+    """How many jobs a contest has about: a search is rarely shorter."""
+    tries = sum(min(contest.most_tries, 3 + 3 * len(default_rates(rung))) for rung in contest.scripts)
+    return tries + (contest.seeds + contest.timings) * len(contest.scripts)
+
+
+class ContestRunner(Runner):
+    """A Runner that also says how long the rest will take."""
+
+    def finish(self, job, outcome):
+        super().finish(job, outcome)
+        here = [outcome for outcome in self.outcomes if outcome.seconds]
+        left = max(0, self.n_jobs - len(self.outcomes))
+        minutes = (time.monotonic() - self.began) / max(1, len(here)) * left / 60
+        text = f"{minutes:.0f} min" if minutes >= 1.5 else "a minute or two"
+        if left and text != self.said:
+            self.progress.console.print(f"  {len(self.outcomes)} of about {self.n_jobs} runs; {text} left", style="dim")
+            self.said = text
+
+    def __enter__(self):
+        self.began, self.said = time.monotonic(), None
+        return super().__enter__()
+
+
+# ---- a contest in a folder -------------------------------------------------------------------------------------------
+
+CONTEST = "contest.json"  # what is compared, how, and on which machine
+THREADS = re.compile(r" \(\d+ threads\)")  # the timing may have more than the rounds
+
+
+def read_about(folder):
+    """What contest.json says; {} without it."""
+    return read_json(Path(folder) / CONTEST, lambda about: about["scripts"][0]["name"], "start a new comparison")
+
+
+def begin(folder, scripts, about, device):
+    """Write contest.json or, where a contest is resumed, refuse another one: of other arguments, scripts, a machine."""
+    about["scripts"] = [{"name": rung.name, "label": rung.label, "title": rung.title,
+                         "sha256": hashlib.sha256(rung.path.read_bytes()).hexdigest()} for rung in scripts]
+    begun = read_about(folder)
+    for what, new in about.items():
+        if begun and begun[what] != new:
+            raise UserError(f"{folder}: holds a comparison of other {what}; rerun its own command, or name another")
+    here = describe(device)
+    for what in ("torch", "name"):
+        old, new = (THREADS.sub("", there[what]) for there in (begun or here, here))
+        if old != new:
+            raise UserError(f"{folder}: was begun with {old}, and this is {new}; give a new folder")
+    if not begun:
+        write_whole(folder / CONTEST, json.dumps(about | here, indent=2) + "\n")
+
+
+def hold(contest, about, device, seconds, console, measured=False, **more):
+    """Hold a contest in its folder, which must be locked; returns the runner.
+
+    `measured`: with the machine's matrix-product rates, and `more` of machine.json.
+    """
+    begin(contest.folder, contest.scripts, about, device)
+    runner = ContestRunner(device, contest.folder, seconds, console, True)
+    runner.n_jobs = n_jobs(contest)
+    contest.run, contest.planned = runner.run, partial(setattr, runner, "n_jobs")
+    with runner:
+        if measured:
+            runner.measure_machine(**more)
+        contest.hold()
+        if measured:
+            runner.measure_machine()
+    return runner
