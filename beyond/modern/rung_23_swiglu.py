@@ -7,7 +7,7 @@ hidden width of 8/3 * C, rounded up to a multiple of 64 for whole tiles (rung 7)
 have as many parameters as the two had, 8 * C^2, and take as much arithmetic.
 
 Gain: products of features, with as many parameters. Measured in docs/results.md: no significant
-difference in the final loss (p = 0.88).
+difference in the final loss (p = 0.68).
 Cost: one more elementwise operation and its tensors.
 With rungs 20 to 22 this is Qwen3's architecture, with one key-value head per query head:
 transformers' Qwen3ForCausalLM computes the same logits. convert.py turns one into the other
