@@ -1,4 +1,5 @@
 """The profile: each operation counts for its kind of work, with its time, and the parts add up to the step."""
+import gzip
 import io
 import json
 import shutil
@@ -151,7 +152,7 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path):
                "-B", 2, "-T", 128]
     data = shutil.copytree(tokens, tmp_path / "data")
     edit_json(data / "meta.json", tokenizer="of my own")  # whose size a log does not tell
-    done = run_command(*profile, "--rungs", "0,5,10", "--repeat", 1, "--data", data, timeout=500)
+    done = run_command(*profile, "--rungs", "0,5,10", "--repeat", 1, "--traces", "--data", data, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_profile(tmp_path)
     assert [rung["name"] for rung in found["rungs"]] == [BY_LABEL[label].name for label in ("0", "5", "10")]
@@ -162,6 +163,9 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path):
         assert min(parts[kind] for kind in ("matrix products", "head", "attention", "cross-entropy", "optimizer")) > 0
         assert parts["waiting"] < 0.5 * step and rung["floor_ms"] > 0, parts
     assert (tmp_path / "profile.png").exists() and "matmul" in done.stdout
+    with gzip.open(tmp_path / "speedup_05_compile.trace.json.gz", "rt") as trace:
+        names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
+    assert any("cpp_fused" in name for name in names) and any(name.startswith("ProfilerStep") for name in names)
     done = run_command(*profile, "--data", "nowhere")
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "no token files" in done.stderr, done.stderr
     assert read_profile(tmp_path) == found  # the failure has not touched it

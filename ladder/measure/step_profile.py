@@ -1,12 +1,12 @@
 """Where the time of a step goes: some steady steps of a rung under torch.profiler, by kind of work.
 
     python -m ladder profile --rungs 10                         # runs, once for each round:
-    python -m ladder.measure.step_profile 10 FILE --model gpt2 -B 1 -T 1024
+    python -m ladder.measure.step_profile 10 FILE TRACE --model gpt2 -B 1 -T 1024
 
-The rung's own `train` runs in a separate process, and FILE gets the milliseconds as JSON. On a CPU an operator's time
-is what it spends outside the operators that it calls; on a GPU, the time of the kernels that it launches. A generated
-kernel (torch.compile) is classified by the operations that its name lists. What no operator accounts for is "waiting",
-so the parts add up to the step.
+The rung's own `train` runs in a separate process. FILE gets the milliseconds as JSON, TRACE, if not "", the events. On
+a CPU an operator's time is what it spends outside the operators that it calls; on a GPU, the time of the kernels that
+it launches. A generated kernel (torch.compile) is classified by the operations that its name lists. What no operator
+accounts for is "waiting", so the parts add up to the step.
 """
 import json
 import math
@@ -110,8 +110,8 @@ def logit_widths(vocab_size):
     return {math.ceil(vocab_size / multiple) * multiple for multiple in (1, 4, 8, 128)}
 
 
-def profile_rung(label, flags, folder):
-    """Train the rung `label` with `flags`, its log in `folder`; the measured times as a dict."""
+def profile_rung(label, flags, folder, trace=None):
+    """Train the rung `label` with `flags`, its log in `folder`, a trace in a file; the measured times as a dict."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
@@ -135,6 +135,8 @@ def profile_rung(label, flags, folder):
     # Records of shapes slow steps down under glibc's malloc, whose heap they scatter; under mimalloc they do not.
     with profile(activities=activities, record_shapes=True, schedule=phases) as profiler:
         script.train(settings)
+    if trace:
+        profiler.export_chrome_trace(trace)
 
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
     _, meta = script.load_tokens(settings.data, "train", 1)
@@ -167,11 +169,11 @@ def check_profile(rungs, flags, folder):
     return settings
 
 
-def profile_once(rung, flags, machine):
-    """(one profile of a rung, None if it failed; the job's Outcome)."""
+def profile_once(rung, flags, machine, trace):
+    """(one profile of a rung, None if it failed; the job's Outcome); `trace`: a file for its steps, or ""."""
     with TemporaryDirectory() as scratch:
         folder, result = Path(scratch), Path(scratch) / "result.json"
-        command = [sys.executable, "-m", "ladder.measure.step_profile", rung.label, str(result)]
+        command = [sys.executable, "-m", "ladder.measure.step_profile", rung.label, str(result), str(trace)]
         job = Job(rung.name, [*command, *own_flags(rung, flags, folder)], folder)
         outcome = run_job(job, math.inf, machine["device"])
         if outcome.status != "ok":
@@ -188,7 +190,7 @@ def median_round(rounds):
     return counted[len(counted) // 2]
 
 
-def profile_ladder(rungs, flags, settings, folder, console, repeat):
+def profile_ladder(rungs, flags, settings, folder, console, repeat, traces=False):
     """Profile the rungs, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
     Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any. Rates
@@ -203,7 +205,8 @@ def profile_ladder(rungs, flags, settings, folder, console, repeat):
     failed, jobs = [], list(rungs) * repeat
     for number, rung in enumerate(jobs, 1):
         with console.status(f"{number} of {len(jobs)} {rung.name}"):
-            one, outcome = profile_once(rung, flags, machine)
+            trace = folder / f"{rung.name}.trace.json.gz" if traces else ""  # of the last round
+            one, outcome = profile_once(rung, flags, machine, trace)
         if one is None:
             failed.append(outcome)
             console.print(f"{rung.name}: {outcome.status}: {outcome.reason}", style="red")
@@ -225,6 +228,7 @@ def add_flags(parser):
     flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
     flag("--repeat", type=COUNT, default=3, metavar="N",
          help="N rounds, preferably odd: the median round counts (default: %(default)s)")
+    flag("--traces", action="store_true", help="keep each rung's steps in the folder, for ui.perfetto.dev")
     flag("--logs", type=Path, metavar="FOLDER", help="of a run, to be shown with it (default: logs/profile/DATE_TIME)")
 
 
@@ -236,7 +240,7 @@ def main(args, console):
     settings = check_profile(rungs, flags, folder)  # before creating the folder
     flags = eager_flags(rungs, flags, settings.device, console)
     with locked(folder, resume=True):
-        failed = profile_ladder(rungs, flags, settings, folder, console, args.repeat)
+        failed = profile_ladder(rungs, flags, settings, folder, console, args.repeat, args.traces)
     found = read_profile(folder)
     if found:
         print_profile(found, console)
@@ -246,8 +250,8 @@ def main(args, console):
 
 
 if __name__ == "__main__":
-    label, file, *rest = sys.argv[1:]
+    label, file, trace, *rest = sys.argv[1:]
     try:
-        Path(file).write_text(json.dumps(profile_rung(label, rest, Path(file).parent)))
+        Path(file).write_text(json.dumps(profile_rung(label, rest, Path(file).parent, trace)))
     except UserError as error:
         sys.exit(f"error: {error}")
