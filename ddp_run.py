@@ -62,6 +62,7 @@ def add_flags(parser):
     flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
     flag("--steps", type=int, default=50, help="optimizer steps")
+    # twice rung 8's constant rate: warm-up and decay make that safe
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
@@ -209,11 +210,12 @@ class GPT(nn.Module):
 
     def configure_optimizers(self, lr, weight_decay):
         """Fused AdamW, which decays only matrices: embeddings and linear layers."""
+        # decay pulls weights towards zero, so that no single one grows large
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        # fused: one kernel updates everything, instead of about ten operations for each tensor
+        # fused: one pass through memory, instead of about ten for each tensor; rung 8's betas
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
                                  fused=True)
 
@@ -322,7 +324,7 @@ def train(args):
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
-        # fuses operations into a few kernels: intermediate results never reach memory
+        # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     if rank == 0:

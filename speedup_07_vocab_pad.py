@@ -275,7 +275,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if args.compile_mode != "none":
         check_compiler(device)
-        # fuses operations into a few kernels: intermediate results never reach memory
+        # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
     log = Log(args, model, loader, args.B * args.T, PRECISION[amp_dtype], **notes)

@@ -72,6 +72,7 @@ def add_flags(parser):
     flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
+    # twice rung 8's constant rate: warm-up and decay make that safe
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
@@ -280,11 +281,12 @@ class GPT(nn.Module):
 
     def configure_optimizers(self, lr, weight_decay):
         """Fused AdamW, which decays only matrices: embeddings and linear layers."""
+        # decay pulls weights towards zero, so that no single one grows large
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        # fused: one kernel updates everything, instead of about ten operations for each tensor
+        # fused: one pass through memory, instead of about ten for each tensor; rung 8's betas
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
                                  fused=True)
 
@@ -409,11 +411,12 @@ class Checkpoints:
     def save(self, step, log):
         """Write a checkpoint, delete all but the newest two. A full disk costs only this one."""
         log.line(f"# checkpoint: step {step} in {self.folder}")
+        # no data position and no RNG state: all that a step reads or draws follows from its number
         saved = model_file(self.model, self.loader, step)
+        # its moments: without them the first resumed steps would go astray
         saved["optimizer"] = self.optimizer.state_dict()
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
-        # no data position and no RNG state: all that a step reads or draws follows from its number
         # aside, then renamed: no kill leaves half a file under its name
         partial = self.folder / "partial"
         try:
@@ -486,11 +489,11 @@ def catch_signals():
         if number != signal.SIGINT:
             return
         with contextlib.suppress(OSError):  # print could be what was interrupted
-            os.write(2, b"\nends after this step, with its validation and a checkpoint;"
-                        b" a third Ctrl-C ends at once, without\n")
+            os.write(2, b"\nends after this step and saves; a third Ctrl-C ends at once, without\n")
         if caught.count(number) == 2:  # a second one is often a slip
             signal.signal(number, signal.SIG_DFL)
 
+    # SIGTERM comes before a cluster takes the machine away
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
         numbers.append(signal.SIGHUP)
@@ -580,7 +583,7 @@ def train(args):
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
-        # fuses operations into a few kernels: intermediate results never reach memory
+        # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
@@ -629,7 +632,7 @@ def train(args):
             seconds = time.perf_counter() - t0
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
-        last = last or stop
+        last = last or stop  # save now: the steps since the last checkpoint would be lost
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
             checkpoints.save(step, log)
         if stop and rank == 0:

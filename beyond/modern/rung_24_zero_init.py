@@ -58,6 +58,7 @@ def add_flags(parser):
     flag("--steps", type=int, default=50, help="optimizer steps")
     flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
+    # twice rung 8's constant rate: warm-up and decay make that safe
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
@@ -172,8 +173,7 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
-        # gains, but no shifts: those bring nothing measurable, and without them there is less to do
+        # only scales: it subtracts no mean and adds no bias, which is less to compute
         self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
@@ -399,7 +399,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if args.compile_mode != "none":
         check_compiler(device)
-        # fuses operations into a few kernels: intermediate results never reach memory
+        # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
     if args.val_every:

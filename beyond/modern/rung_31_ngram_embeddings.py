@@ -8,7 +8,8 @@ starts as rung 30's.
 
 Gain: on bytes. In docs/results.md the final loss is 0.14 nats lower than rung 24's on one text
 (p < 0.001), on another 0.05 lower than rung 30's (p = 0.026), and in a model ten times as large
-0.02 lower than rung 24's (two seeds, too few to test). No gain with GPT-2's tokens: the larger the vocabulary, the fewer n-grams recur, and the more share a row.
+0.02 lower than rung 24's (two seeds, too few to test). None with GPT-2's tokens: the larger the
+vocabulary, the fewer n-grams recur, and the more share a row.
 Cost: two tables of n_rows_hashed * n_embd parameters, 12.6M for GPT-2 (124M), with their gradients
 and AdamW's moments 0.2 GB: in the race 3.0M parameters instead of 0.9M, and 5 % more time per step.
 No key-value cache when sampling.
@@ -58,6 +59,7 @@ def add_flags(parser):
     flag("--steps", type=int, default=50, help="optimizer steps")
     flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
+    # twice rung 8's constant rate: warm-up and decay make that safe
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
@@ -173,8 +175,7 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
-        # gains, but no shifts: those bring nothing measurable, and without them there is less to do
+        # only scales: it subtracts no mean and adds no bias, which is less to compute
         self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
@@ -234,11 +235,10 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx)  # (B, T, C)
         before = F.pad(idx, (1, 0))[:, :T]  # (B, T): the token before each; 0 where there is none
         before_that = F.pad(idx, (2, 0))[:, :T]
-        # a hash: the factor, a large number, spreads the n-grams over the rows; those that meet in
-        # a row share it
-        # A vector for each pair and triple of tokens: attention would have to learn to compose it.
+        # a hash: the large factor spreads the n-grams over the rows; those that meet share a row
         pair = 36313 * idx + before  # (B, T)
         triple = 36313 * pair + before_that
+        # a vector for each pair and triple: attention would have to learn to compose it
         x = x + self.pairs(pair % self.config.n_rows_hashed)  # (B, T, C)
         x = x + self.triples(triple % self.config.n_rows_hashed)
         for block in self.transformer.h:
@@ -426,7 +426,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if args.compile_mode != "none":
         check_compiler(device)
-        # fuses operations into a few kernels: intermediate results never reach memory
+        # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
     if args.val_every:

@@ -70,6 +70,7 @@ def add_flags(parser):
     flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
+    # twice rung 8's constant rate: warm-up and decay make that safe
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
@@ -193,8 +194,7 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
-        # gains, but no shifts: those bring nothing measurable, and without them there is less to do
+        # only scales: it subtracts no mean and adds no bias, which is less to compute
         self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
@@ -557,7 +557,6 @@ class Checkpoints:
         saved["optimizer"] = moments
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
-        # no data position and no RNG state: all that a step reads or draws follows from its number
         # aside, then renamed: no kill leaves half a file under its name
         partial = self.folder / "partial"
         try:
@@ -640,11 +639,11 @@ def catch_signals():
         if number != signal.SIGINT:
             return
         with contextlib.suppress(OSError):  # print could be what was interrupted
-            os.write(2, b"\nends after this step, with its validation and a checkpoint;"
-                        b" a third Ctrl-C ends at once, without\n")
+            os.write(2, b"\nends after this step and saves; a third Ctrl-C ends at once, without\n")
         if caught.count(number) == 2:  # a second one is often a slip
             signal.signal(number, signal.SIG_DFL)
 
+    # SIGTERM comes before a cluster takes the machine away
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
         numbers.append(signal.SIGHUP)
@@ -733,7 +732,7 @@ def train(args):
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
-        # fuses operations into a few kernels: intermediate results never reach memory
+        # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(step_model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
@@ -783,7 +782,7 @@ def train(args):
             seconds = time.perf_counter() - t0
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
-        last = last or stop
+        last = last or stop  # save now: the steps since the last checkpoint would be lost
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last):
             checkpoints.save(step, log)  # every rank must come here
         if stop and rank == 0:

@@ -62,6 +62,7 @@ def add_flags(parser):
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     flag("--patience", type=int, default=0,
          help="stop this many validations after the best one; 0: never")
+    # twice rung 8's constant rate: warm-up and decay make that safe
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
@@ -176,8 +177,7 @@ class Block(nn.Module):
 
     def __init__(self, config, dropout=0.0):
         super().__init__()
-        # like LayerNorm, but it subtracts no mean and adds no bias: it only scales
-        # gains, but no shifts: those bring nothing measurable, and without them there is less to do
+        # only scales: it subtracts no mean and adds no bias, which is less to compute
         self.ln_1 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=1e-6)
@@ -324,9 +324,9 @@ class DataLoaderLite:
         starts = np.arange(0, self.n_windows * self.T, self.T)
         if self.seed is not None:
             rng = np.random.default_rng([self.seed, epoch])
-            # else every epoch repeats the same batches of neighboring windows
+            # neighbors are alike, so a batch of them teaches less
             rng.shuffle(starts)
-            # all move by the same offset, so that their borders do; the last target still fits
+            # moves the borders: each epoch gives tokens other contexts; the last target still fits
             starts += rng.integers(len(self.tokens) - self.n_windows * self.T)
         return starts
 
@@ -457,7 +457,7 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if args.compile_mode != "none":
         check_compiler(device)
-        # fuses operations into a few kernels: intermediate results never reach memory
+        # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
     if args.val_every:
