@@ -101,7 +101,7 @@ def own_text(settings, scratch):
     Rung 29 goes on from a model whose attention matters already: without its mask, the loss would differ.
     """
     device, data, text = settings.device, scratch / "own-text", scratch / "documents.jsonl"
-    lines = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "LICENSE").read_text(encoding="utf-8").splitlines()  # a text that nobody edits
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines if line), encoding="utf-8")
     train = partial(training, settings, scratch, data=data, model="2x2x64", dropout=0)
     start = train("28", "own-text", steps=200, muon_lr=0.02, max_lr=0.01, compile_mode="none")
