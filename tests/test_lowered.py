@@ -14,7 +14,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("card, words", [
     ("sm_90", GRAPHS[:10]), ("sm_90", GRAPHS[10:]),  # an H100
-    ("sm_75", ["5", "17", "24", "31"]), ("sm_120", ["5", "24", "31"]),  # a T4, an RTX 5090
+    ("sm_75", ["5", "17", "24", "31"]), ("sm_120", ["24"]),  # a T4, an RTX 5090
     ("sm_80", ["35"]), ("sm_100", ["35"]),  # an A100, a B200
 ])
 def test_every_kernel_compiles_for_a_gpu_and_fits_into_its_shared_memory(card, words, tmp_path):
