@@ -64,7 +64,7 @@ def test_a_rung_changes_something_and_all_that_it_may(entry):
     assert entry.may_change - used == set(), "may change, and does not"
 
 
-# (a rung, a line of it, what becomes of the line, what the law then says)
+# (a rung, a line of it, its replacement, what the law then says)
 STRAY_EDITS = [
     ("0", "        self.gelu = nn.GELU(approximate", "        self.relu = nn.GELU(approximate",
      "speedup_01_weight_tying.py: MLP.__init__ differs"),

@@ -1,4 +1,4 @@
-"""What comes of the changes in docs/exercises.md that break or bend a lesson, each in a copy of our script.
+"""What the changes in docs/exercises.md do that break or bend a lesson, each in a copy of our script.
 
     python data/prepare.py --tokenizer bytes --out data/bytes    # once
     OMP_NUM_THREADS=1 python -m experiments.exercises            # all of them, or the labels of some: 7 9

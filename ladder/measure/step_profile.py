@@ -140,7 +140,7 @@ def profile_rung(label, flags, folder, trace=None):
 
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
     _, meta = script.load_tokens(settings.data, "train", 1)
-    vocab_size = meta["vocab_size"]  # of a tokenizer of one's own a log does not tell it
+    vocab_size = meta["vocab_size"]  # a log does not have it for your own tokenizer
     parts, step_ms, kernels = by_kind(profiler.events(), logit_widths(vocab_size), settings.device)
     plain_ms = statistics.median(run.ms[warm_up : warm_up + plain])
     return {"name": run.name, "step_ms": step_ms, "plain_ms": plain_ms, "parts_ms": parts,
