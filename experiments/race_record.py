@@ -9,7 +9,7 @@ from pathlib import Path
 from ladder.files import write_whole
 from ladder.show import standings
 from ladder.show.chance import FEWEST_SEEDS
-from ladder.show.contest import TUNING_SEED, doubts, effects, rates_of
+from ladder.show.contest import TUNING_SEEDS, doubts, effects, rates_of
 from ladder.show.logs import run_of, stage_of
 from ladder.show.report import Row, median, title_of
 from ladder.show.standings import Racer
@@ -54,8 +54,8 @@ def caption(record):
             searched += f" in {search.step.max():,} steps"
     n_seeds = rounds.seed.nunique()
     seeds = "1 seed" if n_seeds == 1 else f"{n_seeds} seeds"
-    if (record.part("round").seed == TUNING_SEED).any():
-        seeds += f" without {TUNING_SEED}, with which the rates were searched"
+    if record.part("round").seed.isin(TUNING_SEEDS).any():
+        seeds += f" without {TUNING_SEEDS[-1]}, with which the rates were searched"
     if n_seeds < FEWEST_SEEDS:
         seeds += ", too few for a star"
     timed = f"timed {timing['round'].nunique()} times, alone" if record.is_timed else "ms/step of the same runs"

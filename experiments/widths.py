@@ -26,7 +26,7 @@ from ladder.measure.contest import SEED, Contest
 from ladder.measure.runner import Runner
 from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.chance import paired_effect
-from ladder.show.contest import TUNING_SEED, last_val_loss, read_logs
+from ladder.show.contest import TUNING_SEEDS, last_val_loss, read_logs
 from ladder.show.plots import digest
 
 WIDTHS = [64, 128, 256, 512]
@@ -52,7 +52,7 @@ def train(logs, seeds, at_once):
             contest = Contest([*rungs.values()], flags, folder, seeds, runner.run, at_once)
             best[width] = contest.find_rates()
             for name, tried in read_logs(folder)[0].sweep.items():
-                rows += [("search", titles[name], width, *rates, TUNING_SEED, loss) for rates, loss in tried.items()]
+                rows += [("search", titles[name], width, *rates, math.nan, loss) for rates, loss in tried.items()]
             for part, name, number in itertools.product(("own", "carried"), rungs, range(seeds if width in TO else 0)):
                 rates = best[width if part == "own" else FROM][name]
                 job = contest.job(rungs[name], folder / f"{part}_{number + 1}", rates, SEED + number)
@@ -91,7 +91,7 @@ def best_rates(record, rung, place):
 def ends_of(record, rung, width, part):
     """The losses of the seeds that are tested, of a wide model with its own rates or with those carried over."""
     rows = record[(record.part == part) & (record.rung == rung) & (record.width == width)]
-    rows = rows[rows.seed != TUNING_SEED]
+    rows = rows[~rows.seed.isin(TUNING_SEEDS)]
     return rows.sort_values("seed").val_loss.to_numpy()
 
 

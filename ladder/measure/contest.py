@@ -2,11 +2,11 @@
 
 The rule, by which every comparison of recipes here is made:
 
-1. The learning rates of both are searched, with the same number of tries and a seed that is not among those tested.
-   Each search begins at the script's own rates and tries half and twice of each, the others fixed. It moves to the best
-   of all tried and repeats that, until no neighbor is better. The longest search sets the number of tries; the others
-   spend the rest on finer steps. The rates are then the lowest point of a parabola through the tries within a factor
-   of two of the best: the best try itself is partly luck, and luck in the search makes equal recipes look different.
+1. The learning rates of both are searched, with the same number of tries. A try's loss is the mean over three seeds,
+   none of which is tested: with one, luck in the search makes equal recipes look different. Each search begins at the
+   script's own rates and tries half and twice of each, the others fixed. It moves to the best of all tried and repeats
+   that, until no neighbor is better. The longest search sets the number of tries; the others spend the rest on finer
+   steps. The rates are then the lowest point of a parabola through the tries within a factor of two of the best.
 2. The number of seeds is fixed beforehand. All scripts train with each seed, in interleaved rounds.
 3. Effect and p come from one estimator: the mean over the seeds of the difference of the last validation losses, its
    95 % interval, and p of the paired t-test of that mean.
@@ -26,6 +26,7 @@ import hashlib
 import json
 import math
 import re
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -42,12 +43,12 @@ from ladder.measure.jobs import MEMORY_SHARE, Job
 from ladder.measure.rates import describe
 from ladder.measure.runner import Runner, command_for, defaults, settings_of
 from ladder.rungs.list import load_script
-from ladder.show.contest import RATES, TUNING_SEED, last_val_loss, read_rates
+from ladder.show.contest import RATES, TUNING_SEEDS, last_val_loss, read_rates
 from ladder.show.machine import read_json
 from ladder.show.standings import show_rates
 
 MOST_TRIES = 24  # of a search
-SEED = TUNING_SEED + 1  # of the first round
+SEED = max(TUNING_SEEDS) + 1  # of the first round
 TIMINGS = 5  # rounds that measure the time of a step
 TIMED_STEPS_ON_A_CPU, TIMED_STEPS = 30, 200
 RATE_FLAGS = {"max_lr": "--max-lr", "muon_lr": "--muon-lr"}  # AdamW's, and Muon's where a script has Muon
@@ -158,19 +159,20 @@ class Contest:
         self.check([job.log for job in jobs if job.log.exists()])
 
     def try_rates(self, wanted):
-        """Add the losses of {script: points} to its searches, each with the seed of the searches and one validation."""
+        """Add the losses of {script: points} to its searches: means over their seeds, from one validation of each."""
         tries, jobs = [], []
         for rung, points in wanted.items():
             steps = str(self.search_steps or self.settings(rung).steps)
             for point in points:
                 rates = self.searches[rung.name].rates(point)
                 folder = self.folder / "sweep" / show_rates(rates, "_")
-                job = self.job(rung, folder, rates, TUNING_SEED, "--steps", steps, "--val-every", steps)
-                jobs.append(job)
-                tries.append((rung, point, job.log))
+                runs = [self.job(rung, folder / str(seed), rates, seed, "--steps", steps, "--val-every", steps)
+                        for seed in TUNING_SEEDS]
+                jobs += runs
+                tries.append((rung, point, runs))
         self.run_shared(jobs)
-        for rung, point, log in tries:
-            self.searches[rung.name].losses[point] = last_val_loss(log)
+        for rung, point, runs in tries:
+            self.searches[rung.name].losses[point] = statistics.fmean(last_val_loss(run.log) for run in runs)
 
     def search_until(self, most, finest):
         """Go on with all searches side by side, until each has as many tries as it may have, or none is wanted."""
@@ -207,7 +209,7 @@ class Contest:
         """The search, the rounds, the timing."""
         chosen = self.find_rates()
         n_tries = sum(len(search.losses) for search in self.searches.values())
-        self.planned(n_tries + (self.seeds + self.timings) * len(self.scripts))
+        self.planned(n_tries * len(TUNING_SEEDS) + (self.seeds + self.timings) * len(self.scripts))
         for number in range(self.seeds):
             folder = self.folder / f"round_{number + 1}"
             self.run_shared([self.job(rung, folder, chosen[rung.name], SEED + number)
@@ -234,7 +236,7 @@ def in_turns(scripts, number):
 def n_jobs(contest):
     """How many jobs a contest has about: a search is rarely shorter."""
     tries = sum(min(contest.most_tries, 3 + 3 * len(default_rates(rung))) for rung in contest.scripts)
-    return tries + (contest.seeds + contest.timings) * len(contest.scripts)
+    return tries * len(TUNING_SEEDS) + (contest.seeds + contest.timings) * len(contest.scripts)
 
 
 class ContestRunner(Runner):

@@ -17,10 +17,10 @@ from ladder.show.logs import read_headers, read_lines, read_log
 from ladder.show.machine import read_json
 
 CSV = "compare.csv"
-TUNING_SEED = 1337  # of the searches; rounds that have it, in older races, are not tested
+TUNING_SEEDS = (1335, 1336, 1337)  # of the searches; rounds that have one, in older races, are not tested
 RATES = "rates.json"  # the learning rates that the searches have found
 FEWEST_STEPS = 50  # below, most of a run is warm-up
-PARTS = {"search": "sweep/*/*.log", "round": "round_*/*.log", "timing": "timing/round_*/*.log"}
+PARTS = {"search": "sweep/*/*/*.log", "round": "round_*/*.log", "timing": "timing/round_*/*.log"}
 FACTS = ["model", "device", "machine", "torch", "precision", "allocator", "compile", "ranks", "total batch", "batch",
          "steps", "validation", "data"]  # of the logs' headers: what the runs of a contest have in common
 COLUMNS = {"part": str, "rung": str, "max_lr": float, "muon_lr": float, "round": int, "seed": float, "step": int,
@@ -43,7 +43,7 @@ class Record:
     def tested(self):
         """The rows of the rounds whose seed chose no learning rates."""
         rounds = self.part("round")
-        return rounds[rounds.seed != TUNING_SEED]
+        return rounds[~rounds.seed.isin(TUNING_SEEDS)]
 
     @property
     def names(self):
@@ -67,9 +67,10 @@ class Record:
 
     @property
     def sweep(self):
-        """{script: {its learning rates: last validation loss}} of the search."""
-        sweep = {}
-        for run in self.part("search").itertuples():
+        """{script: {its learning rates: last validation loss, the mean over the seeds}} of the search."""
+        sweep, point = {}, ["rung", "max_lr", "muon_lr"]
+        lasts = self.part("search").groupby([*point, "round"], dropna=False).tail(1)
+        for run in lasts.groupby(point, sort=False, dropna=False).val_loss.mean().reset_index().itertuples():
             sweep.setdefault(run.rung, {})[rates_of(run)] = run.val_loss
         return {name: dict(sorted(losses.items())) for name, losses in sweep.items()}
 
@@ -179,7 +180,7 @@ def read_rates(folder):
 def place_of(part, path, chosen):
     """What the place of a log in the folder tells: the part, the script, its learning rates, the round."""
     if part == "search":
-        rates, number = [float(rate) for rate in path.parent.name.split("_")], 1
+        rates, number = [float(rate) for rate in path.parts[-3].split("_")], int(path.parent.name)  # the seed
     else:
         rates, number = chosen[path.stem], int(path.parent.name.removeprefix("round_"))
     muon_lr = rates[1] if len(rates) > 1 else math.nan

@@ -134,7 +134,7 @@ def race_texts(report):
 
 KEY = (
     "Each rung has learning rates of its own (AdamW's, and Muon's if it has Muon), from as many tries as the others "
-    "have, with a seed that is not tested (in older races: the best of the tries that the caption counts). val loss: "
+    "have, with seeds that are not tested (in older races: the best of the tries that the caption counts). val loss: "
     "the mean over the seeds, in brackets the lowest and highest. change: from the row before, the mean of the "
     "differences with the same seed, and its 95 % interval; p: of the paired t-test of that mean, by Holm over the "
     f"race; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule, with five seeds or more. The target is the "

@@ -7,7 +7,7 @@ import numpy
 import pandas
 
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_SEEDS
-from ladder.show.contest import TUNING_SEED, doubts, effects, rates_of
+from ladder.show.contest import TUNING_SEEDS, doubts, effects, rates_of
 from ladder.show.logs import run_of, stage_of
 from ladder.show.standings import show_rates
 from ladder.show.terminal import print_texts
@@ -80,8 +80,8 @@ def limits(record, found):
     yield (f"This says nothing about other sizes: {first.parameters / 1e6:.2f}M parameters, {first.step:.0f} steps, "
            f"{first.tokens / 1e6:.2f}M tokens of {text} in windows of {run.T}.")
     if len(record.sweep):
-        yield (f"The rates were found with one seed ({TUNING_SEED}, not tested); the luck of that search is not "
-               "part of the intervals.")
+        yield (f"The rates are from searches with the seeds {', '.join(map(str, TUNING_SEEDS))}, which are not tested; "
+               "their luck is not part of the intervals.")
     seen = [detectable(effect) for effect in found.values() if effect and effect.high > effect.low]
     if seen:
         yield f"Differences below about {max(seen):.2g} nats would mostly go unnoticed with these seeds."
