@@ -21,6 +21,7 @@ from experiments.growth import __main__ as growth
 from experiments.nanogpt import __main__ as nanogpt
 from experiments.network import __main__ as network
 from experiments.own_text import __main__ as own_text
+from experiments.residual_scaling import __main__ as residual_scaling
 from experiments.sharded_step import __main__ as sharded_step
 from ladder.errors import UserError
 from ladder.rungs.list import BY_LABEL, load_script
@@ -382,3 +383,14 @@ def test_a_sharded_optimizer_saves_the_moments_of_the_others():
     for ranks, left in ((2, (embedding + blocks) / 2), (8, embedding)):
         saved = growth.ddp_bytes(ranks) - growth.sharded_optimizer_bytes(ranks)
         assert saved == pytest.approx(embedding + blocks - left, rel=0.01)
+
+
+def test_the_windows_of_residual_scaling():
+    """Losses whose differences are known: none in the first 25 steps, 0.5 and a little for each seed in the next."""
+    rows = [{"rung": rung, "seed": seed, "step": step, "loss": 9 - step / 50 + seed - (0.5 + seed / 100) * lower}
+            for rung in "34" for seed in (1, 2, 3) for step in range(1, 51)
+            for lower in [rung == "4" and step > 25]]
+    first, second = residual_scaling.window_effects(pandas.DataFrame(rows)).items()
+    assert (first[0], first[1].mean, first[1].p) == ("1 to 25", 0, 1)
+    assert second[0] == "26 to 50" and second[1].mean == pytest.approx(-0.52)
+    assert second[1].p == pytest.approx(2 * (1 - (8112 / 8114) ** 0.5))  # t**2 = 52**2 * 3; twice for Holm
