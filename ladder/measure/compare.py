@@ -15,9 +15,9 @@ from ladder.show.contest import CSV, read_csv, read_logs, write_csv
 from ladder.show.logs import read_log
 
 FOLDERS = Path("logs/compare")
-SMALL = ["--model", "4x4x128", "-B", "16", "-T", "64", "--steps", "300", "--val-every", "30", "--val-sequences", "256",
+SMALL = ["--model", "4x4x128", "-B", "16", "-T", "64", "--steps", "200", "--val-every", "20", "--val-sequences", "256",
          "--compile-mode", "none"]  # unless flags say otherwise: about ten minutes on two cores
-MOST_TRIES = 12
+MOST_TRIES = 24
 SAME = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
         "val_every": "--val-every", "val_sequences": "--val-sequences"}  # a comparison is unfair where these differ
 

@@ -2,11 +2,11 @@
 
 The rule, by which every comparison of recipes here is made:
 
-1. The learning rates of both are searched, with the same number of tries. A try's loss is the mean over three seeds,
-   none of which is tested: with one, luck in the search makes equal recipes look different. Each search begins at the
-   script's own rates and tries half and twice of each, the others fixed. It moves to the best of all tried and repeats
-   that, until no neighbor is better. The longest search sets the number of tries; the others spend the rest on finer
-   steps. The rates are then the lowest point of a parabola through the tries within a factor of two of the best.
+1. The learning rates of both are searched, with the same number of tries; a try's loss is the mean over two seeds that
+   are not tested. Each search begins at the script's own rates and tries a quarter and four times of each, the others
+   fixed. It moves to the best of all tried and repeats that until no neighbor is better, then with half and twice. The
+   longest search sets the number of tries; the others spend the rest on finer steps. The rates are then the lowest
+   point of a parabola through the tries within a factor of two of the best.
 2. The number of seeds is fixed beforehand. All scripts train with each seed, in interleaved rounds.
 3. Effect and p come from one estimator: the mean over the seeds of the difference of the last validation losses, its
    95 % interval, and p of the paired t-test of that mean.
@@ -58,7 +58,7 @@ class Search:
     """A pattern search over learning rates; a point is where it stands, in octaves (factors of 2) from the start."""
 
     def __init__(self, start):
-        self.start, self.losses, self.step = start, {}, 1.0
+        self.start, self.losses, self.step = start, {}, 2.0
 
     def rates(self, point):
         return tuple(float(f"{rate * 2**octaves:.4g}") for rate, octaves in zip(self.start, point, strict=True))
