@@ -67,10 +67,11 @@ BFLOAT16_TOLERANCE = 0.01
 
 # Of these the lesson is another loss. All others compute the very same on a CPU, eagerly: "high" changes no product;
 # nothing is compiled; one rank, one micro-step; the same batches; validation, checkpoints and recomputation change no
-# weight; float8 needs a GPU; nothing is dropped, and the text is one document. long_run learns as rung 24.
+# weight; float8 needs a GPU; nothing is dropped, and the text is one document. long_run learns as rung 24; so does 39,
+# which draws all 257 rows.
 OTHER_LOSSES = "0 1 4 7 8 9 18 19 20 21 22 23 24 26 30 31 32 34".split()
 # Or the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step.
-ROUNDED = ["3", "6", "17", "10", "long_run", "35", "36"]
+ROUNDED = ["3", "6", "17", "10", "long_run", "35", "36", "39"]
 
 
 @pytest.mark.parametrize("label", [label for label in BY_LABEL if label not in OTHER_LOSSES])

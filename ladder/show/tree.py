@@ -41,6 +41,8 @@ PARTS = [
          "card."),
     Part("rates", "A wide model's learning rates", ("34",),
          "What is found in a cheap run of a narrow model is used in a wide one."),
+    Part("vocabulary", "A small model's vocabulary", ("39",),
+         "GPT-2's 50,257 tokens take most of a small model's step, in its output layer."),
     Part("gpu", "The last milliseconds on a GPU", ("35",),
          "From rung 10 on: what is left of a step when the usual means are used up."),
 ]
