@@ -177,6 +177,11 @@ def fused_bytes(group, graph):
                for (name, _), elements in most.items())
 
 
+def is_overload(node, op):
+    """Whether a node of the graph is this operation, or another overload of it: Inductor calls sort.stable for sort."""
+    return getattr(node.target, "overloadpacket", None) is op.overloadpacket
+
+
 def scheduled_kernels(graph):
     """The kernels that Inductor would generate or call for a lowered graph."""
     for node in graph.scheduler.nodes:
@@ -186,7 +191,7 @@ def scheduled_kernels(graph):
         if not isinstance(node, scheduler.ExternKernelSchedulerNode):
             yield Kernel("", 0, fused_bytes(node, graph))
             continue
-        origin = call.get_origin_node() or next(node for node in call.origins if node.target is call.op_overload)
+        origin = call.get_origin_node() or next(node for node in call.origins if is_overload(node, call.op_overload))
         args, out = torch.fx.node.map_arg((origin.args, origin), lambda value: value.meta["val"])
         yield kernel_of(origin.target, args, out)
 
