@@ -80,8 +80,9 @@ def limits(record, found):
     yield (f"This says nothing about other sizes: {first.parameters / 1e6:.2f}M parameters, {first.step:.0f} steps, "
            f"{first.tokens / 1e6:.2f}M tokens of {text} in windows of {run.T}.")
     if len(record.sweep):
-        yield (f"The rates are from searches with the seeds {' and '.join(map(str, TUNING_SEEDS))}, which are not tested; "
-               "their luck is not part of the intervals.")
+        seeds = " and ".join(map(str, TUNING_SEEDS))
+        yield (f"The rates are from searches with the seeds {seeds}, which are not tested; their luck is not "
+               "part of the intervals.")
     seen = [detectable(effect) for effect in found.values() if effect and effect.high > effect.low]
     if seen:
         yield f"Differences below about {max(seen):.2g} nats would mostly go unnoticed with these seeds."
