@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from multiprocessing import set_forkserver_preload
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -329,6 +329,13 @@ def run_command(*command, timeout=300, cwd=ROOT, **environment):
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def start_forkserver():
+    """Processes of the start method "forkserver" are forks of one that has imported torch, and in which nothing ran."""
+    forkserver.set_forkserver_preload(["rank"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
+        forkserver.ensure_running()
+
+
 def write_runs(folder, data, runs):
     """What tests/rank.py is to run in a folder: {name: (label, dtype, flags)}."""
     own = ["--model", "tiny", "--device", "cpu", "--data", data, "--compile-mode", "none"]
@@ -343,9 +350,8 @@ def on_ranks(n, folder, data, runs):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    set_forkserver_preload(["rank"])  # a process that has imported torch, and in which nothing has run
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
-        start_processes(forked_rank, (n, port, folder), nprocs=n, start_method="forkserver")
+    start_forkserver()
+    start_processes(forked_rank, (n, port, folder), nprocs=n, start_method="forkserver")
     return [(folder / f"printed_{rank}.txt").read_text() for rank in range(n)]
 
 
@@ -360,14 +366,6 @@ def forked_rank(rank, n, port, folder):
         program.run_all(folder)
     except SystemExit as stop:
         raise RuntimeError(f"error: {stop.code}") from stop
-
-
-def peak_memory():
-    """MiB that this process has had at most. Not getrusage's, which begins with that of the process that started it."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        pytest.skip("no /proc here to read the peak memory from")
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 1024
 
 
 # ---- files and data --------------------------------------------------------------------------------------------------
