@@ -93,7 +93,7 @@ def test_each_rank_keeps_its_share(two_ranks):
 def test_what_a_step_moves(two_ranks):
     """Two micro-steps: each gathers root and blocks, the blocks again, and reduces all; then Muon gathers matrices."""
     moved = json.loads((two_ranks / "bfloat16" / "rank0.json").read_text())["moved"]
-    embedding, block, n_layer = split_parameters("tiny")
+    embedding, block, _ = split_parameters("tiny")
     gathered, reduced, for_muon = ([n for name, n in moved if name == wanted] for wanted in (
         "c10d._allgather_base_", "c10d._reduce_scatter_base_", "_c10d_functional.all_gather_into_tensor"))
     norms = 2 * 64 + 2 * 32  # of a block
@@ -101,8 +101,6 @@ def test_what_a_step_moves(two_ranks):
     assert sorted(reduced) == sorted(2 * [4 * (embedding + 64), *2 * [4 * (block + norms)]])
     assert sum(for_muon) == 4 * 2 * block and len(for_muon) == 2 * 5  # each by itself
     assert len(moved) == len(gathered) + len(reduced) + len(for_muon)
-    blocks = block * n_layer  # what docs/long_runs.md says of m = 2 micro-steps
-    assert sum(n for _, n in moved) == pytest.approx(2 * (8 * blocks + 6 * embedding) + 4 * blocks, rel=1e-3)
 
 
 def test_compiled_as_eagerly(two_ranks):
