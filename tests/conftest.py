@@ -19,6 +19,7 @@ from unittest import mock
 # One thread, here and in the programs that the tests start: a second one makes so small a model hardly faster, and on
 # a machine that also does something else it makes it many times slower. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, which import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
 
 import numpy as np  # noqa: E402
@@ -329,9 +330,9 @@ def run_command(*command, timeout=300, cwd=ROOT, **environment):
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def start_forkserver():
+def start_forkserver(*modules):
     """Processes of the start method "forkserver" are forks of one that has imported torch, and in which nothing ran."""
-    forkserver.set_forkserver_preload(["rank"])
+    forkserver.set_forkserver_preload(["rank", *modules])
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
         forkserver.ensure_running()
 
@@ -366,6 +367,21 @@ def forked_rank(rank, n, port, folder):
         program.run_all(folder)
     except SystemExit as stop:
         raise RuntimeError(f"error: {stop.code}") from stop
+
+
+def run_script(words, output, environment):
+    """In a fork: what `python WORDS` does, with a file for its output."""
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
+    os.environ.update(environment)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 # ---- files and data --------------------------------------------------------------------------------------------------
