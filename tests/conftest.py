@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from multiprocessing import set_forkserver_preload
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,6 +19,7 @@ from unittest import mock
 # One thread, here and in the programs that the tests start: a second one makes so small a model hardly faster, and on
 # a machine that also does something else it makes it many times slower. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, which import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
 
 import numpy as np  # noqa: E402
@@ -329,6 +330,13 @@ def run_command(*command, timeout=300, cwd=ROOT, **environment):
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def start_forkserver(*modules):
+    """Processes of the start method "forkserver" are forks of one that has imported torch, and in which nothing ran."""
+    forkserver.set_forkserver_preload(["rank", *modules])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
+        forkserver.ensure_running()
+
+
 def write_runs(folder, data, runs):
     """What tests/rank.py is to run in a folder: {name: (label, dtype, flags)}."""
     own = ["--model", "tiny", "--device", "cpu", "--data", data, "--compile-mode", "none"]
@@ -343,9 +351,8 @@ def on_ranks(n, folder, data, runs):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    set_forkserver_preload(["rank"])  # a process that has imported torch, and in which nothing has run
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
-        start_processes(forked_rank, (n, port, folder), nprocs=n, start_method="forkserver")
+    start_forkserver()
+    start_processes(forked_rank, (n, port, folder), nprocs=n, start_method="forkserver")
     return [(folder / f"printed_{rank}.txt").read_text() for rank in range(n)]
 
 
@@ -362,12 +369,19 @@ def forked_rank(rank, n, port, folder):
         raise RuntimeError(f"error: {stop.code}") from stop
 
 
-def peak_memory():
-    """MiB that this process has had at most. Not getrusage's, which begins with that of the process that started it."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        pytest.skip("no /proc here to read the peak memory from")
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 1024
+def run_script(words, output, environment):
+    """In a fork: what `python WORDS` does, with a file for its output."""
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
+    os.environ.update(environment)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 # ---- files and data --------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Run rungs' `train` on fake CUDA tensors, without a GPU, and print for each what test_fake_cuda.py asserts, as JSON.
 
-    python tests/fake_cuda.py FOLDER bfloat16|float16 none|aot_eager|ddp|sm_NN WORD...
+    python tests/fake_cuda.py FOLDER none|aot_eager|ddp|sm_NN WORD...
 
-A WORD is LABEL, LABEL:MODEL or LABEL:MODEL:recompute, which recomputes one block.
+A WORD is LABEL, in bfloat16, LABEL:float16, or LABEL:recompute, which recomputes one block.
 
 FakeTensorMode computes shapes, types and devices, and no numbers. So a tensor on the wrong device raises, and each copy
 between host and device, and each `.item()` there, is seen. A C++ library registers a device guard for CUDA that does
@@ -423,16 +423,16 @@ def zeros_on_the_host(tokens, n_rows):
     return torch.zeros(n_rows, dtype=torch.float64)
 
 
-def run(label, model, recompute, folder, float16, backend):
-    """Train two steps of a rung, perhaps with a block recomputed; what happened in the second."""
+def run(label, how, folder, backend):
+    """Train two steps of a rung, perhaps with a block recomputed or in float16; what happened in the second."""
     script, watch, graphs, kernels = rung(label), Watch(BY_LABEL[label].path), [], []
+    recompute, float16 = how == "recompute", how == "float16"
     script.DEVICES = ["cuda", "cpu"]
     words = known_flags(  # two steps of two micro-steps, with a validation after each
-        script, B=B, T=T, steps=2, model=model, device="cuda", data=folder / "data", log_dir=folder / "logs",
+        script, B=B, T=T, steps=2, model="1x2x64", device="cuda", data=folder / "data", log_dir=folder / "logs",
         compile_mode="none" if backend == "none" else "default", total_batch=N_MICRO_STEPS * B * T, val_every=1,
         val_sequences=2, checkpoint_every=1, float8_from=0,
-        checkpoint_dir=folder / f"{label}_{model}_{recompute}",
-        loss_chunk=T, recompute_blocks=int(recompute))
+        checkpoint_dir=folder / f"{label}_{how}", loss_chunk=T, recompute_blocks=int(recompute))
     log_step = script.Log.step
 
     def count_step(self, *args, **more):
@@ -470,7 +470,7 @@ def run(label, model, recompute, folder, float16, backend):
         script.train(settings)
     operations = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     return {
-        "label": label, "steps": watch.step - 1, "graphs": len(graphs),
+        "label": label, "float16": float16, "steps": watch.step - 1, "graphs": len(graphs),
         "waits": {what: n for (step, timed, what), n in watch.waits.items() if step == 2 and timed},
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
         "rng": [name for name in operations if "rng_state" in name],
@@ -485,12 +485,10 @@ def run(label, model, recompute, folder, float16, backend):
 
 
 if __name__ == "__main__":
-    folder, dtype, backend, *labels = sys.argv[1:]
+    folder, backend, *words = sys.argv[1:]
     ids = np.random.default_rng(0).integers(0, 50257, 20_000)
     ids[::37] = 50256  # short documents
     tokens_of(Path(folder) / "data", ids, ids[:4_000], documents=500)
-    for word in labels:
-        label, model, recompute, *_ = [*word.split(":"), "", ""]
-        found = run(label, model or "1x2x64", bool(recompute), Path(folder), dtype == "float16",
-                    backend)
-        print(json.dumps(found), flush=True)
+    for word in words:
+        label, _, how = word.partition(":")
+        print(json.dumps(run(label, how, Path(folder), backend)), flush=True)

@@ -4,8 +4,8 @@
 
 `on_ranks` of conftest.py forks ranks instead. Each run leaves FOLDER/NAME/rank<n>.json: a digest of the parameters that
 this rank has in the end, how much was compiled and, of FSDP, what it held and, in bfloat16, moved in the last step, in
-bytes. In float16 the first gradient of rank 1 overflows. With DIE_RANK and DIE_BATCH that rank kills itself when it
-fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells.
+bytes. What is compiled runs as it was traced. In float16 the first gradient of rank 1 overflows. With DIE_RANK and
+DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells.
 """
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ def run(folder, rank, name, label, dtype, flags):
     script, found, fetched, watch = rung(label), {}, [], Watch()
     script.autocast_dtype = lambda device: getattr(torch, dtype)
     sharded = builds_on(label, "fsdp")
-    batch, unscale = script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_
+    batch, unscale, compile_ = script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_, torch.compile
 
     def dying_batch(self, i):
         if i not in getattr(self, "prefetched", ()):
@@ -63,15 +63,17 @@ def run(folder, rank, name, label, dtype, flags):
             found["digest"] = hashlib.sha256(numbers).hexdigest()
 
     script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_ = dying_batch, overflow
+    torch.compile = lambda function, mode=None: compile_(function, backend="aot_eager")  # writes no C++
     hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
     own = [*flags, *known_flags(script, log_dir=folder / name, checkpoint_dir=folder / name / "checkpoints")]
+    torch.compiler.reset()
     counters.clear()
     with watch if sharded and dtype == "bfloat16" else contextlib.nullcontext():  # it takes time
         main(script, *own)
     found["graphs"], found["breaks"] = counters["stats"]["unique_graphs"], len(counters["graph_break"])
     for hook in hooks:
         hook.remove()
-    torch.amp.GradScaler.unscale_ = unscale
+    torch.amp.GradScaler.unscale_, torch.compile = unscale, compile_
     (folder / name / f"rank{rank}.json").write_text(json.dumps(found))
 
 

@@ -30,6 +30,15 @@ def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere():
     assert (run.returncode, run.stderr) == (0, "")
 
 
+def test_diff_shows_text_change_and_effect(call):
+    """That it is whole: test_page.py."""
+    output = call("diff", "06")[1]
+    for part in ("Rung 6, flash attention", "+ y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+                 "- att = F.softmax(att, dim=-1)", "Measured, ", "ms/step"):
+        assert part in output
+    assert "+ " in call("diff", "ddp", "rung_12_prefetch.py")[1] and "@@" not in call("diff", "0")[1]
+
+
 def test_rungs_are_chosen_by_label_range_or_file():
     def labels(text):
         return [entry.label for entry in parse_rungs(text)]

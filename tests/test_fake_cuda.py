@@ -17,19 +17,19 @@ SCALED = [label for label in rungs_that_change("train", "optimizer_step", "MuonA
 GRAPHS = [label for label in COMPILED if label == "5" or label in rungs_that_change(
     "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward", "ChunkedCrossEntropy")]
 MICRO_STEPS = 2
-RECOMPUTED = "long_run:1x2x64:recompute"
+RECOMPUTED = "long_run:recompute"
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guard is compiled with g++")
 
 
-def waits_of(label, dtype):
+def waits_of(label, float16):
     """In the timed part of a step: a copy of x and one of y, until 12 prefetches; the scaler, but for fused AdamW."""
     copies = 0 if builds_on(label, "12") else 2 * (MICRO_STEPS if builds_on(label, "11") else 1)
-    scales = dtype == "float16" and builds_on(label, "3")
+    scales = float16 and builds_on(label, "3")
     return copies + (scales and (builds_on(label, "18") or not builds_on(label, "10")))
 
 
-def runs(folder, dtype, backend, words):
-    done = run_command(sys.executable, ROOT / "tests" / "fake_cuda.py", folder, dtype, backend, *words, cwd=folder,
+def runs(folder, backend, words):
+    done = run_command(sys.executable, ROOT / "tests" / "fake_cuda.py", folder, backend, *words, cwd=folder,
                        timeout=3000)  # the kernels of a rung take 20 s to compile
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -37,16 +37,18 @@ def runs(folder, dtype, backend, words):
     return found
 
 
-@pytest.mark.parametrize("dtype, backend, words", [
-    ("bfloat16", "none", LABELS), ("float16", "none", SCALED),
-    ("bfloat16", "aot_eager", ["10", "29", RECOMPUTED, "31"]),
-    pytest.param("bfloat16", "aot_eager", COMPILED, marks=pytest.mark.slow),
-    pytest.param("float16", "aot_eager", COMPILED, marks=pytest.mark.slow),
+def in_float16(labels):
+    return [f"{label}:float16" for label in labels]
+
+
+@pytest.mark.parametrize("backend, words", [
+    ("none", [*LABELS, *in_float16(SCALED)]),
+    pytest.param("aot_eager", [*COMPILED, *in_float16(GRAPHS), RECOMPUTED], marks=pytest.mark.slow),
 ])
-def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype, backend, words, tmp_path):
+def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(backend, words, tmp_path):
     compiled = backend != "none"
-    for run in runs(tmp_path, dtype, backend, words):
-        assert sum(run["waits"].values()) == waits_of(run["label"], dtype), run
+    for run in runs(tmp_path, backend, words):
+        assert sum(run["waits"].values()) == waits_of(run["label"], run["float16"]), run
         assert not run["breaks"] and run["graphs"] == 2 * compiled  # forward and backward
         own = BY_LABEL[run["label"]].chunked
         assert run["losses_in"] == ([] if own else ["torch.float32"])  # rung 17 has a loss of its own
@@ -55,5 +57,5 @@ def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(dtype
 
 @pytest.mark.slow
 def test_16_recomputes_also_where_ddp_splits_the_graph(tmp_path):
-    for run in runs(tmp_path, "bfloat16", "ddp", ["long_run", RECOMPUTED]):
+    for run in runs(tmp_path, "ddp", ["long_run", RECOMPUTED]):
         assert not run["breaks"] and run["graphs"] == 4

@@ -132,15 +132,6 @@ def test_definitions_come_in_the_same_order(entry):
         assert [name for name in old if name in new] == [name for name in new if name in old]
 
 
-@EACH
-def test_the_lesson_comes_first(entry):
-    names = list(definitions(SOURCES[entry.file]))
-    model = ["imports", "add_flags", "GPTConfig", "CausalSelfAttention", "MLP", "Block", "GPT", "DataLoaderLite"]
-    assert [name for name in names if name in model] == model
-    assert names[names.index("train") + 1] == "load_tokens"  # the first definition below the banner
-    assert names[-2:] == ["parse_args", 'if __name__ == "__main__":']
-
-
 ROOMS = ["rungs", "count", "show", "measure"]  # of the tool: each imports from itself and from those before it
 
 

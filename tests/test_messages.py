@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT, Attack, as_program, cut_in_half, data_with, edit_json, load_module, losses, rung, rungs_that_change,
-    save_as_from_a_gpu, saved_model, tokens_of, train, validates)
+    ROOT, Attack, as_program, cut_in_half, data_with, edit_json, known_flags, load_module, losses, rung,
+    rungs_that_change, save_as_from_a_gpu, saved_model, tokens_of, train, validates)
 
 from data import vocabulary
 from ladder.rungs.list import BY_LABEL
@@ -27,8 +27,9 @@ STEP = ("-B", 1, "-T", 16, "--steps", 1)
 def stopped(byte_tokens, tmp_path):
     """stopped(label, *flags): the exit code and the last line of a script that must stop."""
 
-    def run(label, *flags):
-        run = as_program(label, "--data", byte_tokens, "--log-dir", tmp_path / "logs", *flags)
+    def run(label, *flags, compile_mode="none"):
+        eager = known_flags(rung(label), compile_mode=compile_mode)
+        run = as_program(label, "--data", byte_tokens, "--log-dir", tmp_path / "logs", *eager, *flags)
         lines = run.stderr.splitlines()
         assert run.returncode == 2 or run.returncode == len(lines) == 1 and lines[0].startswith("error: ")
         return run.returncode, lines[-1]
@@ -295,7 +296,7 @@ def test_a_compiler_that_fails(reason, line, stopped, monkeypatch):
         raise RuntimeError(reason)
 
     monkeypatch.setattr(torch, "compile", fail)
-    code, last = stopped("5", *STEP)
+    code, last = stopped("5", *STEP, compile_mode="default")
     assert code == 1 and line in last
 
 
@@ -303,7 +304,8 @@ def test_a_compiler_that_fails(reason, line, stopped, monkeypatch):
 def test_a_compiler_that_is_turned_off(name, stopped, monkeypatch):
     """Else the log would say that the model is compiled."""
     monkeypatch.setenv(name, "1")
-    assert f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none" in stopped("5", *STEP)[1]
+    assert f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none" in stopped(
+        "5", *STEP, compile_mode="default")[1]
 
 
 def test_another_error_of_torch_is_not_called_out_of_memory(byte_tokens, tmp_path, monkeypatch):

@@ -1,20 +1,23 @@
 """python -m ladder smoke: what it tries, and that it notices what does not work."""
+import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from conftest import run_command
+from conftest import run_command, run_script, start_forkserver
 from run_tool import is_one_error
 
 import ladder.__main__ as tool
-from ladder.measure import smoke
+from ladder.measure import jobs, smoke
 from ladder.measure.check import Finding
 from ladder.measure.runner import split_flags
 from ladder.measure.smoke import Trial, plan
@@ -167,12 +170,33 @@ def test_float16_makes_rung_3_another_rung(tmp_path, monkeypatch):
     assert trials["3"].like == "" and trials["2"].like == "1"
 
 
+class Fork:
+    """A subprocess.Popen that runs a script in a fork of a process that has imported torch.
+
+    Not for torchrun, whose ranks show whether a script imports all that it needs.
+    """
+
+    def __init__(self, command, stdout, env, **_):
+        self.process = get_context("forkserver").Process(target=run_script, args=(command[1:], stdout.name, env))
+        self.process.start()
+        self.pid, self.stdin, self.wait = self.process.pid, io.BytesIO(), self.process.join
+
+    def poll(self):
+        return self.process.exitcode
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_everything_works_here(tmp_path, tokens):
-    command = [sys.executable, "-m", "ladder", "smoke", "--device", "cpu", "--model", "1x2x64", "--data", tokens]
-    run = run_command(*command, "--out", tmp_path / "out", timeout=2900)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert len(re.findall(r"(?m)^ *\d+/\d+ \S+ +ok ", run.stdout)) > 44
+def test_everything_works_here(tmp_path, byte_tokens, monkeypatch, capsys):
+    def start(command, **more):
+        return (subprocess.Popen if "torch.distributed.run" in command else Fork)(command, **more)
+
+    start_forkserver("torch._inductor.compile_fx", "transformers.models.gpt2.modeling_gpt2")
+    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
+    words = ["smoke", "--device", "cpu", "--model", "1x2x64", "--data", byte_tokens, "--out", tmp_path / "out"]
+    code = tool.main(words)
+    output = capsys.readouterr().out
+    assert code == 0, output
+    assert len(re.findall(r"(?m)^ *\d+/\d+ \S+ +ok ", output)) > 44
     assert "precision: float16" in (tmp_path / "out" / "24-float16.txt").read_text()
-    assert re.search(r" 0 failed\.\n\d\d must have the same losses as another, 0 disagree", run.stdout)
+    assert re.search(r" 0 failed\.\n\d\d must have the same losses as another, 0 disagree", output)
