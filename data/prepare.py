@@ -95,6 +95,7 @@ def load_tokenizer(name):
     path = name
     if os.path.basename(name) == "tokenizer.json":
         path = os.path.dirname(name) or "."
+    texts.refuse_lfs_pointer(Path(path, "tokenizer.json"))
     try:
         if Path(path).is_file() or Path(path, "meta.json").exists():
             return vocabulary.of_ours(Path(path))

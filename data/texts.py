@@ -42,7 +42,8 @@ class Dataset(NamedTuple):
 
 
 def warn(message):
-    print(f"WARNING: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # its reader has gone: `2>&1 | head`
+        print(f"WARNING: {message}", file=sys.stderr, flush=True)
 
 
 def files_in(folder):
@@ -203,7 +204,8 @@ def read_dataset(dataset, field):
         # truncated file; rows whose types differ
         why = " ".join(str(error).split())
         sys.exit(f"error: {place}: document {number + 1} cannot be read"
-                 f" ({type(error).__name__}: {why:.300}); check the flags and the network")
+                 f" ({type(error).__name__}: {why:.300}); check the flags and the network,"
+                 " or give its files as --text")
 
 
 def text_of(record, field, place):

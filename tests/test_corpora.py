@@ -119,9 +119,9 @@ def test_a_dataset_asked_wrongly(dataset, tmp_path):
     records = "".join(json.dumps({"text": os.urandom(99).hex()}) + "\n" for _ in range(999))
     (tmp_path / "cut" / "a.jsonl.gz").write_bytes(gzip.compress(records.encode())[:-999])
     for words, reason in [("--split nowhere", "nowhere"), ("--name nobody", "nobody"), ("--field body", "'body'"),
-                          ("--hf cut", "cut: document .*EOFError"), ("--hf nobody/nothing", "nobody/nothing: .*Hub"),
-                          ("--hf texts", "texts: .*.txt files")]:
-        with pytest.raises(SystemExit, match=f"error: --hf .*{reason}.*; [cg]"):
+                          ("--hf cut", "cut: document .*EOFError"), ("--hf texts", "texts: .*.txt files"),
+                          ("--hf nobody/nothing", "nobody/nothing: .*Hub")]:
+        with pytest.raises(SystemExit, match=f"error: --hf .*{reason}.*; .*(--field|--text)"):
             dataset.main(["--hf", "dataset", "--out", "out", *words.split()])
         assert not Path("out").exists() and not Path("out.partial").exists()
 

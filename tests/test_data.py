@@ -176,6 +176,18 @@ def test_the_shortest_text(prepare, capsys):
     assert "10 tokens" in refusal(prepare, "--text", "short", "--out", "short.out")
 
 
+def test_warnings_that_nobody_reads(prepare, monkeypatch):
+    """As in `2>&1 | head`: the tokens are written all the same."""
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    write("words", "To be, or not to be")  # without a suffix: one line says that it is read as text
+    monkeypatch.setattr(sys, "stderr", Gone())
+    prepare.main(["--text", "words", "--out", "out"])
+    assert text_in("out") == "To be, or not to be"
+
+
 GOOD = b'{"text": "good"}\n'
 
 

@@ -259,7 +259,9 @@ def test_what_is_not_a_models_file(prepare, tmp_path):
     torch.save({"weights": torch.zeros(9)}, "cut.pt")
     cut_in_half(tmp_path / "cut.pt")
     torch.save({"tokenizer": "theirs", "tokenizer_json": "{", "end_of_text": 0}, "damaged.pt")
-    for name, reason in [("text", "not a model's file"), ("unsafe.pt", "not a model's file"),
+    Path("lfs").mkdir()
+    Path("lfs/tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    for name, reason in [("lfs", "git lfs pull"), ("text", "not a model's file"), ("unsafe.pt", "not a model's file"),
                          ("others.pt", "not a model's file"), ("cut.pt", "an incomplete one"),
                          ("damaged.pt", "theirs is damaged")]:
         with pytest.raises(SystemExit, match=reason) as stop:
