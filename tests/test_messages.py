@@ -126,9 +126,13 @@ def model_of(tmp_path_factory, byte_tokens):
 
 
 def test_what_is_no_models_file(stopped, model_of, tmp_path):
-    """A text, a model of another program, half a model, an archive, and code, which must not run."""
-    files = {name: tmp_path / f"{name}.pt" for name in ("text", "other", "half", "archive", "code")}
+    """Texts, bytes, nothing, a model of another program, half a model, an archive, and code, which must not run."""
+    names = ("text", "all", "bytes", "empty", "other", "half", "archive", "code")
+    files = {name: tmp_path / f"{name}.pt" for name in names}
     files["text"].write_text("weights")
+    files["all"].write_text("all the weights")
+    files["bytes"].write_bytes(b"X\1\0\0\0\xff")
+    files["empty"].touch()
     torch.save({"lm_head.weight": torch.ones(2, 2)}, files["other"])
     shutil.copy(model_of("0"), files["half"])
     cut_in_half(files["half"])
@@ -189,6 +193,16 @@ def test_token_ids_of_ones_own(label, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "meta.json").write_text(json.dumps(meta))
     assert len(losses(train(rung(label), tmp_path, folder, *STEP))) == 1
+
+
+def test_a_missing_end_of_text_costs_no_model(byte_tokens, tmp_path):
+    """It is needed only when the model is saved, after the last step."""
+    folder = shutil.copytree(byte_tokens, tmp_path / "tokens")
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["end_of_text"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    train(rung("0"), tmp_path, folder, *STEP, "--save", tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["end_of_text"] is None
 
 
 def test_a_pretrained_gpt2_and_data_prepared_offline(stopped, tmp_path):
@@ -277,6 +291,7 @@ def test_a_validation_loss_that_is_not_finite(label, stopped, tmp_path):
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` for 2.00 GiB"),
     RuntimeError("backend='inductor' raised: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: ... 2.00 GiB"),
 ])
 def test_out_of_memory(error, stopped, monkeypatch):
     def fail(*_):
