@@ -465,6 +465,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)  # transformers imports torchao, which warns of what it lacks
+    sys.stdout.reconfigure(errors="replace")  # for names that its encoding lacks
     try:
         main()
     except KeyboardInterrupt:

@@ -442,8 +442,10 @@ def test_a_tokenizer_larger_than_its_model(gpt2, refusals):
         assert "its tokenizer has 258 tokens, more than the model, 257" in line
 
 
-def test_a_text_that_the_output_s_encoding_lacks(saved):
+def test_a_text_that_the_output_s_encoding_lacks(saved, tmp_path):
     """On Windows a file takes cp1252. As a program, which prints nothing else."""
+    run = run_command(sys.executable, ROOT / "convert.py", saved["10"], tmp_path / "日本", PYTHONIOENCODING="cp1252")
+    assert run.stdout.startswith(f"{tmp_path}/??: ") and run.returncode == 0
     run = run_command(sys.executable, ROOT / "sample.py", saved["10"], "--prompt", "日本", "--max-new-tokens", 2,
                       "--num-samples", 2, "--device", "cpu", PYTHONIOENCODING="cp1252")
     assert run.stdout.startswith("--- sample 1 of 2\n??") and not run.stderr
