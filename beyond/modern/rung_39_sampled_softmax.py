@@ -484,7 +484,7 @@ def new_model(args, loader, **options):
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
         config, weights = saved["config"], saved["model"]
         tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's has only a name
-    except (pickle.UnpicklingError, KeyError, OSError, RuntimeError):  # or half of such a file
+    except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
         sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
@@ -503,8 +503,8 @@ def model_file(model, loader, step):
     """What the file of a model holds."""
     return {
         "script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
-        "step": step, "T": loader.T, "tokenizer": loader.meta["tokenizer"],
-        "tokenizer_json": loader.meta["tokenizer_json"], "end_of_text": loader.meta["end_of_text"],
+        "step": step, "T": loader.T, "end_of_text": loader.meta.get("end_of_text"),
+        "tokenizer": loader.meta["tokenizer"], "tokenizer_json": loader.meta["tokenizer_json"],
     }
 
 
@@ -602,6 +602,6 @@ if __name__ == "__main__":
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
     except RuntimeError as error:  # torch's own, cuBLAS's, or one that wraps it
-        if "out of memory" not in str(error) and "ALLOC_FAILED" not in str(error):
+        if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")
