@@ -27,9 +27,6 @@ from ladder.show.logs import STEP_LINE
 
 STEPS, SECONDS = 4, 600  # of a trial: its training steps, the time that it may take (beside others, on slow cores)
 SAME = 0.05  # nats: how close losses stay where only the place or the order of the arithmetic changes
-PATCHES = {  # the function that a script asks about its device, and a different answer
-    "float16": ("autocast_dtype", torch.float16),  # a T4's
-}
 
 
 @dataclass
@@ -45,16 +42,6 @@ class Trial(Job):
     losses: dict = field(default_factory=dict)  # {step: loss}
 
 
-def words_of(rung, flags):
-    """The command line of {setting: value}, as far as the rung's script has them."""
-    words = []
-    for name, value in flags.items():
-        if name in defaults(rung):
-            flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
-            words += [flag, str(value)]
-    return words
-
-
 def training(settings, scratch, label, how="", like="", within=SAME, **changes):
     """The trial of a rung as it is, or run as `how` says. `settings`: baseline.py's; `scratch`: for what it writes."""
     rung, name = BY_LABEL[label], f"{label}-{how}" if how else label
@@ -67,13 +54,17 @@ def training(settings, scratch, label, how="", like="", within=SAME, **changes):
         "log_dir": folder, "checkpoint_dir": folder, "save": folder / "model.pt",
     }
     start = [str(rung.path)]
-    if how in PATCHES:
-        start = ["-m", "ladder.measure.smoke", how, label]
-    if how in ("torchrun", "gloo"):
+    if how == "float16":
+        start = ["-m", "ladder.measure.smoke", label]
+    if how == "torchrun":
         ranks = 2 if settings.device == "cpu" else min(2, max(1, torch.cuda.device_count()))
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *start]
         flags["B"] = B // ranks  # a step has the same tokens as in one process
-    command = [sys.executable, *start, *words_of(rung, flags | changes)]
+    command = [sys.executable, *start]
+    for setting, value in (flags | changes).items():
+        if setting in defaults(rung):
+            flag = f"-{setting}" if len(setting) == 1 else f"--{setting.replace('_', '-')}"
+            command += [flag, str(value)]
     return Trial(name, command, folder, first=1, like=like, within=within)
 
 
@@ -171,10 +162,8 @@ def prepare(trial):
 def judge(trial, outcome):
     """Write into a trial how it ended."""
     trial.status, trial.reason, trial.seconds = outcome.status, outcome.reason, outcome.seconds
-    for line in outcome.lines:
-        step = STEP_LINE.match(line)
-        if step:
-            trial.losses[int(step[1])] = float(step[2])
+    found = filter(None, map(STEP_LINE.match, outcome.lines))
+    trial.losses = {int(step[1]): float(step[2]) for step in found}
     steps = list(range(trial.first, STEPS + 1))
     if trial.status == "ok" and trial.first and list(trial.losses) != steps:
         trial.status, trial.reason = "failed", f"it logged the steps {list(trial.losses)}, not {steps}"
@@ -200,62 +189,50 @@ def run_chains(chains, workers, out, device, say, done):
             shutil.rmtree(trial.log_dir, ignore_errors=True)
         for one in [trial, *rest]:  # the rest does not run
             done.append(one)
-            say(f"{len(done):3}/{len(chain_of)} {describe_trial(one)}")
+            losses = "loss " + " ".join(f"{loss:.3f}" for loss in one.losses.values()) if one.first else ""
+            say(f"{len(done):3}/{len(chain_of)} {one.name:24} {one.status:8} {one.seconds:4.0f} s  "
+                f"{one.reason or losses}".rstrip())
 
     run_jobs(jobs, SECONDS, device, workers, ended)
 
 
-def describe_trial(trial):
-    """How a trial ended, in one line."""
-    losses = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values()) if trial.first else ""
-    return f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {trial.reason or losses}".rstrip()
-
-
 def summarize(trials, seconds, say):
-    """Say what failed and what disagrees; returns the exit code."""
+    """Say what failed and what disagrees; whether anything did."""
     failed = [f"failed: {trial.name}: {trial.reason}" for trial in trials if trial.status not in ("ok", "not run")]
     by_name = {trial.name: trial for trial in trials if trial.status == "ok"}
-    compared = [(trial, by_name[trial.like]) for trial in by_name.values() if trial.like in by_name]
-    largest, disagree = 0.0, []
-    for trial, other in compared:
+    largest, disagree = [], []
+    for trial in [trial for trial in by_name.values() if trial.like in by_name]:
+        other = by_name[trial.like]
         gaps = {step: abs(loss - other.losses[step]) for step, loss in trial.losses.items()}
         step = max(gaps, key=gaps.get)
-        largest = max(largest, gaps[step])
+        largest.append(gaps[step])
         if gaps[step] > trial.within:
             disagree.append(f"disagrees: {trial.name} and {other.name}: loss {trial.losses[step]:.3f} and "
                             f"{other.losses[step]:.3f} at step {step}, more than {trial.within} apart")
-    say(f"\n{len(trials)} trials in {seconds:.0f} s, {len(failed)} failed.\n{len(compared)} must have the same losses "
-        f"as another, {len(disagree)} disagree; the largest difference is {largest:.4f}.")
+    say(f"\n{len(trials)} trials in {seconds:.0f} s, {len(failed)} failed.\n{len(largest)} must have the same losses "
+        f"as another, {len(disagree)} disagree; the largest difference is {max(largest, default=0):.4f}.")
     for problem in [*failed, *disagree]:
         say(problem)
-    return 1 if failed or disagree else 0
-
-
-def smoke_settings(flags):
-    """The baseline's settings for these flags, with a small model and eager where torch cannot compile."""
-    baseline = BY_LABEL["0"]
-    if not split_flags(flags, "--model")[0]:
-        flags = [*flags, "--model", "tiny" if settings_of(baseline, flags).device == "cpu" else "mini"]
-    settings = check_flags([baseline], flags)  # prepares the data now, once
-    settings.compile_mode = "none" if compile_problem(settings.device) else "default"
-    return settings
+    return bool(failed or disagree)
 
 
 def share_cores(device):
     """How many trials run at once; tells them, by the environment, how many cores each may use."""
-    cores = os.cpu_count()
-    workers = max(2, min(8, cores // 2))
+    workers = max(2, min(8, os.cpu_count() // 2))
     if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
     else:
         workers = int(max(1, min(workers, free_memory(device) // 2e9)))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // workers)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // workers)))
     return workers
 
 
 def smoke(flags, out, console):
     """Try everything on this machine, into the new folder `out`; returns the exit code."""
-    settings = smoke_settings(flags)
+    if not split_flags(flags, "--model")[0]:
+        flags = [*flags, "--model", "tiny" if settings_of(BY_LABEL["0"], flags).device == "cpu" else "mini"]
+    settings = check_flags([BY_LABEL["0"]], flags)  # prepares the data now, once
+    settings.compile_mode = "none" if compile_problem(settings.device) else "default"
     device, workers = settings.device, share_cores(settings.device)
     started, done = time.monotonic(), []
     say, console.record = partial(console.print, soft_wrap=True), True
@@ -270,11 +247,11 @@ def smoke(flags, out, console):
         except KeyboardInterrupt:
             say("stopped")
             stopped = True
-        code = summarize(done, time.monotonic() - started, say)
+        failed = summarize(done, time.monotonic() - started, say)
         console.save_text(out / "summary.txt")
         console.record = False
     console.print(f"all output is in {out}")
-    return 130 if stopped else code
+    return 130 if stopped else failed
 
 
 def add_flags(parser):
@@ -291,12 +268,12 @@ def main(args, console):
     return smoke(flags, args.out or new_folder("logs/smoke"), console)
 
 
-def run_patched(how, label, *flags):
-    """Run a script that gets a different answer about its device: python -m ladder.measure.smoke float16 24 FLAGS..."""
-    script, (name, answer) = load_script(BY_LABEL[label]), PATCHES[how]
-    setattr(script, name, lambda device: answer)
+def run_in_float16(label, *flags):
+    """Run a script as on a T4: python -m ladder.measure.smoke 24 FLAGS..."""
+    script = load_script(BY_LABEL[label])
+    script.autocast_dtype = lambda device: torch.float16
     script.train(script.parse_args(flags))
 
 
 if __name__ == "__main__":
-    run_patched(*sys.argv[1:])
+    run_in_float16(*sys.argv[1:])
