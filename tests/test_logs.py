@@ -5,10 +5,8 @@ import pytest
 from log_files import MEDIAN, write_log
 
 from ladder.count.flops import flops_per_token, mfu
-from ladder.errors import UserError
 from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import PEER, read_log
-from ladder.show.machine import read_machine
 from ladder.show.report import build_report
 from ladder.show.tables import as_json
 
@@ -85,7 +83,6 @@ DAMAGED = {
     "ranks.log": (b"# ranks: x\nstep : 1 | loss: 9 | dt: 1 ms\n", "'x'"),
     "two_runs.log": (b"".join(b"step : %d | loss: 9 | dt: 1 ms\n" % step for step in (1, 2, 1, 3, 2)), "two runs"),
     "one_twice.log": (b"".join(b"step : %d | loss: 9 | dt: 1 ms\n" % step for step in (1, 2, 2)), "two runs"),
-    "machine.json": (b'{"rates": {}}', "is damaged"),
     "endless.log": (b"step : 1 | loss: 9 | dt: inf ms\n", "takes inf ms"),
 }
 
@@ -106,13 +103,6 @@ def test_a_gpus_allocator_is_torchs_unless_the_log_says_otherwise(device, alloca
     header = f"# device: {device}\n"
     assert read_log(write_log(tmp_path / "a.log", header=header)).allocator == allocator
     assert read_log(write_log(tmp_path / "b.log", header=header + "# allocator: x\n")).allocator == "x"
-
-
-@pytest.mark.parametrize("rates", ["{}", '{"float32": 1, "bfloat16": 0}', '{"bfloat16": Infinity}', '{"x": "x"}'])
-def test_rates_that_a_machine_cannot_have(rates, tmp_path):
-    (tmp_path / "machine.json").write_text(f'{{"rates": {rates}}}')
-    with pytest.raises(UserError, match="machine.json is damaged"):
-        read_machine(tmp_path)
 
 
 def test_a_line_that_a_kill_cut_short_says_nothing(tmp_path):

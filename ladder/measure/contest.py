@@ -27,7 +27,6 @@ import json
 import math
 import re
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -239,24 +238,6 @@ def n_jobs(contest):
     return tries * len(TUNING_SEEDS) + (contest.seeds + contest.timings) * len(contest.scripts)
 
 
-class ContestRunner(Runner):
-    """A Runner that also says how long the rest will take."""
-
-    def finish(self, job, outcome):
-        super().finish(job, outcome)
-        here = [outcome for outcome in self.outcomes if outcome.seconds]
-        left = max(0, self.n_jobs - len(self.outcomes))
-        minutes = (time.monotonic() - self.began) / max(1, len(here)) * left / 60
-        text = f"{minutes:.0f} min" if minutes >= 1.5 else "a minute or two"
-        if left and text != self.said:
-            self.progress.console.print(f"  {len(self.outcomes)} of about {self.n_jobs} runs; {text} left", style="dim")
-            self.said = text
-
-    def __enter__(self):
-        self.began, self.said = time.monotonic(), None
-        return super().__enter__()
-
-
 # ---- a contest in a folder -------------------------------------------------------------------------------------------
 
 CONTEST = "contest.json"  # what is compared, how, and on which machine
@@ -291,8 +272,7 @@ def hold(contest, about, device, seconds, console, measured=False, **more):
     `measured`: with the machine's matrix-product rates, and `more` of machine.json.
     """
     begin(contest.folder, contest.scripts, about, device)
-    runner = ContestRunner(device, contest.folder, seconds, console, True)
-    runner.n_jobs = n_jobs(contest)
+    runner = Runner(device, contest.folder, seconds, console, resume=True, n_jobs=n_jobs(contest))
     contest.run, contest.planned = runner.run, partial(setattr, runner, "n_jobs")
     with runner:
         if measured:

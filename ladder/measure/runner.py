@@ -77,13 +77,6 @@ def settings_of(rung, flags):
     return load_script(rung).parse_args(own_flags(rung, flags, Path()))
 
 
-def check_gpu(flags):
-    """Refuse to measure a CPU unasked beside an NVIDIA GPU that torch cannot use."""
-    problem = None if split_flags(flags, "--device")[0] == ["cpu"] else nvidia_problem()
-    if problem:
-        raise UserError(f"--device: torch cannot use the NVIDIA GPU: {problem}; or --device cpu")
-
-
 def eager_flags(rungs, flags, device, console):
     """`flags`, with --compile-mode none where torch cannot compile for the device; says so."""
     compiled = any("compile_mode" in defaults(rung) for rung in rungs)
@@ -98,7 +91,9 @@ def eager_flags(rungs, flags, device, console):
 
 def check_flags(rungs, flags):
     """The settings of the first rung, whose script checks the data, before anything is written."""
-    check_gpu(flags)
+    problem = None if split_flags(flags, "--device")[0] == ["cpu"] else nvidia_problem()
+    if problem:  # a CPU would be measured unasked
+        raise UserError(f"--device: torch cannot use the NVIDIA GPU: {problem}; or --device cpu")
     if any(split_flags(flags, "--log-dir", "--save")[0]):
         raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
     settings = [settings_of(rung, flags) for rung in rungs][0]
@@ -202,7 +197,7 @@ class Runner:
     outcomes: list = field(default_factory=list)
 
     def __enter__(self):
-        self.progress = Progress(console=self.console)
+        self.progress = Progress(console=self.console, speed_estimate_period=3600)  # a job takes minutes
         self.bar = self.progress.add_task("")
         self.progress.start()
         return self

@@ -168,24 +168,6 @@ def add_speeds(rows, runs, rates):
         row.p_before = corrected.get(row.name)
 
 
-def read_beside(folder, first, skipped):
-    """(machine.json, profile.json) beside the logs, {} and None without; why one is damaged or of other runs."""
-    machine, profile = {}, None
-    try:
-        machine = read_machine(folder)
-    except UserError as error:
-        skipped.append(str(error))
-    try:
-        profile = read_profile(folder)
-    except UserError as error:
-        skipped.append(str(error))
-    if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
-        skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
-                       "but the logs are not")
-        profile = None
-    return machine, profile
-
-
 def build_report(folder):
     """Read all logs of a folder, or its race, into a Report. Raises UserError when they cannot be compared."""
     race = read_race(folder)
@@ -200,11 +182,15 @@ def build_report(folder):
     every_run = [run for rounds in runs.values() for run in rounds]
     common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
     rows = [row_of(rounds, *common) for rounds in runs.values()]
-    machine, profile = read_beside(folder, every_run[0], skipped)
+    first, machine, profile = every_run[0], read_machine(folder), read_profile(folder)
+    if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
+        skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
+                       "but the logs are not")
+        profile = None
     for row in rows:  # a record says where what it ran differs from today's
         row.title = machine.get("titles", {}).get(row.name, row.title)
     add_speeds(rows, runs, machine.get("rates"))
-    setting = every_run[0].setting() | {"device": every_run[0].device}
+    setting = first.setting() | {"device": first.device}
     return Report(Path(folder).resolve().name, setting, machine, *common, rows, runs, profile, None, skipped,
                   cores_of(every_run), allocators_of(every_run))
 

@@ -59,14 +59,10 @@ class Race:
     racers: list
 
 
-def check_racers(race):
-    race["racers"] = [Racer(**racer) for racer in race["racers"]]
-
-
 def read_race(folder):
     """The Race in a folder; None without one."""
-    race = read_json(Path(folder) / FILE, check_racers, "run python -m experiments.race again")
-    return Race(**race) if race else None
+    race = read_json(Path(folder) / FILE, dict, "run python -m experiments.race again")
+    return Race(**race | {"racers": [Racer(**racer) for racer in race["racers"]]}) if race else None
 
 
 def standings(report):
