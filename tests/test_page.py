@@ -17,8 +17,8 @@ from ladder.rungs.lessons import split_docstring
 from ladder.rungs.list import BY_LABEL, RUNGS
 from ladder.show import page as page_module
 from ladder.show.charts import KIND_COLORS
-from ladder.show.exercises import read_exercises
 from ladder.show.page import PAGE, show_page, write_page
+from ladder.show.page_text import read_exercises
 from ladder.show.report import build_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -113,8 +113,6 @@ def test_a_line_marks_the_words_that_changed(text):
     assert re.search(r"<ins>\+ .*<mark>F</mark>.<mark>scaled_dot_product_attention</mark>", lesson_of(text, "6"))
     assert "<b>CausalSelfAttention.forward</b>" in lesson_of(text, "6")
     assert text.count("<figure>\n<svg") == len(PICTURES) == text.count("<figcaption>\n<p>")
-    hint = "git diff --no-index --color-moved"
-    assert hint in lesson_of(text, "11") and hint not in lesson_of(text, "6")
 
 
 def test_predict_do_and_only_then_the_change(text):

@@ -51,17 +51,10 @@ def floor_texts(row, cards):
     return texts
 
 
-def largest_memory(labels, setting):
-    """(the label of the rung that needs the most memory, how many bytes)."""
-    needs = {label: step_bytes(label=label, **setting) for label in labels}
-    most = max(needs, key=needs.get)
-    return most, needs[most]
-
-
 def print_floors(kernels, cards, setting, console):
     """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
     texts = [floor_texts(row_of(label, counted, cards), cards) for label, counted in kernels.items()]
-    label, least = largest_memory(kernels, setting)
+    least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
     caption = f"Rung {label} takes about {least / 1e9:.0f} GB at this batch; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)

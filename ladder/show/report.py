@@ -206,31 +206,24 @@ def cores_of(runs):
     return max(int(n) for header in headers for n in ["0", *re.findall(r"\((\d+) threads\)", header)])
 
 
-def is_cold(run):
-    """Whether its first steps were too few for a GPU to reach its clock."""
-    return not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS
-
-
-def rung_warnings(row, run, card):
-    """What a reader of a rung's row needs to know; `run` is its first round."""
-    if row.mfu and row.mfu > 1:
-        yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
-    for found in impossible(run, card):
-        yield f"{row.title}: {found}"
-    if not row.complete:
-        yield f"{row.title}: the run did not finish ({row.last_step} steps)"
-
-
 def warnings(report, card=None):
     """What a reader of the table needs to know: damaged files, impossible values, short warm-ups, unfinished runs.
 
     `card` is the GPU of logs that name none.
     """
+    cold = []
     for reason in report.skipped:
         yield f"skipped: {reason}"
     for row in report.rows:
-        yield from rung_warnings(row, report.runs[row.name][0], card)
-    cold = [row.title for row in report.rows if is_cold(report.runs[row.name][0])]
+        run = report.runs[row.name][0]
+        if row.mfu and row.mfu > 1:
+            yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
+        for found in impossible(run, card):
+            yield f"{row.title}: {found}"
+        if not row.complete:
+            yield f"{row.title}: the run did not finish ({row.last_step} steps)"
+        if not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS:
+            cold.append(row.title)
     if cold and not report.machine.get("kept_busy"):  # a GPU that other runs kept warm
         yield (f"{cold[0] if len(cold) == 1 else f'{len(cold)} rungs'}: the steps between the first and those that "
                f"count took less than {WARM_UP_MS / 1000:g} s, too few to warm up a GPU: give more --steps")
@@ -265,7 +258,7 @@ def add_flags(parser):
 
 
 def main(args, console):
-    from ladder.show.tables import as_csv, as_json, print_report, write_tables
+    from ladder.show.tables import as_json, print_report, write_tables
 
     if args.readme and args.folders:
         raise UserError("--readme: shows all folders of logs/reference; name none")
@@ -289,4 +282,5 @@ def main(args, console):
     if args.json:
         print(as_json(reports))
     elif args.csv:
-        print(as_csv(reports), end="")
+        tables = [report.table.assign(machine=report.name).set_index("machine") for report in reports]
+        print(pandas.concat(tables).to_csv(), end="")

@@ -6,7 +6,6 @@ import pandas
 
 from ladder.count.cards import card_of
 from ladder.count.floor import STORED, floor_data
-from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.rungs.list import BY_LABEL, ROOT
@@ -168,22 +167,20 @@ def shown_texts(report):
     return texts.loc[:, (texts != NOTHING).any()]
 
 
-def print_table(report, console, card=None):
-    """The table in a terminal; a narrow one gets the columns that fit, the others are in `--csv`."""
+def print_report(report, console, card=None):
+    """A report in a terminal: its table, and its profile if it has one; or a race.
+
+    A narrow terminal gets the columns that fit, the others are in `--csv`. `card` is the GPU of logs that name none.
+    """
+    if report.race:
+        print_race(report, console)
+        return
     texts = shown_texts(report)
     left_out = ("spread", "× before", "causal", "s to", "1st step", "val loss") if console.width < WIDE else ()
     texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
     print_texts(texts, console, report.name, f"{conditions(report)} {HEADINGS}.", min_width=16)
     for warning in warnings(report, card):
         console.print(f"! {warning}", style="yellow")
-
-
-def print_report(report, console, card=None):
-    """A report, with the profile of its folder, if any, or a race; `card` is the GPU of logs that name none."""
-    if report.race:
-        print_race(report, console)
-        return
-    print_table(report, console, card)
     if report.profile:
         print_profile(report.profile, console)
 
@@ -212,8 +209,13 @@ def long_table(report):
 
 
 def published_table():
-    """docs/results.md's: what others measured on GPUs."""
-    rows = read_published()
+    """docs/results.md's: what others measured on GPUs, of published.csv, to which a figure is added by a row.
+
+    A row with arrows is a ladder of changes, one on top of the other. T is 1024 and B as stated; the remark says what
+    else differs from these scripts. Numbers are the source's own; those marked † are computed here from what it gives.
+    """
+    rows = pandas.read_csv(ROOT / "ladder" / "count" / "published.csv", dtype=str, keep_default_na=False)
+    rows["GPU"] = rows["card"].where(rows["cards"] == "1", rows["cards"] + " × " + rows["card"])
     remarks = rows["remark"].where(rows["remark"] == "", ": " + rows["remark"])
     rows["source"] = "[" + rows["who"] + "](" + rows["link"] + ")" + remarks
     columns = ["GPU", "B", "what", "ms", "tokens/sec", "source"]
@@ -248,7 +250,3 @@ def as_json(reports):
          "mfu": CONVENTION, "rows": json.loads(report.table.to_json(orient="records"))}
         for report in reports
     ], indent=2)
-
-
-def as_csv(reports):
-    return pandas.concat([report.table.assign(machine=report.name).set_index("machine") for report in reports]).to_csv()
