@@ -185,7 +185,8 @@ def compare_recipes(args, console):
     folder = args.logs or (newest_of(about) if args.resume else new_folder(FOLDERS))
     from ladder.measure.contest import Contest, hold
     from ladder.measure.runner import locked
-    from ladder.show.verdict import draw_verdict
+    from ladder.show.plots import save
+    from ladder.show.verdict import verdict_picture
 
     with locked(folder, args.resume):
         scripts = copied(scripts, folder / "scripts")
@@ -201,7 +202,7 @@ def compare_recipes(args, console):
     record = read_csv(folder / CSV)
     if not record.names:
         raise UserError(f"{folder}: no run ended with a validation loss; see its logs")
-    draw_verdict(record, folder / "compare.png")
+    save(verdict_picture(record), folder / "compare.png")
     show(folder, console)
     console.print(f"{folder}: {CSV}, compare.png; python -m ladder compare {folder} shows this again", soft_wrap=True)
     return 1 if runner.failed() else 0

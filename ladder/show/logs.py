@@ -80,6 +80,11 @@ class Run:
         return len(self.ms) // 2
 
     @property
+    def counted(self):
+        """How many steps the median is of."""
+        return len(self.ms) - self.warm_up
+
+    @property
     def median_ms(self):
         return statistics.median(self.ms[self.warm_up :])
 
@@ -174,21 +179,11 @@ def read_headers(lines):
     return headers
 
 
-def logs_in(path):
-    """The paths of the logs in a file: a round's has one for each line `# script:`, any other is a log itself."""
-    scripts = []
-    if path.match("round_*.log"):
-        scripts = re.findall(r"(?m)^# script: (.*)\.py$", path.read_text(encoding="utf-8", errors="replace"))
-    return [path / f"{name}.log" for name in scripts] or [path]
-
-
 def read_lines(path):
     """The lines of a log; without the last one if it is incomplete, as when a run was killed while writing."""
     of_round = path.parent.is_file()
     try:
-        text = (path.parent if of_round else path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file, so not a log") from None
+        text = (path.parent if of_round else path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; name the log that a script has written") from None
     if of_round:
@@ -198,17 +193,15 @@ def read_lines(path):
 
 
 def run_of(path, headers):
-    """A Run as its headers tell it, without a step."""
+    """A Run without a step."""
     batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
     B, T = map(int, batch.groups()) if batch else (None, None)
-    ranks = re.fullmatch(COUNT, headers.get("ranks", "1"))
-    if not ranks or int(ranks[1]) < 1:
-        raise UserError(f"{path} is damaged: {headers['ranks']!r} is not a number of ranks")
-    return Run(path, Path(headers.get("script", "")).stem or path.stem, headers, B, T, int(ranks[1]))
+    name = Path(headers.get("script", "")).stem or path.stem
+    return Run(path, name, headers, B, T, int(headers.get("ranks", "1")))
 
 
 def read_log(path):
-    """Read one log file. Raises UserError if it has no step line, an impossible number, or the lines of two runs."""
+    """Read one log file. Raises UserError if it has no step line, or the lines of two runs."""
     path = Path(path)
     lines = read_lines(path)
     run = run_of(path, read_headers(lines))
@@ -216,9 +209,6 @@ def read_log(path):
         add_line(run, line)
     if not run.ms:
         raise NoStep(f"{path} has no step line: not the log of a training run, or of one without a step")
-    for ms in run.ms:
-        if not 0 < ms < math.inf:
-            raise UserError(f"{path} is damaged: a step takes {ms} ms")
     for before, step in itertools.pairwise(run.steps):
         if step <= before:
             raise UserError(f"{path} is damaged: step {step} follows step {before}, as when two runs write one log; "
@@ -267,8 +257,12 @@ def read_folder(folder):
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of logs")
     runs, skipped, without = {}, [], []
-    files = sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")])
-    for path in itertools.chain.from_iterable(map(logs_in, files)):
+    paths = sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")])
+    for file in sorted(folder.glob("round_*.log")):  # each holds its logs one after another
+        paths.remove(file)
+        scripts = re.findall(r"(?m)^# script: (.*)\.py$", file.read_text(encoding="utf-8"))
+        paths += [file / f"{name}.log" for name in scripts]
+    for path in paths:
         try:
             run = read_log(path)
             runs.setdefault(run.name, []).append(run)

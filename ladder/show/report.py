@@ -132,7 +132,7 @@ def row_of(rounds, common_loss, common_val_loss):
     low, high = (min(medians), max(medians)) if len(rounds) > 1 else rounds[0].spread
     return Row(
         name=rounds[0].name, title=title_of(rounds[0]), ms=median(medians), ms_low=low, ms_high=high,
-        rounds=len(rounds), counted=min(len(run.ms) - run.warm_up for run in rounds),
+        rounds=len(rounds), counted=min(run.counted for run in rounds),
         first_step_s=median(run.ms[0] / 1000 for run in rounds),
         tokens=rounds[0].tokens_per_step, ranks=rounds[0].ranks,
         peak_memory_gb=median(run.peak_memory_gb for run in rounds),

@@ -3,12 +3,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy
 import pandas
 
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_SEEDS
 from ladder.show.contest import TUNING_SEEDS, doubts, effects, rates_of
 from ladder.show.logs import run_of, stage_of
+from ladder.show.plots import colors_of
 from ladder.show.standings import show_rates
 from ladder.show.terminal import print_texts
 
@@ -155,33 +155,13 @@ def print_verdict(record, console):
         console.print(sentence, soft_wrap=True)
 
 
-def draw_verdict(record, path):
-    """The validation losses on the way, and each seed's difference at the end with the interval of the mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names, losses = record.names, effects(record.ends.val_loss, against_first=True)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+def verdict_picture(record):
+    """The validation losses on the way, the means of the seeds."""
+    colors, curves = colors_of(record.names), []
     for name, runs in record.tested.groupby("rung", sort=False):
         curve = runs.groupby("step").val_loss.mean()
-        left.plot(curve.index, curve, color=colors[name], label=called(name))
-    left.set(xlabel="step", ylabel="validation loss (nats), mean of the seeds")
-    left.legend(frameon=False)
-    for place, name in enumerate(names[1:]):
-        gaps = (record.ends.val_loss[name] - record.ends.val_loss[names[0]]).to_numpy()
-        right.plot(gaps, numpy.full(len(gaps), place), "o", color=colors[name], alpha=0.5)
-        if losses[name]:
-            effect = losses[name]
-            right.errorbar(effect.mean, place + 0.15, xerr=[[effect.mean - effect.low], [effect.high - effect.mean]],
-                           fmt="s", color="black", capsize=4)
-    right.axvline(0, color="0.6", linewidth=1)
-    right.set_yticks(range(len(names) - 1), [called(name) for name in names[1:]])
-    right.set_ylim(-0.5, len(names) - 1.3)
-    right.set_xlabel(f"last loss less {called(names[0])}'s: each seed, the mean and its 95 % interval")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+        curves.append({"title": called(name), "steps": curve.index.tolist(), "loss": curve.tolist(),
+                       "color": colors[name]})
+    panel = {"curves": curves, "x": "steps", "xlabel": "step", "ylabel": "validation loss (nats)"}
+    return {"title": "Training recipes", "caption": "The mean of the seeds.", "height": 4.2, "panels": [panel],
+            "legend": "curves"}
