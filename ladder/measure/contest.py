@@ -29,7 +29,7 @@ import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -101,17 +101,11 @@ def default_rates(rung):
     return {flag: defaults(rung)[name] for name, flag in RATE_FLAGS.items() if name in defaults(rung)}
 
 
-@cache
-def parser_of(rung):
-    """A parser of a script's own flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    load_script(rung).add_flags(parser)
-    return parser
-
-
 def known_flags(rung, flags):
     """The words of the flags that a script has; others are for other scripts."""
-    unknown, known = parser_of(rung).parse_known_args(flags)[1], []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    load_script(rung).add_flags(parser)
+    unknown, known = parser.parse_known_args(flags)[1], []
     for word in flags:
         if unknown and word == unknown[0]:
             unknown.pop(0)
@@ -192,9 +186,8 @@ class Contest:
             return chosen
         for rung in self.scripts:
             settings = vars(self.settings(rung))
-            own = tuple(settings[name] for name in RATE_FLAGS if name in settings)
-            self.searches[rung.name] = Search(own)
-            chosen[rung.name] = own
+            chosen[rung.name] = tuple(settings[name] for name in RATE_FLAGS if name in settings)
+            self.searches[rung.name] = Search(chosen[rung.name])
         if self.most_tries:
             self.search_until(self.most_tries, finest=1.0)
             n_tries = max(len(search.losses) for search in self.searches.values())

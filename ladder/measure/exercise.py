@@ -21,7 +21,7 @@ from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, settings_of, split_flags
 from ladder.rungs.choose import find_rung
-from ladder.rungs.lessons import diff_hunks, print_hunks
+from ladder.rungs.lessons import diff_hunks, print_hunks, split_docstring
 from ladder.rungs.list import ROOT, load_script
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
 from ladder.show.logs import read_log
@@ -117,21 +117,13 @@ def show_tests(rung, file, tests, folder, console):
     return [test for test in tests if reasons[test]]
 
 
-def code_of(path):
-    """(The lines below a script's docstring, if it has one; the number of the first)."""
-    source = path.read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    end = tree.body[0].end_lineno if ast.get_docstring(tree) else 0
-    return source.splitlines()[end:], end + 1
-
-
 def show_diffs(rung, file, console):
     """What a reader has changed in the rung before, and what the rung itself changes."""
-    old, old_first = code_of(rung.start.path)
+    _, old, old_first = split_docstring(rung.start.path.read_text(encoding="utf-8"))
     titles = {file: f"{file.name}, against rung {rung.start.label}", rung.path: f"ours: {rung.file}"}
     for path, title in titles.items():
         console.print(f"\n{title}", style="bold")
-        new, new_first = code_of(path)
+        _, new, new_first = split_docstring(path.read_text(encoding="utf-8-sig"))
         print_hunks(diff_hunks(old, new, old_first, new_first), console)
 
 

@@ -2,7 +2,7 @@
 import pandas
 
 from ladder.count.cards import find_card
-from ladder.count.floor import STORED, counted_rungs, row_of, stored_kernels
+from ladder.count.floor import STORED, counted_rungs, read_store, row_of
 from ladder.count.flops import SHAPES
 from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.errors import UserError
@@ -27,8 +27,9 @@ def main(args, console):
     setting = {"model": args.model, "B": args.B, "T": args.T}
     if args.T > BLOCK_SIZE:
         raise UserError(f"-T {args.T}: the model takes {BLOCK_SIZE} tokens; give a smaller -T")
-    kernels = stored_kernels(labels)
-    if setting != STORED:
+    if setting == STORED:
+        kernels = {label: rung["kernels"] for label, rung in read_store().items() if label in labels}
+    else:
         from ladder.count.kernels import count_all
 
         kernels = count_all(labels, setting, console)

@@ -16,7 +16,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from ladder.errors import UserError
 from ladder.rungs.list import LADDER
 from ladder.show.charts import KIND_COLORS, curves, lecture_bars, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.logs import PEERS
@@ -181,14 +180,8 @@ def pictures_of(report):
 
 def all_pictures(reports):
     """{file name: picture} of several reports."""
-    pictures = {}
-    for report in reports:
-        for kind, picture in pictures_of(report).items():
-            name = f"{report.name}_{kind}.png"
-            if name in pictures:
-                raise UserError(f"two log folders are called {report.name}: plot them into separate folders")
-            pictures[name] = picture
-    return pictures
+    return {f"{report.name}_{kind}.png": picture for report in reports
+            for kind, picture in pictures_of(report).items()}
 
 
 def digest(picture):

@@ -117,43 +117,14 @@ def times_before(row):
     return f"{row.times_before:.3f}*" if ratio == "1.00" else f"{ratio}*"
 
 
-def short_row(row, floors):
-    """README.md's; `floors` are the ms of {label: the counted floor of the report's card}, {} where there is none."""
-    texts = {"file": link_to(row), "the one change": row.title, "ms/step": f"{ms_text(row.ms)} ({spread_of(row)})",
-             "× before": times_before(row), "× baseline": text_of(row.times_baseline, "{:.2f}")}
-    if floors:
-        label = stage_of(row.name).label
-        texts["floor, counted ms"] = f"{floors[label]:,.0f}" if label in floors else NOTHING
-    return texts
-
-
-def long_row(row):
-    """docs/results.md's."""
-    return {"": stage_of(row.name).label, "file": link_to(row), "the one change": row.title, "ms/step": ms_text(row.ms),
-            "spread": spread_of(row),
-            "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"),
-            "× baseline": text_of(row.times_baseline, "{:.2f}"), "MFU": mfu_of(row),
-            "causal": text_of(row.mfu_causal, "{:.0%}"), "peak GB": text_of(row.peak_memory_gb, "{:.2f}"),
-            "loss": loss_of(row)}
-
-
-def shown_row(row, report):
-    """A terminal's and the page's."""
+def cells(row):
+    """What the tables of README.md, docs/results.md, a terminal and the page say of a rung, {heading: text}."""
     return {
-        "rung": row.title,
-        "ms/step": ms_text(row.ms),
-        "spread": spread_of(row),
-        "tokens/s": text_of(row.tokens_per_second, "{:,.0f}"),
-        "× base": text_of(row.times_baseline, "{:.2f}"),
-        "× before": times_before(row),
-        "MFU": mfu_of(row),
-        "causal": text_of(row.mfu_causal, "{:.0%}"),
-        "GB": text_of(row.peak_memory_gb, "{:.2f}"),
-        f"loss @{last_steps(report)}": loss_of(row),
-        f"s to {report.common_loss or 0:.2f}": text_of(row.seconds_to_common_loss, "{:,.0f}"),
-        "1st step s": f"{row.first_step_s:,.1f}",
-        "val loss": text_of(row.last_val_loss, "{:.3f}"),
-        f"s to val {report.common_val_loss or 0:.2f}": text_of(row.seconds_to_common_val_loss, "{:,.0f}"),
+        "": stage_of(row.name).label, "file": link_to(row), "the one change": row.title,
+        "ms/step": ms_text(row.ms), "spread": spread_of(row), "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"),
+        "× before": times_before(row), "× baseline": text_of(row.times_baseline, "{:.2f}"),
+        "MFU": mfu_of(row), "causal": text_of(row.mfu_causal, "{:.0%}"),
+        "peak GB": text_of(row.peak_memory_gb, "{:.2f}"), "loss": loss_of(row),
     }
 
 
@@ -163,7 +134,18 @@ def last_steps(report):
 
 def shown_texts(report):
     """What a terminal and the page show: a DataFrame of short strings, without columns that have no value."""
-    texts = pandas.DataFrame([shown_row(row, report) for row in report.rows])
+    rows = []
+    for row in report.rows:
+        texts = cells(row)
+        rows.append({"rung": texts["the one change"], "ms/step": texts["ms/step"], "spread": texts["spread"],
+                     "tokens/s": texts["tokens/sec"], "× base": texts["× baseline"], "× before": texts["× before"],
+                     "MFU": texts["MFU"], "causal": texts["causal"], "GB": texts["peak GB"],
+                     f"loss @{last_steps(report)}": texts["loss"],
+                     f"s to {report.common_loss or 0:.2f}": text_of(row.seconds_to_common_loss, "{:,.0f}"),
+                     "1st step s": f"{row.first_step_s:,.1f}", "val loss": text_of(row.last_val_loss, "{:.3f}"),
+                     f"s to val {report.common_val_loss or 0:.2f}":
+                         text_of(row.seconds_to_common_val_loss, "{:,.0f}")})
+    texts = pandas.DataFrame(rows)
     return texts.loc[:, (texts != NOTHING).any()]
 
 
@@ -193,19 +175,26 @@ def markdown(rows, n_left):
 
 
 def short_table(report):
-    """README.md's: each rung's step with its spread, beside its counted floor."""
+    """README.md's: each rung's step with its spread, beside its counted floor, where there is one."""
+    rows, floors = [], floors_of(report)
+    for row in report.rows:
+        texts = cells(row)
+        rows.append({"file": texts["file"], "the one change": texts["the one change"],
+                     "ms/step": f"{texts['ms/step']} ({texts['spread']})", "× before": texts["× before"],
+                     "× baseline": texts["× baseline"]})
+        if floors:
+            rows[-1]["floor, counted ms"] = text_of(floors.get(texts[""]), "{:,.0f}")
     rounds = max(row.rounds for row in report.rows)
-    return (f"{markdown([short_row(row, floors_of(report)) for row in report.rows], 2)}\n\n"
-            f"{where(report)}; the median of {rounds} rounds, lowest to highest. {STARS}.")
+    return (f"{markdown(rows, 2)}\n\n{where(report)}; the median of {rounds} rounds, lowest to highest. {STARS}.")
 
 
 def long_table(report):
     """docs/results.md's."""
     rounds = max(row.rounds for row in report.rows)
     spread = f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else ""
-    table = markdown([long_row(row) for row in report.rows], 3)
+    texts = pandas.DataFrame(map(cells, report.rows)).drop(columns="× before")
     below = f"{fastest(report)} ms/step is the median{spread}, the loss that of step {last_steps(report)}.".strip()
-    return f"**{where(report)}**\n\n{table}\n\n{below}"
+    return f"**{where(report)}**\n\n{markdown(texts.to_dict('records'), 3)}\n\n{below}"
 
 
 def published_table():
