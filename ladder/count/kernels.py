@@ -55,6 +55,8 @@ BYTES = {  # of operations that do not simply read their inputs and write their 
     "nll_loss_backward": lambda args, out: size(out),
     "_fused_adamw_": lambda args, out: size(args) + size(args[0:1] + args[2:4]),  # gradients are not written
 }
+META = {"source": "zeros", "sha256": "", "tokenizer": "gpt2", "tokenizer_json": None, "vocab_size": VOCAB_SIZE,
+        "end_of_text": VOCAB_SIZE - 1, "documents": 1}  # of the tokens that a step is counted on
 CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)  # of a foreach launch: ATen/native/cuda/MultiTensorApply.cuh
 
 
@@ -305,15 +307,6 @@ def recording(recorder):
     torch.compiler.reset()
 
 
-def write_tokens(folder, n):
-    """Token files of one document, of zeros."""
-    for split in ("train", "val"):
-        np.zeros(n, "<u2").tofile(folder / f"{split}.bin")
-    (folder / "meta.json").write_text(json.dumps({
-        "source": "zeros", "sha256": "", "tokenizer": "gpt2", "vocab_size": VOCAB_SIZE, "end_of_text": VOCAB_SIZE - 1,
-        "documents": 1, "train_tokens": n, "val_tokens": n}))
-
-
 def count(label, model, B, T, **more):
     """The kernels of a training step of the rung `label`: {Kernel: how many}; `more` settings of the script."""
     script, recorder = load_script(BY_LABEL[label]), Recorder()
@@ -322,12 +315,12 @@ def count(label, model, B, T, **more):
         recorder.on = step == 1  # the second step is recorded; the first compiles, and makes the optimizer's states
 
     script.Log.step, script.Log.finish = after_step, lambda log, step: None
+    script.load_tokens = lambda folder, split, n_needed: (np.zeros(n_needed, "<u2"), META)
     script.check_compiler = lambda device: None
     script.on_any_rank = lambda condition, device: condition
     settings = script.parse_args(["--device", "cpu"])
     with TemporaryDirectory(ignore_cleanup_errors=True) as name, contextlib.redirect_stdout(io.StringIO()):
         folder = Path(name)
-        write_tokens(folder, B * T + 1)
         vars(settings).update(model=model, B=B, T=T, steps=2, data=folder, log_dir=folder, total_batch=B * T,
                               val_every=0, checkpoint_every=0, checkpoint_dir=folder, **more)
         with recording(recorder), mock.patch("torch.compile", compiler(recorder)):

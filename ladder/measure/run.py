@@ -1,5 +1,4 @@
 """`python -m ladder run`: the rungs, between two measurements of the machine, and the table at the end."""
-import argparse
 import os
 import shutil
 import sys
@@ -39,6 +38,8 @@ def add_flags(parser):
 
 def as_started(args):
     """The arguments that the run to --resume was started with, as its machine.json has them."""
+    from ladder.__main__ import parse_args
+
     _, words = split_flags(args.argv, "--logs")
     if words != ["run", "--resume"]:
         raise UserError("--resume: continues a run with the flags it was started with; leave the others out")
@@ -46,11 +47,8 @@ def as_started(args):
     arguments = read_machine(folder).get("arguments")
     if arguments is None:
         raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser)
-    again, again_flags = parser.parse_known_args(arguments[1:])  # without the verb
-    again.resume, again.logs, again.argv = True, folder, arguments
-    again.flags = [word for word in again_flags if word != "--"]
+    again = parse_args(arguments)
+    again.resume, again.logs = True, folder
     return again
 
 

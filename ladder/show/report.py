@@ -3,7 +3,6 @@
 A rung with several rounds (`run --repeat`) has the median of the rounds' medians, and their spread. Runs that differ in
 data, model, B, T or device are refused. What a log does not say is None.
 """
-import itertools
 import math
 import re
 import statistics
@@ -81,33 +80,21 @@ class Report:
 
 
 def check_comparable(runs, folder):
-    """Refuse to compare runs of different data, models, batches or devices; says which differ."""
-    settings = [(run.path, run.setting()) for rounds in runs.values() for run in rounds]
-    for key in settings[0][1]:
+    """Refuse runs of different data, models, batches or devices, and two logs of a script that are no rounds."""
+    every_run, seen = [run for rounds in runs.values() for run in rounds], {}
+    for key in every_run[0].setting():
         paths = {}
-        for path, setting in settings:
-            if setting[key] is not None:
-                paths.setdefault(setting[key], path)
+        for run in every_run:
+            if run.setting()[key] is not None:
+                paths.setdefault(run.setting()[key], run.path)
         if len(paths) > 1:
             (one, its_path), (other, other_path), *_ = paths.items()
             raise UserError(f"{folder}: logs of different {key} cannot be compared: {its_path} has {one!r}, "
                             f"{other_path} has {other!r}; report them from separate folders")
-
-
-def check_rounds(runs):
-    """Refuse two logs of one script in the same folder: they are no rounds."""
-    for rounds in runs.values():
-        for one, other in itertools.combinations(rounds, 2):
-            if one.path.parent == other.path.parent:
-                raise UserError(f"{one.path} and {other.path} are of the same script, and would count as rounds; "
-                                "move one")
-
-
-def whole_rounds(rounds, skipped):
-    """The rounds of a rung that finished, or all if none did; adds why the others do not count."""
-    whole = [run for run in rounds if run.complete]
-    skipped += [f"{run.path}: its run did not finish" for run in rounds if whole and not run.complete]
-    return whole or rounds
+    for run in every_run:
+        other = seen.setdefault((run.name, run.path.parent), run)
+        if other is not run:
+            raise UserError(f"{other.path} and {run.path} are of the same script, and would count as rounds; move one")
 
 
 def common_lowest(losses_of_runs):
@@ -170,40 +157,33 @@ def add_speeds(rows, runs, rates):
 
 def build_report(folder):
     """Read all logs of a folder, or its race, into a Report. Raises UserError when they cannot be compared."""
-    race = read_race(folder)
-    if race:
-        first = run_of(Path(folder), race.facts)  # its logs are gone: what their headers had in common
-        return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, read_machine(folder),
-                      race=race, cores=cores_of([first]), allocators=allocators_of([first]))
-    runs, skipped = read_folder(folder)
-    check_comparable(runs, folder)
-    check_rounds(runs)
-    runs = {name: whole_rounds(rounds, skipped) for name, rounds in runs.items()}
-    every_run = [run for rounds in runs.values() for run in rounds]
-    common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
-    rows = [row_of(rounds, *common) for rounds in runs.values()]
-    first, machine, profile = every_run[0], read_machine(folder), read_profile(folder)
+    race, machine, profile = read_race(folder), read_machine(folder), read_profile(folder)
+    if race:  # its logs are gone: what their headers had in common
+        runs, skipped, every_run = {}, [], [run_of(Path(folder), race.facts)]
+    else:
+        runs, skipped = read_folder(folder)
+        check_comparable(runs, folder)
+        for name, rounds in runs.items():  # those that finished, or all if none did
+            whole = [run for run in rounds if run.complete]
+            skipped += [f"{run.path}: its run did not finish" for run in rounds if whole and not run.complete]
+            runs[name] = whole or rounds
+        every_run = [run for rounds in runs.values() for run in rounds]
+    first = every_run[0]
     if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
         skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
                        "but the logs are not")
         profile = None
+    common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
+    rows = [row_of(rounds, *common) for rounds in runs.values()]
     for row in rows:  # a record says where what it ran differs from today's
         row.title = machine.get("titles", {}).get(row.name, row.title)
     add_speeds(rows, runs, machine.get("rates"))
-    setting = first.setting() | {"device": first.device}
-    return Report(Path(folder).resolve().name, setting, machine, *common, rows, runs, profile, None, skipped,
-                  cores_of(every_run), allocators_of(every_run))
-
-
-def allocators_of(runs):
-    """The names of the allocators of all runs; "unknown" is that of whole logs that do not say."""
-    return sorted({run.allocator or "unknown" for run in runs if run.complete or run.allocator})
-
-
-def cores_of(runs):
-    """How many threads the runs on a CPU had; 0 on other devices."""
-    headers = [run.headers.get("machine", run.headers.get("device", "")) for run in runs]
-    return max(int(n) for header in headers for n in ["0", *re.findall(r"\((\d+) threads\)", header)])
+    # "unknown" is the allocator of whole logs that do not say.
+    allocators = {run.allocator or "unknown" for run in every_run if run.complete or run.allocator}
+    headers = [run.headers.get("machine", run.headers.get("device", "")) for run in every_run]
+    cores = [int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)]
+    return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, *common, rows, runs,
+                  profile, race, skipped, max(cores, default=0), sorted(allocators))
 
 
 def warnings(report, card=None):
