@@ -63,18 +63,13 @@ def show(folder, console):
 # ---- what is compared ------------------------------------------------------------------------------------------------
 
 
-def file_as_rung(path, title):
-    """A script outside of the ladder, which has no label."""
-    return Rung("", str(path.resolve()), title, None, frozenset())
-
-
 def script_of(word):
-    """The Rung that a word names: one of the ladder, or any other file."""
+    """The Rung that a word names: one of the ladder, or any other file, which has no label."""
     path = Path(word)
     if path.suffix != ".py":
         return find_rung(word)
     known = BY_NAME.get(path.stem)
-    return known if known and known.path == path.resolve() else file_as_rung(path, path.name)
+    return known if known and known.path == path.resolve() else Rung("", str(path.resolve()), path.name)
 
 
 def copied(scripts, folder):
@@ -86,7 +81,8 @@ def copied(scripts, folder):
             while name in [*BY_NAME, *(one.name for one in copies)]:
                 name += "_yours"
             folder.mkdir(parents=True, exist_ok=True)
-            rung = file_as_rung(Path(shutil.copyfile(rung.path, folder / f"{name}.py")), rung.title)
+            copy = shutil.copyfile(rung.path, folder / f"{name}.py")
+            rung = Rung("", str(copy.resolve()), rung.title)
         copies.append(rung)
     return copies
 

@@ -167,15 +167,10 @@ def profile_once(rung, flags, machine, trace):
     return found, outcome
 
 
-def median_round(rounds):
-    """The profile with the median step, of the reliable ones if there are any."""
-    counted = sorted(list(filter(is_reliable, rounds)) or rounds, key=lambda rung: rung["step_ms"])
-    return counted[len(counted) // 2]
-
-
 def profile_ladder(rungs, flags, settings, folder, console, repeat, traces=False):
     """Profile the rungs, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
+    Each keeps the round with the median step, of the reliable ones if there are any.
     Rates are those of folder/machine.json, which are measured first if it does not exist.
     """
     if not (folder / "machine.json").exists():
@@ -194,7 +189,10 @@ def profile_ladder(rungs, flags, settings, folder, console, repeat, traces=False
             console.print(f"{rung.name}: {outcome.status}: {outcome.reason}", style="red")
             continue
         found[rung.name].append(one)
-        profile["rungs"] = [median_round(rounds) for rounds in found.values() if rounds]
+        profile["rungs"] = []
+        for rounds in filter(None, found.values()):
+            counted = list(filter(is_reliable, rounds)) or rounds
+            profile["rungs"].append(sorted(counted, key=lambda one: one["step_ms"])[len(counted) // 2])
         write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
         console.print(f"{rung.name}: {one['step_ms']:,.1f} ms/step under the profiler, {one['plain_ms']:,.1f} "
                       f"without{'' if is_reliable(one) else ': ' + UNRELIABLE}")

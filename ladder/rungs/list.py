@@ -21,8 +21,8 @@ class Rung:
     label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "long_run", "fsdp"
     file: str  # relative to the repository's root
     title: str
-    before: str | tuple | None  # the label of the rung it starts from; of long_run those of both
-    may_change: frozenset  # of long_run: what is neither's
+    before: str | tuple | None = None  # the label of the rung it starts from; of long_run those of both
+    may_change: frozenset = frozenset()  # of long_run: what is neither's
     same_losses: float | None = None  # nats: how close its losses stay to the rung before; None: it changes them
     lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/teaching.md)
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks

@@ -63,18 +63,13 @@ def memory_bars(report):
 
 
 def profile_bars(profile):
-    """Milliseconds of each rung's step by kind of work, and its floor; [] for None."""
+    """Milliseconds of each rung's step by kind of work, and its floor; none for None."""
     rungs = profile["rungs"] if profile else []
     digits = 0 if any(sum(rung["parts_ms"].values()) >= 200 for rung in rungs) else 1
-    return [profile_bar(rung, digits) for rung in rungs]
-
-
-def profile_bar(found, digits):
-    rung, parts = BY_NAME[found["name"]], found["parts_ms"]
-    whole, sure = sum(parts.values()), is_reliable(found)
-    end = f"{whole:,.{digits}f}" + ("" if sure else " (!)")
-    return {"title": rung.title, "label": rung.label, "parts": list(parts.values()), "floor": found["floor_ms"],
-            "pale": not sure, "end": end}
+    for found in rungs:
+        rung, parts, sure = BY_NAME[found["name"]], list(found["parts_ms"].values()), is_reliable(found)
+        yield {"title": rung.title, "label": rung.label, "parts": parts, "floor": found["floor_ms"],
+               "pale": not sure, "end": f"{sum(parts):,.{digits}f}" + ("" if sure else " (!)")}
 
 
 def curves(report):

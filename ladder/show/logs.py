@@ -26,7 +26,7 @@ REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
 
 PEER = "peer_transformers"  # the one that needs no file fetched
 PEERS = {  # {a log's name: what trained, which is no rung}
-    name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on", None, frozenset())
+    name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on")
     for name, whose in ((PEER, "transformers'"), ("peer_nanogpt", "nanoGPT's"),
                         ("peer_build_nanogpt", "build-nanogpt's"))}
 ORDER = [*BY_NAME, *PEERS]
@@ -165,7 +165,7 @@ class Run:
 
 def stage_of(name):
     """The rung of a log's name; one without a label for a peer, and for a script outside of the ladder."""
-    return BY_NAME.get(name) or PEERS.get(name) or Rung("", f"{name}.py", name, None, frozenset())
+    return BY_NAME.get(name) or PEERS.get(name) or Rung("", f"{name}.py", name)
 
 
 def read_headers(lines):
@@ -216,23 +216,18 @@ def read_log(path):
     return run
 
 
-def forget_after(run, step, last):
-    """A run resumed after this step, to train up to the last: what it had done after it, it does again."""
-    n_steps, n_validations = (sum(number <= step for number in numbers) for numbers in (run.steps, run.val_steps))
-    for values in (run.steps, run.losses, run.ms):
-        del values[n_steps:]
-    for values in (run.val_steps, run.val_losses):
-        del values[n_validations:]
-    if step < last:
-        run.first_counted_step = None
-
-
 def add_line(run, line):
     """Add what a line says about a step, a validation, the median or a resumed run; other lines say nothing."""
     step, validation, median = STEP_LINE.match(line), VAL_LINE.match(line), MEDIAN_LINE.match(line)
     resumed = RESUMED_LINE.match(line)
-    if resumed:
-        forget_after(run, int(resumed[1]), int(resumed[2]))
+    if resumed:  # what it had done after this step, it does again
+        n_steps, n_validations = (sum(number <= int(resumed[1]) for number in numbers)
+                                  for numbers in (run.steps, run.val_steps))
+        for values, n in ((run.steps, n_steps), (run.losses, n_steps), (run.ms, n_steps),
+                          (run.val_steps, n_validations), (run.val_losses, n_validations)):
+            del values[n:]
+        if int(resumed[1]) < int(resumed[2]):
+            run.first_counted_step = None
     if step:
         run.steps.append(int(step[1]))
         run.losses.append(float(step[2]))

@@ -145,7 +145,7 @@ def first_chart(reports, bars_of):
 def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     if path.is_dir():
-        raise UserError(f"--html {path} is a folder: name a file")
+        raise UserError(f"--out {path} is a folder: name a file")
     # First the machine where the ladder gains the most; those without it by the number of their rungs.
     reports = sorted(reports, reverse=True, key=lambda report: (gain(report), len(report.runs.keys() & BY_NAME)))
     floors = {row["label"]: row for row in floor_data([CARDS[name] for name in COUNTED_FOR])["rungs"]}
@@ -168,13 +168,6 @@ def write_page(reports, path):
     write_whole(path, text.replace('href="../', f'href="{to_root}/'))
 
 
-def show_page(reports, path=PAGE, browser=True):
-    """Write the page and open it."""
-    write_page(reports, path)
-    if browser:
-        webbrowser.open(path.resolve().as_uri())
-
-
 def add_flags(parser):
     parser.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER",
                         help="runs, or reference machines (default: all of logs/reference)")
@@ -183,5 +176,7 @@ def add_flags(parser):
 
 
 def main(args, console):
-    show_page([build_report(folder) for folder in args.folders or reference_folders()], args.out, not args.no_browser)
+    write_page([build_report(folder) for folder in args.folders or reference_folders()], args.out)
+    if not args.no_browser:
+        webbrowser.open(args.out.resolve().as_uri())
     console.print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)
