@@ -259,16 +259,12 @@ def compiler(recorder):
 # ---- the rung's own train --------------------------------------------------------------------------------------------
 
 
-def in_float32(function):
-    """`function` as CUDA's autocast runs it: with its input cast to float32."""
-    def call(x, *args, **kwargs):
-        return function(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
-
-    return call
-
-
 def as_on_a_gpu():
     """{name: what replaces it} where a CPU's step, or torch for CPUs, differs from a GPU's."""
+    def in_float32(function):
+        """`function` as CUDA's autocast runs it: with its input cast to float32."""
+        return lambda x, *args, **more: function(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **more)
+
     getitem = torch.Tensor.__getitem__
     a100 = DeviceProperties(type="cuda", index=0, multi_processor_count=108, cc=80, major=8, warp_size=32,
                             regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048)
@@ -340,23 +336,17 @@ def count_all(labels, setting, console):
     return counted
 
 
-def save_store(counted):
-    """Add {label: {Kernel: how many}}, counted at the stored setting, to floors.json."""
-    rungs = read_store()
-    for label, kernels in counted.items():
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Count the kernels of GPT-2 (124M) at B=16 T=1024, and store them.")
+    parser.add_argument("--rungs", required=True, help="of one card, without 25, such as 0-10")
+    args, console, rungs = parser.parse_args(argv), Console(highlight=False), read_store()
+    for label, kernels in count_all(counted_rungs(parse_rungs(args.rungs), console), STORED, console).items():
         rungs[label] = {"lesson": lesson_hash(label), "torch": torch.__version__, "kernels": kernels}
     lines = []
     for label in sorted(rungs, key=COUNTED.index):
         kernels = [[n, *kernel] for kernel, n in sorted(rungs[label]["kernels"].items())]
         lines.append(f" {json.dumps(label)}: {json.dumps(rungs[label] | {'kernels': kernels})}")
     write_whole(STORE, f"{json.dumps(STORED)[:-1]}, \"rungs\": {{\n" + ",\n".join(lines) + "\n}}\n")
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(description="Count the kernels of GPT-2 (124M) at B=16 T=1024, and store them.")
-    parser.add_argument("--rungs", required=True, help="of one card, without 25, such as 0-10")
-    args, console = parser.parse_args(argv), Console(highlight=False)
-    save_store(count_all(counted_rungs(parse_rungs(args.rungs), console), STORED, console))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from ladder.count.floor import floor_data
 from ladder.rungs.list import BY_LABEL, BY_NAME, LADDER
 from ladder.show.logs import stage_of
 from ladder.show.profile import KINDS, is_reliable
-from ladder.show.standings import race_curves
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black.
@@ -75,8 +74,9 @@ def profile_bars(profile):
 def curves(report):
     """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
     if report.race:
-        for name, steps, seconds, losses in race_curves(report):
-            yield {"title": stage_of(name).title, "steps": steps, "seconds": seconds, "loss": losses}
+        for racer in report.race.racers:  # the means over the seeds
+            yield {"title": racer.title, "steps": racer.steps, "loss": racer.losses,
+                   "seconds": [step * racer.ms / 1000 for step in racer.steps]}
         return
     for row in report.rows:
         run = report.runs[row.name][0]
