@@ -99,13 +99,6 @@ def check_scripts(scripts):
             raise UserError(f"{rung.file}: has no --val-every or --max-lr; take validation, 18 to 24, or a copy of one")
 
 
-def facts_of(settings):
-    """What must not differ, of a script's settings."""
-    known = vars(settings)
-    return {name: known.get("total_batch") or settings.B * settings.T if name == "tokens" else str(known[name])
-            for name in SAME}
-
-
 def refuse_unlike(facts):
     """Refuse {script: {what: value}} that are not all alike, by name."""
     (first, wanted), *others = facts.items()
@@ -128,7 +121,12 @@ def check_fair(scripts, flags):
     if unknown:
         raise UserError(f"{unknown[0]}: none of these scripts has this flag; --help of a script lists them")
     settings = check_flags(scripts[:1], known[scripts[0]])
-    refuse_unlike({rung.title: facts_of(settings_of(rung, words)) for rung, words in known.items()})
+    facts = {}
+    for rung, words in known.items():
+        own = vars(settings_of(rung, words))
+        own["tokens"] = own.get("total_batch") or own["B"] * own["T"]
+        facts[rung.title] = {name: str(own[name]) for name in SAME}
+    refuse_unlike(facts)
     if not settings.val_every:
         raise UserError("--val-every 0: validation losses are compared; give the steps from one to the next")
     return settings

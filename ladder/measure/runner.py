@@ -64,12 +64,6 @@ def command_for(rung, flags, log_dir, processes=2, turn=None, script=None):
     return [*start, *words, *own_flags(rung, flags, log_dir), "--log-dir", str(log_dir)]
 
 
-def turn_of(rung, flags, number):
-    """How a rung's script takes its turn in a round: only in the first there may be something to compile."""
-    eager = "compile_mode" not in defaults(rung) or split_flags(flags, "--compile-mode")[0] == ["none"]
-    return "once" if eager or number > 1 else "twice"
-
-
 def settings_of(rung, flags):
     """What a rung's script makes of the flags; it exits with an error if they are wrong."""
     return load_script(rung).parse_args(own_flags(rung, flags, Path()))
@@ -112,7 +106,10 @@ def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):
     for number in range(1, repeat + 1):
         folder, jobs = log_dir / f"round_{number}" if repeat > 1 else log_dir, []
         for name, rung, script in scripts:
-            turn = turn_of(rung, flags, number) if at_once > 1 else None
+            turn = None
+            if at_once > 1:  # only in the first round there may be something to compile
+                eager = "compile_mode" not in defaults(rung) or split_flags(flags, "--compile-mode")[0] == ["none"]
+                turn = "once" if eager or number > 1 else "twice"
             jobs.append(Job(name, command_for(rung, flags, folder, processes, turn, script), folder))
         if repeat > 1:
             random.Random(number).shuffle(jobs)

@@ -4,9 +4,7 @@ A bar is a dictionary: title, label (of its rung), parts (one length, or one for
 text at its end), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
-from ladder.count.cards import CARDS
-from ladder.count.floor import floor_data
-from ladder.rungs.list import BY_LABEL, BY_NAME, LADDER
+from ladder.rungs.list import BY_NAME, LADDER
 from ladder.show.logs import stage_of
 from ladder.show.profile import KINDS, is_reliable
 
@@ -43,14 +41,6 @@ def step_bars(report, floors):
         bar = {"title": row.title, "label": label, "parts": [row.ms], "low": row.ms_low, "high": row.ms_high,
                "end": ms_text(row.ms)}
         yield bar | ({"floor": floors[label]} if label in floors else {})
-
-
-def lecture_bars():
-    """Milliseconds of a step on an A100, B=16 T=1024: the lecture's as bars, the counted floors as marks."""
-    for row in floor_data([CARDS["A100"]])["rungs"]:
-        published = BY_LABEL[row["label"]].lecture_ms
-        yield {"title": row["title"], "label": row["label"], "parts": [published or 0],
-               "floor": row["ms"]["A100"]["floor"], "end": str(published or "")}
 
 
 def memory_bars(report):

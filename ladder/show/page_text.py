@@ -77,12 +77,6 @@ def color_line(line):
     return "".join(parts)
 
 
-def line_html(line):
-    """A row of a diff: removed and added lines are elements of their own."""
-    text = f"{line.sign}{color_line(line)}\n"
-    return {"-": f"<del>{text}</del>", "+": f"<ins>{text}</ins>", " ": text}[line.sign]
-
-
 def blocks_of(source):
     """(name, first line, last line) of each function, class and method of a script, the outer ones first."""
     return [(node.name, first_line(node), node.end_lineno) for node in ast.walk(ast.parse(source))
@@ -97,7 +91,10 @@ def hunk_html(hunk, blocks):
     places = [".".join(name for name, first, last in blocks[line.sign] if first <= line.number <= last)
               for line in hunk if line.sign in blocks]
     heading = ", ".join(dict.fromkeys(filter(None, places)))
-    return f"<b>{heading or 'top level'}</b>" + "".join(map(line_html, hunk))
+    rows = [f"{line.sign}{color_line(line)}\n" for line in hunk]
+    tags = {"-": "<del>{}</del>", "+": "<ins>{}</ins>", " ": "{}"}  # elements of their own
+    rows = [tags[line.sign].format(row) for line, row in zip(hunk, rows, strict=True)]
+    return f"<b>{heading or 'top level'}</b>" + "".join(rows)
 
 
 def read_exercises(path=ROOT / "docs" / "exercises.md"):

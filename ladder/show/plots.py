@@ -16,8 +16,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, NullFormatter
 
+from ladder.count.cards import CARDS
+from ladder.count.floor import floor_data
 from ladder.rungs.list import LADDER
-from ladder.show.charts import KIND_COLORS, curves, lecture_bars, memory_bars, profile_bars, speed_bars, step_bars
+from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.logs import PEERS
 from ladder.show.tables import batch_of, conditions, floors_of, where
 
@@ -139,7 +141,9 @@ def step_picture(report):
     measured = list(step_bars(report, floors))
     rows = [heading(bar) for bar in measured]
     marks = "black: the floor, counted" if floors else "thin lines: lowest to highest"
-    published = [bar for bar in lecture_bars() if heading(bar) in rows]
+    a100 = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
+    published = [{"title": rung.title, "label": rung.label, "parts": [rung.lecture_ms or 0],
+                  "floor": a100[rung.label], "end": str(rung.lecture_ms or "")} for rung in LADDER]
     return {"title": "A training step, rung by rung", "height": 1.6 + 0.3 * len(rows), "panels": [
         {"heading": f"{report.setting['device']}, {batch_of(report)}\nmeasured; {marks}",
          "bars": measured, "xlabel": "ms a step", "rows": rows},

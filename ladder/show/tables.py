@@ -84,11 +84,6 @@ def text_of(value, pattern):
     return NOTHING if value is None else pattern.format(value)
 
 
-def link_to(row):
-    file = stage_of(row.name).file
-    return f"[`{file}`]({file})" if (ROOT / file).exists() else f"`{file}`"  # of a rung that is gone
-
-
 def ms_text(ms):
     return f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}"
 
@@ -119,8 +114,10 @@ def times_before(row):
 
 def cells(row):
     """What the tables of README.md, docs/results.md, a terminal and the page say of a rung, {heading: text}."""
+    file = stage_of(row.name).file
+    link = f"[`{file}`]({file})" if (ROOT / file).exists() else f"`{file}`"  # of a rung that is gone
     return {
-        "": stage_of(row.name).label, "file": link_to(row), "the one change": row.title,
+        "": stage_of(row.name).label, "file": link, "the one change": row.title,
         "ms/step": ms_text(row.ms), "spread": spread_of(row), "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"),
         "× before": times_before(row), "× baseline": text_of(row.times_baseline, "{:.2f}"),
         "MFU": mfu_of(row), "causal": text_of(row.mfu_causal, "{:.0%}"),

@@ -65,14 +65,6 @@ def loss_sentence(name, first, effect, n_seeds, seeds):
     return f"No significant difference between {name} and {first}: {numbers}."
 
 
-def time_sentence(effect):
-    """How long a step takes, as times the first's; `effect` is of logarithms."""
-    if effect is None:
-        return "Steps were not timed."
-    doubt = "" if effect.significant else "; not significant"
-    return f"A step takes {times(effect.mean)} times as long ({times(effect.low)} to {times(effect.high)}{doubt})."
-
-
 def limits(record, found):
     """What a comparison of this size cannot say."""
     run, first = run_of(Path("x.log"), record.facts), record.ends.iloc[0]
@@ -132,8 +124,12 @@ class Verdict:
         """What was found about a script."""
         n_seeds, seeds = len(self.record.ends.loc[name]), self.record.tested.seed.nunique()
         reached = " and ".join(f"{called(one)} {self.seconds[one]:.1f} s" for one in (name, self.names[0]))
-        return " ".join([loss_sentence(called(name), self.first, self.losses[name], n_seeds, seeds),
-                         time_sentence(self.times[name]), f"To {self.target:.2f} nats: {reached}."])
+        ratio, steps = self.times[name], "Steps were not timed."
+        if ratio:
+            doubt = "" if ratio.significant else "; not significant"
+            steps = f"A step takes {times(ratio.mean)} times as long ({times(ratio.low)} to {times(ratio.high)}{doubt})."
+        return " ".join([loss_sentence(called(name), self.first, self.losses[name], n_seeds, seeds), steps,
+                         f"To {self.target:.2f} nats: {reached}."])
 
 
 def verdict_of(record):
