@@ -155,13 +155,6 @@ class Run:
         device = None if self.device == "cpu" else self.device  # a script alone, or one that was stopped, names no CPU
         return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": device}
 
-    def seconds_to(self, loss, steps, losses):
-        """Seconds of training until one of the `losses`, at `steps`, is first at or below `loss`; None if none is."""
-        for step, now in zip(steps, losses, strict=True):
-            if loss is not None and now <= loss:
-                return self.seconds.get(step)
-        return None
-
 
 def stage_of(name):
     """The rung of a log's name; one without a label for a peer, and for a script outside of the ladder."""

@@ -48,8 +48,6 @@ class Row:
     last_step: int = 0
     complete: bool = False
     last_val_loss: float | None = None
-    seconds_to_common_loss: float | None = None
-    seconds_to_common_val_loss: float | None = None
     tokens_per_second: float | None = None
     times_baseline: float | None = None  # its tokens per second as times those of others
     times_before: float | None = None
@@ -63,8 +61,6 @@ class Report:
     name: str  # the folder's
     setting: dict  # data, model, B, T, device
     machine: dict  # rates and versions measured in the same run; {} when unknown
-    common_loss: float | None = None  # None if every loss of a run is infinite or not a number
-    common_val_loss: float | None = None  # None without a validation
     rows: list = field(default_factory=list)  # none in a race, as the next
     runs: dict = field(default_factory=dict)  # {name: [Run, ...]}
     profile: dict | None = None  # where each rung's step time goes, as profile.json has it
@@ -97,12 +93,6 @@ def check_comparable(runs, folder):
             raise UserError(f"{other.path} and {run.path} are of the same script, and would count as rounds; move one")
 
 
-def common_lowest(losses_of_runs):
-    """A loss that all runs reach: the highest of their lowest. Unlike a smoothed loss, it needs no parameter."""
-    finite = [list(filter(math.isfinite, losses)) for losses in losses_of_runs]
-    return max((min(losses) for losses in finite if losses), default=None)
-
-
 def median(values):
     """The median of those that are known; None if none is."""
     known = [value for value in values if value is not None and not math.isnan(value)]
@@ -113,7 +103,7 @@ def title_of(run):
     return stage_of(run.name).title + (f", {run.ranks} ranks" if run.ranks > 1 else "")
 
 
-def row_of(rounds, common_loss, common_val_loss):
+def row_of(rounds):
     """The Row of a rung's rounds, without speeds. A single round shows the spread of its steps."""
     medians, last_losses = [run.median_ms for run in rounds], [run.losses[-1] for run in rounds]
     low, high = (min(medians), max(medians)) if len(rounds) > 1 else rounds[0].spread
@@ -126,9 +116,6 @@ def row_of(rounds, common_loss, common_val_loss):
         last_loss=None if any(map(math.isnan, last_losses)) else median(last_losses),
         last_step=min(run.steps[-1] for run in rounds), complete=all(run.complete for run in rounds),
         last_val_loss=median(run.val_losses[-1] for run in rounds if run.val_losses),
-        seconds_to_common_loss=median(run.seconds_to(common_loss, run.steps, run.losses) for run in rounds),
-        seconds_to_common_val_loss=median(
-            run.seconds_to(common_val_loss, run.val_steps, run.val_losses) for run in rounds),
     )
 
 
@@ -173,8 +160,7 @@ def build_report(folder):
         skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
                        "but the logs are not")
         profile = None
-    common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
-    rows = [row_of(rounds, *common) for rounds in runs.values()]
+    rows = list(map(row_of, runs.values()))
     for row in rows:  # a record says where what it ran differs from today's
         row.title = machine.get("titles", {}).get(row.name, row.title)
     add_speeds(rows, runs, machine.get("rates"))
@@ -182,8 +168,8 @@ def build_report(folder):
     allocators = {run.allocator or "unknown" for run in every_run if run.complete or run.allocator}
     headers = [run.headers.get("machine", run.headers.get("device", "")) for run in every_run]
     cores = [int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)]
-    return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, *common, rows, runs,
-                  profile, race, skipped, max(cores, default=0), sorted(allocators))
+    return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, rows, runs, profile,
+                   race, skipped, max(cores, default=0), sorted(allocators))
 
 
 def warnings(report, card=None):

@@ -21,9 +21,7 @@ NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
 STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
          f"{FEWEST_ROUNDS} rounds or more), ? too few rounds to tell; without a mark no significant difference")
-HEADINGS = (f"{STARS}. s to: seconds to the first step, or "
-            "validation, with this loss, the lowest that all reach. 1st step: with compilation, unless its graphs were "
-            "in torch's cache")
+HEADINGS = f"{STARS}. 1st step: with compilation, unless its graphs were in torch's cache"
 
 
 def gain(report):
@@ -138,10 +136,7 @@ def shown_texts(report):
                      "tokens/s": texts["tokens/sec"], "× base": texts["× baseline"], "× before": texts["× before"],
                      "MFU": texts["MFU"], "causal": texts["causal"], "GB": texts["peak GB"],
                      f"loss @{last_steps(report)}": texts["loss"],
-                     f"s to {report.common_loss or 0:.2f}": text_of(row.seconds_to_common_loss, "{:,.0f}"),
-                     "1st step s": f"{row.first_step_s:,.1f}", "val loss": text_of(row.last_val_loss, "{:.3f}"),
-                     f"s to val {report.common_val_loss or 0:.2f}":
-                         text_of(row.seconds_to_common_val_loss, "{:,.0f}")})
+                     "1st step s": f"{row.first_step_s:,.1f}", "val loss": text_of(row.last_val_loss, "{:.3f}")})
     texts = pandas.DataFrame(rows)
     return texts.loc[:, (texts != NOTHING).any()]
 
@@ -155,7 +150,7 @@ def print_report(report, console, card=None):
         print_race(report, console)
         return
     texts = shown_texts(report)
-    left_out = ("spread", "× before", "causal", "s to", "1st step", "val loss") if console.width < WIDE else ()
+    left_out = ("spread", "× before", "causal", "1st step", "val loss") if console.width < WIDE else ()
     texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
     print_texts(texts, console, report.name, f"{conditions(report)} {HEADINGS}.", min_width=16)
     for warning in warnings(report, card):
@@ -232,7 +227,7 @@ def write_tables(reports, root=ROOT):
 def as_json(reports):
     """All numbers of the reports; null where a log does not say."""
     return json.dumps([
-        {"name": report.name, "setting": report.setting, "machine": report.machine, "common_loss": report.common_loss,
+        {"name": report.name, "setting": report.setting, "machine": report.machine,
          "mfu": CONVENTION, "rows": json.loads(report.table.to_json(orient="records"))}
         for report in reports
     ], indent=2)
