@@ -44,8 +44,7 @@ from ladder.count.floor import COUNTED, STORE, STORED, Kernel, counted_rungs, re
 from ladder.count.flops import VOCAB_SIZE
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.rungs.choose import parse_rungs
-from ladder.rungs.list import BANNER, BY_LABEL, load_script
+from ladder.rungs.list import BANNER, BY_LABEL, load_script, parse_rungs
 
 NO_KERNEL = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")  # views, allocation
 OVERWRITES = ("fill_", "zero_", "copy_", "ones_like", "zeros_like", "full_like")  # does not read its first argument

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
-from ladder.rungs.choose import find_rung
-from ladder.rungs.list import BY_NAME, ROOT, Rung
+from ladder.rungs.list import BY_NAME, ROOT, Rung, find_rung
 from ladder.show.contest import CSV, read_csv, read_logs, write_csv
 from ladder.show.logs import read_log
 

@@ -20,9 +20,8 @@ from ladder.files import new_folder
 from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, settings_of, split_flags
-from ladder.rungs.choose import find_rung
 from ladder.rungs.lessons import diff_hunks, print_hunks, split_docstring
-from ladder.rungs.list import ROOT, load_script
+from ladder.rungs.list import ROOT, find_rung, load_script
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
 from ladder.show.logs import read_log
 from ladder.show.terminal import COUNT

@@ -11,8 +11,7 @@ from ladder.measure.max_batch import print_largest
 from ladder.measure.peer import find_peers
 from ladder.measure.runner import (
     Runner, check_flags, eager_flags, locked, plan, split_flags)
-from ladder.rungs.choose import parse_rungs
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import BY_LABEL, parse_rungs
 from ladder.show.logs import RUNS, has_steps, newest_run
 from ladder.show.machine import read_machine
 from ladder.show.report import build_report

@@ -21,8 +21,7 @@ from ladder.errors import UserError
 from ladder.files import new_folder, write_whole
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import check_flags, eager_flags, locked, own_flags, split_flags, write_machine
-from ladder.rungs.choose import parse_rungs
-from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
+from ladder.rungs.list import BY_LABEL, BY_NAME, load_script, parse_rungs
 from ladder.show.logs import read_log
 from ladder.show.machine import read_machine
 from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile

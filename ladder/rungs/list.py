@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ladder.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[2]
 BANNER = "# ---- the same in every rung"  # begins the line between a script's lesson and its plumbing
 RUNGS, BY_LABEL = [], {}  # filled below
@@ -175,3 +177,25 @@ add("36", "beyond/gpu/rung_36_cuda_graphs.py", "CUDA graphs", "35",
      same_losses=0.01)
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
+NUMBERS = [label for label in BY_LABEL if label.isdigit()]
+CHOICE = f"0 to {max(NUMBERS, key=int)}, {', '.join(label for label in BY_LABEL if label not in NUMBERS)}"
+
+
+def parse_rungs(text):
+    """The rungs of "0-2,ddp", without duplicates; raises UserError for anything that is not a rung."""
+    labels, rungs = list(BY_LABEL), []
+    for part in text.replace(" ", "").split(","):
+        ends = part.split("-")
+        places = [labels.index(label) for label in ends if label in labels]
+        if len(places) != len(ends) or len(ends) > 2 or places[0] > places[-1]:
+            raise UserError(f"--rungs {text}: not rungs; write for example 0-10 or 0,5,ddp, of {CHOICE}")
+        rungs += RUNGS[places[0] : places[-1] + 1]
+    return list(dict.fromkeys(rungs))
+
+
+def find_rung(word):
+    """The rung called "7", "07" or "ddp", or by its file's name."""
+    rung = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
+    if rung is None:
+        raise UserError(f"no rung {word}: write one of {CHOICE}, or its file's name")
+    return rung

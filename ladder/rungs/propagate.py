@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.rungs.choose import find_rung
 from ladder.rungs.laws import definitions, foreign, pieces, plumbing, rung_violations
 from ladder.rungs.lessons import split_docstring
-from ladder.rungs.list import ROOT, RUNGS
+from ladder.rungs.list import ROOT, RUNGS, find_rung
 
 
 class Stop(Exception):

@@ -1,7 +1,7 @@
 """`python -m ladder diff`: one lesson: the text, the change, the measured effect."""
 from ladder.errors import UserError
-from ladder.rungs.choose import find_rung
 from ladder.rungs.lessons import print_lesson, read_lesson
+from ladder.rungs.list import find_rung
 from ladder.show.chance import BEYOND_CHANCE, speed_p
 from ladder.show.logs import reference_folders
 from ladder.show.report import build_report

@@ -6,7 +6,7 @@ from ladder.count.floor import STORED, counted_rungs, read_store, row_of
 from ladder.count.flops import SHAPES
 from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.errors import UserError
-from ladder.rungs.choose import parse_rungs
+from ladder.rungs.list import parse_rungs
 from ladder.show.terminal import COUNT, print_texts
 
 
