@@ -1,6 +1,5 @@
 """Several recipes against the first: a sentence and a row for each, a picture, and what they cannot say."""
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas
@@ -88,14 +87,11 @@ def seconds_to(record, loss):
     return seconds.groupby("rung", sort=False).median()
 
 
-@dataclass
 class Verdict:
     """All scripts of a record beside its first."""
 
-    record: object
-
-    def __post_init__(self):
-        self.names = self.record.names
+    def __init__(self, record):
+        self.record, self.names = record, record.names
         self.first = called(self.names[0])
         self.losses = effects(self.record.ends.val_loss, against_first=True)
         ms = self.record.timed.set_index(["rung", "round"]).ms
