@@ -122,8 +122,9 @@ class Verdict:
         reached = " and ".join(f"{called(one)} {self.seconds[one]:.1f} s" for one in (name, self.names[0]))
         ratio, steps = self.times[name], "Steps were not timed."
         if ratio:
+            interval = f"{times(ratio.low)} to {times(ratio.high)}"
             doubt = "" if ratio.significant else "; not significant"
-            steps = f"A step takes {times(ratio.mean)} times as long ({times(ratio.low)} to {times(ratio.high)}{doubt})."
+            steps = f"A step takes {times(ratio.mean)} times as long ({interval}{doubt})."
         return " ".join([loss_sentence(called(name), self.first, self.losses[name], n_seeds, seeds), steps,
                          f"To {self.target:.2f} nats: {reached}."])
 
