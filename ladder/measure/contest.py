@@ -206,18 +206,14 @@ class Contest:
             folder = self.folder / f"round_{number + 1}"
             self.run_shared([self.job(rung, folder, chosen[rung.name], SEED + number)
                              for rung in in_turns(self.scripts, number)])
-        self.run(self.timing_jobs(chosen))
-
-    def timing_jobs(self, chosen):
-        """The jobs that measure the time of a step."""
-        settings, jobs = self.settings(self.scripts[0]), []
+        settings, timing = self.settings(self.scripts[0]), []
         most = TIMED_STEPS_ON_A_CPU if settings.device == "cpu" else TIMED_STEPS
         more = ["--steps", str(min(settings.steps, most)), "--val-every", "0"]
         for number in range(self.timings):
             folder = self.folder / "timing" / f"round_{number + 1}"
-            jobs += [self.job(rung, folder, chosen[rung.name], SEED, *more)
-                     for rung in in_turns(self.scripts, number)]
-        return jobs
+            timing += [self.job(rung, folder, chosen[rung.name], SEED, *more)
+                       for rung in in_turns(self.scripts, number)]
+        self.run(timing)
 
 
 def in_turns(scripts, number):

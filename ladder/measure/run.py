@@ -1,6 +1,5 @@
 """`python -m ladder run`: the rungs, between two measurements of the machine, and the table at the end."""
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -9,8 +8,7 @@ from ladder.files import new_folder
 from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.max_batch import print_largest
 from ladder.measure.peer import find_peers
-from ladder.measure.runner import (
-    Runner, check_flags, eager_flags, locked, plan, split_flags)
+from ladder.measure.runner import Runner, check_flags, eager_flags, locked, plan, split_flags
 from ladder.rungs.list import BY_LABEL, parse_rungs
 from ladder.show.logs import RUNS, has_steps, newest_run
 from ladder.show.machine import read_machine
@@ -87,13 +85,7 @@ def main(args, console):
                 runner.measure_machine()
         except KeyboardInterrupt:
             interrupted = True
-        finally:
-            kept = args.resume or any(logs.rglob("*.log"))
-            if not kept:  # nothing to show or resume: it must not be found as the newest run
-                shutil.rmtree(logs, ignore_errors=True)  # (Windows keeps the lock)
-    if interrupted:
-        again = f"python -m ladder run --resume --logs {logs} continues" if kept else "there is nothing to resume"
-        console.print(f"stopped; {again}", soft_wrap=True)
+            console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", soft_wrap=True)
     show_end(runner, console)
     if interrupted:
         return 130
