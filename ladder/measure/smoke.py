@@ -166,7 +166,9 @@ def run_trials(trials, workers, out, device, say):
         judge(trial, outcome)
         (out / f"{trial.name}.txt").write_text("\n".join([*outcome.lines, ""]), encoding="utf-8")
         losses = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values()) if trial.first else ""
-        say(f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {trial.reason or losses}".rstrip())
+        n_done = sum(one.status != "not run" for one in trials)
+        say(f"{n_done:3}/{len(trials)} {trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  "
+            f"{trial.reason or losses}".rstrip())
 
     while True:
         waiting = [trial for trial in trials if trial.status == "not run"]
@@ -178,7 +180,7 @@ def run_trials(trials, workers, out, device, say):
         for folder in {trial.log_dir for trial in ready} - needed:
             shutil.rmtree(folder, ignore_errors=True)
     for trial in waiting:
-        say(f"{trial.name:24} not run: {trial.after.name} failed")
+        say(f"        {trial.name:24} not run: {trial.after.name} failed")
 
 
 def summarize(trials, seconds, say):
