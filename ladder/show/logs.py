@@ -214,11 +214,10 @@ def add_line(run, line):
     step, validation, median = STEP_LINE.match(line), VAL_LINE.match(line), MEDIAN_LINE.match(line)
     resumed = RESUMED_LINE.match(line)
     if resumed:  # what it had done after this step, it does again
-        n_steps, n_validations = (sum(number <= int(resumed[1]) for number in numbers)
-                                  for numbers in (run.steps, run.val_steps))
-        for values, n in ((run.steps, n_steps), (run.losses, n_steps), (run.ms, n_steps),
-                          (run.val_steps, n_validations), (run.val_losses, n_validations)):
-            del values[n:]
+        for numbers, *others in ((run.steps, run.losses, run.ms), (run.val_steps, run.val_losses)):
+            kept = sum(number <= int(resumed[1]) for number in numbers)
+            for values in (numbers, *others):
+                del values[kept:]
         if int(resumed[1]) < int(resumed[2]):
             run.first_counted_step = None
     if step:

@@ -91,9 +91,8 @@ def hunk_html(hunk, blocks):
     places = [".".join(name for name, first, last in blocks[line.sign] if first <= line.number <= last)
               for line in hunk if line.sign in blocks]
     heading = ", ".join(dict.fromkeys(filter(None, places)))
-    rows = [f"{line.sign}{color_line(line)}\n" for line in hunk]
     tags = {"-": "<del>{}</del>", "+": "<ins>{}</ins>", " ": "{}"}  # elements of their own
-    rows = [tags[line.sign].format(row) for line, row in zip(hunk, rows, strict=True)]
+    rows = [tags[line.sign].format(f"{line.sign}{color_line(line)}\n") for line in hunk]
     return f"<b>{heading or 'top level'}</b>" + "".join(rows)
 
 
