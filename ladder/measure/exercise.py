@@ -92,8 +92,9 @@ def run_tests(rung, file, folder):
     (folder / "tests.txt").write_text("\n".join(outcome.lines), encoding="utf-8")
     found = {}
     for case in ElementTree.parse(results).iter("testcase") if results.exists() else []:
-        test = case.get("name").partition("[")[0]  # of one with parameters the first that is red counts
-        found[test] = found.get(test) or reason_of(case)
+        test = case.get("name", "").partition("[")[0]
+        if test:  # one in which pytest was stopped has no name; of one with parameters the first that is red counts
+            found[test] = found.get(test) or reason_of(case)
     if not found or outcome.status != "ok" and not any(found.values()):
         raise UserError(f"pytest: {outcome.reason or 'it did not come to its end'}; see {folder / 'tests.txt'}, or "
                         "pip install -r requirements-dev.txt")
