@@ -2,12 +2,10 @@
 import importlib.util
 import io
 import itertools
-import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
-from conftest import start_forkserver
 from rich.console import Console
 from run_tool import files_in, is_one_error
 
@@ -18,14 +16,6 @@ from ladder.rungs.list import BY_LABEL
 from ladder.show.logs import Run
 
 EXERCISES = [*map(str, range(1, 11)), "ddp", "11", "13", "14", *map(str, range(16, 25)), "32"]
-
-
-@pytest.fixture(autouse=True)
-def forks(monkeypatch):
-    """What `try` starts imports no torch: that takes longer than most of its tests."""
-    start_forkserver()
-    context = multiprocessing.get_context("forkserver")
-    monkeypatch.setattr(exercise.multiprocessing, "get_context", lambda method: context)
 
 
 def edited(label, path, *changes):
