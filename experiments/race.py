@@ -25,7 +25,7 @@ from ladder.measure.compare import check_fair, check_logs, check_scripts
 from ladder.measure.contest import MOST_TRIES, TIMINGS, Contest, hold, read_about
 from ladder.measure.run import show_end
 from ladder.measure.runner import eager_flags, locked
-from ladder.rungs.choose import parse_rungs
+from ladder.rungs.list import parse_rungs
 from ladder.show import standings
 from ladder.show.contest import read_logs, write_csv
 from ladder.show.plots import save

@@ -9,8 +9,7 @@ from run_tool import LADDER, files_in, flags, is_one_error, ladder
 
 import ladder.__main__ as tool
 from ladder.errors import UserError
-from ladder.rungs.choose import find_rung, parse_rungs
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import BY_LABEL, find_rung, parse_rungs
 from ladder.show.logs import RUNS
 
 

@@ -20,7 +20,8 @@ from ladder.show.compare import compare
 from ladder.show.contest import COLUMNS, TUNING_SEEDS, Record
 from ladder.show.impossible import impossible
 from ladder.show.logs import read_log
-from ladder.show.verdict import detectable, draw_verdict, verdict_of
+from ladder.show.plots import save
+from ladder.show.verdict import detectable, verdict_of, verdict_picture
 
 HEADER = """\
 # script: baseline.py
@@ -316,10 +317,15 @@ def test_times_are_paired_by_round():
                for text in limits)
 
 
-def test_the_picture_is_drawn(tmp_path):
+def test_the_picture_has_the_means_of_the_seeds(tmp_path):
     losses = {"rung_24_zero_init": BASE, "mine": shifted(*[-0.5] * 5), "worse": BASE[:4]}
-    draw_verdict(record_of(losses), tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    picture = verdict_picture(record_of(losses))
+    save(picture, tmp_path / "a.png")
+    [panel] = picture["panels"]
+    assert [curve["title"] for curve in panel["curves"]] == ["24", "mine.py", "worse.py"]
+    for curve, ends in zip(panel["curves"], losses.values(), strict=True):
+        end = sum(ends) / len(ends)
+        assert curve["steps"] == [50, 100] and curve["loss"] == pytest.approx([(3 + end) / 2, end])
 
 
 # ---- recipes: what is compared ---------------------------------------------------------------------------------------

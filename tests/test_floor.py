@@ -190,7 +190,7 @@ def test_command_prints_what_is_stored_for_several_cards(capsys):
     out = capsys.readouterr().out
     assert "0 baseline" in out and "10 fused" in out and "mine, ms" in out
     assert "Rung 0 takes about 32 GB at this batch" in out
-    row = floor.floor_data([CARDS["A100"]], ["0"])["rungs"][0]
+    row = floor.floor_data([CARDS["A100"]])["rungs"][0]
     assert out.count(f"{row['ms']['A100']['floor']:,.1f}") == 2
 
 
@@ -204,7 +204,7 @@ def test_what_is_stored_is_of_one_setting(monkeypatch):
     """With another --model, -B or -T kernels are counted anew."""
     counted = []
     monkeypatch.setattr(kernels, "count_all", lambda labels, setting, _: (
-        counted.append(setting) or floor.stored_kernels(labels)))
+        counted.append(setting) or {"0": floor.read_store()["0"]["kernels"]}))
     changes = {"model": "tiny"}, {"B": 4}, {"T": 512}
     for change in ({}, *changes):
         words = [(f"--{name}" if name == "model" else f"-{name}", str(value)) for name, value in change.items()]

@@ -12,8 +12,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from ladder.__main__ import parse_args
-from ladder.rungs.choose import parse_rungs
-from ladder.rungs.list import load_script
+from ladder.rungs.list import load_script, parse_rungs
 
 
 @pytest.fixture

@@ -8,17 +8,17 @@ import shutil
 import pytest
 from conftest import ROOT
 from log_files import write_log
+from run_tool import is_one_error
 from test_race import ADAMW, MUON, VAL_LOSSES, run_race
 
 from ladder.count.cards import CARDS
 from ladder.count.floor import floor_data
-from ladder.errors import UserError
 from ladder.rungs.lessons import split_docstring
 from ladder.rungs.list import BY_LABEL, RUNGS
 from ladder.show import page as page_module
 from ladder.show.charts import KIND_COLORS
-from ladder.show.exercises import read_exercises
-from ladder.show.page import PAGE, show_page, write_page
+from ladder.show.page import PAGE, write_page
+from ladder.show.page_text import read_exercises
 from ladder.show.report import build_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -113,8 +113,6 @@ def test_a_line_marks_the_words_that_changed(text):
     assert re.search(r"<ins>\+ .*<mark>F</mark>.<mark>scaled_dot_product_attention</mark>", lesson_of(text, "6"))
     assert "<b>CausalSelfAttention.forward</b>" in lesson_of(text, "6")
     assert text.count("<figure>\n<svg") == len(PICTURES) == text.count("<figcaption>\n<p>")
-    hint = "git diff --no-index --color-moved"
-    assert hint in lesson_of(text, "11") and hint not in lesson_of(text, "6")
 
 
 def test_predict_do_and_only_then_the_change(text):
@@ -215,15 +213,14 @@ def test_the_page_s_gains_are_those_of_the_readme():
     assert len(stars) == 5 and found[BY_LABEL["6"].name]["MFU"] == "30% → 44%"
 
 
-def test_page_opens_what_it_makes(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="is a folder"):
-        write_page([], tmp_path)
+def test_page_opens_what_it_makes(tmp_path, monkeypatch, call):
+    assert is_one_error(call("page", "--out", tmp_path), "is a folder")
     opened = []
     monkeypatch.setattr(page_module, "write_page", lambda reports, path: path.write_text("a page"))
     monkeypatch.setattr(page_module.webbrowser, "open", opened.append)
-    show_page([], tmp_path / "a.html", browser=False)
+    call("page", "--out", tmp_path / "a.html", "--no-browser")
     assert not opened
-    show_page([], tmp_path / "a.html")
+    call("page", "--out", tmp_path / "a.html")
     assert opened == [(tmp_path / "a.html").as_uri()]
 
 

@@ -19,9 +19,10 @@ from ladder.errors import UserError
 from ladder.measure.contest import SEED, Contest, default_rates
 from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show.contest import TUNING_SEEDS, read_csv, read_logs, steps_to
+from ladder.show.charts import curves
 from ladder.show.plots import digest, save
 from ladder.show.report import build_report
-from ladder.show.standings import race_curves, race_texts, standings
+from ladder.show.standings import race_texts
 
 ADAMW, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("16", "18", "19"))
 ORDER = [ADAMW.name, MUON.name, "an_idea"]
@@ -37,6 +38,11 @@ HEADER = """# script: {0.name}.py
 # batch: B=2 T=32 | steps: 40 | seed: {1}
 # data: text
 """
+
+
+def standings(report):
+    """(The target, a Racer for each rung) of a race."""
+    return report.race.target, report.race.racers
 
 
 def flag_of(job, flag):
@@ -176,8 +182,10 @@ def test_standings_are_medians_over_the_seeds_and_means_of_the_losses(tmp_path):
     assert second.val_loss == pytest.approx([11.9 / 3, 3.9, 4]) and second.tokens == [25 * 64, 15 * 64, 30 * 64]
     assert second.seconds == pytest.approx([2.75, 1.65, 3.3])  # as fast in all rounds, whatever the machine did
     assert report.race.rows[0]["peak_memory_gb"] == 4
-    assert [*race_curves(report)][1] == (MUON.name, [*STEPS], pytest.approx([1.1, 2.2, 3.3, 4.4]),
-                                         pytest.approx([23 / 3, 19 / 3, 5, 11.9 / 3]))
+    curve = [*curves(report)][1]
+    assert (curve["title"], curve["steps"]) == ("Muon", [*STEPS])
+    assert curve["seconds"] == pytest.approx([1.1, 2.2, 3.3, 4.4])
+    assert curve["loss"] == pytest.approx([23 / 3, 19 / 3, 5, 11.9 / 3])
     texts, caption = race_texts(report)
     assert list(texts["% of rung 16's"]) == ["100 (98–never)", "69 (41–82)"]
     assert list(texts["learning rates"]) == ["0.0012", "0.0012, 0.004"]

@@ -74,14 +74,6 @@ def test_a_round_that_was_stopped_does_not_count(tmp_path):
     assert len(report.rows) == 2 and "allocators" not in " ".join(warnings(report))
 
 
-def test_the_common_loss_is_one_that_all_rungs_reach(tmp_path):
-    """The highest of their lowest: seconds to a loss that some never reach would not compare."""
-    write_log(tmp_path / f"{BASELINE}.log", losses=(9, 5, 6))
-    write_log(tmp_path / f"{TIED}.log", losses=(9, 4, 3))
-    report = build_report(tmp_path)
-    assert report.common_loss == 5 and [row.seconds_to_common_loss for row in report.rows] == [0.15, 0.15]
-
-
 def test_a_loss_that_is_not_a_number_shows(tmp_path, call):
     row = rounds(tmp_path, {"losses": (9, 8, "nan")}, {"losses": (9, 8, "inf")})
     assert row.last_loss is None and " nan " in call("report", tmp_path)[1]

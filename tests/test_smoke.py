@@ -38,9 +38,11 @@ def logs(losses, first=1, more="pass"):
 def fake(monkeypatch, tmp_path, tokens, capsys):
     """fake([[(name, command, more about the trial), ...], ...]): (exit code, output) of a smoke of these."""
     def run(*chains):
-        chains = [[Trial(name, command, tmp_path / chain[0][0], **more) for name, command, more in chain]
-                  for chain in chains]
-        monkeypatch.setattr(smoke, "plan", lambda settings, scratch: chains)
+        trials = []
+        for (name, command, more), *users in chains:
+            first = Trial(name, command, tmp_path / name, **more)
+            trials += [first, *(Trial(use, words, first.log_dir, after=first, **other) for use, words, other in users)]
+        monkeypatch.setattr(smoke, "plan", lambda settings, scratch: trials)
         monkeypatch.setattr(smoke, "check_machine", lambda device: ([Finding("-", "float8", "none here")], ""))
         monkeypatch.setattr(smoke, "compile_problem", lambda device: None)
         monkeypatch.setattr("ladder.show.terminal.console.width", 200)
@@ -72,7 +74,7 @@ def test_a_script_that_fails_is_shown_and_the_others_go_on(fake):
         [("broken", logs([11.0], more="raise ValueError('no such kernel')"), {"first": 1}), ("use", logs([]), {})],
         [("whole", logs(GOOD), {"first": 1, "like": "broken"})])
     assert code == 1 and "1 failed" in output and "failed: broken: ValueError: no such kernel" in output
-    assert re.search("whole +ok ", output) and re.search("use +not run ", output)
+    assert re.search("whole +ok ", output) and re.search("use +not run: broken failed", output)
 
 
 @pytest.mark.parametrize("command, first, reason", [
@@ -117,7 +119,7 @@ def test_ctrl_c_stops_all_that_run(fake, tmp_path):
 def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, monkeypatch):
     monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
     settings = SimpleNamespace(device=device, model="tiny", data=tmp_path, compile_mode="default")
-    trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
+    trials = {trial.name: trial for trial in plan(settings, tmp_path)}
     others = {"24-eager", "24-float16", "29-documents", "long_run-float16", "long_run-resume"}
     assert {entry.label for entry in RUNGS} | others <= trials.keys()
     assert {trial.like for trial in trials.values()} <= trials.keys() | {""}
@@ -138,7 +140,7 @@ def test_trials_with_several_documents_would_notice_attention_across_them(tmp_pa
     """Rung 28 is rung 29 without its mask."""
     settings = SimpleNamespace(device="cpu", model="tiny", data=tokens, compile_mode="default")
     trials = {trial.name: trial for trial in smoke.own_text(settings, tmp_path)}
-    for trial in (trials["29-own-text-prepare"], trials["28-own-text"], trials["29-own-text"]):
+    for trial in (trials["28-own-text-prepare"], trials["28-own-text"], trials["29-own-text"]):
         trial.log_dir.mkdir(exist_ok=True)
         done = run_command(*trial.command)
         assert done.returncode == 0, done.stderr
@@ -156,7 +158,7 @@ def test_the_plan_where_nothing_compiles_and_on_windows(tmp_path, monkeypatch):
     monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
     monkeypatch.setattr(smoke, "sys", SimpleNamespace(platform="win32", executable="python"))
     settings = SimpleNamespace(device="cuda", model="tiny", data=tmp_path, compile_mode="none")
-    trials = {trial.name: trial for chain in plan(settings, tmp_path) for trial in chain}
+    trials = {trial.name: trial for trial in plan(settings, tmp_path)}
     assert not [name for name in trials if "torchrun" in name or "graphs" in name]
     assert split_flags(trials["24"].command, "--compile-mode")[0] == ["none"] and "29-documents" not in trials
     assert "--compile-mode" not in trials["4"].command
@@ -166,7 +168,7 @@ def test_float16_makes_rung_3_another_rung(tmp_path, monkeypatch):
     """On a T4 its scaler skips the first steps, so its losses are not those of rung 2."""
     monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.float16)
     settings = SimpleNamespace(device="cuda", model="tiny", data=tmp_path, compile_mode="default")
-    trials = {chain[0].name: chain[0] for chain in plan(settings, tmp_path)}
+    trials = {trial.name: trial for trial in plan(settings, tmp_path)}
     assert trials["3"].like == "" and trials["2"].like == "1"
 
 

@@ -60,16 +60,9 @@ def counted_rungs(rungs, console):
     return counted
 
 
-def stored_kernels(labels):
-    """{label: {Kernel: how many}} as floors.json has them."""
-    return {label: rung["kernels"] for label, rung in read_store().items() if label in labels}
-
-
-def floor_data(cards, labels=None):
+def floor_data(cards):
     """What is stored for each rung, and its floors on `cards`."""
-    rungs = read_store().items()
-    rows = [row_of(label, rung["kernels"], cards) for label, rung in rungs if labels is None or label in labels]
-    return STORED | {"rungs": rows}
+    return STORED | {"rungs": [row_of(label, rung["kernels"], cards) for label, rung in read_store().items()]}
 
 
 def row_of(label, kernels, cards):

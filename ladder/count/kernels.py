@@ -44,8 +44,7 @@ from ladder.count.floor import COUNTED, STORE, STORED, Kernel, counted_rungs, re
 from ladder.count.flops import VOCAB_SIZE
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.rungs.choose import parse_rungs
-from ladder.rungs.list import BANNER, BY_LABEL, load_script
+from ladder.rungs.list import BANNER, BY_LABEL, load_script, parse_rungs
 
 NO_KERNEL = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")  # views, allocation
 OVERWRITES = ("fill_", "zero_", "copy_", "ones_like", "zeros_like", "full_like")  # does not read its first argument
@@ -55,6 +54,8 @@ BYTES = {  # of operations that do not simply read their inputs and write their 
     "nll_loss_backward": lambda args, out: size(out),
     "_fused_adamw_": lambda args, out: size(args) + size(args[0:1] + args[2:4]),  # gradients are not written
 }
+META = {"source": "zeros", "sha256": "", "tokenizer": "gpt2", "tokenizer_json": None, "vocab_size": VOCAB_SIZE,
+        "end_of_text": VOCAB_SIZE - 1, "documents": 1}  # of the tokens that a step is counted on
 CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)  # of a foreach launch: ATen/native/cuda/MultiTensorApply.cuh
 
 
@@ -257,16 +258,12 @@ def compiler(recorder):
 # ---- the rung's own train --------------------------------------------------------------------------------------------
 
 
-def in_float32(function):
-    """`function` as CUDA's autocast runs it: with its input cast to float32."""
-    def call(x, *args, **kwargs):
-        return function(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
-
-    return call
-
-
 def as_on_a_gpu():
     """{name: what replaces it} where a CPU's step, or torch for CPUs, differs from a GPU's."""
+    def in_float32(function):
+        """`function` as CUDA's autocast runs it: with its input cast to float32."""
+        return lambda x, *args, **more: function(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **more)
+
     getitem = torch.Tensor.__getitem__
     a100 = DeviceProperties(type="cuda", index=0, multi_processor_count=108, cc=80, major=8, warp_size=32,
                             regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048)
@@ -305,15 +302,6 @@ def recording(recorder):
     torch.compiler.reset()
 
 
-def write_tokens(folder, n):
-    """Token files of one document, of zeros."""
-    for split in ("train", "val"):
-        np.zeros(n, "<u2").tofile(folder / f"{split}.bin")
-    (folder / "meta.json").write_text(json.dumps({
-        "source": "zeros", "sha256": "", "tokenizer": "gpt2", "vocab_size": VOCAB_SIZE, "end_of_text": VOCAB_SIZE - 1,
-        "documents": 1, "train_tokens": n, "val_tokens": n}))
-
-
 def count(label, model, B, T, **more):
     """The kernels of a training step of the rung `label`: {Kernel: how many}; `more` settings of the script."""
     script, recorder = load_script(BY_LABEL[label]), Recorder()
@@ -322,12 +310,12 @@ def count(label, model, B, T, **more):
         recorder.on = step == 1  # the second step is recorded; the first compiles, and makes the optimizer's states
 
     script.Log.step, script.Log.finish = after_step, lambda log, step: None
+    script.load_tokens = lambda folder, split, n_needed: (np.zeros(n_needed, "<u2"), META)
     script.check_compiler = lambda device: None
     script.on_any_rank = lambda condition, device: condition
     settings = script.parse_args(["--device", "cpu"])
     with TemporaryDirectory(ignore_cleanup_errors=True) as name, contextlib.redirect_stdout(io.StringIO()):
         folder = Path(name)
-        write_tokens(folder, B * T + 1)
         vars(settings).update(model=model, B=B, T=T, steps=2, data=folder, log_dir=folder, total_batch=B * T,
                               val_every=0, checkpoint_every=0, checkpoint_dir=folder, **more)
         with recording(recorder), mock.patch("torch.compile", compiler(recorder)):
@@ -347,23 +335,17 @@ def count_all(labels, setting, console):
     return counted
 
 
-def save_store(counted):
-    """Add {label: {Kernel: how many}}, counted at the stored setting, to floors.json."""
-    rungs = read_store()
-    for label, kernels in counted.items():
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Count the kernels of GPT-2 (124M) at B=16 T=1024, and store them.")
+    parser.add_argument("--rungs", required=True, help="of one card, without 25, such as 0-10")
+    args, console, rungs = parser.parse_args(argv), Console(highlight=False), read_store()
+    for label, kernels in count_all(counted_rungs(parse_rungs(args.rungs), console), STORED, console).items():
         rungs[label] = {"lesson": lesson_hash(label), "torch": torch.__version__, "kernels": kernels}
     lines = []
     for label in sorted(rungs, key=COUNTED.index):
         kernels = [[n, *kernel] for kernel, n in sorted(rungs[label]["kernels"].items())]
         lines.append(f" {json.dumps(label)}: {json.dumps(rungs[label] | {'kernels': kernels})}")
     write_whole(STORE, f"{json.dumps(STORED)[:-1]}, \"rungs\": {{\n" + ",\n".join(lines) + "\n}}\n")
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(description="Count the kernels of GPT-2 (124M) at B=16 T=1024, and store them.")
-    parser.add_argument("--rungs", required=True, help="of one card, without 25, such as 0-10")
-    args, console = parser.parse_args(argv), Console(highlight=False)
-    save_store(count_all(counted_rungs(parse_rungs(args.rungs), console), STORED, console))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend
 
 from ladder.count.memory import free_memory, recommend
 from ladder.errors import UserError
-from ladder.measure.allocator import keeping_freed_memory, name_of
 from ladder.measure.jobs import COMPLAINT, OUT_OF_MEMORY
 from ladder.measure.rates import device_name, nvidia_gpus, rung_10
 from ladder.rungs.list import ROOT
@@ -157,16 +156,6 @@ def check_data(folder):
     return finding(not fallback, "data", detail, detail + advice)
 
 
-def check_allocator(device):
-    """What happens to memory that a script frees on a CPU; torch's wheels for Windows have mimalloc built in."""
-    if device != "cpu" or sys.platform != "linux":
-        return
-    name = name_of(os.environ | keeping_freed_memory())
-    yield finding(name == "mimalloc", "allocator",
-                  "mimalloc: python -m ladder keeps freed memory in the process; a script by itself: docs/running.md",
-                  f"{name}; mimalloc needs less memory: pip install cmeel-mimalloc")
-
-
 def check_files():
     free = shutil.disk_usage(ROOT).free
     disk = f"{free / 1e9:.0f} GB"
@@ -178,7 +167,7 @@ def check_machine(device=None):
     """All findings, and the command recommended for this machine."""
     device = device or rung_10.parse_args([]).device
     findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
-                *check_allocator(device), *check_files()]
+                *check_files()]
     model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
     return findings, f"python -m ladder run --model {model} -B {B} -T {T} --steps {10 if device == 'cpu' else 200}"
 

@@ -4,13 +4,11 @@ What loads torch is imported where it is used: two logs need none.
 """
 import os
 import shutil
-import sys
 from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
-from ladder.rungs.choose import find_rung
-from ladder.rungs.list import BY_NAME, ROOT, Rung
+from ladder.rungs.list import BY_NAME, ROOT, Rung, find_rung
 from ladder.show.contest import CSV, read_csv, read_logs, write_csv
 from ladder.show.logs import read_log
 
@@ -63,18 +61,13 @@ def show(folder, console):
 # ---- what is compared ------------------------------------------------------------------------------------------------
 
 
-def file_as_rung(path, title):
-    """A script outside of the ladder, which has no label."""
-    return Rung("", str(path.resolve()), title, None, frozenset())
-
-
 def script_of(word):
-    """The Rung that a word names: one of the ladder, or any other file."""
+    """The Rung that a word names: one of the ladder, or any other file, which has no label."""
     path = Path(word)
     if path.suffix != ".py":
         return find_rung(word)
     known = BY_NAME.get(path.stem)
-    return known if known and known.path == path.resolve() else file_as_rung(path, path.name)
+    return known if known and known.path == path.resolve() else Rung("", str(path.resolve()), path.name)
 
 
 def copied(scripts, folder):
@@ -86,7 +79,8 @@ def copied(scripts, folder):
             while name in [*BY_NAME, *(one.name for one in copies)]:
                 name += "_yours"
             folder.mkdir(parents=True, exist_ok=True)
-            rung = file_as_rung(Path(shutil.copyfile(rung.path, folder / f"{name}.py")), rung.title)
+            copy = shutil.copyfile(rung.path, folder / f"{name}.py")
+            rung = Rung("", str(copy.resolve()), rung.title)
         copies.append(rung)
     return copies
 
@@ -101,13 +95,6 @@ def check_scripts(scripts):
             check_file(rung.path)
         if not {"val_every", "max_lr"} <= defaults(rung).keys():
             raise UserError(f"{rung.file}: has no --val-every or --max-lr; take validation, 18 to 24, or a copy of one")
-
-
-def facts_of(settings):
-    """What must not differ, of a script's settings."""
-    known = vars(settings)
-    return {name: known.get("total_batch") or settings.B * settings.T if name == "tokens" else str(known[name])
-            for name in SAME}
 
 
 def refuse_unlike(facts):
@@ -132,7 +119,12 @@ def check_fair(scripts, flags):
     if unknown:
         raise UserError(f"{unknown[0]}: none of these scripts has this flag; --help of a script lists them")
     settings = check_flags(scripts[:1], known[scripts[0]])
-    refuse_unlike({rung.title: facts_of(settings_of(rung, words)) for rung, words in known.items()})
+    facts = {}
+    for rung, words in known.items():
+        own = vars(settings_of(rung, words))
+        own["tokens"] = own.get("total_batch") or own["B"] * own["T"]
+        facts[rung.title] = {name: str(own[name]) for name in SAME}
+    refuse_unlike(facts)
     if not settings.val_every:
         raise UserError("--val-every 0: validation losses are compared; give the steps from one to the next")
     return settings
@@ -175,7 +167,6 @@ def keep(scripts, folder):
 def compare_recipes(args, console):
     scripts = [script_of(word) for word in args.what]
     beside = [str(rung.path.parent) for rung in scripts if not rung.label]  # modules that a file may import
-    sys.path += beside
     check_scripts(scripts)
     text = "bytes" if (ROOT / "data" / "bytes" / "meta.json").exists() else "tokens"  # bytes take a third of the time
     flags = [*SMALL, "--data", f"data/{text}", *args.flags]
@@ -185,7 +176,8 @@ def compare_recipes(args, console):
     folder = args.logs or (newest_of(about) if args.resume else new_folder(FOLDERS))
     from ladder.measure.contest import Contest, hold
     from ladder.measure.runner import locked
-    from ladder.show.verdict import draw_verdict
+    from ladder.show.plots import save
+    from ladder.show.verdict import verdict_picture
 
     with locked(folder, args.resume):
         scripts = copied(scripts, folder / "scripts")
@@ -201,7 +193,7 @@ def compare_recipes(args, console):
     record = read_csv(folder / CSV)
     if not record.names:
         raise UserError(f"{folder}: no run ended with a validation loss; see its logs")
-    draw_verdict(record, folder / "compare.png")
+    save(verdict_picture(record), folder / "compare.png")
     show(folder, console)
     console.print(f"{folder}: {CSV}, compare.png; python -m ladder compare {folder} shows this again", soft_wrap=True)
     return 1 if runner.failed() else 0

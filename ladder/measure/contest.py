@@ -27,10 +27,9 @@ import json
 import math
 import re
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -102,17 +101,11 @@ def default_rates(rung):
     return {flag: defaults(rung)[name] for name, flag in RATE_FLAGS.items() if name in defaults(rung)}
 
 
-@cache
-def parser_of(rung):
-    """A parser of a script's own flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    load_script(rung).add_flags(parser)
-    return parser
-
-
 def known_flags(rung, flags):
     """The words of the flags that a script has; others are for other scripts."""
-    unknown, known = parser_of(rung).parse_known_args(flags)[1], []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    load_script(rung).add_flags(parser)
+    unknown, known = parser.parse_known_args(flags)[1], []
     for word in flags:
         if unknown and word == unknown[0]:
             unknown.pop(0)
@@ -193,9 +186,8 @@ class Contest:
             return chosen
         for rung in self.scripts:
             settings = vars(self.settings(rung))
-            own = tuple(settings[name] for name in RATE_FLAGS if name in settings)
-            self.searches[rung.name] = Search(own)
-            chosen[rung.name] = own
+            chosen[rung.name] = tuple(settings[name] for name in RATE_FLAGS if name in settings)
+            self.searches[rung.name] = Search(chosen[rung.name])
         if self.most_tries:
             self.search_until(self.most_tries, finest=1.0)
             n_tries = max(len(search.losses) for search in self.searches.values())
@@ -214,18 +206,14 @@ class Contest:
             folder = self.folder / f"round_{number + 1}"
             self.run_shared([self.job(rung, folder, chosen[rung.name], SEED + number)
                              for rung in in_turns(self.scripts, number)])
-        self.run(self.timing_jobs(chosen))
-
-    def timing_jobs(self, chosen):
-        """The jobs that measure the time of a step."""
-        settings, jobs = self.settings(self.scripts[0]), []
+        settings, timing = self.settings(self.scripts[0]), []
         most = TIMED_STEPS_ON_A_CPU if settings.device == "cpu" else TIMED_STEPS
         more = ["--steps", str(min(settings.steps, most)), "--val-every", "0"]
         for number in range(self.timings):
             folder = self.folder / "timing" / f"round_{number + 1}"
-            jobs += [self.job(rung, folder, chosen[rung.name], SEED, *more)
-                     for rung in in_turns(self.scripts, number)]
-        return jobs
+            timing += [self.job(rung, folder, chosen[rung.name], SEED, *more)
+                       for rung in in_turns(self.scripts, number)]
+        self.run(timing)
 
 
 def in_turns(scripts, number):
@@ -237,24 +225,6 @@ def n_jobs(contest):
     """How many jobs a contest has about: a search is rarely shorter."""
     tries = sum(min(contest.most_tries, 3 + 3 * len(default_rates(rung))) for rung in contest.scripts)
     return tries * len(TUNING_SEEDS) + (contest.seeds + contest.timings) * len(contest.scripts)
-
-
-class ContestRunner(Runner):
-    """A Runner that also says how long the rest will take."""
-
-    def finish(self, job, outcome):
-        super().finish(job, outcome)
-        here = [outcome for outcome in self.outcomes if outcome.seconds]
-        left = max(0, self.n_jobs - len(self.outcomes))
-        minutes = (time.monotonic() - self.began) / max(1, len(here)) * left / 60
-        text = f"{minutes:.0f} min" if minutes >= 1.5 else "a minute or two"
-        if left and text != self.said:
-            self.progress.console.print(f"  {len(self.outcomes)} of about {self.n_jobs} runs; {text} left", style="dim")
-            self.said = text
-
-    def __enter__(self):
-        self.began, self.said = time.monotonic(), None
-        return super().__enter__()
 
 
 # ---- a contest in a folder -------------------------------------------------------------------------------------------
@@ -291,8 +261,7 @@ def hold(contest, about, device, seconds, console, measured=False, **more):
     `measured`: with the machine's matrix-product rates, and `more` of machine.json.
     """
     begin(contest.folder, contest.scripts, about, device)
-    runner = ContestRunner(device, contest.folder, seconds, console, True)
-    runner.n_jobs = n_jobs(contest)
+    runner = Runner(device, contest.folder, seconds, console, resume=True, n_jobs=n_jobs(contest))
     contest.run, contest.planned = runner.run, partial(setattr, runner, "n_jobs")
     with runner:
         if measured:

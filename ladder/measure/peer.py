@@ -9,11 +9,14 @@ learning rate, clock and log. Rung 10 should not be slower. A fetched model has 
 with 50,304 rows and a loss over all of them; nanoGPT's GELU is not the tanh approximation.
 """
 import ast
+import inspect
 import math
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.nn as nn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +27,8 @@ from ladder.show.logs import PEER, PEERS  # noqa: E402
 
 FETCHED = {"model.py": "peer_nanogpt", "train_gpt2.py": "peer_build_nanogpt"}  # {file: its log}
 MORE = {"model.py": {"dropout": 0.0, "bias": True}, "train_gpt2.py": {}}  # of its GPTConfig: GPT-2 has biases
-IMPORTED = {"dataclasses", "inspect", "math", "torch"}  # what their models use
+IMPORTED = {"dataclass": dataclass, "inspect": inspect, "math": math, "torch": torch, "nn": nn,
+            "F": nn.functional}  # what their classes use
 
 
 class Peer(nn.Module):
@@ -78,24 +82,15 @@ def fetched_peer(file):
     return FetchedPeer
 
 
-def is_definition(node):
-    """Whether a statement at the top of a file defines a class, or imports what the classes use."""
-    if isinstance(node, ast.Import):
-        return all(name.name.partition(".")[0] in IMPORTED for name in node.names)
-    if isinstance(node, ast.ImportFrom):
-        return node.module.partition(".")[0] in IMPORTED
-    return isinstance(node, ast.ClassDef)
-
-
 def definitions(file):
-    """The classes of a fetched file with their imports, as a syntax tree: train_gpt2.py as a whole would train."""
+    """The classes of a fetched file, as a syntax tree: train_gpt2.py as a whole would train."""
     problem = f"--peers {file}: does not define GPT and GPTConfig; fetch the file that docs/running.md names"
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except SyntaxError:  # the web page around the file
         raise UserError(problem) from None
-    tree.body = [node for node in tree.body if is_definition(node)]
-    if not {"GPT", "GPTConfig"} <= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}:
+    tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    if not {"GPT", "GPTConfig"} <= {node.name for node in tree.body}:
         raise UserError(problem)
     return tree
 
@@ -104,6 +99,7 @@ def load_classes(file):
     """A module with the classes of a fetched file."""
     module = types.ModuleType(f"fetched_{file.stem}")
     sys.modules[module.__name__] = module  # torch.compile looks it up
+    vars(module).update(IMPORTED)
     exec(compile(definitions(file), file, "exec"), vars(module))
     return module
 

@@ -7,15 +7,13 @@ tries counts, since the question is what the chip can do.
 """
 import argparse
 import json
-import math
 import platform
 import re
 import sys
-import time
 from pathlib import Path
 
 import torch
-from torch.utils import collect_env
+from torch.utils import benchmark, collect_env
 
 from ladder.rungs.list import BY_LABEL, ROOT, load_script
 
@@ -28,18 +26,8 @@ def best_rate(device, dtype, shape):
     """The highest FLOP/s over repeated products of one shape (m, k, n)."""
     m, k, n = shape
     a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
-    synchronize = torch.get_device_module(device).synchronize
-    a @ b
-    synchronize()
-    best, deadline = math.inf, time.perf_counter() + SECONDS
-    repeats = 1 if device == "cpu" else 10  # so that the launch on a GPU does not count
-    while time.perf_counter() < deadline:
-        started = time.perf_counter()
-        for _ in range(repeats):
-            a @ b
-        synchronize()
-        best = min(best, (time.perf_counter() - started) / repeats)
-    return 2 * m * k * n / best
+    timer = benchmark.Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+    return 2 * m * k * n / min(timer.blocked_autorange(min_run_time=SECONDS).times)
 
 
 def measure(device):

@@ -1,7 +1,5 @@
 """`python -m ladder run`: the rungs, between two measurements of the machine, and the table at the end."""
-import argparse
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,10 +8,8 @@ from ladder.files import new_folder
 from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.max_batch import print_largest
 from ladder.measure.peer import find_peers
-from ladder.measure.runner import (
-    Runner, check_flags, eager_flags, locked, plan, split_flags)
-from ladder.rungs.choose import parse_rungs
-from ladder.rungs.list import BY_LABEL
+from ladder.measure.runner import Runner, check_flags, eager_flags, locked, plan, split_flags
+from ladder.rungs.list import BY_LABEL, parse_rungs
 from ladder.show.logs import RUNS, has_steps, newest_run
 from ladder.show.machine import read_machine
 from ladder.show.report import build_report
@@ -39,6 +35,8 @@ def add_flags(parser):
 
 def as_started(args):
     """The arguments that the run to --resume was started with, as its machine.json has them."""
+    from ladder.__main__ import parse_args
+
     _, words = split_flags(args.argv, "--logs")
     if words != ["run", "--resume"]:
         raise UserError("--resume: continues a run with the flags it was started with; leave the others out")
@@ -46,11 +44,8 @@ def as_started(args):
     arguments = read_machine(folder).get("arguments")
     if arguments is None:
         raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser)
-    again, again_flags = parser.parse_known_args(arguments[1:])  # without the verb
-    again.resume, again.logs, again.argv = True, folder, arguments
-    again.flags = [word for word in again_flags if word != "--"]
+    again = parse_args(arguments)
+    again.resume, again.logs = True, folder
     return again
 
 
@@ -90,13 +85,7 @@ def main(args, console):
                 runner.measure_machine()
         except KeyboardInterrupt:
             interrupted = True
-        finally:
-            kept = args.resume or any(logs.rglob("*.log"))
-            if not kept:  # nothing to show or resume: it must not be found as the newest run
-                shutil.rmtree(logs, ignore_errors=True)  # (Windows keeps the lock)
-    if interrupted:
-        again = f"python -m ladder run --resume --logs {logs} continues" if kept else "there is nothing to resume"
-        console.print(f"stopped; {again}", soft_wrap=True)
+            console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", soft_wrap=True)
     show_end(runner, console)
     if interrupted:
         return 130

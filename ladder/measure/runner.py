@@ -6,7 +6,6 @@ Ctrl-C stops the children and everything they started; finished results are kept
 """
 import argparse
 import contextlib
-import itertools
 import json
 import random
 import subprocess
@@ -16,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 import filelock
-import psutil
 from rich.progress import Progress
 
 from ladder.errors import UserError
@@ -66,22 +64,9 @@ def command_for(rung, flags, log_dir, processes=2, turn=None, script=None):
     return [*start, *words, *own_flags(rung, flags, log_dir), "--log-dir", str(log_dir)]
 
 
-def turn_of(rung, flags, number):
-    """How a rung's script takes its turn in a round: only in the first there may be something to compile."""
-    eager = "compile_mode" not in defaults(rung) or split_flags(flags, "--compile-mode")[0] == ["none"]
-    return "once" if eager or number > 1 else "twice"
-
-
 def settings_of(rung, flags):
     """What a rung's script makes of the flags; it exits with an error if they are wrong."""
     return load_script(rung).parse_args(own_flags(rung, flags, Path()))
-
-
-def check_gpu(flags):
-    """Refuse to measure a CPU unasked beside an NVIDIA GPU that torch cannot use."""
-    problem = None if split_flags(flags, "--device")[0] == ["cpu"] else nvidia_problem()
-    if problem:
-        raise UserError(f"--device: torch cannot use the NVIDIA GPU: {problem}; or --device cpu")
 
 
 def eager_flags(rungs, flags, device, console):
@@ -98,7 +83,9 @@ def eager_flags(rungs, flags, device, console):
 
 def check_flags(rungs, flags):
     """The settings of the first rung, whose script checks the data, before anything is written."""
-    check_gpu(flags)
+    problem = None if split_flags(flags, "--device")[0] == ["cpu"] else nvidia_problem()
+    if problem:  # a CPU would be measured unasked
+        raise UserError(f"--device: torch cannot use the NVIDIA GPU: {problem}; or --device cpu")
     if any(split_flags(flags, "--log-dir", "--save")[0]):
         raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
     settings = [settings_of(rung, flags) for rung in rungs][0]
@@ -119,7 +106,10 @@ def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):
     for number in range(1, repeat + 1):
         folder, jobs = log_dir / f"round_{number}" if repeat > 1 else log_dir, []
         for name, rung, script in scripts:
-            turn = turn_of(rung, flags, number) if at_once > 1 else None
+            turn = None
+            if at_once > 1:  # only in the first round there may be something to compile
+                eager = "compile_mode" not in defaults(rung) or split_flags(flags, "--compile-mode")[0] == ["none"]
+                turn = "once" if eager or number > 1 else "twice"
             jobs.append(Job(name, command_for(rung, flags, folder, processes, turn, script), folder))
         if repeat > 1:
             random.Random(number).shuffle(jobs)
@@ -157,17 +147,6 @@ def write_machine(folder, device, **more):
     write_whole(path, json.dumps(machine, indent=2) + "\n")
 
 
-def left_over(folder):
-    """The id of a process that still writes logs there, of a run that was killed; None without one."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            for flag, log_dir in itertools.pairwise(words):
-                if flag == "--log-dir" and Path(process.cwd(), log_dir).resolve().is_relative_to(folder.resolve()):
-                    return process.pid
-    return None
-
-
 @contextlib.contextmanager
 def locked(folder, resume, flag="--logs"):
     """Make and lock the folder that `flag` names; UserError if it is in use, cannot be written to, or holds a run."""
@@ -182,10 +161,6 @@ def locked(folder, resume, flag="--logs"):
     except OSError as error:
         raise UserError(f"{flag} {folder}: {error.strerror}; give a folder that can be written to") from None
     with lock:
-        process = left_over(folder)
-        if process:
-            raise UserError(f"{flag} {folder}: a script of a killed run still writes there; wait for its end, or end "
-                            f"process {process}")
         yield
 
 
@@ -202,7 +177,7 @@ class Runner:
     outcomes: list = field(default_factory=list)
 
     def __enter__(self):
-        self.progress = Progress(console=self.console)
+        self.progress = Progress(console=self.console, speed_estimate_period=3600)  # a job takes minutes
         self.bar = self.progress.add_task("")
         self.progress.start()
         return self

@@ -27,15 +27,13 @@ from ladder.show.logs import STEP_LINE
 
 STEPS, SECONDS = 4, 600  # of a trial: its training steps, the time that it may take (beside others, on slow cores)
 SAME = 0.05  # nats: how close losses stay where only the place or the order of the arithmetic changes
-PATCHES = {  # the function that a script asks about its device, and a different answer
-    "float16": ("autocast_dtype", torch.float16),  # a T4's
-}
 
 
 @dataclass
 class Trial(Job):
     """A command, and how it ended: "ok", "failed", "not run", …"""
 
+    after: Job | None = None  # the trial whose files it uses
     first: int = 0  # the first step that it must log; 0: what it logs is not looked at
     like: str = ""  # the trial that must have the same losses
     within: float = SAME
@@ -43,16 +41,6 @@ class Trial(Job):
     reason: str = ""
     seconds: float = 0.0
     losses: dict = field(default_factory=dict)  # {step: loss}
-
-
-def words_of(rung, flags):
-    """The command line of {setting: value}, as far as the rung's script has them."""
-    words = []
-    for name, value in flags.items():
-        if name in defaults(rung):
-            flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
-            words += [flag, str(value)]
-    return words
 
 
 def training(settings, scratch, label, how="", like="", within=SAME, **changes):
@@ -67,25 +55,30 @@ def training(settings, scratch, label, how="", like="", within=SAME, **changes):
         "log_dir": folder, "checkpoint_dir": folder, "save": folder / "model.pt",
     }
     start = [str(rung.path)]
-    if how in PATCHES:
-        start = ["-m", "ladder.measure.smoke", how, label]
-    if how in ("torchrun", "gloo"):
+    if how == "float16":
+        start = ["-m", "ladder.measure.smoke", label]
+    if how == "torchrun":
         ranks = 2 if settings.device == "cpu" else min(2, max(1, torch.cuda.device_count()))
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *start]
         flags["B"] = B // ranks  # a step has the same tokens as in one process
-    command = [sys.executable, *start, *words_of(rung, flags | changes)]
+    command = [sys.executable, *start]
+    for setting, value in (flags | changes).items():
+        if setting in defaults(rung):
+            flag = f"-{setting}" if len(setting) == 1 else f"--{setting.replace('_', '-')}"
+            command += [flag, str(value)]
     return Trial(name, command, folder, first=1, like=like, within=within)
 
 
 def resuming(trial):
     """The trial that resumes another one from its last checkpoint but one."""
-    return Trial(f"{trial.name}-resume", [*trial.command, "--resume"], trial.log_dir, first=STEPS // 2 + 1,
-                 like=trial.name)
+    return Trial(f"{trial.name}-resume", [*trial.command, "--resume"], trial.log_dir, after=trial,
+                 first=STEPS // 2 + 1, like=trial.name)
 
 
 def script(trial, file, *words):
-    """The trial of a script that does not train, beside the training `trial`."""
-    return Trial(f"{trial.name}-{Path(file).stem}", [sys.executable, str(ROOT / file), *map(str, words)], trial.log_dir)
+    """The trial of a script that uses what the training `trial` has made."""
+    command = [sys.executable, str(ROOT / file), *map(str, words)]
+    return Trial(f"{trial.name}-{Path(file).stem}", command, trial.log_dir, after=trial)
 
 
 def using(trial, device, exports):
@@ -106,57 +99,46 @@ def own_text(settings, scratch):
     train = partial(training, settings, scratch, data=data, model="2x2x64", dropout=0)
     start = train("28", "own-text", steps=200, muon_lr=0.02, max_lr=0.01, compile_mode="none")
     start.first = 0  # more steps than are looked at
+    start.after = prepared = script(start, "data/prepare.py", "--text", text, "--tokenizer", "bytes", "--out", data)
+    prepared.after = None
     eager = train("29", "own-text", pretrained=start.log_dir / "model.pt", compile_mode="none")
     compiled = train("29", "documents", eager.name, 0.01, pretrained=start.log_dir / "model.pt")
-    return [script(eager, "data/prepare.py", "--text", text, "--tokenizer", "bytes", "--out", data), start, eager,
-            *([compiled] if settings.compile_mode != "none" else []), *using(eager, device, exports=True),
+    eager.after = compiled.after = start
+    return [prepared, start, eager, *([compiled] if settings.compile_mode != "none" else []),
+            *using(eager, device, exports=True),
             script(eager, "evaluate.py", eager.log_dir / "model.pt", "--data", data, "--device", device)]
 
 
-def rung_chain(train, rung, device):
-    """A rung from its command line; what uses its model, for the last rung of each kind of model; one resumes."""
-    same = SAME if rung.torchrun else rung.same_losses  # without torchrun it is the rung before
-    if "autocast_dtype" in rung.may_change and rung_10.autocast_dtype(device) is torch.float16:
-        same = None  # float16's scaler skips the first steps
-    trial = train(rung.label, like=rung.start.label, within=same) if same else train(rung.label)
-    chain = [trial]
-    if rung in {(other.exports_to, other.tied): other for other in RUNGS}.values():
-        chain += using(trial, device, rung.exports_to)
-    if rung.label == "long_run":
-        chain.append(resuming(trial))
-    return chain
-
-
-def torchrun_chains(train, device):
-    """The rungs that start as several ranks: none where torch has no DDP, or no torchrun."""
-    if device == "mps" or sys.platform == "win32":
-        return
-    for rung in RUNGS:
-        if not rung.torchrun and rung.label != "long_run":
-            continue
-        trial = train(rung.label, "torchrun", like=rung.label)
-        resumes = rung.torchrun and "--checkpoint-dir" in trial.command
-        yield [trial, resuming(trial)] if resumes else [trial]
-
-
 def plan(settings, scratch):
-    """All trials for a device, in lists: those of one list use the files of its first.
+    """All trials for a device.
 
     Each rung runs from the command line, and as scripts run elsewhere or when asked: that, and what it is compared
     with, comes first, since it has run least often, and a smoke test may be cut short.
     """
     train, device = partial(training, settings, scratch), settings.device
-    rungs = [rung_chain(train, rung, device) for rung in RUNGS]
-    chains = [own_text(settings, scratch), *torchrun_chains(train, device)]
-    chains += [
-        [train("3", "float16")], [train("10", "float16")], [train("24", "float16", like="24")],
-        [train("24", "eager", like="24", compile_mode="none")],
-        [train("long_run", "float16", like="long_run")],
-    ]
+    trials = own_text(settings, scratch)
+    trials += [train("3", "float16"), train("10", "float16"), train("24", "float16", like="24"),
+               train("24", "eager", like="24", compile_mode="none"), train("long_run", "float16", like="long_run")]
     if device == "cuda" and settings.compile_mode != "none":
-        chains.append([train("10", "graphs", like="10", compile_mode="reduce-overhead")])
-    likes = {trial.like for chain in chains for trial in chain}
-    return sorted([*chains, *rungs], key=lambda chain: (chain[0].name not in likes, chain[0].name in BY_LABEL))
+        trials.append(train("10", "graphs", like="10", compile_mode="reduce-overhead"))
+    for rung in RUNGS:
+        same = SAME if rung.torchrun else rung.same_losses  # without torchrun it is the rung before
+        if "autocast_dtype" in rung.may_change and rung_10.autocast_dtype(device) is torch.float16:
+            same = None  # float16's scaler skips the first steps
+        trial = train(rung.label, like=rung.start.label, within=same) if same else train(rung.label)
+        trials.append(trial)
+        if rung in {(other.exports_to, other.tied): other for other in RUNGS}.values():  # the last of its kind
+            trials += using(trial, device, rung.exports_to)
+        if rung.label == "long_run":
+            trials.append(resuming(trial))
+        takes_ranks = rung.torchrun or rung.label == "long_run"
+        if takes_ranks and device != "mps" and sys.platform != "win32":  # which have no DDP, no torchrun
+            ranks = train(rung.label, "torchrun", like=rung.label)
+            trials.append(ranks)
+            if rung.torchrun and "--checkpoint-dir" in ranks.command:
+                trials.append(resuming(ranks))
+    likes = {trial.like for trial in trials}
+    return sorted(trials, key=lambda trial: (trial.name not in likes, trial.name in BY_LABEL))
 
 
 def prepare(trial):
@@ -171,110 +153,93 @@ def prepare(trial):
 def judge(trial, outcome):
     """Write into a trial how it ended."""
     trial.status, trial.reason, trial.seconds = outcome.status, outcome.reason, outcome.seconds
-    for line in outcome.lines:
-        step = STEP_LINE.match(line)
-        if step:
-            trial.losses[int(step[1])] = float(step[2])
+    found = filter(None, map(STEP_LINE.match, outcome.lines))
+    trial.losses = {int(step[1]): float(step[2]) for step in found}
     steps = list(range(trial.first, STEPS + 1))
     if trial.status == "ok" and trial.first and list(trial.losses) != steps:
         trial.status, trial.reason = "failed", f"it logged the steps {list(trial.losses)}, not {steps}"
 
 
-def run_chains(chains, workers, out, device, say, done):
-    """Run lists of trials, the later ones of a list only if its first is ok; `done` gets them as they end.
-
-    Their output goes into the folder `out`, and what else they wrote is deleted.
-    """
-    chain_of = {trial.name: chain for chain in chains for trial in chain}
-    jobs = [prepare(chain[0]) for chain in chains]
-
+def run_trials(trials, workers, out, device, say):
+    """Run all trials, each after the one that it needs is ok. Their output goes into the folder `out`."""
     def ended(trial, outcome):
         judge(trial, outcome)
         (out / f"{trial.name}.txt").write_text("\n".join([*outcome.lines, ""]), encoding="utf-8")
-        chain = chain_of[trial.name]
-        rest = chain[chain.index(trial) + 1 :]
-        if chain[0].status == "ok" and rest:
-            jobs.insert(0, prepare(rest[0]))
-            rest = []
-        else:
-            shutil.rmtree(trial.log_dir, ignore_errors=True)
-        for one in [trial, *rest]:  # the rest does not run
-            done.append(one)
-            say(f"{len(done):3}/{len(chain_of)} {describe_trial(one)}")
+        losses = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values()) if trial.first else ""
+        n_done = sum(one.status != "not run" for one in trials)
+        say(f"{n_done:3}/{len(trials)} {trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  "
+            f"{trial.reason or losses}".rstrip())
 
-    run_jobs(jobs, SECONDS, device, workers, ended)
-
-
-def describe_trial(trial):
-    """How a trial ended, in one line."""
-    losses = "loss " + " ".join(f"{loss:.3f}" for loss in trial.losses.values()) if trial.first else ""
-    return f"{trial.name:24} {trial.status:8} {trial.seconds:4.0f} s  {trial.reason or losses}".rstrip()
+    while True:
+        waiting = [trial for trial in trials if trial.status == "not run"]
+        ready = [trial for trial in waiting if trial.after is None or trial.after.status == "ok"]
+        if not ready:
+            break
+        run_jobs(list(map(prepare, ready)), SECONDS, device, workers, ended)
+        needed = {trial.log_dir for trial in trials if trial.status == "not run"}
+        for folder in {trial.log_dir for trial in ready} - needed:
+            shutil.rmtree(folder, ignore_errors=True)
+    for trial in waiting:
+        say(f"        {trial.name:24} not run: {trial.after.name} failed")
 
 
 def summarize(trials, seconds, say):
-    """Say what failed and what disagrees; returns the exit code."""
-    failed = [f"failed: {trial.name}: {trial.reason}" for trial in trials if trial.status not in ("ok", "not run")]
+    """Say what failed and what disagrees; whether anything did."""
+    trials = [trial for trial in trials if trial.status != "not run"]
+    failed = [f"failed: {trial.name}: {trial.reason}" for trial in trials if trial.status != "ok"]
     by_name = {trial.name: trial for trial in trials if trial.status == "ok"}
-    compared = [(trial, by_name[trial.like]) for trial in by_name.values() if trial.like in by_name]
-    largest, disagree = 0.0, []
-    for trial, other in compared:
+    largest, disagree = [], []
+    for trial in [trial for trial in by_name.values() if trial.like in by_name]:
+        other = by_name[trial.like]
         gaps = {step: abs(loss - other.losses[step]) for step, loss in trial.losses.items()}
         step = max(gaps, key=gaps.get)
-        largest = max(largest, gaps[step])
+        largest.append(gaps[step])
         if gaps[step] > trial.within:
             disagree.append(f"disagrees: {trial.name} and {other.name}: loss {trial.losses[step]:.3f} and "
                             f"{other.losses[step]:.3f} at step {step}, more than {trial.within} apart")
-    say(f"\n{len(trials)} trials in {seconds:.0f} s, {len(failed)} failed.\n{len(compared)} must have the same losses "
-        f"as another, {len(disagree)} disagree; the largest difference is {largest:.4f}.")
+    say(f"\n{len(trials)} trials in {seconds:.0f} s, {len(failed)} failed.\n{len(largest)} must have the same losses "
+        f"as another, {len(disagree)} disagree; the largest difference is {max(largest, default=0):.4f}.")
     for problem in [*failed, *disagree]:
         say(problem)
-    return 1 if failed or disagree else 0
-
-
-def smoke_settings(flags):
-    """The baseline's settings for these flags, with a small model and eager where torch cannot compile."""
-    baseline = BY_LABEL["0"]
-    if not split_flags(flags, "--model")[0]:
-        flags = [*flags, "--model", "tiny" if settings_of(baseline, flags).device == "cpu" else "mini"]
-    settings = check_flags([baseline], flags)  # prepares the data now, once
-    settings.compile_mode = "none" if compile_problem(settings.device) else "default"
-    return settings
+    return bool(failed or disagree)
 
 
 def share_cores(device):
     """How many trials run at once; tells them, by the environment, how many cores each may use."""
-    cores = os.cpu_count()
-    workers = max(2, min(8, cores // 2))
+    workers = max(2, min(8, os.cpu_count() // 2))
     if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
     else:
         workers = int(max(1, min(workers, free_memory(device) // 2e9)))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // workers)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // workers)))
     return workers
 
 
 def smoke(flags, out, console):
     """Try everything on this machine, into the new folder `out`; returns the exit code."""
-    settings = smoke_settings(flags)
+    if not split_flags(flags, "--model")[0]:
+        flags = [*flags, "--model", "tiny" if settings_of(BY_LABEL["0"], flags).device == "cpu" else "mini"]
+    settings = check_flags([BY_LABEL["0"]], flags)  # prepares the data now, once
+    settings.compile_mode = "none" if compile_problem(settings.device) else "default"
     device, workers = settings.device, share_cores(settings.device)
-    started, done = time.monotonic(), []
+    started = time.monotonic()
     say, console.record = partial(console.print, soft_wrap=True), True
     with locked(out, resume=False, flag="--out"), TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for finding in check_machine(device)[0]:
             say(f"{finding.mark} {finding.what}: {finding.detail}")
-        chains = plan(settings, Path(scratch))
-        say(f"\n{sum(map(len, chains))} trials, {workers} at a time")
+        trials = plan(settings, Path(scratch))
+        say(f"\n{len(trials)} trials, {workers} at a time")
         stopped = False
         try:
-            run_chains(chains, workers, out, device, say, done)
+            run_trials(trials, workers, out, device, say)
         except KeyboardInterrupt:
             say("stopped")
             stopped = True
-        code = summarize(done, time.monotonic() - started, say)
+        failed = summarize(trials, time.monotonic() - started, say)
         console.save_text(out / "summary.txt")
         console.record = False
     console.print(f"all output is in {out}")
-    return 130 if stopped else code
+    return 130 if stopped else failed
 
 
 def add_flags(parser):
@@ -291,12 +256,12 @@ def main(args, console):
     return smoke(flags, args.out or new_folder("logs/smoke"), console)
 
 
-def run_patched(how, label, *flags):
-    """Run a script that gets a different answer about its device: python -m ladder.measure.smoke float16 24 FLAGS..."""
-    script, (name, answer) = load_script(BY_LABEL[label]), PATCHES[how]
-    setattr(script, name, lambda device: answer)
+def run_in_float16(label, *flags):
+    """Run a script as on a T4: python -m ladder.measure.smoke 24 FLAGS..."""
+    script = load_script(BY_LABEL[label])
+    script.autocast_dtype = lambda device: torch.float16
     script.train(script.parse_args(flags))
 
 
 if __name__ == "__main__":
-    run_patched(*sys.argv[1:])
+    run_in_float16(*sys.argv[1:])

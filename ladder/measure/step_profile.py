@@ -16,16 +16,12 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pandas
-
+from ladder.count.flops import flops_per_token
 from ladder.errors import UserError
 from ladder.files import new_folder, write_whole
 from ladder.measure.jobs import Job, run_job
-from ladder.measure.runner import (
-    check_flags, eager_flags, locked, own_flags, split_flags, write_machine)
-from ladder.count.flops import flops_per_token
-from ladder.rungs.choose import parse_rungs
-from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
+from ladder.measure.runner import check_flags, eager_flags, locked, own_flags, split_flags, write_machine
+from ladder.rungs.list import BY_LABEL, BY_NAME, load_script, parse_rungs
 from ladder.show.logs import read_log
 from ladder.show.machine import read_machine
 from ladder.show.profile import KINDS, UNRELIABLE, is_reliable, print_profile, read_profile
@@ -70,39 +66,26 @@ def names_around(event):
 
 
 def by_kind(events, logit_widths, device):
-    """({kind: ms}, ms, kernels) of one step: from the profiler's `events` inside its steps, and the steps' own ms.
-
-    `kernels`, on a CPU operators, are what the kinds add up: [name, kind, calls, ms], the longest first.
-    """
+    """({kind: ms}, ms) of one step: from the profiler's `events` inside its steps, and the steps' own ms."""
     on_cpu = [event for event in events if event.device_type.name == "CPU"]
     steps = [event.time_range for event in on_cpu if event.name == STEP]
-    parts, kernels = dict.fromkeys(KINDS, 0.0), {}
-
-    def add(name, kind, ms):
-        parts[kind] += ms
-        kernel = kernels.setdefault((name, kind), [0, 0.0])
-        kernel[0] += 1
-        kernel[1] += ms
-
+    parts = dict.fromkeys(KINDS, 0.0)
     for event in on_cpu:
         if not any(step.start <= event.time_range.start < step.end for step in steps):
             continue
         around = names_around(event)
         if device == "cpu":
-            kind = kind_of(event.name, event.input_shapes, around, logit_widths)
-            add(event.name, kind, event.self_cpu_time_total / 1000)
+            parts[kind_of(event.name, event.input_shapes, around, logit_widths)] += event.self_cpu_time_total / 1000
         for kernel in event.kernels if not event.is_user_annotation else []:  # a range does no work itself
             name = kernel.name if kernel.name.startswith("Mem") else event.name
             kind = kind_of(name, event.input_shapes, around, logit_widths)
-            add(kernel.name, "normalization and pointwise" if kind == "waiting" else kind, kernel.duration / 1000)
+            parts["normalization and pointwise" if kind == "waiting" else kind] += kernel.duration / 1000
     total = sum(step.elapsed_us() for step in steps) / 1000
     if device != "cpu":
         if not any(parts.values()):
             raise UserError("the profiler saw no kernels; allow it to use CUPTI, which containers often forbid")
         parts["waiting"] = max(0.0, total - sum(parts.values()))
-    rows = [[*key, calls / len(steps), ms / len(steps)] for key, (calls, ms) in kernels.items()]
-    kernels = sorted(rows, key=lambda row: -row[-1])
-    return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps), kernels
+    return {kind: ms / len(steps) for kind, ms in parts.items()}, total / len(steps)
 
 
 def logit_widths(vocab_size):
@@ -141,10 +124,9 @@ def profile_rung(label, flags, folder, trace=None):
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
     _, meta = script.load_tokens(settings.data, "train", 1)
     vocab_size = meta["vocab_size"]  # a log does not have it for your own tokenizer
-    parts, step_ms, kernels = by_kind(profiler.events(), logit_widths(vocab_size), settings.device)
+    parts, step_ms = by_kind(profiler.events(), logit_widths(vocab_size), settings.device)
     plain_ms = statistics.median(run.ms[warm_up : warm_up + plain])
-    return {"name": run.name, "step_ms": step_ms, "plain_ms": plain_ms, "parts_ms": parts,
-            "kernels": kernels, "vocab_size": vocab_size}
+    return {"name": run.name, "step_ms": step_ms, "plain_ms": plain_ms, "parts_ms": parts, "vocab_size": vocab_size}
 
 
 def products_ms(run, rates, vocab_size):
@@ -184,17 +166,11 @@ def profile_once(rung, flags, machine, trace):
     return found, outcome
 
 
-def median_round(rounds):
-    """The profile with the median step, of the reliable ones if there are any."""
-    counted = sorted(list(filter(is_reliable, rounds)) or rounds, key=lambda rung: rung["step_ms"])
-    return counted[len(counted) // 2]
-
-
 def profile_ladder(rungs, flags, settings, folder, console, repeat, traces=False):
     """Profile the rungs, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
-    Of `repeat` rounds each rung keeps the one with the median step, of the reliable ones if there are any. Rates
-    are those of folder/machine.json, which are measured first if it does not exist.
+    Each keeps the round with the median step, of the reliable ones if there are any.
+    Rates are those of folder/machine.json, which are measured first if it does not exist.
     """
     if not (folder / "machine.json").exists():
         write_machine(folder, settings.device)
@@ -212,12 +188,11 @@ def profile_ladder(rungs, flags, settings, folder, console, repeat, traces=False
             console.print(f"{rung.name}: {outcome.status}: {outcome.reason}", style="red")
             continue
         found[rung.name].append(one)
-        medians = [median_round(rounds) for rounds in found.values() if rounds]
-        profile["rungs"] = [{key: median[key] for key in median if key != "kernels"} for median in medians]
+        profile["rungs"] = []
+        for rounds in filter(None, found.values()):
+            counted = list(filter(is_reliable, rounds)) or rounds
+            profile["rungs"].append(sorted(counted, key=lambda one: one["step_ms"])[len(counted) // 2])
         write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
-        kernels = [[median["name"], *kernel] for median in medians for kernel in median["kernels"]]
-        table = pandas.DataFrame(kernels, columns=["rung", "name", "kind", "calls", "ms"])
-        write_whole(folder / "kernels.csv", table.to_csv(index=False, float_format="%.6g"))
         console.print(f"{rung.name}: {one['step_ms']:,.1f} ms/step under the profiler, {one['plain_ms']:,.1f} "
                       f"without{'' if is_reliable(one) else ': ' + UNRELIABLE}")
     return failed
@@ -245,7 +220,7 @@ def main(args, console):
     if found:
         print_profile(found, console)
         save(profile_picture(found), folder / "profile.png")
-        console.print(f"{folder}/profile.json, profile.png, kernels.csv")
+        console.print(f"{folder}/profile.json, profile.png")
     return 1 if failed else 0
 
 

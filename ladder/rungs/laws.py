@@ -62,12 +62,6 @@ def changed_definitions(starts, after):
     return lost | {name for name, text in after.items() if text not in [before.get(name) for before in starts]}
 
 
-def forbidden_changes(starts, after, may_change):
-    """The changed definitions that neither their own name nor their class's allows."""
-    changed = changed_definitions(starts, after)
-    return {name for name in changed if name not in may_change and name.split(".")[0] not in may_change}
-
-
 def plumbing(source):
     """The part below the banner, the banner included; ValueError unless there is exactly one."""
     head, found, rest = source.partition("\n" + BANNER)
@@ -98,11 +92,15 @@ def foreign(sources):
 
 
 def rung_violations(rung, sources):
-    """The breaches of the laws in the source of a rung ({file: text}), one line each."""
+    """The breaches of the laws in the source of a rung ({file: text}), one line each.
+
+    What it may change is named itself, or its class is.
+    """
     after, starts = sources[rung.file], [sources[start.file] for start in rung.starts]
     names = " and ".join(start.file for start in rung.starts)
-    for name in sorted(forbidden_changes(starts, after, rung.may_change)):
-        yield f"{names} -> {rung.file}: {name} differs, which this rung may not change"
+    for name in sorted(changed_definitions(starts, after)):
+        if not {name, name.split(".")[0]} & rung.may_change:
+            yield f"{names} -> {rung.file}: {name} differs, which this rung may not change"
     if plumbing(after) != plumbing(starts[0]):
         yield f"{rung.file}: below the banner it differs from {rung.start.file}"
 

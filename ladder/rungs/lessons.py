@@ -5,8 +5,6 @@ import itertools
 import re
 from dataclasses import dataclass, field
 
-from ladder.errors import UserError
-
 CONTEXT = 3  # unchanged lines around a change
 WORD = re.compile(r"\w+|\s+|.")
 LABEL = r"(?:Gain|Cost|Beware|Sources?):"
@@ -36,12 +34,11 @@ class Lesson:
 
 
 def split_docstring(source):
-    """(docstring, body lines, number of the body's first line) of a script."""
+    """(docstring, body lines, number of the body's first line) of a script; a reader's need not have a docstring."""
     tree = ast.parse(source)
-    if ast.get_docstring(tree) is None:
-        raise UserError("a rung must start with its docstring, the lesson; this one does not")
-    end = tree.body[0].end_lineno
-    return ast.get_docstring(tree), source.splitlines()[end:], end + 1
+    docstring = ast.get_docstring(tree) or ""
+    end = tree.body[0].end_lineno if docstring else 0
+    return docstring, source.splitlines()[end:], end + 1
 
 
 def mark_words(old, new):

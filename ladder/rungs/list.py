@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ladder.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[2]
 BANNER = "# ---- the same in every rung"  # begins the line between a script's lesson and its plumbing
 RUNGS, BY_LABEL = [], {}  # filled below
@@ -21,8 +23,8 @@ class Rung:
     label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "long_run", "fsdp"
     file: str  # relative to the repository's root
     title: str
-    before: str | tuple | None  # the label of the rung it starts from; of long_run those of both
-    may_change: frozenset  # of long_run: what is neither's
+    before: str | tuple | None = None  # the label of the rung it starts from; of long_run those of both
+    may_change: frozenset = frozenset()  # of long_run: what is neither's
     same_losses: float | None = None  # nats: how close its losses stay to the rung before; None: it changes them
     lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/teaching.md)
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
@@ -175,3 +177,25 @@ add("36", "beyond/gpu/rung_36_cuda_graphs.py", "CUDA graphs", "35",
      same_losses=0.01)
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
+NUMBERS = [label for label in BY_LABEL if label.isdigit()]
+CHOICE = f"0 to {max(NUMBERS, key=int)}, {', '.join(label for label in BY_LABEL if label not in NUMBERS)}"
+
+
+def parse_rungs(text):
+    """The rungs of "0-2,ddp", without duplicates; raises UserError for anything that is not a rung."""
+    labels, rungs = list(BY_LABEL), []
+    for part in text.replace(" ", "").split(","):
+        ends = part.split("-")
+        places = [labels.index(label) for label in ends if label in labels]
+        if len(places) != len(ends) or len(ends) > 2 or places[0] > places[-1]:
+            raise UserError(f"--rungs {text}: not rungs; write for example 0-10 or 0,5,ddp, of {CHOICE}")
+        rungs += RUNGS[places[0] : places[-1] + 1]
+    return list(dict.fromkeys(rungs))
+
+
+def find_rung(word):
+    """The rung called "7", "07" or "ddp", or by its file's name."""
+    rung = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
+    if rung is None:
+        raise UserError(f"no rung {word}: write one of {CHOICE}, or its file's name")
+    return rung

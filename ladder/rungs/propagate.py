@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.rungs.choose import find_rung
 from ladder.rungs.laws import definitions, foreign, pieces, plumbing, rung_violations
 from ladder.rungs.lessons import split_docstring
-from ladder.rungs.list import ROOT, RUNGS
+from ladder.rungs.list import ROOT, RUNGS, find_rung
 
 
 class Stop(Exception):
@@ -110,14 +109,6 @@ def carry(rung, old, new):
     return text
 
 
-def check_fix(rung, old, new):
-    """Refuse a rung without a fix, and a fix that breaks the law."""
-    if split(rung.file, old[rung.file])[1] == split(rung.file, new[rung.file])[1]:
-        raise UserError(f"{rung.file} has no uncommitted change outside its docstring: make the fix there first")
-    for broken in rung_violations(rung, new) if rung.starts else foreign(new):
-        raise UserError(f"nothing was written; the fix breaks the ladder's law: {broken}")
-
-
 def propagate(rung, root=ROOT):
     """Carry the uncommitted change of a rung to all that start from it, as far as it goes.
 
@@ -127,7 +118,10 @@ def propagate(rung, root=ROOT):
     starts = {start for one in later for start in one.starts}  # of one that starts from two, the other, too
     old = {one.file: committed(one.file, root) for one in {rung, *later, *starts}}
     new = {one.file: (root / one.file).read_text(encoding="utf-8") for one in RUNGS}
-    check_fix(rung, old, new)
+    if split(rung.file, old[rung.file])[1] == split(rung.file, new[rung.file])[1]:
+        raise UserError(f"{rung.file} has no uncommitted change outside its docstring: make the fix there first")
+    for broken in rung_violations(rung, new) if rung.starts else foreign(new):
+        raise UserError(f"nothing was written; the fix breaks the ladder's law: {broken}")
     changed, stops = {}, []
     for one in later:  # what starts from one where the fix has stopped sees no change
         try:

@@ -4,12 +4,9 @@ A bar is a dictionary: title, label (of its rung), parts (one length, or one for
 text at its end), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
-from ladder.count.cards import CARDS
-from ladder.count.floor import floor_data
-from ladder.rungs.list import BY_LABEL, BY_NAME, LADDER
+from ladder.rungs.list import BY_NAME, LADDER
 from ladder.show.logs import stage_of
 from ladder.show.profile import KINDS, is_reliable
-from ladder.show.standings import race_curves
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black.
@@ -46,14 +43,6 @@ def step_bars(report, floors):
         yield bar | ({"floor": floors[label]} if label in floors else {})
 
 
-def lecture_bars():
-    """Milliseconds of a step on an A100, B=16 T=1024: the lecture's as bars, the counted floors as marks."""
-    for row in floor_data([CARDS["A100"]])["rungs"]:
-        published = BY_LABEL[row["label"]].lecture_ms
-        yield {"title": row["title"], "label": row["label"], "parts": [published or 0],
-               "floor": row["ms"]["A100"]["floor"], "end": str(published or "")}
-
-
 def memory_bars(report):
     """Peak memory of each rung, in GB (1e9 bytes)."""
     for row in report.rows:
@@ -63,25 +52,21 @@ def memory_bars(report):
 
 
 def profile_bars(profile):
-    """Milliseconds of each rung's step by kind of work, and its floor; [] for None."""
+    """Milliseconds of each rung's step by kind of work, and its floor; none for None."""
     rungs = profile["rungs"] if profile else []
     digits = 0 if any(sum(rung["parts_ms"].values()) >= 200 for rung in rungs) else 1
-    return [profile_bar(rung, digits) for rung in rungs]
-
-
-def profile_bar(found, digits):
-    rung, parts = BY_NAME[found["name"]], found["parts_ms"]
-    whole, sure = sum(parts.values()), is_reliable(found)
-    end = f"{whole:,.{digits}f}" + ("" if sure else " (!)")
-    return {"title": rung.title, "label": rung.label, "parts": list(parts.values()), "floor": found["floor_ms"],
-            "pale": not sure, "end": end}
+    for found in rungs:
+        rung, parts, sure = BY_NAME[found["name"]], list(found["parts_ms"].values()), is_reliable(found)
+        yield {"title": rung.title, "label": rung.label, "parts": parts, "floor": found["floor_ms"],
+               "pale": not sure, "end": f"{sum(parts):,.{digits}f}" + ("" if sure else " (!)")}
 
 
 def curves(report):
     """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
     if report.race:
-        for name, steps, seconds, losses in race_curves(report):
-            yield {"title": stage_of(name).title, "steps": steps, "seconds": seconds, "loss": losses}
+        for racer in report.race.racers:  # the means over the seeds
+            yield {"title": racer.title, "steps": racer.steps, "loss": racer.losses,
+                   "seconds": [step * racer.ms / 1000 for step in racer.steps]}
         return
     for row in report.rows:
         run = report.runs[row.name][0]

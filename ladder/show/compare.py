@@ -45,8 +45,15 @@ def common_steps(one, other):
     return rows[["step", "loss A", "loss B", "B - A", "ms A", "ms B", "A / B"]]
 
 
-def loss_verdict(one, other, rows):
+def loss_verdict(one, other, rows, different):
     tolerance, apart = loss_tolerance(one, other), rows["B - A"].abs()
+    unlike = [what for what in different if what not in ("device", "allocator")]
+    if rows.empty:
+        return "The logs have no step in common."
+    if unlike == ["B"]:  # compensated by ranks or micro-steps
+        return f"The losses of the same tokens, in batches of different B, are at most {apart.max():.6f} apart."
+    if unlike:
+        return f"The losses do not compare step by step: different {', '.join(unlike)}."
     if tolerance is None:
         return f"The losses differ by up to {apart.max():.4f}: what lies between the two scripts may change them."
     wrong = ~(apart <= tolerance)  # as NaN is
@@ -76,10 +83,6 @@ def differing(one, other):
     return different
 
 
-def counted_steps(run):
-    return len(run.ms) - run.warm_up
-
-
 def speed_verdict(one, other, faster, different):
     unit = "tokens/sec" if one.tokens_per_step and other.tokens_per_step else "steps/sec"
     word = f"{faster:.2f} times the {unit} of" if abs(faster - 1) >= 0.005 else f"the same {unit} as"
@@ -87,57 +90,34 @@ def speed_verdict(one, other, faster, different):
     work = [what for what in ("model", "B", "T") if what in different]
     if work:
         return f"{verdict}, with a different {' and '.join(work)}: this does not measure a change in the code."
-    too_few = [run for run in (one, other) if counted_steps(run) < MIN_COUNTED]
+    too_few = [run for run in (one, other) if run.counted < MIN_COUNTED]
     if too_few:
-        counts = " and ".join(f"{run.path} has {counted_steps(run)}" for run in too_few)
+        counts = " and ".join(f"{run.path} has {run.counted}" for run in too_few)
         return f"{verdict}: too few steps to say. After the warm-up {counts}; at least {MIN_COUNTED} are needed."
     memory = "; part of it may be the allocator's" if "allocator" in different else ""
     return (f"{verdict}{memory}. One run each: to tell whether that is significant takes {FEWEST_ROUNDS} rounds "
             "(python -m ladder run --rungs N,M --repeat 5).")
 
 
-def how_many_times_faster(one, other):
-    """The ratio of two runs' tokens per second; of their steps per second, where a log does not tell its tokens."""
-    if one.tokens_per_step and other.tokens_per_step:
-        return one.median_ms / one.tokens_per_step / (other.median_ms / other.tokens_per_step)
-    return one.median_ms / other.median_ms
-
-
-def losses_sentence(one, other, rows, different):
-    apart = [what for what in different if what not in ("device", "allocator")]
-    if rows.empty:
-        return "The logs have no step in common."
-    if apart == ["B"]:  # compensated by ranks or micro-steps
-        gap = rows["B - A"].abs().max()
-        return f"The losses of the same tokens, in batches of different B, are at most {gap:.6f} apart."
-    if apart:
-        return f"The losses do not compare step by step: different {', '.join(apart)}."
-    return loss_verdict(one, other, rows)
-
-
 def compare(one, other, card=None):
     """Compare two runs over the steps that both have; `card` is the GPU of logs that name none."""
     rows, different = common_steps(one, other), differing(one, other)
-    faster = how_many_times_faster(one, other)
+    faster = one.median_ms / other.median_ms  # by steps, where a log does not tell its tokens
+    if one.tokens_per_step and other.tokens_per_step:
+        faster *= other.tokens_per_step / one.tokens_per_step
     sentences = [f"Different {what}: {a} against {b}." for what, (a, b) in different.items()]
-    for run in (one, other):
-        if not run.complete:
-            sentences.append(f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}.")
-    for run in (one, other):
-        sentences += [f"{run.path}: {found}." for found in impossible(run, card)]
-    sentences.append(losses_sentence(one, other, rows, different))
+    sentences += [f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}."
+                  for run in (one, other) if not run.complete]
+    sentences += [f"{run.path}: {found}." for run in (one, other) for found in impossible(run, card)]
+    sentences.append(loss_verdict(one, other, rows, different))
     sentences.append(speed_verdict(one, other, faster, different))
     return Comparison(rows, faster, sentences)
 
 
-def last_of_warm_up(run):
-    """The last step that the median leaves out; 0 without one."""
-    return run.steps[run.warm_up - 1] if run.warm_up else 0
-
-
 def print_comparison(one, other, console, card=None):
     result = compare(one, other, card)
-    counted = result.rows[result.rows["step"] > max(last_of_warm_up(one), last_of_warm_up(other))]
+    warm = {*one.steps[one.warm_up :]} & {*other.steps[other.warm_up :]}
+    counted = result.rows[result.rows["step"].isin(warm)]
     median = (counted if len(counted) else result.rows).median().to_frame().T
     rows, texts = pandas.concat([result.rows, median]), pandas.DataFrame()
     for name, form in DIGITS.items():

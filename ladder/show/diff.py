@@ -1,7 +1,7 @@
 """`python -m ladder diff`: one lesson: the text, the change, the measured effect."""
 from ladder.errors import UserError
-from ladder.rungs.choose import find_rung
 from ladder.rungs.lessons import print_lesson, read_lesson
+from ladder.rungs.list import find_rung
 from ladder.show.chance import BEYOND_CHANCE, speed_p
 from ladder.show.logs import reference_folders
 from ladder.show.report import build_report
@@ -29,23 +29,19 @@ def print_effect(before, rung, report, console):
     rows = {row.name: row for row in report.rows}
     old, new = rows[before.name], rows[rung.name]
     memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
+    losses = f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}"
+    if old.last_val_loss and new.last_val_loss:
+        losses = f"validation loss: {old.last_val_loss:.3f} -> {new.last_val_loss:.3f}"
     ratio = new.tokens_per_second / old.tokens_per_second
     in_table = before.label == rung.before
     p = new.p_before if in_table else speed_p(report.runs[before.name], report.runs[rung.name])
     console.print(f"Measured, {where(report)}:", style="bold", soft_wrap=True)
     console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({ratio:.2f} x the tokens/sec; {verdict(p)})"
-                  f"{memory}, {loss_effect(old, new)}", soft_wrap=True)
+                  f"{memory}, {losses}", soft_wrap=True)
 
 
 def times_text(row):
     return f"{row.ms:,.0f} ({row.ms_low:,.0f}–{row.ms_high:,.0f})"
-
-
-def loss_effect(old, new):
-    """The losses that both rungs end with: those of validations, where both have them."""
-    if old.last_val_loss and new.last_val_loss:
-        return f"validation loss: {old.last_val_loss:.3f} -> {new.last_val_loss:.3f}"
-    return f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}"
 
 
 def verdict(p):

@@ -2,11 +2,11 @@
 import pandas
 
 from ladder.count.cards import find_card
-from ladder.count.floor import STORED, counted_rungs, row_of, stored_kernels
+from ladder.count.floor import STORED, counted_rungs, read_store, row_of
 from ladder.count.flops import SHAPES
 from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.errors import UserError
-from ladder.rungs.choose import parse_rungs
+from ladder.rungs.list import parse_rungs
 from ladder.show.terminal import COUNT, print_texts
 
 
@@ -27,8 +27,9 @@ def main(args, console):
     setting = {"model": args.model, "B": args.B, "T": args.T}
     if args.T > BLOCK_SIZE:
         raise UserError(f"-T {args.T}: the model takes {BLOCK_SIZE} tokens; give a smaller -T")
-    kernels = stored_kernels(labels)
-    if setting != STORED:
+    if setting == STORED:
+        kernels = {label: rung["kernels"] for label, rung in read_store().items() if label in labels}
+    else:
         from ladder.count.kernels import count_all
 
         kernels = count_all(labels, setting, console)
@@ -51,17 +52,10 @@ def floor_texts(row, cards):
     return texts
 
 
-def largest_memory(labels, setting):
-    """(the label of the rung that needs the most memory, how many bytes)."""
-    needs = {label: step_bytes(label=label, **setting) for label in labels}
-    most = max(needs, key=needs.get)
-    return most, needs[most]
-
-
 def print_floors(kernels, cards, setting, console):
     """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
     texts = [floor_texts(row_of(label, counted, cards), cards) for label, counted in kernels.items()]
-    label, least = largest_memory(kernels, setting)
+    least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
     caption = f"Rung {label} takes about {least / 1e9:.0f} GB at this batch; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)

@@ -26,7 +26,7 @@ REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
 
 PEER = "peer_transformers"  # the one that needs no file fetched
 PEERS = {  # {a log's name: what trained, which is no rung}
-    name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on", None, frozenset())
+    name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on")
     for name, whose in ((PEER, "transformers'"), ("peer_nanogpt", "nanoGPT's"),
                         ("peer_build_nanogpt", "build-nanogpt's"))}
 ORDER = [*BY_NAME, *PEERS]
@@ -78,6 +78,11 @@ class Run:
         if self.first_counted_step in self.steps:
             return self.steps.index(self.first_counted_step)
         return len(self.ms) // 2
+
+    @property
+    def counted(self):
+        """How many steps the median is of."""
+        return len(self.ms) - self.warm_up
 
     @property
     def median_ms(self):
@@ -150,17 +155,10 @@ class Run:
         device = None if self.device == "cpu" else self.device  # a script alone, or one that was stopped, names no CPU
         return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": device}
 
-    def seconds_to(self, loss, steps, losses):
-        """Seconds of training until one of the `losses`, at `steps`, is first at or below `loss`; None if none is."""
-        for step, now in zip(steps, losses, strict=True):
-            if loss is not None and now <= loss:
-                return self.seconds.get(step)
-        return None
-
 
 def stage_of(name):
     """The rung of a log's name; one without a label for a peer, and for a script outside of the ladder."""
-    return BY_NAME.get(name) or PEERS.get(name) or Rung("", f"{name}.py", name, None, frozenset())
+    return BY_NAME.get(name) or PEERS.get(name) or Rung("", f"{name}.py", name)
 
 
 def read_headers(lines):
@@ -174,21 +172,11 @@ def read_headers(lines):
     return headers
 
 
-def logs_in(path):
-    """The paths of the logs in a file: a round's has one for each line `# script:`, any other is a log itself."""
-    scripts = []
-    if path.match("round_*.log"):
-        scripts = re.findall(r"(?m)^# script: (.*)\.py$", path.read_text(encoding="utf-8", errors="replace"))
-    return [path / f"{name}.log" for name in scripts] or [path]
-
-
 def read_lines(path):
     """The lines of a log; without the last one if it is incomplete, as when a run was killed while writing."""
     of_round = path.parent.is_file()
     try:
-        text = (path.parent if of_round else path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file, so not a log") from None
+        text = (path.parent if of_round else path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; name the log that a script has written") from None
     if of_round:
@@ -198,17 +186,15 @@ def read_lines(path):
 
 
 def run_of(path, headers):
-    """A Run as its headers tell it, without a step."""
+    """A Run without a step."""
     batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
     B, T = map(int, batch.groups()) if batch else (None, None)
-    ranks = re.fullmatch(COUNT, headers.get("ranks", "1"))
-    if not ranks or int(ranks[1]) < 1:
-        raise UserError(f"{path} is damaged: {headers['ranks']!r} is not a number of ranks")
-    return Run(path, Path(headers.get("script", "")).stem or path.stem, headers, B, T, int(ranks[1]))
+    name = Path(headers.get("script", "")).stem or path.stem
+    return Run(path, name, headers, B, T, int(headers.get("ranks", "1")))
 
 
 def read_log(path):
-    """Read one log file. Raises UserError if it has no step line, an impossible number, or the lines of two runs."""
+    """Read one log file. Raises UserError if it has no step line, or the lines of two runs."""
     path = Path(path)
     lines = read_lines(path)
     run = run_of(path, read_headers(lines))
@@ -216,9 +202,6 @@ def read_log(path):
         add_line(run, line)
     if not run.ms:
         raise NoStep(f"{path} has no step line: not the log of a training run, or of one without a step")
-    for ms in run.ms:
-        if not 0 < ms < math.inf:
-            raise UserError(f"{path} is damaged: a step takes {ms} ms")
     for before, step in itertools.pairwise(run.steps):
         if step <= before:
             raise UserError(f"{path} is damaged: step {step} follows step {before}, as when two runs write one log; "
@@ -226,23 +209,17 @@ def read_log(path):
     return run
 
 
-def forget_after(run, step, last):
-    """A run resumed after this step, to train up to the last: what it had done after it, it does again."""
-    n_steps, n_validations = (sum(number <= step for number in numbers) for numbers in (run.steps, run.val_steps))
-    for values in (run.steps, run.losses, run.ms):
-        del values[n_steps:]
-    for values in (run.val_steps, run.val_losses):
-        del values[n_validations:]
-    if step < last:
-        run.first_counted_step = None
-
-
 def add_line(run, line):
     """Add what a line says about a step, a validation, the median or a resumed run; other lines say nothing."""
     step, validation, median = STEP_LINE.match(line), VAL_LINE.match(line), MEDIAN_LINE.match(line)
     resumed = RESUMED_LINE.match(line)
-    if resumed:
-        forget_after(run, int(resumed[1]), int(resumed[2]))
+    if resumed:  # what it had done after this step, it does again
+        for numbers, *others in ((run.steps, run.losses, run.ms), (run.val_steps, run.val_losses)):
+            kept = sum(number <= int(resumed[1]) for number in numbers)
+            for values in (numbers, *others):
+                del values[kept:]
+        if int(resumed[1]) < int(resumed[2]):
+            run.first_counted_step = None
     if step:
         run.steps.append(int(step[1]))
         run.losses.append(float(step[2]))
@@ -267,8 +244,12 @@ def read_folder(folder):
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of logs")
     runs, skipped, without = {}, [], []
-    files = sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")])
-    for path in itertools.chain.from_iterable(map(logs_in, files)):
+    paths = sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")])
+    for file in sorted(folder.glob("round_*.log")):  # each holds its logs one after another
+        paths.remove(file)
+        scripts = re.findall(r"(?m)^# script: (.*)\.py$", file.read_text(encoding="utf-8"))
+        paths += [file / f"{name}.log" for name in scripts]
+    for path in paths:
         try:
             run = read_log(path)
             runs.setdefault(run.name, []).append(run)

@@ -17,9 +17,8 @@ from ladder.files import write_whole
 from ladder.rungs.lessons import read_lesson
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
-from ladder.show.exercises import exercise_html, read_exercises
-from ladder.show.page_text import blocks_of, hunk_html, n_moved, picture, prose
 from ladder.show.logs import reference_folders
+from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose, read_exercises
 from ladder.show.report import build_report, warnings
 from ladder.show.standings import IN_A_LINK, KEY, p_text, race_texts, with_range
 from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, loss_of, mfu_of, ms_text,
@@ -30,7 +29,6 @@ HERE = Path(__file__).parent
 PAGE = ROOT / "docs" / "index.html"
 COUNTED_FOR = ("H100", "A100")
 LARGE = 200  # rows: a longer diff is the terminal's
-FEW_MOVED = 4  # lines that moved, from which on it helps to see them as such
 # What the page says above a lesson, with a link.
 STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)(?: and rung \w+)?\.")
 
@@ -54,7 +52,7 @@ def lesson_view(rung):
     return {"rung": rung, "head": head, "tail": tail, "after": after(rung), "evening": evening(rung),
             "prose": prose(STARTS_FROM.sub("", lesson.body).strip("\n")), "pictures": pictures_of(rung.label),
             "exercise": exercise and exercise_html(exercise), "diff": None if is_long else diff,
-            "added": lesson.count("+"), "removed": lesson.count("-"), "moved": n_moved(lesson) >= FEW_MOVED}
+            "added": lesson.count("+"), "removed": lesson.count("-")}
 
 
 def pair(rung):
@@ -147,7 +145,7 @@ def first_chart(reports, bars_of):
 def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     if path.is_dir():
-        raise UserError(f"--html {path} is a folder: name a file")
+        raise UserError(f"--out {path} is a folder: name a file")
     # First the machine where the ladder gains the most; those without it by the number of their rungs.
     reports = sorted(reports, reverse=True, key=lambda report: (gain(report), len(report.runs.keys() & BY_NAME)))
     floors = {row["label"]: row for row in floor_data([CARDS[name] for name in COUNTED_FOR])["rungs"]}
@@ -170,13 +168,6 @@ def write_page(reports, path):
     write_whole(path, text.replace('href="../', f'href="{to_root}/'))
 
 
-def show_page(reports, path=PAGE, browser=True):
-    """Write the page and open it."""
-    write_page(reports, path)
-    if browser:
-        webbrowser.open(path.resolve().as_uri())
-
-
 def add_flags(parser):
     parser.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER",
                         help="runs, or reference machines (default: all of logs/reference)")
@@ -185,5 +176,7 @@ def add_flags(parser):
 
 
 def main(args, console):
-    show_page([build_report(folder) for folder in args.folders or reference_folders()], args.out, not args.no_browser)
+    write_page([build_report(folder) for folder in args.folders or reference_folders()], args.out)
+    if not args.no_browser:
+        webbrowser.open(args.out.resolve().as_uri())
     console.print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)

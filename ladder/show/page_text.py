@@ -1,4 +1,4 @@
-"""A lesson's docstring, picture and diff as HTML: markdown-it renders the text, Pygments colors the code."""
+"""A lesson's text, picture, exercise and diff as HTML: markdown-it renders text, Pygments colors code."""
 import ast
 import html
 import itertools
@@ -77,12 +77,6 @@ def color_line(line):
     return "".join(parts)
 
 
-def line_html(line):
-    """A row of a diff: removed and added lines are elements of their own."""
-    text = f"{line.sign}{color_line(line)}\n"
-    return {"-": f"<del>{text}</del>", "+": f"<ins>{text}</ins>", " ": text}[line.sign]
-
-
 def blocks_of(source):
     """(name, first line, last line) of each function, class and method of a script, the outer ones first."""
     return [(node.name, first_line(node), node.end_lineno) for node in ast.walk(ast.parse(source))
@@ -97,10 +91,22 @@ def hunk_html(hunk, blocks):
     places = [".".join(name for name, first, last in blocks[line.sign] if first <= line.number <= last)
               for line in hunk if line.sign in blocks]
     heading = ", ".join(dict.fromkeys(filter(None, places)))
-    return f"<b>{heading or 'top level'}</b>" + "".join(map(line_html, hunk))
+    tags = {"-": "<del>{}</del>", "+": "<ins>{}</ins>", " ": "{}"}  # elements of their own
+    rows = [tags[line.sign].format(f"{line.sign}{color_line(line)}\n") for line in hunk]
+    return f"<b>{heading or 'top level'}</b>" + "".join(rows)
 
 
-def n_moved(lesson):
-    """How many lines of a diff stand elsewhere, or at another depth, and are otherwise the same."""
-    lines = {sign: [line.text.strip() for hunk in lesson.hunks for line in hunk if line.sign == sign] for sign in "-+"}
-    return sum(text in lines["+"] for text in lines["-"])
+def read_exercises(path=ROOT / "docs" / "exercises.md"):
+    """{label: Markdown} of the lessons that the file has an exercise for."""
+    text = path.read_text(encoding="utf-8")
+    headings = list(re.finditer(r"(?m)^## (?:(\w+)\. )?.*$", text))  # of a lesson: "## 6. Flash attention"
+    ends = [heading.start() for heading in headings[1:]] + [len(text)]
+    return {heading[1]: text[heading.end() : end].strip() for heading, end in zip(headings, ends, strict=True)
+            if heading[1] in BY_LABEL}
+
+
+def exercise_html(text):
+    """An exercise as HTML, its answers folded as in the file; links start from docs/, where the file lies."""
+    markdown = MarkdownIt("commonmark", {"typographer": True}).enable("smartquotes")
+    page = markdown.render(text).replace('href="#', 'href="exercises.md#')
+    return re.sub('href="(?!https?:)', 'href="../docs/', page).replace("<pre>", '<pre tabindex="0">')

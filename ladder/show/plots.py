@@ -16,9 +16,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from ladder.errors import UserError
+from ladder.count.cards import CARDS
+from ladder.count.floor import floor_data
 from ladder.rungs.list import LADDER
-from ladder.show.charts import KIND_COLORS, curves, lecture_bars, memory_bars, profile_bars, speed_bars, step_bars
+from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.logs import PEERS
 from ladder.show.tables import batch_of, conditions, floors_of, where
 
@@ -140,7 +141,9 @@ def step_picture(report):
     measured = list(step_bars(report, floors))
     rows = [heading(bar) for bar in measured]
     marks = "black: the floor, counted" if floors else "thin lines: lowest to highest"
-    published = [bar for bar in lecture_bars() if heading(bar) in rows]
+    a100 = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
+    published = [{"title": rung.title, "label": rung.label, "parts": [rung.lecture_ms or 0],
+                  "floor": a100[rung.label], "end": str(rung.lecture_ms or "")} for rung in LADDER]
     return {"title": "A training step, rung by rung", "height": 1.6 + 0.3 * len(rows), "panels": [
         {"heading": f"{report.setting['device']}, {batch_of(report)}\nmeasured; {marks}",
          "bars": measured, "xlabel": "ms a step", "rows": rows},
@@ -181,14 +184,8 @@ def pictures_of(report):
 
 def all_pictures(reports):
     """{file name: picture} of several reports."""
-    pictures = {}
-    for report in reports:
-        for kind, picture in pictures_of(report).items():
-            name = f"{report.name}_{kind}.png"
-            if name in pictures:
-                raise UserError(f"two log folders are called {report.name}: plot them into separate folders")
-            pictures[name] = picture
-    return pictures
+    return {f"{report.name}_{kind}.png": picture for report in reports
+            for kind, picture in pictures_of(report).items()}
 
 
 def digest(picture):

@@ -3,7 +3,6 @@
 A rung with several rounds (`run --repeat`) has the median of the rounds' medians, and their spread. Runs that differ in
 data, model, B, T or device are refused. What a log does not say is None.
 """
-import itertools
 import math
 import re
 import statistics
@@ -49,8 +48,6 @@ class Row:
     last_step: int = 0
     complete: bool = False
     last_val_loss: float | None = None
-    seconds_to_common_loss: float | None = None
-    seconds_to_common_val_loss: float | None = None
     tokens_per_second: float | None = None
     times_baseline: float | None = None  # its tokens per second as times those of others
     times_before: float | None = None
@@ -64,8 +61,6 @@ class Report:
     name: str  # the folder's
     setting: dict  # data, model, B, T, device
     machine: dict  # rates and versions measured in the same run; {} when unknown
-    common_loss: float | None = None  # None if every loss of a run is infinite or not a number
-    common_val_loss: float | None = None  # None without a validation
     rows: list = field(default_factory=list)  # none in a race, as the next
     runs: dict = field(default_factory=dict)  # {name: [Run, ...]}
     profile: dict | None = None  # where each rung's step time goes, as profile.json has it
@@ -81,39 +76,21 @@ class Report:
 
 
 def check_comparable(runs, folder):
-    """Refuse to compare runs of different data, models, batches or devices; says which differ."""
-    settings = [(run.path, run.setting()) for rounds in runs.values() for run in rounds]
-    for key in settings[0][1]:
+    """Refuse runs of different data, models, batches or devices, and two logs of a script that are no rounds."""
+    every_run, seen = [run for rounds in runs.values() for run in rounds], {}
+    for key in every_run[0].setting():
         paths = {}
-        for path, setting in settings:
-            if setting[key] is not None:
-                paths.setdefault(setting[key], path)
+        for run in every_run:
+            if run.setting()[key] is not None:
+                paths.setdefault(run.setting()[key], run.path)
         if len(paths) > 1:
             (one, its_path), (other, other_path), *_ = paths.items()
             raise UserError(f"{folder}: logs of different {key} cannot be compared: {its_path} has {one!r}, "
                             f"{other_path} has {other!r}; report them from separate folders")
-
-
-def check_rounds(runs):
-    """Refuse two logs of one script in the same folder: they are no rounds."""
-    for rounds in runs.values():
-        for one, other in itertools.combinations(rounds, 2):
-            if one.path.parent == other.path.parent:
-                raise UserError(f"{one.path} and {other.path} are of the same script, and would count as rounds; "
-                                "move one")
-
-
-def whole_rounds(rounds, skipped):
-    """The rounds of a rung that finished, or all if none did; adds why the others do not count."""
-    whole = [run for run in rounds if run.complete]
-    skipped += [f"{run.path}: its run did not finish" for run in rounds if whole and not run.complete]
-    return whole or rounds
-
-
-def common_lowest(losses_of_runs):
-    """A loss that all runs reach: the highest of their lowest. Unlike a smoothed loss, it needs no parameter."""
-    finite = [list(filter(math.isfinite, losses)) for losses in losses_of_runs]
-    return max((min(losses) for losses in finite if losses), default=None)
+    for run in every_run:
+        other = seen.setdefault((run.name, run.path.parent), run)
+        if other is not run:
+            raise UserError(f"{other.path} and {run.path} are of the same script, and would count as rounds; move one")
 
 
 def median(values):
@@ -126,22 +103,19 @@ def title_of(run):
     return stage_of(run.name).title + (f", {run.ranks} ranks" if run.ranks > 1 else "")
 
 
-def row_of(rounds, common_loss, common_val_loss):
+def row_of(rounds):
     """The Row of a rung's rounds, without speeds. A single round shows the spread of its steps."""
     medians, last_losses = [run.median_ms for run in rounds], [run.losses[-1] for run in rounds]
     low, high = (min(medians), max(medians)) if len(rounds) > 1 else rounds[0].spread
     return Row(
         name=rounds[0].name, title=title_of(rounds[0]), ms=median(medians), ms_low=low, ms_high=high,
-        rounds=len(rounds), counted=min(len(run.ms) - run.warm_up for run in rounds),
+        rounds=len(rounds), counted=min(run.counted for run in rounds),
         first_step_s=median(run.ms[0] / 1000 for run in rounds),
         tokens=rounds[0].tokens_per_step, ranks=rounds[0].ranks,
         peak_memory_gb=median(run.peak_memory_gb for run in rounds),
         last_loss=None if any(map(math.isnan, last_losses)) else median(last_losses),
         last_step=min(run.steps[-1] for run in rounds), complete=all(run.complete for run in rounds),
         last_val_loss=median(run.val_losses[-1] for run in rounds if run.val_losses),
-        seconds_to_common_loss=median(run.seconds_to(common_loss, run.steps, run.losses) for run in rounds),
-        seconds_to_common_val_loss=median(
-            run.seconds_to(common_val_loss, run.val_steps, run.val_losses) for run in rounds),
     )
 
 
@@ -168,71 +142,34 @@ def add_speeds(rows, runs, rates):
         row.p_before = corrected.get(row.name)
 
 
-def read_beside(folder, first, skipped):
-    """(machine.json, profile.json) beside the logs, {} and None without; why one is damaged or of other runs."""
-    machine, profile = {}, None
-    try:
-        machine = read_machine(folder)
-    except UserError as error:
-        skipped.append(str(error))
-    try:
-        profile = read_profile(folder)
-    except UserError as error:
-        skipped.append(str(error))
+def build_report(folder):
+    """Read all logs of a folder, or its race, into a Report. Raises UserError when they cannot be compared."""
+    race, machine, profile = read_race(folder), read_machine(folder), read_profile(folder)
+    if race:  # its logs are gone: what their headers had in common
+        runs, skipped, every_run = {}, [], [run_of(Path(folder), race.facts)]
+    else:
+        runs, skipped = read_folder(folder)
+        check_comparable(runs, folder)
+        for name, rounds in runs.items():  # those that finished, or all if none did
+            whole = [run for run in rounds if run.complete]
+            skipped += [f"{run.path}: its run did not finish" for run in rounds if whole and not run.complete]
+            runs[name] = whole or rounds
+        every_run = [run for rounds in runs.values() for run in rounds]
+    first = every_run[0]
     if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
         skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
                        "but the logs are not")
         profile = None
-    return machine, profile
-
-
-def build_report(folder):
-    """Read all logs of a folder, or its race, into a Report. Raises UserError when they cannot be compared."""
-    race = read_race(folder)
-    if race:
-        first = run_of(Path(folder), race.facts)  # its logs are gone: what their headers had in common
-        return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, read_machine(folder),
-                      race=race, cores=cores_of([first]), allocators=allocators_of([first]))
-    runs, skipped = read_folder(folder)
-    check_comparable(runs, folder)
-    check_rounds(runs)
-    runs = {name: whole_rounds(rounds, skipped) for name, rounds in runs.items()}
-    every_run = [run for rounds in runs.values() for run in rounds]
-    common = common_lowest(run.losses for run in every_run), common_lowest(run.val_losses for run in every_run)
-    rows = [row_of(rounds, *common) for rounds in runs.values()]
-    machine, profile = read_beside(folder, every_run[0], skipped)
+    rows = list(map(row_of, runs.values()))
     for row in rows:  # a record says where what it ran differs from today's
         row.title = machine.get("titles", {}).get(row.name, row.title)
     add_speeds(rows, runs, machine.get("rates"))
-    setting = every_run[0].setting() | {"device": every_run[0].device}
-    return Report(Path(folder).resolve().name, setting, machine, *common, rows, runs, profile, None, skipped,
-                  cores_of(every_run), allocators_of(every_run))
-
-
-def allocators_of(runs):
-    """The names of the allocators of all runs; "unknown" is that of whole logs that do not say."""
-    return sorted({run.allocator or "unknown" for run in runs if run.complete or run.allocator})
-
-
-def cores_of(runs):
-    """How many threads the runs on a CPU had; 0 on other devices."""
-    headers = [run.headers.get("machine", run.headers.get("device", "")) for run in runs]
-    return max(int(n) for header in headers for n in ["0", *re.findall(r"\((\d+) threads\)", header)])
-
-
-def is_cold(run):
-    """Whether its first steps were too few for a GPU to reach its clock."""
-    return not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS
-
-
-def rung_warnings(row, run, card):
-    """What a reader of a rung's row needs to know; `run` is its first round."""
-    if row.mfu and row.mfu > 1:
-        yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
-    for found in impossible(run, card):
-        yield f"{row.title}: {found}"
-    if not row.complete:
-        yield f"{row.title}: the run did not finish ({row.last_step} steps)"
+    # "unknown" is the allocator of whole logs that do not say.
+    allocators = {run.allocator or "unknown" for run in every_run if run.complete or run.allocator}
+    headers = [run.headers.get("machine", run.headers.get("device", "")) for run in every_run]
+    cores = [int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)]
+    return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, rows, runs, profile,
+                   race, skipped, max(cores, default=0), sorted(allocators))
 
 
 def warnings(report, card=None):
@@ -240,11 +177,19 @@ def warnings(report, card=None):
 
     `card` is the GPU of logs that name none.
     """
+    cold = []
     for reason in report.skipped:
         yield f"skipped: {reason}"
     for row in report.rows:
-        yield from rung_warnings(row, report.runs[row.name][0], card)
-    cold = [row.title for row in report.rows if is_cold(report.runs[row.name][0])]
+        run = report.runs[row.name][0]
+        if row.mfu and row.mfu > 1:
+            yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
+        for found in impossible(run, card):
+            yield f"{row.title}: {found}"
+        if not row.complete:
+            yield f"{row.title}: the run did not finish ({row.last_step} steps)"
+        if not run.on_cpu and "device" in run.headers and sum(run.ms[1 : run.warm_up]) < WARM_UP_MS:
+            cold.append(row.title)
     if cold and not report.machine.get("kept_busy"):  # a GPU that other runs kept warm
         yield (f"{cold[0] if len(cold) == 1 else f'{len(cold)} rungs'}: the steps between the first and those that "
                f"count took less than {WARM_UP_MS / 1000:g} s, too few to warm up a GPU: give more --steps")
@@ -279,7 +224,7 @@ def add_flags(parser):
 
 
 def main(args, console):
-    from ladder.show.tables import as_csv, as_json, print_report, write_tables
+    from ladder.show.tables import as_json, print_report, write_tables
 
     if args.readme and args.folders:
         raise UserError("--readme: shows all folders of logs/reference; name none")
@@ -303,4 +248,5 @@ def main(args, console):
     if args.json:
         print(as_json(reports))
     elif args.csv:
-        print(as_csv(reports), end="")
+        tables = [report.table.assign(machine=report.name).set_index("machine") for report in reports]
+        print(pandas.concat(tables).to_csv(), end="")

@@ -59,25 +59,10 @@ class Race:
     racers: list
 
 
-def check_racers(race):
-    race["racers"] = [Racer(**racer) for racer in race["racers"]]
-
-
 def read_race(folder):
     """The Race in a folder; None without one."""
-    race = read_json(Path(folder) / FILE, check_racers, "run python -m experiments.race again")
-    return Race(**race) if race else None
-
-
-def standings(report):
-    """(the target, a Racer for each rung) of a report's race."""
-    return report.race.target, report.race.racers
-
-
-def race_curves(report):
-    """Yields (name, steps, seconds, losses) of each rung's validations: the mean over the seeds at each step."""
-    for racer in report.race.racers:
-        yield racer.name, racer.steps, [step * racer.ms / 1000 for step in racer.steps], racer.losses
+    race = read_json(Path(folder) / FILE, dict, "run python -m experiments.race again")
+    return Race(**race | {"racers": [Racer(**racer) for racer in race["racers"]]}) if race else None
 
 
 def show_rates(rates, between=", "):
@@ -128,8 +113,9 @@ def racer_texts(racer, first, target):
 
 def race_texts(report):
     """(the standings as short strings: a DataFrame with one row per rung, the caption)."""
-    target, racers = standings(report)
-    return pandas.DataFrame([racer_texts(racer, racers[0], target) for racer in racers]), report.race.caption
+    race = report.race
+    texts = [racer_texts(racer, race.racers[0], race.target) for racer in race.racers]
+    return pandas.DataFrame(texts), race.caption
 
 
 KEY = (

@@ -6,7 +6,6 @@ import pandas
 
 from ladder.count.cards import card_of
 from ladder.count.floor import STORED, floor_data
-from ladder.count.published import read_published
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.rungs.list import BY_LABEL, ROOT
@@ -22,9 +21,7 @@ NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
 STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
          f"{FEWEST_ROUNDS} rounds or more), ? too few rounds to tell; without a mark no significant difference")
-HEADINGS = (f"{STARS}. s to: seconds to the first step, or "
-            "validation, with this loss, the lowest that all reach. 1st step: with compilation, unless its graphs were "
-            "in torch's cache")
+HEADINGS = f"{STARS}. 1st step: with compilation, unless its graphs were in torch's cache"
 
 
 def gain(report):
@@ -85,11 +82,6 @@ def text_of(value, pattern):
     return NOTHING if value is None else pattern.format(value)
 
 
-def link_to(row):
-    file = stage_of(row.name).file
-    return f"[`{file}`]({file})" if (ROOT / file).exists() else f"`{file}`"  # of a rung that is gone
-
-
 def ms_text(ms):
     return f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}"
 
@@ -118,43 +110,16 @@ def times_before(row):
     return f"{row.times_before:.3f}*" if ratio == "1.00" else f"{ratio}*"
 
 
-def short_row(row, floors):
-    """README.md's; `floors` are the ms of {label: the counted floor of the report's card}, {} where there is none."""
-    texts = {"file": link_to(row), "the one change": row.title, "ms/step": f"{ms_text(row.ms)} ({spread_of(row)})",
-             "× before": times_before(row), "× baseline": text_of(row.times_baseline, "{:.2f}")}
-    if floors:
-        label = stage_of(row.name).label
-        texts["floor, counted ms"] = f"{floors[label]:,.0f}" if label in floors else NOTHING
-    return texts
-
-
-def long_row(row):
-    """docs/results.md's."""
-    return {"": stage_of(row.name).label, "file": link_to(row), "the one change": row.title, "ms/step": ms_text(row.ms),
-            "spread": spread_of(row),
-            "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"),
-            "× baseline": text_of(row.times_baseline, "{:.2f}"), "MFU": mfu_of(row),
-            "causal": text_of(row.mfu_causal, "{:.0%}"), "peak GB": text_of(row.peak_memory_gb, "{:.2f}"),
-            "loss": loss_of(row)}
-
-
-def shown_row(row, report):
-    """A terminal's and the page's."""
+def cells(row):
+    """What the tables of README.md, docs/results.md, a terminal and the page say of a rung, {heading: text}."""
+    file = stage_of(row.name).file
+    link = f"[`{file}`]({file})" if (ROOT / file).exists() else f"`{file}`"  # of a rung that is gone
     return {
-        "rung": row.title,
-        "ms/step": ms_text(row.ms),
-        "spread": spread_of(row),
-        "tokens/s": text_of(row.tokens_per_second, "{:,.0f}"),
-        "× base": text_of(row.times_baseline, "{:.2f}"),
-        "× before": times_before(row),
-        "MFU": mfu_of(row),
-        "causal": text_of(row.mfu_causal, "{:.0%}"),
-        "GB": text_of(row.peak_memory_gb, "{:.2f}"),
-        f"loss @{last_steps(report)}": loss_of(row),
-        f"s to {report.common_loss or 0:.2f}": text_of(row.seconds_to_common_loss, "{:,.0f}"),
-        "1st step s": f"{row.first_step_s:,.1f}",
-        "val loss": text_of(row.last_val_loss, "{:.3f}"),
-        f"s to val {report.common_val_loss or 0:.2f}": text_of(row.seconds_to_common_val_loss, "{:,.0f}"),
+        "": stage_of(row.name).label, "file": link, "the one change": row.title,
+        "ms/step": ms_text(row.ms), "spread": spread_of(row), "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"),
+        "× before": times_before(row), "× baseline": text_of(row.times_baseline, "{:.2f}"),
+        "MFU": mfu_of(row), "causal": text_of(row.mfu_causal, "{:.0%}"),
+        "peak GB": text_of(row.peak_memory_gb, "{:.2f}"), "loss": loss_of(row),
     }
 
 
@@ -164,26 +129,32 @@ def last_steps(report):
 
 def shown_texts(report):
     """What a terminal and the page show: a DataFrame of short strings, without columns that have no value."""
-    texts = pandas.DataFrame([shown_row(row, report) for row in report.rows])
+    rows = []
+    for row in report.rows:
+        texts = cells(row)
+        rows.append({"rung": texts["the one change"], "ms/step": texts["ms/step"], "spread": texts["spread"],
+                     "tokens/s": texts["tokens/sec"], "× base": texts["× baseline"], "× before": texts["× before"],
+                     "MFU": texts["MFU"], "causal": texts["causal"], "GB": texts["peak GB"],
+                     f"loss @{last_steps(report)}": texts["loss"],
+                     "1st step s": f"{row.first_step_s:,.1f}", "val loss": text_of(row.last_val_loss, "{:.3f}")})
+    texts = pandas.DataFrame(rows)
     return texts.loc[:, (texts != NOTHING).any()]
 
 
-def print_table(report, console, card=None):
-    """The table in a terminal; a narrow one gets the columns that fit, the others are in `--csv`."""
+def print_report(report, console, card=None):
+    """A report in a terminal: its table, and its profile if it has one; or a race.
+
+    A narrow terminal gets the columns that fit, the others are in `--csv`. `card` is the GPU of logs that name none.
+    """
+    if report.race:
+        print_race(report, console)
+        return
     texts = shown_texts(report)
-    left_out = ("spread", "× before", "causal", "s to", "1st step", "val loss") if console.width < WIDE else ()
+    left_out = ("spread", "× before", "causal", "1st step", "val loss") if console.width < WIDE else ()
     texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
     print_texts(texts, console, report.name, f"{conditions(report)} {HEADINGS}.", min_width=16)
     for warning in warnings(report, card):
         console.print(f"! {warning}", style="yellow")
-
-
-def print_report(report, console, card=None):
-    """A report, with the profile of its folder, if any, or a race; `card` is the GPU of logs that name none."""
-    if report.race:
-        print_race(report, console)
-        return
-    print_table(report, console, card)
     if report.profile:
         print_profile(report.profile, console)
 
@@ -196,24 +167,36 @@ def markdown(rows, n_left):
 
 
 def short_table(report):
-    """README.md's: each rung's step with its spread, beside its counted floor."""
+    """README.md's: each rung's step with its spread, beside its counted floor, where there is one."""
+    rows, floors = [], floors_of(report)
+    for row in report.rows:
+        texts = cells(row)
+        rows.append({"file": texts["file"], "the one change": texts["the one change"],
+                     "ms/step": f"{texts['ms/step']} ({texts['spread']})", "× before": texts["× before"],
+                     "× baseline": texts["× baseline"]})
+        if floors:
+            rows[-1]["floor, counted ms"] = text_of(floors.get(texts[""]), "{:,.0f}")
     rounds = max(row.rounds for row in report.rows)
-    return (f"{markdown([short_row(row, floors_of(report)) for row in report.rows], 2)}\n\n"
-            f"{where(report)}; the median of {rounds} rounds, lowest to highest. {STARS}.")
+    return (f"{markdown(rows, 2)}\n\n{where(report)}; the median of {rounds} rounds, lowest to highest. {STARS}.")
 
 
 def long_table(report):
     """docs/results.md's."""
     rounds = max(row.rounds for row in report.rows)
     spread = f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else ""
-    table = markdown([long_row(row) for row in report.rows], 3)
+    texts = pandas.DataFrame(map(cells, report.rows)).drop(columns="× before")
     below = f"{fastest(report)} ms/step is the median{spread}, the loss that of step {last_steps(report)}.".strip()
-    return f"**{where(report)}**\n\n{table}\n\n{below}"
+    return f"**{where(report)}**\n\n{markdown(texts.to_dict('records'), 3)}\n\n{below}"
 
 
 def published_table():
-    """docs/results.md's: what others measured on GPUs."""
-    rows = read_published()
+    """docs/results.md's: what others measured on GPUs, of published.csv, to which a figure is added by a row.
+
+    A row with arrows is a ladder of changes, one on top of the other. T is 1024 and B as stated; the remark says what
+    else differs from these scripts. Numbers are the source's own; those marked † are computed here from what it gives.
+    """
+    rows = pandas.read_csv(ROOT / "ladder" / "count" / "published.csv", dtype=str, keep_default_na=False)
+    rows["GPU"] = rows["card"].where(rows["cards"] == "1", rows["cards"] + " × " + rows["card"])
     remarks = rows["remark"].where(rows["remark"] == "", ": " + rows["remark"])
     rows["source"] = "[" + rows["who"] + "](" + rows["link"] + ")" + remarks
     columns = ["GPU", "B", "what", "ms", "tokens/sec", "source"]
@@ -244,11 +227,7 @@ def write_tables(reports, root=ROOT):
 def as_json(reports):
     """All numbers of the reports; null where a log does not say."""
     return json.dumps([
-        {"name": report.name, "setting": report.setting, "machine": report.machine, "common_loss": report.common_loss,
+        {"name": report.name, "setting": report.setting, "machine": report.machine,
          "mfu": CONVENTION, "rows": json.loads(report.table.to_json(orient="records"))}
         for report in reports
     ], indent=2)
-
-
-def as_csv(reports):
-    return pandas.concat([report.table.assign(machine=report.name).set_index("machine") for report in reports]).to_csv()

@@ -1,14 +1,13 @@
 """Several recipes against the first: a sentence and a row for each, a picture, and what they cannot say."""
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy
 import pandas
 
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_SEEDS
 from ladder.show.contest import TUNING_SEEDS, doubts, effects, rates_of
 from ladder.show.logs import run_of, stage_of
+from ladder.show.plots import colors_of
 from ladder.show.standings import show_rates
 from ladder.show.terminal import print_texts
 
@@ -65,14 +64,6 @@ def loss_sentence(name, first, effect, n_seeds, seeds):
     return f"No significant difference between {name} and {first}: {numbers}."
 
 
-def time_sentence(effect):
-    """How long a step takes, as times the first's; `effect` is of logarithms."""
-    if effect is None:
-        return "Steps were not timed."
-    doubt = "" if effect.significant else "; not significant"
-    return f"A step takes {times(effect.mean)} times as long ({times(effect.low)} to {times(effect.high)}{doubt})."
-
-
 def limits(record, found):
     """What a comparison of this size cannot say."""
     run, first = run_of(Path("x.log"), record.facts), record.ends.iloc[0]
@@ -96,14 +87,11 @@ def seconds_to(record, loss):
     return seconds.groupby("rung", sort=False).median()
 
 
-@dataclass
 class Verdict:
     """All scripts of a record beside its first."""
 
-    record: object
-
-    def __post_init__(self):
-        self.names = self.record.names
+    def __init__(self, record):
+        self.record, self.names = record, record.names
         self.first = called(self.names[0])
         self.losses = effects(self.record.ends.val_loss, against_first=True)
         ms = self.record.timed.set_index(["rung", "round"]).ms
@@ -132,8 +120,13 @@ class Verdict:
         """What was found about a script."""
         n_seeds, seeds = len(self.record.ends.loc[name]), self.record.tested.seed.nunique()
         reached = " and ".join(f"{called(one)} {self.seconds[one]:.1f} s" for one in (name, self.names[0]))
-        return " ".join([loss_sentence(called(name), self.first, self.losses[name], n_seeds, seeds),
-                         time_sentence(self.times[name]), f"To {self.target:.2f} nats: {reached}."])
+        ratio, steps = self.times[name], "Steps were not timed."
+        if ratio:
+            interval = f"{times(ratio.low)} to {times(ratio.high)}"
+            doubt = "" if ratio.significant else "; not significant"
+            steps = f"A step takes {times(ratio.mean)} times as long ({interval}{doubt})."
+        return " ".join([loss_sentence(called(name), self.first, self.losses[name], n_seeds, seeds), steps,
+                         f"To {self.target:.2f} nats: {reached}."])
 
 
 def verdict_of(record):
@@ -155,33 +148,13 @@ def print_verdict(record, console):
         console.print(sentence, soft_wrap=True)
 
 
-def draw_verdict(record, path):
-    """The validation losses on the way, and each seed's difference at the end with the interval of the mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names, losses = record.names, effects(record.ends.val_loss, against_first=True)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+def verdict_picture(record):
+    """The validation losses on the way, the means of the seeds."""
+    colors, curves = colors_of(record.names), []
     for name, runs in record.tested.groupby("rung", sort=False):
         curve = runs.groupby("step").val_loss.mean()
-        left.plot(curve.index, curve, color=colors[name], label=called(name))
-    left.set(xlabel="step", ylabel="validation loss (nats), mean of the seeds")
-    left.legend(frameon=False)
-    for place, name in enumerate(names[1:]):
-        gaps = (record.ends.val_loss[name] - record.ends.val_loss[names[0]]).to_numpy()
-        right.plot(gaps, numpy.full(len(gaps), place), "o", color=colors[name], alpha=0.5)
-        if losses[name]:
-            effect = losses[name]
-            right.errorbar(effect.mean, place + 0.15, xerr=[[effect.mean - effect.low], [effect.high - effect.mean]],
-                           fmt="s", color="black", capsize=4)
-    right.axvline(0, color="0.6", linewidth=1)
-    right.set_yticks(range(len(names) - 1), [called(name) for name in names[1:]])
-    right.set_ylim(-0.5, len(names) - 1.3)
-    right.set_xlabel(f"last loss less {called(names[0])}'s: each seed, the mean and its 95 % interval")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+        curves.append({"title": called(name), "steps": curve.index.tolist(), "loss": curve.tolist(),
+                       "color": colors[name]})
+    panel = {"curves": curves, "x": "steps", "xlabel": "step", "ylabel": "validation loss (nats)"}
+    return {"title": "Training recipes", "caption": "The mean of the seeds.", "height": 4.2, "panels": [panel],
+            "legend": "curves"}
