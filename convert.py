@@ -411,9 +411,9 @@ def write_file(name, path, script=None):
         "model": gpt.state_dict(),
         "step": 0,
         "T": None,  # of its training, unknown
+        "end_of_text": tokenizer.end_of_text,
         "tokenizer": tokenizer.name,
         "tokenizer_json": tokenizer.json,
-        "end_of_text": tokenizer.end_of_text,
     }
     with renamed_when_whole(path) as partial:
         torch.save(saved, partial)
