@@ -1,4 +1,5 @@
 """Two logs step by step: the same losses or not, faster or not. Recipes: the rule on known answers, what is refused."""
+import io
 import json
 import math
 import subprocess
@@ -9,15 +10,17 @@ import pandas
 import pytest
 from conftest import ROOT
 from log_files import MEDIAN, write_log
+from rich.console import Console
 from run_tool import flags, is_one_error
 
 from ladder.errors import UserError
 from ladder.measure import compare as verb
-from ladder.measure.contest import TIMINGS, Search, known_flags
+from ladder.measure.contest import TIMINGS, ContestRunner, Search, known_flags
+from ladder.measure.jobs import Job, Outcome
 from ladder.rungs.list import BY_LABEL
 from ladder.show.chance import holm, paired_effect
 from ladder.show.compare import compare
-from ladder.show.contest import COLUMNS, TUNING_SEEDS, Record
+from ladder.show.contest import COLUMNS, TUNING_SEEDS, Record, doubts
 from ladder.show.impossible import impossible
 from ladder.show.logs import read_log
 from ladder.show.verdict import detectable, draw_verdict, verdict_of
@@ -316,6 +319,40 @@ def test_times_are_paired_by_round():
                for text in limits)
 
 
+CROSS = {(0.5, 1): 2.01, (1, 0.5): 2.01, (1, 1): 2.0, (1, 2): 2.01, (2, 1): 2.01}  # {rates: loss}, the middle the best
+
+
+def searched(record, name, losses):
+    """Add a search's {(AdamW's rate, Muon's): last loss} to a record."""
+    rows = [{"part": "search", "rung": name, "max_lr": one, "muon_lr": other, "val_loss": loss}
+            for (one, other), loss in losses.items()]
+    record.points = pandas.concat([record.points, pandas.DataFrame(rows)])
+    return record
+
+
+def test_a_script_that_finished_no_seed_is_named():
+    """With the rates of its search all of its rounds diverged, or they are still to come."""
+    texts, sentences = verdict_of(searched(record_of({"rung_24_zero_init": BASE}), "mine", CROSS))
+    assert len(texts) == 1 and sentences[0] == "mine.py finished 0 of 5 seeds."
+
+
+@pytest.mark.parametrize("losses, said", [
+    (CROSS | {(2, 1): 2.5}, []), (CROSS | {(2, 1): math.inf}, []),  # what diverges differs, too
+    (CROSS, ["differ by no more than its seeds do"]),
+    (CROSS | {(0.5, 1): 1.5}, ["are at the edge of the 5 tried"]),  # of one of the two rates
+])
+def test_rates_that_a_search_did_not_settle_are_doubted(losses, said):
+    record = searched(record_of({"rung_24_zero_init": BASE}), "rung_24_zero_init", losses)
+    assert [*doubts(record)] == [("rung_24_zero_init", words) for words in said]
+
+
+def test_what_would_go_unnoticed_is_that_of_the_script_whose_seeds_differ_most():
+    losses = {"rung_24_zero_init": BASE, "calm": shifted(-0.01, 0.01, 0, 0.01, 0),
+              "wild": shifted(-0.3, 0.3, 0, 0.2, 0)}
+    most = detectable(paired_effect(BASE, losses["wild"]))
+    assert any(f"Differences below about {most:.2g} nats" in text for text in verdict_of(record_of(losses))[1])
+
+
 def test_the_picture_is_drawn(tmp_path):
     losses = {"rung_24_zero_init": BASE, "mine": shifted(*[-0.5] * 5), "worse": BASE[:4]}
     draw_verdict(record_of(losses), tmp_path / "a.png")
@@ -381,6 +418,26 @@ def test_what_cannot_be_compared_is_refused_before_a_folder_is_made(what, words,
 def test_an_unfair_file_is_refused_by_name(old, new, reasons, mine, tokens, tmp_path, call):
     answer = call("compare", "24", mine(old, new), "--logs", tmp_path / "logs", *flags(tokens))
     assert is_one_error(answer, *reasons) and not (tmp_path / "logs").exists()
+
+
+def test_the_newest_comparison_of_the_same_arguments_is_resumed(monkeypatch, tmp_path):
+    monkeypatch.setattr(verb, "FOLDERS", tmp_path)
+    for day, seeds in (("01", 5), ("02", 5), ("03", 3)):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "contest.json").write_text(json.dumps({"scripts": [{"name": "a"}], "seeds": seeds}))
+    assert verb.newest_of({"seeds": 5}).name == "02"
+    with pytest.raises(UserError, match="no comparison of these arguments"):
+        verb.newest_of({"seeds": 4})
+
+
+def test_the_time_left_counts_only_what_ran_now(monkeypatch, tmp_path):
+    """Of ten jobs four were there already; two took ten minutes."""
+    console = Console(file=io.StringIO())
+    with ContestRunner("cpu", tmp_path, 1, console, n_jobs=10) as runner:
+        runner.outcomes = [Outcome("a", "ok")] * 4 + [Outcome("a", "ok", seconds=1.0)]
+        monkeypatch.setattr(runner, "began", runner.began - 600)
+        runner.finish(Job("a", [], tmp_path), Outcome("a", "failed", seconds=1.0))
+    assert "6 of about 10 runs; 20 min left" in console.file.getvalue()
 
 
 def test_runs_that_did_not_do_the_same_are_refused_though_their_flags_say_so(tmp_path):
