@@ -65,7 +65,7 @@ def test_a_stopped_compiler_leaves_no_half_of_a_library(tmp_path):
 
 HUNGRY = "import time; x = b'1' * {}; time.sleep(1)"
 TWO_RANKS = f"""import subprocess, sys
-ranks = [subprocess.Popen([sys.executable, "-c", {HUNGRY.format(70_000_000)!r}]) for _ in range(2)]
+ranks = [subprocess.Popen([sys.executable, "-c", {HUNGRY.format(45_000_000)!r}]) for _ in range(2)]
 sys.exit(sum(rank.wait() for rank in ranks))"""
 
 
