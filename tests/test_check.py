@@ -11,8 +11,9 @@ import torch
 from log_files import MEDIAN, write_log
 from run_tool import flags, is_one_error, ladder
 
+from ladder.count.memory import recommend
 from ladder.errors import UserError
-from ladder.measure import check, rates
+from ladder.measure import check, rates, smoke
 
 
 def findings(function, *arguments):
@@ -123,6 +124,31 @@ def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
     monkeypatch.setattr(rates.rung_10, "autocast_dtype", lambda device: dtype)
     assert rates.measure("cpu").keys() == names
     assert findings(check.check_formats, "cpu")["bfloat16"].startswith(bfloat16)
+
+
+def test_each_format_of_a_gpu_is_measured_as_a_rung_multiplies_in_it(monkeypatch):
+    """TF32 is float32 at another precision, and the best of all three shapes counts."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+    monkeypatch.setattr(rates.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(rates, "best_rate", lambda device, dtype, shape: seen.append(
+        (dtype, torch.get_float32_matmul_precision())) or shape[0])
+    assert rates.measure("cuda") == dict.fromkeys(("float32", "bfloat16", "tf32"), 8192)
+    assert [seen[0], seen[6]] == [(torch.float32, "highest"), (torch.float32, "high")] and seen[3][0] == torch.bfloat16
+
+
+@pytest.mark.parametrize("device, free, workers", [
+    ("cuda", 5e9, 2), ("cuda", 1e9, 1), ("cuda", 80e9, 8), ("cpu", 1e9, 8)])
+def test_what_is_free_on_a_gpu_is_what_counts(device, free, workers, monkeypatch):
+    """Not all that it has: for the trials of smoke, which share it, and for the batch that is recommended."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
+    monkeypatch.setattr(smoke, "os", SimpleNamespace(environ={}, cpu_count=lambda: 64))
+    assert smoke.share_cores(device) == workers
+    for name in ("device", "formats", "kernels", "ranks", "allocator", "files"):
+        monkeypatch.setattr(check, f"check_{name}", lambda *_: [])
+    if device == "cuda":
+        model, B, T = recommend(free, accelerator=True)
+        assert f"run --model {model} -B {B} -T {T} --steps 200" in check.check_machine("cuda")[1]
 
 
 def test_a_mac_s_chip_has_a_name(monkeypatch):

@@ -17,7 +17,7 @@ from ladder.measure.contest import TIMINGS, Search, known_flags
 from ladder.rungs.list import BY_LABEL
 from ladder.show.chance import holm, paired_effect
 from ladder.show.compare import compare
-from ladder.show.contest import COLUMNS, TUNING_SEEDS, Record
+from ladder.show.contest import COLUMNS, TUNING_SEEDS, Record, doubts
 from ladder.show.impossible import impossible
 from ladder.show.logs import read_log
 from ladder.show.plots import save
@@ -317,6 +317,40 @@ def test_times_are_paired_by_round():
                for text in limits)
 
 
+CROSS = {(0.5, 1): 2.01, (1, 0.5): 2.01, (1, 1): 2.0, (1, 2): 2.01, (2, 1): 2.01}  # {rates: loss}, the middle the best
+
+
+def searched(record, name, losses):
+    """Add a search's {(AdamW's rate, Muon's): last loss} to a record."""
+    rows = [{"part": "search", "rung": name, "max_lr": one, "muon_lr": other, "val_loss": loss}
+            for (one, other), loss in losses.items()]
+    record.points = pandas.concat([record.points, pandas.DataFrame(rows)])
+    return record
+
+
+def test_a_script_that_finished_no_seed_is_named():
+    """With the rates of its search all of its rounds diverged, or they are still to come."""
+    texts, sentences = verdict_of(searched(record_of({"rung_24_zero_init": BASE}), "mine", CROSS))
+    assert len(texts) == 1 and sentences[0] == "mine.py finished 0 of 5 seeds."
+
+
+@pytest.mark.parametrize("losses, said", [
+    (CROSS | {(2, 1): 2.5}, []), (CROSS | {(2, 1): math.inf}, []),  # what diverges differs, too
+    (CROSS, ["differ by no more than its seeds do"]),
+    (CROSS | {(0.5, 1): 1.5}, ["are at the edge of the 5 tried"]),  # of one of the two rates
+])
+def test_rates_that_a_search_did_not_settle_are_doubted(losses, said):
+    record = searched(record_of({"rung_24_zero_init": BASE}), "rung_24_zero_init", losses)
+    assert [*doubts(record)] == [("rung_24_zero_init", words) for words in said]
+
+
+def test_what_would_go_unnoticed_is_that_of_the_script_whose_seeds_differ_most():
+    losses = {"rung_24_zero_init": BASE, "calm": shifted(-0.01, 0.01, 0, 0.01, 0),
+              "wild": shifted(-0.3, 0.3, 0, 0.2, 0)}
+    most = detectable(paired_effect(BASE, losses["wild"]))
+    assert any(f"Differences below about {most:.2g} nats" in text for text in verdict_of(record_of(losses))[1])
+
+
 def test_the_picture_has_the_means_of_the_seeds(tmp_path):
     losses = {"rung_24_zero_init": BASE, "mine": shifted(*[-0.5] * 5), "worse": BASE[:4]}
     picture = verdict_picture(record_of(losses))
@@ -389,6 +423,16 @@ def test_an_unfair_file_is_refused_by_name(old, new, reasons, mine, tokens, tmp_
     assert is_one_error(answer, *reasons) and not (tmp_path / "logs").exists()
 
 
+def test_the_newest_comparison_of_the_same_arguments_is_resumed(monkeypatch, tmp_path):
+    monkeypatch.setattr(verb, "FOLDERS", tmp_path)
+    for day, seeds in (("01", 5), ("02", 5), ("03", 3)):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "contest.json").write_text(json.dumps({"scripts": [{"name": "a"}], "seeds": seeds}))
+    assert verb.newest_of({"seeds": 5}).name == "02"
+    with pytest.raises(UserError, match="no comparison of these arguments"):
+        verb.newest_of({"seeds": 4})
+
+
 def test_runs_that_did_not_do_the_same_are_refused_though_their_flags_say_so(tmp_path):
     logs = [write_log(tmp_path / f"{name}.log", header=f"# batch: B=4 T={T} | steps: 3\n# data: a\n")
             for name, T in (("one", 64), ("two", 32))]
@@ -407,7 +451,8 @@ def test_a_comparison_for_real(mine, tokens, tmp_path, call):
     code, out, error = call(*words)
     assert code == 0, error
     assert "mine.py ends with the same losses as 24, to the last digit, with every seed." in out
-    assert (logs / "compare.png").exists() and len(list(logs.rglob("*.log"))) == 2 * (2 + 3 + TIMINGS)
+    n_search = 2 * len(TUNING_SEEDS)  # two tries
+    assert (logs / "compare.png").exists() and len(list(logs.rglob("*.log"))) == 2 * (n_search + 3 + TIMINGS)
     again = call("compare", logs)[1]
     assert "the same losses as 24" in again and "Doubtful: 4 steps are too few" in again
     gone = logs / "round_2" / "mine.log"

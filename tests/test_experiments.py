@@ -1,6 +1,7 @@
 """experiments/: each patch still fits its rung and trains; each program finds what is known in closed form."""
 import math
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +12,13 @@ import torch.distributed as dist
 from conftest import ROOT, load_module
 from log_files import MEDIAN, write_log
 
-from experiments import python_corpus, runs, variants
+from experiments import python_corpus, runs, variants, widths
 from experiments.causal_attention import __main__ as causal_attention
 from experiments.chunked_loss import __main__ as chunked_loss
 from experiments.cpu_bfloat16 import __main__ as cpu_bfloat16
 from experiments.data_wait import __main__ as data_wait
 from experiments.exercises import __main__ as exercises
+from experiments.fair_comparison import null
 from experiments.growth import __main__ as growth
 from experiments.nanogpt import __main__ as nanogpt
 from experiments.network import __main__ as network
@@ -61,6 +63,14 @@ def test_variants_of_nosuch_are_refused():
         variants.main(["--patches", "nosuch"])
 
 
+def test_variants_are_compared_with_their_rung(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(variants, "ladder", lambda words: words)
+    verb, base, *files, flag, value = variants.main(["--patches", "evidence", "--base", "15", "--steps", "3"])
+    assert (verb, base, flag, value) == ("compare", "15", "--steps", "3")
+    assert [Path(file).stem for file in files] == [patch.stem for patch in variants.patches("evidence")]
+
+
 # ---- times and rates -------------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -85,10 +95,13 @@ def test_cpu_bfloat16_counts_two_flops_for_each_multiplication(clock):
     assert cpu_bfloat16.gflops(torch.float32, 2, 3, 5) == pytest.approx(2 * 2 * 3 * 5 / 0.5 / 1e9)
 
 
-def test_network_takes_the_median_of_the_tries_after_the_first(clock, alone):
+def test_network_takes_the_median_of_the_tries_after_the_first(clock, alone, monkeypatch):
+    """Of each the slowest rank's."""
     dist.init_process_group("gloo")
+    operations, all_reduce = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *op: operations.append(op) or all_reduce(tensor, *op))
     clock(0, 100, 200, 201, 300, 302, 400, 403, 500, 509, 600, 608)  # 100 s, then 1, 2, 3, 9, 8
-    assert network.all_reduce_seconds(1024, "cpu") == 3
+    assert network.all_reduce_seconds(1024, "cpu") == 3 and operations == [()] * 6 + [(dist.ReduceOp.MAX,)]
 
 
 def test_network_counts_four_bytes_a_parameter():
@@ -98,9 +111,10 @@ def test_network_counts_four_bytes_a_parameter():
 def test_network_prints_the_rates_of_its_times(alone, monkeypatch, capsys):
     rates = {1e6: 1e9, 25e6: 2e9}  # those of the second size, DDP's, are what a step's gradients take
     monkeypatch.setattr(network, "all_reduce_seconds", lambda n_bytes, device: n_bytes / rates[n_bytes])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     network.main(["1", "25"])
     out = capsys.readouterr().out
-    assert "    25     12.50    2.000      0.000" in out  # a single rank sends nothing
+    assert "    25     12.50    2.000      3.000" in out  # each of four sends 3/4 of the buffer twice
     assert f"gpt2 {497.9:18.1f} {497.9 / 2000:8.3f}" in out
 
 
@@ -242,6 +256,18 @@ def test_own_text_takes_the_lowest_losses(monkeypatch, tmp_path, capsys):
     assert panel.lines[1].get_ydata().tolist() == [9.0, 0.75, 2.0]
 
 
+def test_own_text_runs_of_other_seeds_are_other_runs(tmp_path, monkeypatch):
+    """A finished run is not repeated, so each needs a folder of its own."""
+    seen = []
+    monkeypatch.setattr(own_text, "finished", lambda rung, flags, folder: (
+        seen.append((folder, flags[flags.index("--seed") + 1])) or SimpleNamespace(val_losses=[])))
+    for point in [(row, tmp_path, rates, seed, tmp_path)
+                  for row in own_text.ROWS for rates in own_text.RATES for seed in own_text.SEEDS]:
+        own_text.val_losses(*point)
+    folders, seeds = zip(*seen, strict=True)
+    assert len({*folders}) == len(seen) == 60 and [*seeds] == own_text.SEEDS * 20
+
+
 NANO_TRAIN = """
 import shutil, sys, torch
 assert torch.manual_seed(1337 + 0).initial_seed() == 1338
@@ -361,6 +387,28 @@ def test_growth_draws_the_counted_memory_through_the_measured():
     plt.close(figure)
 
 
+def test_growth_counts_what_was_measured():
+    record = pandas.read_csv(ROOT / "docs" / "growth.csv")
+    for (name, value, rung), rows in record[record.curve.isin(["depth", "ranks"])].groupby(["curve", "value", "rung"]):
+        counted = growth.CURVES[name].rungs[rung][2](value) / 1e9
+        assert rows.peak_gb.median() == pytest.approx(counted, rel=0.15), (name, value, rung)
+
+
+def test_growth_keeps_the_curves_that_are_not_measured_now(tmp_path, monkeypatch):
+    """Of those that are, nothing old."""
+    record = tmp_path / "growth.csv"
+    pandas.concat([grown("length", lambda *_: 1.0), grown("depth", lambda *_: 1.0)]).to_csv(record, index=False)
+    monkeypatch.setattr("sys.argv", ["growth", str(record), "--logs", str(tmp_path), "--curves", "depth"])
+    monkeypatch.setattr(growth, "measure", lambda *_: None)
+    monkeypatch.setattr(growth, "read", lambda logs: grown("depth", lambda *_: 2.0))
+    for name in ("print_table", "print_gains", "draw"):
+        monkeypatch.setattr(growth, name, lambda *_: None)
+    growth.main()
+    kept = pandas.read_csv(record)
+    assert kept.groupby("curve").ms.agg(["min", "max"]).to_dict("index") == {
+        "depth": {"min": 2, "max": 2}, "length": {"min": 1, "max": 1}}
+
+
 def test_growth_names_gains_by_round(capsys):
     """The median of the rounds' ratios: here 2, although the medians of the times are 2.5 apart."""
     before, after = [100, 200, 300, 400, 500], [50, 100, 120, 200, 250]
@@ -394,3 +442,45 @@ def test_the_windows_of_residual_scaling():
     assert (first[0], first[1].mean, first[1].p) == ("1 to 25", 0, 1)
     assert second[0] == "26 to 50" and second[1].mean == pytest.approx(-0.52)
     assert second[1].p == pytest.approx(2 * (1 - (8112 / 8114) ** 0.5))  # t**2 = 52**2 * 3; twice for Holm
+
+
+# ---- learning rates at several widths, and p of equal recipes --------------------------------------------------------
+
+def test_widths_trains_wide_models_with_their_own_rates_and_with_those_carried_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(widths.Contest, "find_rates", lambda contest: {
+        rung.name: (int(contest.folder.name) / 1e6, 0.1) for rung in contest.scripts})
+    monkeypatch.setattr(widths.Contest, "run_shared", lambda *_: None)
+    monkeypatch.setattr(widths, "last_val_loss", lambda log: float(log.parent.name.startswith("own")))
+    found = widths.train(tmp_path, 2, 1)
+    assert {(row.part, row.width, row.max_lr, row.val_loss) for row in found.itertuples()} == {
+        ("own", 256, 256e-6, 1), ("own", 512, 512e-6, 1), ("carried", 256, 128e-6, 0), ("carried", 512, 128e-6, 0)}
+    assert {*found.seed} == {1338, 1339} and {*found.rung} == {*widths.RUNGS} and len(found) == 16
+
+
+def test_widths_finds_the_lowest_point_between_the_rates(capsys):
+    """Of a parabola over log2 of each rate; and a positive difference is one that the rates carried over lose by."""
+    def loss(*rates):
+        return sum(math.log2(rate / lowest) ** 2 for rate, lowest in zip(rates, (0.006, 0.003), strict=True))
+
+    tried = [(0.005 * a, 0.004 * b) for a, b in ((1, 1), (0.5, 1), (2, 1), (1, 0.5), (1, 2))]
+    rows = [("search", rung, width, *rates, 1337, loss(*rates))
+            for rung in widths.RUNGS for width in widths.WIDTHS for rates in tried]
+    rows += [(part, rung, width, 0.005, 0.004, seed, seed % 7 + lost * (1 + seed % 3 / 100))
+             for part, lost in (("own", 0), ("carried", 0.1)) for rung in widths.RUNGS for width in widths.TO
+             for seed in range(1338, 1343)]
+    record = pandas.DataFrame(rows, columns=["part", "rung", "width", "max_lr", "muon_lr", "seed", "val_loss"])
+    for place, lowest in enumerate((0.006, 0.003)):
+        assert widths.best_rates(record, "rung 24", place) == pytest.approx([lowest] * 4)
+    widths.show(record)
+    assert "rung 24, width 512, carried less own: +0.101 (+0.100 to +0.102; 5 seeds, p = " in capsys.readouterr().out
+
+
+def test_contests_of_a_recipe_with_itself_have_seeds_of_their_own(tmp_path, monkeypatch):
+    """Else all forty were one; the copy adds 10,000 to them."""
+    seeds, job = [], SimpleNamespace(name=BY_LABEL["24"].name, command=["python", "script", "--seed", "1338"])
+    monkeypatch.setattr(null, "load_script", lambda rung: SimpleNamespace(
+        parse_args=lambda words: SimpleNamespace(seed=int(words[1])), train=lambda args: seeds.append(args.seed)))
+    for number in range(40):
+        null.runner([BY_LABEL["24"]], number)([job] * 2)
+    assert len({*seeds}) == 40 and len(seeds) == 80
+    assert "manual_seed(args.seed + 10_000" in null.copy_of(BY_LABEL["24"], tmp_path / "a.py").path.read_text()

@@ -139,6 +139,15 @@ def test_an_operator_counts_for_its_kind_of_work(name, shapes, around, kind):
     assert kind_of(name, shapes, around, logit_widths(50257)) == kind
 
 
+def test_the_plain_step_is_of_those_without_the_profiler(byte_tokens, tmp_path, monkeypatch):
+    """Not of those that warm up, nor of those that it slows: else each profile were reliable."""
+    monkeypatch.setattr(step_profile, "read_log", lambda path: SimpleNamespace(
+        name="baseline", ms=[900.0] * 2 + [10.0, 11.0, 12.0] + [500.0] * 4))
+    words = ["--model", "tiny", "--device", "cpu", "-B", "1", "-T", "8", "--data", str(byte_tokens)]
+    found = step_profile.profile_rung("0", words, tmp_path)
+    assert found["plain_ms"] == 11 and found["vocab_size"] == 257 and 0 < found["step_ms"] < 500
+
+
 @pytest.mark.slow
 def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path):
     profile = [sys.executable, "-m", "ladder", "profile", "--logs", tmp_path, "--model", "tiny", "--device", "cpu",

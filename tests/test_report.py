@@ -17,8 +17,8 @@ from experiments import race_docs
 from experiments.growth import __main__ as growth
 from ladder.count.flops import flops_per_token, mfu
 from ladder.rungs.list import BY_LABEL, BY_NAME
-from ladder.show.chance import holm
-from ladder.show.logs import PEER, PEERS, RUNS
+from ladder.show.chance import holm, speed_p
+from ladder.show.logs import PEER, PEERS, RUNS, read_log
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
 from ladder.show.machine import read_machine
 from ladder.show.report import build_report, check_comparable, warnings
@@ -184,6 +184,16 @@ def test_a_gain_is_named_where_a_paired_test_over_five_rounds_says_so(tmp_path, 
     shutil.rmtree(tmp_path / "machine" / "round_5")
     assert all(row.p_before is None for row in build_report(tmp_path / "machine").rows)
     assert "1.03?" in call("report", tmp_path / "machine")[1] and "too few rounds" in call("diff", 13)[1]
+
+
+@pytest.mark.parametrize("tokens, ms, p", [(2, 200, 1), (2, 100, 0)])
+def test_p_compares_the_time_of_a_token_not_of_a_step(tokens, ms, p, tmp_path):
+    """Twice the tokens in twice the time are no difference; in the same time they are one."""
+    runs = [[read_log(write_log(tmp_path / f"{B}" / f"round_{number}" / "a.log", ms=[time + noise] * 3,
+                                header=f"# batch: B={B} T=64 | steps: 3\n"))
+             for number, noise in enumerate(noises)]
+            for B, time, noises in ((1, 100, (0, 1, 2, 1, 0)), (tokens, ms, (1, 0, 1, 2, 0)))]
+    assert (speed_p(*runs) < 0.01) == (p == 0)
 
 
 @pytest.mark.parametrize("ps, corrected", [

@@ -63,11 +63,18 @@ def test_a_stopped_compiler_leaves_no_half_of_a_library(tmp_path):
     assert outcome.status == "timed out" and (tmp_path / "library").read_text() == "whole"
 
 
-def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_path):
-    """On a GPU nobody watches: what fills up there is not this memory."""
+HUNGRY = "import time; x = b'1' * {}; time.sleep(1)"
+TWO_RANKS = f"""import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, "-c", {HUNGRY.format(45_000_000)!r}]) for _ in range(2)]
+sys.exit(sum(rank.wait() for rank in ranks))"""
+
+
+@pytest.mark.parametrize("code", [HUNGRY.format(150_000_000), TWO_RANKS], ids=["alone", "two"])
+def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(code, monkeypatch, tmp_path):
+    """Also of two processes, each of which would fit. On a GPU nobody watches: what fills up is not this memory."""
     memory = psutil.virtual_memory()._replace(available=100e6)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    job = Job("hungry", [sys.executable, "-c", "import time; x = b'1' * 150_000_000; time.sleep(1)"], tmp_path)
+    job = Job("hungry", [sys.executable, "-c", code], tmp_path)
     assert run_job(job, 60, "cpu").status == "out of memory" and run_job(job, 60, "cuda").status == "ok"
 
 

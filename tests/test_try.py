@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from run_tool import files_in, is_one_error
 
@@ -160,6 +161,13 @@ def test_ours_and_theirs_begin_in_turn(console, tmp_path, monkeypatch):
     flags = ["--device", "cpu", "--steps", "1"]
     exercise.run_both(BY_LABEL["1"], tmp_path / "mine.py", [], flags, tmp_path, 3, console)
     assert ran == ["ours", "yours", "yours", "ours", "ours", "yours"]
+
+
+@pytest.mark.parametrize("device, gpus, too_few", [
+    ("cuda", 1, True), ("cuda", 2, False), ("mps", 0, True), ("cpu", 0, False)])
+def test_two_ranks_run_on_the_cpu_where_there_are_no_two_gpus(device, gpus, too_few, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert exercise.too_few_for_ranks(device) == too_few
 
 
 @pytest.mark.parametrize("label, text, reasons", [

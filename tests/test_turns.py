@@ -8,11 +8,13 @@ import time
 
 import psutil
 import pytest
+import torch
 from conftest import run_command, rung, train
 from log_files import MEDIAN
 from rich.console import Console
 from run_tool import LADDER, flags
 
+from ladder.measure import turn
 from ladder.measure.jobs import Job
 from ladder.measure.peer import find_peers
 from ladder.measure.runner import Runner, plan
@@ -139,6 +141,16 @@ def test_only_what_compiles_has_a_first_run_and_only_in_the_first_round(tmp_path
     once = dict.fromkeys([rung_4, rung_5, "peer"], "once")
     assert turns() == [{rung_4: "once", rung_5: "twice", "peer": "twice"}, once]
     assert turns("--compile-mode", "none") == [once, once]
+
+
+def test_the_run_that_compiles_leaves_no_memory_and_no_peak_on_a_gpu(monkeypatch):
+    gpu = {"cached": 0, "peak": 0}
+    monkeypatch.setattr(turn, "run", lambda *_: gpu.update(cached=9, peak=9))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gpu.update(cached=0))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: gpu.update(peak=0))
+    turn.compile_first("script.py", [])
+    assert gpu == {"cached": 0, "peak": 0}
 
 
 @pytest.mark.slow

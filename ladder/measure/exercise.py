@@ -127,14 +127,18 @@ def show_diffs(rung, file, console):
         print_hunks(diff_hunks(old, new, old_first, new_first), console)
 
 
+def too_few_for_ranks(device):
+    """Whether two ranks cannot both have one of these."""
+    return device == "mps" or device == "cuda" and torch.cuda.device_count() < 2
+
+
 def run_both(rung, file, known, flags, folder, rounds, console):
     """Run our script and a reader's in turns, and say how losses and times compare. Whether both ran to their ends."""
     for name, same in SAME.items():
         if name in defaults(rung):
             flags = [*same, *flags]
     device = check_flags([rung], flags).device
-    too_few = device == "mps" or device == "cuda" and torch.cuda.device_count() < 2  # for two ranks
-    if rung.torchrun and too_few:
+    if rung.torchrun and too_few_for_ranks(device):
         device, flags = "cpu", [*flags, "--device", "cpu"]
     if rung.label == "5":
         flags = eager_flags([rung], flags, device, console)
@@ -154,6 +158,8 @@ def run_both(rung, file, known, flags, folder, rounds, console):
     for sentence in sentences(ours, yours):
         console.print(sentence, soft_wrap=True)
     return True
+
+
 def sentences(ours, yours):
     """How the losses, and the times of a step, of the Runs of some rounds compare."""
     pairs = list(zip(ours[0].steps, ours[0].losses, yours[0].losses, strict=False))

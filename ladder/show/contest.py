@@ -129,7 +129,8 @@ def doubts(record):
     steps = record.tested.step.max()
     if steps < FEWEST_STEPS:
         yield None, f"{steps} steps are too few to choose a learning rate, take {FEWEST_STEPS} or more"
-    for name, losses in record.sweep.items():
+    sweeps = {name: losses for name, losses in record.sweep.items() if name in record.names}
+    for name, losses in sweeps.items():
         best, finite = min(losses, key=losses.get), list(filter(math.isfinite, losses.values()))
         tried, ends = list(zip(*losses, strict=True)), record.ends.val_loss[name]
         if any(rate in (min(rates), max(rates)) for rate, rates in zip(best, tried, strict=True)):

@@ -133,6 +133,8 @@ def verdict_of(record):
     """(the table: a DataFrame of strings, the sentences) of a comparison with the first script."""
     verdict = Verdict(record)
     sentences = [verdict.sentence(name) for name in verdict.names[1:]]
+    sentences += [f"{called(name)} finished 0 of {record.tested.seed.nunique()} seeds."
+                  for name in record.points.rung.unique() if name not in verdict.names]
     return (pandas.DataFrame([verdict.row(name) for name in verdict.names]),
             [*sentences, *limits(record, verdict.losses)])
 
