@@ -184,7 +184,7 @@ def test_a_gpus_memory_is_recorded_in_a_step_that_is_not_timed(device, trace, tm
     monkeypatch.setattr(step_profile, "load_script", lambda rung: script)
     monkeypatch.setattr(step_profile, "by_kind", lambda *_: ({}, 100.0, []))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
-    monkeypatch.setattr(torch._inductor.config.cpp, "enable_kernel_profile", False)
+    monkeypatch.setattr("torch._inductor.config.cpp.enable_kernel_profile", False)
     monkeypatch.setattr(cuda, "_record_memory_history", lambda stacks: seen.append("history"))
     monkeypatch.setattr(cuda, "_dump_snapshot", lambda path: seen.append(Path(path).name))
     write_log(tmp_path / "baseline.log", [100.0] * 99)
