@@ -14,6 +14,7 @@ from conftest import ROOT, edit_json, run_command
 from log_files import write_log
 from rich.console import Console
 from run_tool import flags
+from torch._inductor import config
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -184,11 +185,11 @@ def test_a_gpus_memory_is_recorded_in_a_step_that_is_not_timed(device, trace, tm
     monkeypatch.setattr(step_profile, "load_script", lambda rung: script)
     monkeypatch.setattr(step_profile, "by_kind", lambda *_: ({}, 100.0, []))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
-    monkeypatch.setattr("torch._inductor.config.cpp.enable_kernel_profile", False)
     monkeypatch.setattr(cuda, "_record_memory_history", lambda stacks: seen.append("history"))
     monkeypatch.setattr(cuda, "_dump_snapshot", lambda path: seen.append(Path(path).name))
     write_log(tmp_path / "baseline.log", [100.0] * 99)
-    step_profile.profile_rung("0", [], tmp_path, trace and str(tmp_path / trace))
+    with config.patch({"cpp.enable_kernel_profile": False}):
+        step_profile.profile_rung("0", [], tmp_path, trace and str(tmp_path / trace))
     n_steps = sum(step_profile.STEPS_ON_A_GPU if device == "cuda" else step_profile.STEPS_ON_A_CPU) + 1
     more = ["history", n_steps + 1, "a.memory.pickle"] if device == "cuda" and trace else []
     assert seen == [*range(1, n_steps + 1), *more]
