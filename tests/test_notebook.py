@@ -82,6 +82,18 @@ def test_a_second_text_of_one_s_own_is_not_silently_the_first(notebook, byte_tok
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("n_gpus", [1, 2])
+def test_two_gpus_train_together(n_gpus, notebook, tokens, tmp_path, monkeypatch):
+    monkeypatch.setenv("LADDER_FLAGS", f"--model tiny -T 64 --steps 4 --device cpu --compile-mode none --data {tokens}")
+    (tmp_path / "ddp_run.py").symlink_to(ROOT / "ddp_run.py")
+    notebook.cells = [cell for cell in notebook.cells if cell.id == "code-ranks"]
+    source = notebook.cells[0].source.replace("torch.cuda.device_count()", str(n_gpus))
+    notebook.cells[0].source = f"import os\nFLAGS = os.environ['LADDER_FLAGS']\n{source}"
+    printed = run_notebook(notebook, tmp_path)
+    assert ("# ranks: 2" in printed and "median : dt" in printed) == (n_gpus == 2)
+
+
+@pytest.mark.slow
 def test_the_notebook_runs_in_a_clone_that_it_makes(notebook, colab, tokens, tmp_path, monkeypatch):
     """All of it but smoke and the five rounds, as on Colab, where it lies outside the repository."""
     origin, folder = tmp_path / "origin", tmp_path / "content"

@@ -1,13 +1,17 @@
 """Of the lessons of rungs 1 to 10 what their exercises do not test; what they do in `train` is in test_train.py."""
+import functools
+import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from conftest import (
-    Crash, assert_untrained, builds_on, known_flags, norm_of, read_steps, rung, rungs_that_change, saved_model, train,
-    train_in_float32, watch)
+    ROOT, Crash, assert_untrained, builds_on, known_flags, norm_of, read_steps, rung, rungs_that_change, saved_model,
+    train, train_in_float32, watch)
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
+from torch.nn import functional as F
 
 
 # The rungs in which a step with the scaler differs from that of the rung before; 3 and 8 have exercises.
@@ -84,3 +88,41 @@ def test_05_nothing_is_compiled_for_those_who_do_not_want_it(tmp_path, byte_toke
     monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     assert rung("5").parse_args([]).compile_mode == "none"
     assert rung("5").parse_args(["--compile-mode", "default"]).compile_mode == "default"
+
+
+@pytest.mark.parametrize("native, dtype", [(True, torch.bfloat16), (False, torch.float16)])
+def test_the_lines_for_any_model_train_one_that_is_not_a_gpt(native, dtype, monkeypatch):
+    """Those of docs/running.md, on a CPU: a convolutional network learns one batch by heart, as the text says."""
+    [lines] = re.findall(r"(?s)```python\n(.+?)```", (ROOT / "docs" / "running.md").read_text(encoding="utf-8"))
+    dtypes, losses = set(), []
+
+    class MyModel(torch.nn.Sequential):
+        def __init__(self):
+            super().__init__(torch.nn.Conv2d(1, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 10))
+
+        cuda = torch.nn.Sequential.cpu
+
+        def forward(self, x):
+            logits = super().forward(x)
+            dtypes.add(logits.dtype)
+            return logits
+
+    def cross_entropy(logits, targets):
+        losses.append(F.cross_entropy(logits, targets))
+        return losses[-1]
+
+    torch.manual_seed(0)
+    batch = torch.randn(16, 1, 8, 8), torch.arange(16) % 10
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # no C++: seconds
+    names = {"torch": torch, "F": SimpleNamespace(cross_entropy=cross_entropy), "MyModel": MyModel,
+             "batches": [batch] * 150}
+    precision = torch.get_float32_matmul_precision()
+    try:
+        exec(lines.replace('"cuda"', '"cpu"'), names)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert dtypes == {dtype} and losses[0] > 2 and losses[-1] < 0.1
+    assert {loss.dtype for loss in losses} == {torch.float32}
+    assert names["optimizer"].param_groups[0]["fused"]

@@ -315,7 +315,7 @@ def train(args):
             loss = step_model(x, y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
-        # or one odd batch would dominate AdamW's running averages for many steps
+        # clip, or one odd batch would dominate the running averages for many steps
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
         scaler.step(optimizer)
         scaler.update()

@@ -113,6 +113,16 @@ def rounded(x, bits):
     return (((whole + (1 << drop - 1)) >> drop) << drop).view(torch.float32)
 
 
+def exercise_0():
+    one_batch = ("loader.batch(step - 1)", "loader.batch(0)")
+    same_token = ("x, y = x.to(device), y.to(device)", "x, y = x.to(device), x.to(device)")
+    changes = {"as it is": [], "one batch": [one_batch], "targets are the inputs": [one_batch, same_token],
+               "gradients not zeroed": [one_batch, ("        optimizer.zero_grad()\n", "")]}
+    for name, edits in changes.items():
+        losses = run(script("0", *edits), model="small", T=64, steps=100).losses
+        print(f"{name}: steps 1, 20, 50, 100:", *(f"{losses[step - 1]:.3f}" for step in (1, 20, 50, 100)), flush=True)
+
+
 def exercise_2():
     torch.manual_seed(0)
     a, b = torch.randn(1024, 768), torch.randn(768, 768)

@@ -3,10 +3,11 @@
     python -m ladder profile --rungs 10                         # runs, once for each round:
     python -m ladder.measure.step_profile 10 FILE TRACE --model gpt2 -B 1 -T 1024
 
-The rung's own `train` runs in a separate process. FILE gets the milliseconds as JSON, TRACE, if not "", the events. On
-a CPU an operator's time is what it spends outside the operators that it calls; on a GPU, the time of the kernels that
-it launches. A generated kernel (torch.compile) is classified by the operations that its name lists. What no operator
-accounts for is "waiting", so the parts add up to the step.
+The rung's own `train` runs in a separate process. FILE gets the milliseconds as JSON, TRACE, if not "", the events; on
+CUDA a file beside it gets the memory of one more step. On a CPU an operator's time is what it spends outside the
+operators that it calls; on a GPU, the time of the kernels that it launches. A generated kernel (torch.compile) is
+classified by the operations that its name lists. What no operator accounts for is "waiting", so the parts add up to the
+step.
 """
 import json
 import math
@@ -104,11 +105,16 @@ def profile_rung(label, flags, folder, trace=None):
         torch._inductor.config.cpp.enable_kernel_profile = True  # else a CPU's generated kernels have no names
     warm_up, plain, timed = STEPS_ON_A_CPU if settings.device == "cpu" else STEPS_ON_A_GPU
     settings.steps = warm_up + plain + 1 + timed
+    snapshot = trace and settings.device == "cuda" and trace.replace(".trace.json.gz", ".memory.pickle")
+    if snapshot:
+        settings.steps += 1  # one that is not timed: the history of the memory slows it
     log_step = script.Log.step
 
     def step(*values, **more):  # between two calls there is exactly one step of training
         log_step(*values, **more)
         profiler.step()
+        if snapshot and values[1] == settings.steps - 1:
+            torch.cuda.memory._record_memory_history(stacks="python")
 
     script.Log.step = step
     script.DataLoaderLite.batch = record_function(DATA)(script.DataLoaderLite.batch)
@@ -120,6 +126,8 @@ def profile_rung(label, flags, folder, trace=None):
         script.train(settings)
     if trace:
         profiler.export_chrome_trace(trace)
+    if snapshot:
+        torch.cuda.memory._dump_snapshot(snapshot)
 
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
     _, meta = script.load_tokens(settings.data, "train", 1)
@@ -203,7 +211,8 @@ def add_flags(parser):
     flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
     flag("--repeat", type=COUNT, default=3, metavar="N",
          help="N rounds, preferably odd: the median round counts (default: %(default)s)")
-    flag("--traces", action="store_true", help="keep each rung's steps in the folder, for ui.perfetto.dev")
+    flag("--traces", action="store_true", help="keep each rung's steps in the folder, for ui.perfetto.dev; on "
+         "CUDA also a step's memory, for docs.pytorch.org/memory_viz")
     flag("--logs", type=Path, metavar="FOLDER", help="of a run, to be shown with it (default: logs/profile/DATE_TIME)")
 
 

@@ -50,7 +50,7 @@ STARTS = {label: part for part in PARTS for label in part.starts}
 
 # A learner's path; every other lesson is reference.
 EVENINGS = {"first": ("0", "1", "2", "3", "5", "6"), "second": ("8", "10", "11", "18", "20")}
-EXERCISES = {"first": ("1", "6"), "second": ("9", "11")}
+EXERCISES = {"first": ("0", "1", "6"), "second": ("9", "11")}
 
 
 def parts():
