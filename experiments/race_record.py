@@ -15,7 +15,7 @@ from ladder.show.report import Row, median, title_of
 from ladder.show.standings import Racer
 
 FILE = "race.csv"
-LONG_TRUNK = " Long trunk: scripts with micro-batches and checkpoints, not to be compared with newer races."
+LONG_TRUNK = " Long trunk: do not compare with newer races."
 
 
 def middle_and_range(values, middle):
@@ -55,7 +55,7 @@ def caption(record):
     n_seeds = rounds.seed.nunique()
     seeds = "1 seed" if n_seeds == 1 else f"{n_seeds} seeds"
     if record.part("round").seed.isin(TUNING_SEEDS).any():
-        seeds += f" without {TUNING_SEEDS[-1]}, with which the rates were searched"
+        seeds += f" without {TUNING_SEEDS[-1]}, the search's"
     if n_seeds < FEWEST_SEEDS:
         seeds += ", too few for a star"
     timed = f"timed {timing['round'].nunique()} times, alone" if record.is_timed else "ms/step of the same runs"

@@ -262,7 +262,7 @@ def test_a_seed_that_chose_the_rates_is_not_tested(tmp_path):
     _, [_, muon] = standings(build_report(tmp_path))
     texts, caption = race_texts(build_report(tmp_path))
     assert muon.val_loss == pytest.approx([3.015, 3.0, 3.03]) and texts["p"][1] == "<0.001"
-    assert "4 seeds without 1337, with which the rates were searched, too few for a star" in caption
+    assert "4 seeds without 1337, the search's, too few for a star" in caption
 
 
 def test_a_rung_that_diverges_with_a_seed_is_not_tested(tmp_path):
