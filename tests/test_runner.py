@@ -181,6 +181,10 @@ def test_a_run_never_touches_the_logs_of_another(tmp_path, tokens, call):
     words = ["run", "--rungs", 0, "--logs", tmp_path, *flags(tokens)]
     with filelock.FileLock(tmp_path / "lock"):
         assert is_one_error(call(*words), "another run is using it")
+    command = [sys.executable, "-c", "input()", "--log-dir", tmp_path / "round_1"]
+    killed = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert is_one_error(call(*words), "of a killed run still writes there", f"end process {killed.pid}")
+    killed.communicate()
     write_log(tmp_path / "baseline.log")
     before = files_in(tmp_path)
     assert is_one_error(call(*words), "not empty", "--resume")

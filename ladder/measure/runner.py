@@ -6,6 +6,7 @@ Ctrl-C stops the children and everything they started; finished results are kept
 """
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import subprocess
@@ -15,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import filelock
+import psutil
 from rich.progress import Progress
 
 from ladder.errors import UserError
@@ -147,6 +149,17 @@ def write_machine(folder, device, **more):
     write_whole(path, json.dumps(machine, indent=2) + "\n")
 
 
+def left_over(folder):
+    """The id of a process that still writes logs there, of a run that was killed; None without one."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            for flag, log_dir in itertools.pairwise(words):
+                if flag == "--log-dir" and Path(process.cwd(), log_dir).resolve().is_relative_to(folder.resolve()):
+                    return process.pid
+    return None
+
+
 @contextlib.contextmanager
 def locked(folder, resume, flag="--logs"):
     """Make and lock the folder that `flag` names; UserError if it is in use, cannot be written to, or holds a run."""
@@ -161,6 +174,10 @@ def locked(folder, resume, flag="--logs"):
     except OSError as error:
         raise UserError(f"{flag} {folder}: {error.strerror}; give a folder that can be written to") from None
     with lock:
+        process = left_over(folder)
+        if process:
+            raise UserError(f"{flag} {folder}: a script of a killed run still writes there; wait for its end, or end "
+                            f"process {process}")
         yield
 
 
