@@ -170,11 +170,19 @@ def test_two_ranks_run_on_the_cpu_where_there_are_no_two_gpus(device, gpus, too_
     assert exercise.too_few_for_ranks(device) == too_few
 
 
+@pytest.mark.slow
+def test_an_import_without_end_is_stopped(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(exercise, "SECONDS", 15)
+    (tmp_path / "mine.py").write_text("while True:\n    pass\n")
+    assert is_one_error(call("try", 6, tmp_path / "mine.py"), "does not start: no end of its import within 15 s")
+
+
 @pytest.mark.parametrize("label, text, reasons", [
     (6, None, ["mine.py: no such script"]),
     (6, "def f(:\n", ["mine.py: does not start: SyntaxError: invalid syntax (mine.py, line 1); correct it"]),
     (6, "\n\nimport no_such_module\n", ["mine.py: does not start: line 3: ModuleNotFoundError: No module named"]),
     (6, "import sys\nsys.exit(0)\n", ["mine.py: does not start: line 2: SystemExit: 0; correct it"]),
+    (6, "import os\nos._exit(0)\n", ["mine.py: does not start: its process ended (exit code 0)"]),
     (6, "x = 1\n".encode("utf-16"), ["mine.py: does not start: "]),
     (6, "x = 1\n", ["does not start: AttributeError", "'parse_args'"]),
     (12, "x = 1\n", ["rung 12 has no exercise; try one of 1, 2, 3"]),

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import math
 import statistics
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -31,7 +32,8 @@ SHORT = ["--model", "tiny", "-T", "128", "--steps"]  # of the runs side by side,
 SAME = {"total_batch": ["-B", "4", "--total-batch", "1024"], "muon_lr": ["--muon-lr", "2e-3"],
         "kv_heads": ["--kv-heads", "1"]}  # what both get, since an exercise does not name our defaults
 ROUNDS = 3
-SECONDS = 60  # for each test
+SECONDS = 60  # for a script's import, and for each test
+FLAGS = "flags of the script:"
 
 
 def exercise_of(rung):
@@ -47,21 +49,36 @@ def exercise_of(rung):
     return found
 
 
-def check_file(file):
-    """The names of the flags of a script. Raises UserError where it is none, or does not start."""
-    if file.suffix != ".py" or not file.is_file():
-        raise UserError(f"{file}: no such script; give a copy of the rung before, as a .py file")
-    path = file.resolve()
+def names_of_flags(path):
+    """The names of the flags of a script, which may do anything: call it in a process of its own.
+
+    Exits with a line that says where and why the script does not start.
+    """
     sys.path.insert(0, str(path.parent))  # as for a script that is run
     sys.dont_write_bytecode = True  # nothing of ours beside it
     try:
         script = load_script(SimpleNamespace(name="tried", path=path))
-        return vars(script.parse_args([])).keys()
+        return [*vars(script.parse_args([]))]
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         where = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)][-1:]
-        reason = "".join([*where, f"{type(error).__name__}: {error}"])
-        raise UserError(f"{file}: does not start: {reason}; correct it, and try again") from None
+        sys.exit("".join([*where, f"{type(error).__name__}: {error}"]))
+
+
+def check_file(file):
+    """The names of the flags of a script. Raises UserError where it is none, or does not start."""
+    if file.suffix != ".py" or not file.is_file():
+        raise UserError(f"{file}: no such script; give a copy of the rung before, as a .py file")
+    words = [sys.executable, "-m", "ladder.measure.exercise", file.resolve()]
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+        reason = (done.stderr.strip() or f"its process ended (exit code {done.returncode})").splitlines()[-1]
+        flags = done.stdout.rpartition(FLAGS)[2].split()
+    except subprocess.TimeoutExpired:
+        reason, flags = f"no end of its import within {SECONDS} s", []
+    if not flags:
+        raise UserError(f"{file}: does not start: {reason}; correct it, and try again")
+    return flags
 
 
 def reason_of(case):
@@ -217,3 +234,7 @@ def add_flags(parser):
 
 def main(args, console):
     return try_file(find_rung(args.rung), args.file, args.rounds, args.flags, new_folder("logs/try"), console)
+
+
+if __name__ == "__main__":
+    print(FLAGS, *names_of_flags(Path(sys.argv[1])))
