@@ -144,7 +144,7 @@ def test_what_is_free_on_a_gpu_is_what_counts(device, free, workers, monkeypatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
     monkeypatch.setattr(smoke, "os", SimpleNamespace(environ={}, cpu_count=lambda: 64))
     assert smoke.share_cores(device) == workers
-    for name in ("device", "formats", "kernels", "ranks", "allocator", "files"):
+    for name in ("device", "formats", "kernels", "ranks", "files"):
         monkeypatch.setattr(check, f"check_{name}", lambda *_: [])
     if device == "cuda":
         model, B, T = recommend(free, accelerator=True)

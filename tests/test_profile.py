@@ -185,7 +185,7 @@ def test_a_gpus_memory_is_recorded_in_a_step_that_is_not_timed(device, trace, tm
         DataLoaderLite=SimpleNamespace(batch=lambda i: i), load_tokens=lambda *_: (None, {"vocab_size": 257}))
     script.train = lambda settings: [script.Log.step(None, step, 2.0, 0.1) for step in range(1, settings.steps + 1)]
     monkeypatch.setattr(step_profile, "load_script", lambda rung: script)
-    monkeypatch.setattr(step_profile, "by_kind", lambda *_: ({}, 100.0, []))
+    monkeypatch.setattr(step_profile, "by_kind", lambda *_: ({}, 100.0))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
     monkeypatch.setattr(cuda, "_record_memory_history", lambda stacks: seen.append("history"))
     monkeypatch.setattr(cuda, "_dump_snapshot", lambda path: seen.append(Path(path).name))
