@@ -4,6 +4,7 @@ What loads torch is imported where it is used: two logs need none.
 """
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from ladder.errors import UserError
@@ -167,6 +168,7 @@ def keep(scripts, folder):
 def compare_recipes(args, console):
     scripts = [script_of(word) for word in args.what]
     beside = [str(rung.path.parent) for rung in scripts if not rung.label]  # modules that a file may import
+    sys.path += beside
     check_scripts(scripts)
     text = "bytes" if (ROOT / "data" / "bytes" / "meta.json").exists() else "tokens"  # bytes take a third of the time
     flags = [*SMALL, "--data", f"data/{text}", *args.flags]

@@ -176,7 +176,8 @@ def run_trials(trials, workers, out, device, say):
         if not ready:
             break
         run_jobs(list(map(prepare, ready)), SECONDS, device, workers, ended)
-        needed = {trial.log_dir for trial in trials if trial.status == "not run"}
+        left = [trial for trial in trials if trial.status == "not run"]
+        needed = {trial.log_dir for trial in left} | {trial.after.log_dir for trial in left if trial.after}
         for folder in {trial.log_dir for trial in ready} - needed:
             shutil.rmtree(folder, ignore_errors=True)
     for trial in waiting:
