@@ -41,7 +41,8 @@ def fake(monkeypatch, tmp_path, tokens, capsys):
         trials = []
         for (name, command, more), *users in chains:
             first = Trial(name, command, tmp_path / name, **more)
-            trials += [first, *(Trial(use, words, first.log_dir, after=first, **other) for use, words, other in users)]
+            trials += [first, *(Trial(use, words, **{"log_dir": first.log_dir, "after": first} | other)
+                                for use, words, other in users)]
         monkeypatch.setattr(smoke, "plan", lambda settings, scratch: trials)
         monkeypatch.setattr(smoke, "check_machine", lambda device: ([Finding("-", "float8", "none here")], ""))
         monkeypatch.setattr(smoke, "compile_problem", lambda device: None)
@@ -62,6 +63,14 @@ def test_what_works_is_listed_and_the_folder_tells_it(fake, tmp_path):
     out = tmp_path / "out"
     assert (out / "summary.txt").read_text() in output and "step : 4 | loss: 10.700000" in (out / "a.txt").read_text()
     assert not (tmp_path / "a").exists()  # checkpoints and models are not for sending
+
+
+def test_a_model_is_there_for_a_trial_with_a_folder_of_its_own(fake, tmp_path):
+    model = str(tmp_path / "a" / "model.pt")
+    code, output = fake([("a", logs([], more=f"open({model!r}, 'w')"), {}),
+                         ("b", logs([], more=f"open({model!r})"), {"log_dir": tmp_path / "b"})])
+    assert code == 0, output
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 
 def test_a_wrong_model_ends_before_the_trials(tmp_path, tokens, call):

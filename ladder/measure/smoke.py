@@ -178,7 +178,7 @@ def run_trials(trials, workers, out, device, say):
         run_jobs(list(map(prepare, ready)), SECONDS, device, workers, ended)
         left = [trial for trial in trials if trial.status == "not run"]
         needed = {trial.log_dir for trial in left} | {trial.after.log_dir for trial in left if trial.after}
-        for folder in {trial.log_dir for trial in ready} - needed:
+        for folder in {trial.log_dir for trial in trials} - needed:
             shutil.rmtree(folder, ignore_errors=True)
     for trial in waiting:
         say(f"        {trial.name:24} not run: {trial.after.name} failed")
