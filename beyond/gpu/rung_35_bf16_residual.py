@@ -191,6 +191,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         device = idx.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            # between products a GPU waits for memory, mostly for this stream: half as many bytes
             x = x.bfloat16()  # and so is every x + attn(...) and x + mlp(...)
         for block in self.transformer.h:
             x = block(x)

@@ -196,6 +196,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         device = idx.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            # between products a GPU waits for memory, mostly for this stream: half as many bytes
             x = x.bfloat16()  # and so is every x + attn(...) and x + mlp(...)
         for block in self.transformer.h:
             x = block(x)
@@ -320,6 +321,7 @@ class GraphedStep:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.results = self.step()  # computes nothing yet
+        # one launch for all kernels: the GPU no longer waits for Python to launch each
         self.graph.replay()
         return self.results
 

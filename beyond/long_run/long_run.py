@@ -4,9 +4,9 @@
 
 Rung 17 trains GPT-2 for as long as you like: on any number of cards, in batches of any size,
 through crashes, in little memory. Rung 24 trains a Qwen3, one batch a step, in one process. Here is
-both: each definition is that of one of the two, but for the few where they meet:
+both: each definition is that of one of the two, but for the flags and the few where they meet:
 
-- `GPT.forward`: a recomputed block needs RoPE's angles, too;
+- `GPT.__init__` and `GPT.forward`: a recomputed block needs RoPE's angles, too;
 - `Checkpoints.refuse_other_run`: until the learning rate falls (rung 19), no step depends on how
   many there will be. A run that was stopped before that (Ctrl-C) can be resumed with other --steps
   or --decay-share: longer, or with an early decay. After it other values are refused;
@@ -162,7 +162,8 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # so that no score grows with the length of a query or key; normalized in float32
+        # So that no score grows with the length of a query or key: a softmax with all its weight on
+        # one token has hardly any gradient. Normalized in float32.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -279,7 +280,9 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                std = 0.0  # the block starts as the identity; these weights do get gradients
+                # The block starts as the identity, so that no random branch is in the way of signal
+                # or gradient, at any depth; these weights do get gradients.
+                std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
     def forward(self, idx, targets=None):
@@ -458,7 +461,7 @@ class Checkpoints:
             print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
 
     def load(self):
-        """Restore the newest checkpoint and return its step; 0 if there is none."""
+        """Restore the newest checkpoint and return its step; 0 if none is there or wanted."""
         found = [self.paths()]
         if dist.is_initialized():
             # rank 0's, so that all resume after the same step, or fail without a shared folder
@@ -529,6 +532,8 @@ def last_step_at_max_lr(run):
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
     rise = step / max(1, warmup_steps)
+    # large steps until late, as they make most progress; the fall settles the weights, which
+    # large steps keep away from the minimum
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -687,6 +692,7 @@ def train(args):
     notes["total_batch"] = f"{args.total_batch} tokens"
     notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
     if args.val_every:
+        # held-out text: on what it trains on, the loss also falls while a model only memorizes
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"

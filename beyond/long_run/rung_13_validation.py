@@ -8,7 +8,7 @@ gradients, always on the same sequences, whatever -B is; the ranks divide them.
 
     python beyond/long_run/rung_13_validation.py --val-every 250 --val-sequences 0  # all
 
-Gain: the loss that counts; `python -m ladder report` then shows the seconds to a validation loss.
+Gain: the loss that counts.
 Cost: one forward pass, a third of the arithmetic of training on as many tokens, outside `dt`. It
 takes one sequence at a time and keeps no activations, so it needs no more memory than a step. The
 line `val : step N` is the loss after the update of step N (the step line has the loss before it).
@@ -394,6 +394,7 @@ def train(args):
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
     if args.val_every:
+        # held-out text: on what it trains on, the loss also falls while a model only memorizes
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"

@@ -320,7 +320,7 @@ class Checkpoints:
             print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
 
     def load(self):
-        """Restore the newest checkpoint and return its step; 0 if there is none."""
+        """Restore the newest checkpoint and return its step; 0 if none is there or wanted."""
         found = [self.paths()]
         if dist.is_initialized():
             # rank 0's, so that all resume after the same step, or fail without a shared folder
@@ -500,6 +500,7 @@ def train(args):
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
     if args.val_every:
+        # held-out text: on what it trains on, the loss also falls while a model only memorizes
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"

@@ -327,6 +327,8 @@ def evaluate(model, loader, n_sequences, autocast, device):
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
     rise = step / max(1, warmup_steps)
+    # large steps until late, as they make most progress; the fall settles the weights, which
+    # large steps keep away from the minimum
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -394,6 +396,7 @@ def train(args):
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
     if args.val_every:
+        # held-out text: on what it trains on, the loss also falls while a model only memorizes
         val_loader = DataLoaderLite(args.data, 1, args.T, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"

@@ -132,6 +132,7 @@ def float8_product(a, a_factor, b, b_factor):
     # the kernel reads rows of a and columns of b, and each must be contiguous
     a = a.contiguous()
     b = b.t().contiguous().t()
+    # twice as fast as bfloat16; the factors undo the scaling that the short range of 8 bits needs
     return torch._scaled_mm(a, b, scale_a=a_factor, scale_b=b_factor, out_dtype=torch.bfloat16)
 
 
@@ -208,7 +209,8 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # so that no score grows with the length of a query or key; normalized in float32
+        # So that no score grows with the length of a query or key: a softmax with all its weight on
+        # one token has hardly any gradient. Normalized in float32.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -280,7 +282,9 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                std = 0.0  # the block starts as the identity; these weights do get gradients
+                # The block starts as the identity, so that no random branch is in the way of signal
+                # or gradient, at any depth; these weights do get gradients.
+                std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
     def forward(self, idx, targets=None):
@@ -404,6 +408,8 @@ def evaluate(model, loader, n_sequences, autocast, device):
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
     rise = step / max(1, warmup_steps)
+    # large steps until late, as they make most progress; the fall settles the weights, which
+    # large steps keep away from the minimum
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -473,6 +479,7 @@ def train(args):
     notes = {"compile": args.compile_mode}
     notes["float8"] = f"{n_float8} layers (0: no GPU for it, B * T % 16, or none is wide enough)"
     if args.val_every:
+        # held-out text: on what it trains on, the loss also falls while a model only memorizes
         val_loader = DataLoaderLite(args.data, 1, args.T, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"

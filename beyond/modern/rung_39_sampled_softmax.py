@@ -45,7 +45,7 @@ if torch.cuda.is_available():
 if torch.mps.is_available():
     DEVICES.insert(0, "mps")
 DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
-OTHER_ROWS = 1024  # of the output layer, drawn in each step, beside one for each position
+OTHER_ROWS = 1024  # how many more rows of the output layer a step computes than positions
 
 
 def add_flags(parser):
@@ -140,7 +140,8 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # so that no score grows with the length of a query or key; normalized in float32
+        # So that no score grows with the length of a query or key: a softmax with all its weight on
+        # one token has hardly any gradient. Normalized in float32.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -212,13 +213,15 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                std = 0.0  # the block starts as the identity; these weights do get gradients
+                # The block starts as the identity, so that no random branch is in the way of signal
+                # or gradient, at any depth; these weights do get gradients.
+                std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size).
 
-        With targets (B, T): only the mean cross-entropy, in nats per token.
+        With targets (B, T): only the mean cross-entropy, in nats per token (in training estimated).
         """
         B, T = idx.shape
         cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
@@ -227,6 +230,7 @@ class GPT(nn.Module):
             x = block(x, cos, sin)
         x = self.transformer.ln_f(x)
         if targets is not None and self.training:
+            # all logits would take most of a small model's step
             return self.sampled_loss(x.view(B * T, -1), targets.view(B * T))
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
@@ -354,6 +358,8 @@ def evaluate(model, loader, n_sequences, autocast, device):
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
     rise = step / max(1, warmup_steps)
+    # large steps until late, as they make most progress; the fall settles the weights, which
+    # large steps keep away from the minimum
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -421,6 +427,7 @@ def train(args):
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
     if args.val_every:
+        # held-out text: on what it trains on, the loss also falls while a model only memorizes
         val_loader = DataLoaderLite(args.data, 1, args.T, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"

@@ -8,10 +8,10 @@ gradients, and always on the same sequences, whatever -B is.
 
     python beyond/modern/validation.py --val-every 250 --val-sequences 0  # all
 
-Rungs 18 to 31 and 34 go on from here, in one process, one batch a step; up to 24 they turn GPT-2
-into a Qwen3. Rung 13 is this lesson for several ranks.
+Modern models and small texts go on from here, in one process, one batch a step; up to 24 they turn
+GPT-2 into a Qwen3. Rung 13 is this lesson for several ranks.
 
-Gain: the loss that counts; `python -m ladder report` then shows the seconds to a validation loss.
+Gain: the loss that counts.
 Cost: one forward pass, a third of the arithmetic of training on as many tokens, outside `dt`. It
 takes one sequence at a time and keeps no activations, so it needs no more memory than a step. The
 line `val : step N` is the loss after the update of step N (the step line has the loss before it).
@@ -316,6 +316,7 @@ def train(args):
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
     if args.val_every:
+        # held-out text: on what it trains on, the loss also falls while a model only memorizes
         val_loader = DataLoaderLite(args.data, 1, args.T, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"

@@ -142,7 +142,8 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # so that no score grows with the length of a query or key; normalized in float32
+        # So that no score grows with the length of a query or key: a softmax with all its weight on
+        # one token has hardly any gradient. Normalized in float32.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -214,7 +215,9 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                std = 0.0  # the block starts as the identity; these weights do get gradients
+                # The block starts as the identity, so that no random branch is in the way of signal
+                # or gradient, at any depth; these weights do get gradients.
+                std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
     def forward(self, idx, targets=None):
@@ -368,6 +371,7 @@ class Best:
 
     def update(self, model, loader, step, loss):
         """Write the model's file if its validation loss is the lowest so far."""
+        # on a small text it rises again while the model memorizes: the last one is not the best
         if loss < self.loss:
             if self.path is not None:
                 best = self.path.with_name(self.path.name + ".best")
@@ -386,6 +390,8 @@ class Best:
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
     rise = step / max(1, warmup_steps)
+    # large steps until late, as they make most progress; the fall settles the weights, which
+    # large steps keep away from the minimum
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -453,6 +459,7 @@ def train(args):
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
     if args.val_every:
+        # held-out text: on what it trains on, the loss also falls while a model only memorizes
         val_loader = DataLoaderLite(args.data, 1, args.T, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
