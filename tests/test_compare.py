@@ -225,7 +225,7 @@ def simulated(random, shift=0.0, bend=0.1, noise=0.015, pairs=5):
 def test_p_is_uniform_where_two_recipes_are_equal(bend, noise):
     """Though each has its own search, also where seeds differ by as much as a factor of two in the rate costs.
 
-    There, with one seed, a first step of two and the best try as the result, 16 % were below 0.05 and 6 % below 0.01.
+    There it is not, if a search has one seed, begins with a factor of two, and its best try is the result.
     """
     ps = [simulated(numpy.random.default_rng(seed), bend=bend, noise=noise).p for seed in range(1500)]
     shares = [numpy.mean(numpy.array(ps) < limit) for limit in (0.01, 0.05, 0.5)]

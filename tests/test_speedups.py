@@ -92,7 +92,7 @@ def test_05_nothing_is_compiled_for_those_who_do_not_want_it(tmp_path, byte_toke
 
 @pytest.mark.parametrize("native, dtype", [(True, torch.bfloat16), (False, torch.float16)])
 def test_the_lines_for_any_model_train_one_that_is_not_a_gpt(native, dtype, monkeypatch):
-    """Those of docs/running.md, on a CPU: a convolutional network learns one batch by heart, as the text says."""
+    """Those of docs/running.md, on a CPU: a convolutional network overfits one batch, as the text says."""
     [lines] = re.findall(r"(?s)```python\n(.+?)```", (ROOT / "docs" / "running.md").read_text(encoding="utf-8"))
     dtypes, losses = set(), []
 

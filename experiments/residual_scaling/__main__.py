@@ -49,7 +49,7 @@ def show(record):
         print(f"steps {steps}: {effect.mean:+.3f} nats (95 %: {effect.low:+.3f} to {effect.high:+.3f}), "
               f"p = {effect.p:.2g}")
     losses = record.pivot(index="step", columns=["rung", "seed"], values="loss")
-    difference = (losses["4"] - losses["3"]).rolling(11, center=True).median()  # of single steps with +7 nats
+    difference = (losses["4"] - losses["3"]).rolling(11, center=True).median()  # a single step may be 7 nats off
     figure, axes = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
     axes.axhline(0, color="0.6", linewidth=1)
     axes.plot(difference, color="C0", linewidth=1, alpha=0.6)

@@ -15,7 +15,7 @@ from ladder.show.logs import read_log
 
 FOLDERS = Path("logs/compare")
 SMALL = ["--model", "4x4x128", "-B", "16", "-T", "64", "--steps", "200", "--val-every", "20", "--val-sequences", "256",
-         "--compile-mode", "none"]  # unless flags say otherwise: about twelve minutes on two cores
+         "--compile-mode", "none"]  # unless flags say otherwise: a run takes seconds on a CPU
 MOST_TRIES = 24
 SAME = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
         "val_every": "--val-every", "val_sequences": "--val-sequences"}  # a comparison is unfair where these differ

@@ -73,7 +73,7 @@ def check_file(file):
     try:
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
         reason = (done.stderr.strip() or f"its process ended (exit code {done.returncode})").splitlines()[-1]
-        flags = done.stdout.rpartition(FLAGS)[2].split()
+        flags = done.stdout.partition(FLAGS)[2].split()  # none where the script did not start
     except subprocess.TimeoutExpired:
         reason, flags = f"no end of its import within {SECONDS} s", []
     if not flags:
