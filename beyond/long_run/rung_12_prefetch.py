@@ -64,7 +64,7 @@ def add_flags(parser):
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
     flag("--log-dir", type=Path, default="logs", help="folder of the log")
-    # CUDA graphs do not work under DDP
+    # no CUDA graphs: they do not work under DDP, nor where gradients accumulate
     flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
          default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
     flag("--save", type=Path, help="write the trained model to this file")
@@ -289,7 +289,7 @@ def init_ranks(device):
     if "RANK" not in os.environ:
         return 0, 1
     if device == "mps":
-        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
+        sys.exit("error: --device mps: Apple GPUs have no torch.distributed; use --device cpu")
     backend = "gloo"
     if device == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
@@ -358,8 +358,8 @@ def train(args):
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
-        # backward() will also average the gradients over the ranks, so that all make the same
-        # step; it leaves them as views of the buckets in which they travel, not as copies
+        # backward() will also average the gradients over the ranks, so that their weights stay the
+        # same; it leaves them as views of the buckets in which they travel, not as copies
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

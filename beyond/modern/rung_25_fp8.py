@@ -461,7 +461,7 @@ def train(args):
     # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
-    # matrix products in this type; the weights, their gradients and the loss stay float32
+    # the other matrix products in this type; weights, gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
     # Only for float16, whose range is small: the scaler multiplies the loss, so that small
     # gradients do not underflow, and divides the gradients again. Else it passes them through.

@@ -81,7 +81,7 @@ def add_flags(parser):
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
     flag("--log-dir", type=Path, default="logs", help="folder of the log")
-    # CUDA graphs do not work under DDP
+    # no CUDA graphs: they do not work under DDP, nor where gradients accumulate
     flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
          default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
     flag("--save", type=Path, help="write the trained model to this file")
@@ -633,7 +633,7 @@ def init_ranks(device):
     if "RANK" not in os.environ:
         return 0, 1
     if device == "mps":
-        sys.exit("error: --device mps: torch has no DDP for Apple GPUs; use --device cpu")
+        sys.exit("error: --device mps: Apple GPUs have no torch.distributed; use --device cpu")
     backend = "gloo"
     if device == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine

@@ -127,7 +127,7 @@ def document_mask(document):
 class CausalSelfAttention(nn.Module):
     """Multi-head self-attention: (B, T, C) -> (B, T, C).
 
-    Each token attends to itself and to the tokens before it.
+    Each token attends to itself and to the tokens before it in its document.
     """
 
     def __init__(self, config):

@@ -141,7 +141,7 @@ add("27", "beyond/small_text/rung_27_best_checkpoint.py", "best checkpoint", "26
 add("28", "beyond/small_text/rung_28_dropout.py", "dropout", "27",
     "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train")
 add("29", "beyond/small_text/rung_29_documents_apart.py", "documents apart", "28",
-    "document_mask", "CausalSelfAttention.forward", "Block.forward", "GPT.__init__", "GPT.forward", "train")
+    "document_mask", "CausalSelfAttention", "Block.forward", "GPT.__init__", "GPT.forward", "train")
 # Past Qwen3: fewer tokens to the same loss.
 add("30", "beyond/modern/rung_30_frequency_prior.py", "frequency prior", "24",
     "GPT", "count_log_frequencies", "train", exports_to=None)
