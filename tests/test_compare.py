@@ -320,10 +320,10 @@ def test_times_are_paired_by_round():
 CROSS = {(0.5, 1): 2.01, (1, 0.5): 2.01, (1, 1): 2.0, (1, 2): 2.01, (2, 1): 2.01}  # {rates: loss}, the middle the best
 
 
-def searched(record, name, losses):
+def searched(record, name, losses, seeds=TUNING_SEEDS):
     """Add a search's {(AdamW's rate, Muon's): last loss} to a record."""
-    rows = [{"part": "search", "rung": name, "max_lr": one, "muon_lr": other, "val_loss": loss}
-            for (one, other), loss in losses.items()]
+    rows = [{"part": "search", "rung": name, "max_lr": one, "muon_lr": other, "seed": seed, "val_loss": loss}
+            for (one, other), loss in losses.items() for seed in seeds]
     record.points = pandas.concat([record.points, pandas.DataFrame(rows)])
     return record
 
@@ -342,6 +342,13 @@ def test_a_script_that_finished_no_seed_is_named():
 def test_rates_that_a_search_did_not_settle_are_doubted(losses, said):
     record = searched(record_of({"rung_24_zero_init": BASE}), "rung_24_zero_init", losses)
     assert [*doubts(record)] == [("rung_24_zero_init", words) for words in said]
+
+
+@pytest.mark.parametrize("seeds, said", [(TUNING_SEEDS, "1336 and 1337"), ([1337], "1337")])
+def test_the_searches_seeds_are_those_of_the_record(seeds, said):
+    """An older record's has one."""
+    record = searched(record_of({"rung_24_zero_init": BASE}), "rung_24_zero_init", CROSS, seeds)
+    assert any(f"searches with seed {said}, not tested" in text for text in verdict_of(record)[1])
 
 
 def test_what_would_go_unnoticed_is_that_of_the_script_whose_seeds_differ_most():

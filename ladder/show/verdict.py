@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas
 
 from ladder.show.chance import BEYOND_CHANCE, FEWEST_SEEDS
-from ladder.show.contest import TUNING_SEEDS, doubts, effects, rates_of
+from ladder.show.contest import doubts, effects, rates_of
 from ladder.show.logs import run_of, stage_of
 from ladder.show.plots import colors_of
 from ladder.show.standings import show_rates
@@ -71,9 +71,8 @@ def limits(record, found):
     yield (f"This says nothing about other sizes: {first.parameters / 1e6:.2f}M parameters, {first.step:.0f} steps, "
            f"{first.tokens / 1e6:.2f}M tokens of {text} in windows of {run.T}.")
     if len(record.sweep):
-        seeds = " and ".join(map(str, TUNING_SEEDS))
-        yield (f"The rates are from searches with the seeds {seeds}, which are not tested; their luck is not "
-               "part of the intervals.")
+        seeds = " and ".join(map(str, sorted(record.part("search").seed.unique().astype(int))))
+        yield (f"The rates are from searches with seed {seeds}, not tested; their luck is not part of the intervals.")
     seen = [detectable(effect) for effect in found.values() if effect and effect.high > effect.low]
     if seen:
         yield f"Differences below about {max(seen):.2g} nats would mostly go unnoticed with these seeds."
