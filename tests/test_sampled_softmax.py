@@ -36,7 +36,7 @@ def test_39_the_softmaxs_sum_is_right_on_average(targets):
     """Of 12 tokens 8 are drawn in each step. All positions have the same hidden vector, so that exp(loss) is the sum
     times a constant, and its mean over the draws that of the full softmax."""
     module = rung("39")
-    module.OTHER_ROWS, targets = 3, torch.tensor(targets)
+    module.EXTRA_ROWS, targets = 3, torch.tensor(targets)
     model = new_gpt(module, "1x1x32", vocab_size=12)
     torch.nn.init.normal_(model.lm_head.weight, std=0.3, generator=torch.Generator().manual_seed(2))
     x = torch.randn(32, generator=torch.Generator().manual_seed(3)).repeat(5, 1)
@@ -50,7 +50,7 @@ def test_39_the_softmaxs_sum_is_right_on_average(targets):
 def test_39_a_compiled_step_is_the_eager_one():
     """With the same draws; and batches of many and of few different targets take the same graph."""
     module = rung("39")
-    module.OTHER_ROWS = 40
+    module.EXTRA_ROWS = 40
     torch.manual_seed(0)
     model = with_large_logits(new_gpt(module, "1x1x32", vocab_size=257))
     compiled = torch.compile(model)
@@ -71,7 +71,7 @@ def test_39_a_compiled_step_is_the_eager_one():
 def test_39_validation_uses_every_row():
     """The loss of rung 24, where training has an estimate; and training goes on with the estimate."""
     module = rung("39")
-    module.OTHER_ROWS = 16
+    module.EXTRA_ROWS = 16
     torch.manual_seed(0)
     model, full = with_large_logits(new_gpt(module, vocab_size=257)), with_large_logits(tiny("24"))
     x = torch.randint(0, 257, (1, 24), generator=torch.Generator().manual_seed(7))

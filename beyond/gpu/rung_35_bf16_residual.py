@@ -3,7 +3,7 @@ Starts from rung 10.
 
 Under autocast the matrix products are in bfloat16, but the stream that they add to stays float32:
 the embeddings are, and float32 + bfloat16 is float32. On a GPU the operations between the products
-take as long as their bytes take to move, and most of these are the stream's: each LayerNorm reads
+take as long as their bytes take to move, and many of these are the stream's: each LayerNorm reads
 it, each branch reads and writes it, and so do their gradients. Cast once, where the stream begins,
 and it stays bfloat16: bfloat16 + bfloat16 is bfloat16. LayerNorm still computes in float32 on a
 GPU. A float16 stream could overflow, so a GPU without bfloat16 keeps float32.
@@ -191,7 +191,8 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         device = idx.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            # between products a GPU waits for memory, mostly for this stream: half as many bytes
+            # autocast leaves embeddings in float32, and with them every sum of the residual stream;
+            # between products a GPU waits for memory, often for this stream: half as many bytes
             x = x.bfloat16()  # and so is every x + attn(...) and x + mlp(...)
         for block in self.transformer.h:
             x = block(x)

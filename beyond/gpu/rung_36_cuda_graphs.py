@@ -69,6 +69,7 @@ def add_flags(parser):
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
     flag("--log-dir", type=Path, default="logs", help="folder of the log")
+    # not the modes that make CUDA graphs of their own, of parts of a step
     flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
          default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
     flag("--save", type=Path, help="write the trained model to this file")
@@ -196,7 +197,8 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         device = idx.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            # between products a GPU waits for memory, mostly for this stream: half as many bytes
+            # autocast leaves embeddings in float32, and with them every sum of the residual stream;
+            # between products a GPU waits for memory, often for this stream: half as many bytes
             x = x.bfloat16()  # and so is every x + attn(...) and x + mlp(...)
         for block in self.transformer.h:
             x = block(x)
@@ -286,11 +288,12 @@ def check_compiler(device):
 
 def optimizer_step(model, optimizer, scaler, autocast, x, y):
     """One step on a batch: its loss, the gradients' norm before clipping. Nothing here waits."""
-    optimizer.zero_grad()  # the gradients of a captured step have their place in its memory
+    optimizer.zero_grad()  # so backward() writes gradients, not adds to them: as will each replay
     with autocast:
         loss = model(x, y)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    # clip, or one odd batch would dominate the running averages for many steps
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
     scaler.update()
@@ -302,7 +305,7 @@ def has_graphs(device):
 
 
 class GraphedStep:
-    """Runs `step`, a function of no arguments: eagerly at first, then as a CUDA graph."""
+    """Runs `step()`: eagerly at first, then as a CUDA graph, whose addresses stay the same."""
 
     WARM_UP = 3  # steps: they compile, and make the optimizer's state and the libraries' workspaces
 
@@ -320,15 +323,15 @@ class GraphedStep:
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=self.stream):
-                self.results = self.step()  # computes nothing yet
+                self.results = self.step()  # only records; each replay overwrites these results
         # one launch for all kernels: the GPU no longer waits for Python to launch each
         self.graph.replay()
         return self.results
 
     def run_on_stream(self):
-        """The step on the stream that will capture it; the main stream waits before and after."""
+        """The step on the stream that will capture it: libraries keep a workspace for each."""
         main_stream = torch.cuda.current_stream()
-        self.stream.wait_stream(main_stream)
+        self.stream.wait_stream(main_stream)  # or they would run at the same time
         with torch.cuda.stream(self.stream):
             results = self.step()
         main_stream.wait_stream(self.stream)
@@ -359,7 +362,7 @@ def train(args):
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(model, mode=args.compile_mode)
-    x = torch.zeros(args.B, args.T, dtype=torch.int64, device=device)  # where each batch goes
+    x = torch.zeros(args.B, args.T, dtype=torch.int64, device=device)
     y = torch.zeros_like(x)
     step_on_xy = functools.partial(optimizer_step, step_model, optimizer, scaler, autocast, x, y)
     notes = {"compile": args.compile_mode, "CUDA graph": "none (no CUDA)"}
@@ -371,7 +374,7 @@ def train(args):
     for step in range(1, args.steps + 1):
         t0 = time.perf_counter()
         ids, targets = loader.batch(step - 1)  # (B, T) each
-        x.copy_(ids)
+        x.copy_(ids)  # to the addresses that a replay reads
         y.copy_(targets)
         lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
         for group in optimizer.param_groups:

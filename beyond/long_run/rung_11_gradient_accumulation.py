@@ -328,6 +328,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, device, autocast):
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    # clip, or one odd batch would dominate the running averages for many steps
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
     scaler.update()

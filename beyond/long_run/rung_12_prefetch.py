@@ -331,6 +331,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autoca
         loss += micro_loss.detach()
         loader.prefetch(i + world_size)  # this rank's next batch, while the device is busy
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    # clip, or one odd batch would dominate the running averages for many steps
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
     scaler.update()

@@ -263,7 +263,7 @@ def evaluate(model, loader, n_sequences, autocast, rank, world_size):
             total += model(x, y)
     model.train()
     if dist.is_initialized():
-        dist.all_reduce(total)
+        dist.all_reduce(total)  # the sum of all ranks, on each of them
     loss = total.item() / n_sequences
     if not math.isfinite(loss):
         sys.exit(f"error: the validation loss is {loss}; see NaN in docs/running.md")
@@ -357,6 +357,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autoca
         loss += micro_loss.detach()
         loader.prefetch(i + world_size)  # this rank's next batch, while the device is busy
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    # clip, or one odd batch would dominate the running averages for many steps
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
     scaler.update()

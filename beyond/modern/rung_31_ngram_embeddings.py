@@ -63,7 +63,7 @@ def add_flags(parser):
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
+    flag("--decay-share", type=float, default=0.4, help="last share of the steps: the rate falls")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
@@ -142,8 +142,8 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # So that no score grows with the length of a query or key: a softmax with all its weight on
-        # one token has hardly any gradient. Normalized in float32.
+        # Only the norms' gains, not the lengths of q and k, can make a score large: a softmax with
+        # all its weight on one token has hardly any gradient. Normalized in float32.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -224,7 +224,8 @@ class GPT(nn.Module):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
                 # The block starts as the identity, so that no random branch is in the way of signal
-                # or gradient, at any depth; these weights do get gradients.
+                # or gradient, at any depth. These weights do get gradients, as their inputs are not
+                # zero; the block's others from the second step on.
                 std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
@@ -362,7 +363,7 @@ def evaluate(model, loader, n_sequences, autocast, device):
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
-    rise = step / max(1, warmup_steps)
+    rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
     # large steps until late, as they make most progress; the fall settles the weights, which
     # large steps keep away from the minimum
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero

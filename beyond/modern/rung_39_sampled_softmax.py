@@ -45,7 +45,7 @@ if torch.cuda.is_available():
 if torch.mps.is_available():
     DEVICES.insert(0, "mps")
 DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
-OTHER_ROWS = 1024  # how many more rows of the output layer a step computes than positions
+EXTRA_ROWS = 1024  # how many more rows of the output layer a step computes than positions
 
 
 def add_flags(parser):
@@ -62,7 +62,7 @@ def add_flags(parser):
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="final share of the steps, with decay")
+    flag("--decay-share", type=float, default=0.4, help="last share of the steps: the rate falls")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
     flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
@@ -140,8 +140,8 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # So that no score grows with the length of a query or key: a softmax with all its weight on
-        # one token has hardly any gradient. Normalized in float32.
+        # Only the norms' gains, not the lengths of q and k, can make a score large: a softmax with
+        # all its weight on one token has hardly any gradient. Normalized in float32.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -214,7 +214,8 @@ class GPT(nn.Module):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
                 # The block starts as the identity, so that no random branch is in the way of signal
-                # or gradient, at any depth; these weights do get gradients.
+                # or gradient, at any depth. These weights do get gradients, as their inputs are not
+                # zero; the block's others from the second step on.
                 std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
@@ -230,7 +231,7 @@ class GPT(nn.Module):
             x = block(x, cos, sin)
         x = self.transformer.ln_f(x)
         if targets is not None and self.training:
-            # all logits would take most of a small model's step
+            # all logits would take most of a small model's step; validation has them all
             return self.sampled_loss(x.view(B * T, -1), targets.view(B * T))
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
@@ -245,18 +246,20 @@ class GPT(nn.Module):
     def sampled_loss(self, x, targets):
         """An estimate of the mean cross-entropy: (B*T, C), (B*T,) -> ()."""
         n_tokens = self.config.vocab_size
-        n_rows = min(len(targets) + OTHER_ROWS, n_tokens)  # the same in each step: compiled once
+        n_rows = min(len(targets) + EXTRA_ROWS, n_tokens)  # the same in each step: compiled once
         is_target = torch.zeros(n_tokens, device=x.device)
         is_target[targets] = 1.0
         # the largest are all targets (1 to 2), then others (0 to 1) in random order
         keys = is_target + torch.rand(n_tokens, device=x.device)
         rows = keys.topk(n_rows).indices.sort().values  # (n_rows,)
         n_targets = is_target.sum()  # each token once
-        share = (n_tokens - n_targets) / (n_rows - n_targets)  # that one of the others stands for
-        log_share = torch.where(is_target[rows] == 1, 0.0, share.log())  # (n_rows,)
+        # each of the others that was drawn stands for this many in the softmax's sum
+        n_others = (n_tokens - n_targets) / (n_rows - n_targets)
+        log_n = torch.where(is_target[rows] == 1, 0.0, n_others.log())  # (n_rows,)
         logits = x @ self.lm_head.weight[rows].T  # (B*T, n_rows)
-        # adding its logarithm multiplies each of the others by its share in the softmax's sum
-        return F.cross_entropy(logits.float() + log_share, torch.searchsorted(rows, targets))
+        logits = logits.float() + log_n  # exp(logit + log n) = n exp(logit)
+        columns = torch.searchsorted(rows, targets)  # (B*T,): where each target is among the rows
+        return F.cross_entropy(logits, columns)
 
     def configure_optimizers(self, lr, muon_lr, weight_decay):
         """Muon for the blocks' matrices, fused AdamW for the rest; only matrices decay."""
@@ -357,7 +360,7 @@ def evaluate(model, loader, n_sequences, autocast, device):
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
-    rise = step / max(1, warmup_steps)
+    rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
     # large steps until late, as they make most progress; the fall settles the weights, which
     # large steps keep away from the minimum
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero

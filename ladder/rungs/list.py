@@ -168,7 +168,7 @@ add("34", "beyond/modern/rung_34_rates_that_carry_over.py", "rates that carry ov
     "BASE_WIDTH", "GPT.__init__", "GPT.forward", "muon_update")
 # A small model's vocabulary.
 add("39", "beyond/modern/rung_39_sampled_softmax.py", "sampled softmax", "24",
-    "OTHER_ROWS", "GPT.forward", "GPT.sampled_loss")
+    "EXTRA_ROWS", "GPT.forward", "GPT.sampled_loss")
 # The last milliseconds on one GPU: from rung 10.
 add("35", "beyond/gpu/rung_35_bf16_residual.py", "bfloat16 residual stream", "10",
     "GPT.forward", same_losses=0.1, memory=(32, 4, 0))
