@@ -10,8 +10,8 @@ batch, the learning rate, loss and norm (read after the step). And nothing in a 
 the GPU: an .item() in it, or an `if` on a tensor, is an error while capturing.
 
 Gain: not a matter of FLOPs or bytes, so the floor stays. Gaps between kernels, with the wait for
-the batch, take 2.7 of rung 10's 39.6 ms on an H100 (one profile). Measured once, on an H200 (torch
-2.11): 33.8 -> 32.4 ms, two rounds, too few to name a gain.
+the batch, take 2.7 of rung 10's 39.6 ms on an H100 (one profile, no log kept). Measured once, on an
+H200 (torch 2.11): 33.8 -> 32.4 ms, two rounds, too few to name a gain.
 Others' losses: an RTX 4090 2 %, and in torch 2.10 an H100 took 7 times as long per launch of a
 graph (sources).
 Cost: shapes are fixed, and memory that the graph uses is never given back. --compile-mode

@@ -6,9 +6,9 @@ can learn a vector for a pair or a triple directly. There are far more of them t
 chooses the row, and n-grams that collide share a vector. The tables start at zero, so the model
 starts as rung 30's.
 
-Gain: on bytes. In docs/results.md the final loss is 0.14 nats lower than rung 24's on one text
-(p < 0.001), on another 0.05 lower than rung 30's (p = 0.026), and in a model ten times as large
-0.02 lower than rung 24's (two seeds, too few to test). None with GPT-2's tokens: the larger the
+Gain: perhaps on bytes. In docs/results.md the final loss is 0.14 nats lower than rung 24's on one
+text, 0.05 lower than rung 30's on another (four seeds, too few to name a gain), and in a model ten
+times as large 0.02 lower than rung 24's (two seeds). None with GPT-2's tokens: the larger the
 vocabulary, the fewer n-grams recur, and the more share a row.
 Cost: two tables of n_rows_hashed * n_embd parameters, 12.6M for GPT-2 (124M), with their gradients
 and AdamW's moments 0.2 GB: in the race 3.0M parameters instead of 0.9M, and 5 % more time per step.

@@ -8,9 +8,9 @@ update keep their size, so its spectral norm, the largest factor by which it can
 grows with the square root of the width. Here the output layer's input is multiplied by 128 /
 n_embd, and an update has the same spectral norm at any width. At a width of 128 nothing changes.
 
-Gain: the rates found at a width of 128 serve at 512: rates searched there end no lower (p = 0.55).
-In rung 24 they do (p = 0.004). At 256 nothing differs significantly. Four seeds, two layers, 200
-steps; losses, pictures and commands are in
+Gain: with the rates found at a width of 128, a model of 512 ends no higher than with rates searched
+there (p = 0.55), in rung 24 it does (p = 0.004). At 256 nothing differs significantly. Four seeds,
+too few to name a gain; two layers, 200 steps; losses, pictures and commands are in
 experiments/README.md#do-learning-rates-of-a-narrow-model-fit-a-wide-one.
 Cost: none in time or memory. Rates found with rung 24 at another width have to be searched again.
 Whether they fit a deeper model or a longer run was not tried.

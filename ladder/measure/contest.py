@@ -16,7 +16,7 @@ The rule, by which every comparison of recipes here is made:
 
 What p does not hold: the luck of the search. It is that of two scripts with the rates found. Where a factor of two in a
 rate costs more than seeds differ by, equal scripts find equal rates, and p is flat (tests/test_compare.py); where it
-costs less, p is a little too low: of 40 contests of rung 24 with itself, one block of width 32, 6 had a p below 0.05,
+costs less, p is too low: of 40 contests of rung 24 with itself, one block of width 32, 6 had a p below 0.05,
 1 below 0.01 (experiments/fair_comparison). Take p < 0.01 seriously, and nothing above it.
 
 Losses do not depend on what else the machine does, so that several scripts may run at once where no time is measured.
