@@ -27,10 +27,11 @@ def race_name(report):
 
 
 def races_of(folders):
-    """The reports of races: those of the same kind of tokens together, those of many rungs first."""
+    """The reports of races: those of the same kind of tokens together, today's and those of many rungs first."""
     races = [build_report(folder) for folder in folders]
     return sorted(races, key=lambda race: (
-        data_of(race).partition(" (")[2], -len(race.race.racers), race.setting["model"]))
+        data_of(race).partition(" (")[2], "total batch" in race.race.facts, -len(race.race.racers),
+        race.setting["model"]))
 
 
 def race_table(report):
@@ -54,7 +55,7 @@ def race_panel(report, names):
     racers, colors = report.race.racers, colors_of(names)
     seconds = racers[0].seconds[0]
     bars = [race_bar(racer, racer.steps[-1] * racer.ms / 10 / seconds, colors[racer.name]) for racer in racers]
-    return {"bars": bars, "xlabel": f"% of {seconds:,.0f} s to {report.race.target:.2f} nats"}
+    return {"bars": bars, "xlabel": f"% of {seconds:,.0f} s\nto {report.race.target:.2f} nats"}
 
 
 def races_picture(reports):
@@ -64,7 +65,7 @@ def races_picture(reports):
     rows = [f"{stage_of(name).title}  {stage_of(name).label}" for name in names]
     panels = []
     for report in reports:
-        heading = re.sub(r" (?=\()|(?<=\)), ", "\n", race_name(report))
+        heading = re.sub(r" (?=\()|(?<=\)), |(?<=,) (?=long)", "\n", race_name(report))
         panels.append(race_panel(report, names) | {"rows": rows, "heading": heading})
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in reports))
     return {"title": "Seconds to the same loss, rung by rung", "height": 1.5 + 0.28 * len(rows), "panels": panels,
@@ -104,8 +105,9 @@ def lead_picture(reports):
 
 
 def pictures(races):
-    """{file name: picture} of PAGE."""
-    return {RACES: races_picture(races), LEAD: lead_picture(races)}
+    """{file name: picture} of PAGE; the lead is that of races with two of its rungs or more."""
+    leading = [race for race in races if len({*LEADERS} & {racer.label for racer in race.race.racers}) > 1]
+    return {RACES: races_picture(races)} | ({LEAD: lead_picture(leading)} if leading else {})
 
 
 def write_tables(races, root=ROOT):

@@ -11,7 +11,7 @@ text, 0.05 lower than rung 30's on another (four seeds, too few to name a gain),
 times as large 0.02 lower than rung 24's (two seeds). None with GPT-2's tokens: the larger the
 vocabulary, the fewer n-grams recur, and the more share a row.
 Cost: two tables of n_rows_hashed * n_embd parameters, 12.6M for GPT-2 (124M), with their gradients
-and AdamW's moments 0.2 GB: in the race 3.0M parameters instead of 0.9M, and 5 % more time per step.
+and AdamW's moments 0.2 GB: in the race 3.0M parameters instead of 0.9M, and 9 % more time per step.
 No key-value cache when sampling.
 
 Source: hashed n-grams of 3 to 8 bytes in Pagnoni et al. 2024, "Byte Latent Transformer"; hashed

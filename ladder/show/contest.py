@@ -75,8 +75,14 @@ class Record:
         return {name: dict(sorted(losses.items())) for name, losses in sweep.items()}
 
     def step_ms(self):
-        """A Series: the time of each script's step, the median of its runs."""
-        return self.timed.groupby("rung").ms.median()
+        """A Series: the time of each script's step, the median over the rounds.
+
+        In units of its round's median, and then of the rounds': a shared machine is slower in some rounds than in
+        others, and the median of each script by itself would compare one's slow rounds with another's fast ones.
+        """
+        table = self.timed.set_index(["rung", "round"]).ms.unstack()
+        rounds = table.median()
+        return table.div(rounds).median(axis="columns") * rounds.median()
 
     def target(self, name):
         """A validation loss that half of a script's seeds reach: the median of its last ones, rounded up."""
