@@ -8,9 +8,8 @@ Muon's rate and AdamW's have the same shape.
 
 Gain: until the decay begins, the rates do not depend on the number of steps, so the length of a run
 can be decided late: in beyond/long_run/long_run.py a stopped run resumes with other --steps.
-The loss may be lower than the cosine's, too: in 300 steps of a narrow model of 12 layers by 0.027
-nats (nine seeds, p = 0.002, provisional: experiments/README.md), in the race of docs/results.md by
-0.012 nats per byte, not significant (p = 0.07).
+The loss is not shown to be lower than the cosine's: 0.027 nats in 300 steps of a narrow model of 12
+layers (nine seeds: experiments/README.md) did not repeat in the race of docs/results.md (eight).
 Cost: the loss before the decay is not the loss that the run will end with.
 
 Sources: Hu et al. 2024, "MiniCPM" (WSD); Haegele et al. 2024, "Scaling Laws and Compute-Optimal

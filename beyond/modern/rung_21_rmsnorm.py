@@ -6,8 +6,7 @@ and multiplies by the gain: it leaves out both shifts. The biases of the linear 
 too, so they go as well. eps is 1e-6, as in Qwen3.
 
 Gain: fewer operations per norm, and 11 * C fewer parameters per block. In docs/results.md: no
-significant difference in the final loss (0.015 nats per byte lower, four seeds, p = 0.012, where
-0.01 counts).
+significant difference in the final loss (eight seeds).
 Cost: none in time or memory.
 
 Sources: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization"; Touvron et al. 2023, "LLaMA"
