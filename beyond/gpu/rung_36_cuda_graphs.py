@@ -220,7 +220,8 @@ class GPT(nn.Module):
         # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        # a tensor, which kernels read: a number would be that of the captured step forever
+        # A tensor, which kernels read: a number would be that of the captured step forever.
+        # capturable: so is AdamW's number of steps.
         lr = torch.tensor(lr, device=matrices[0].device)
         # fused: one pass through memory, instead of about ten for each tensor; rung 8's betas
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
@@ -288,7 +289,7 @@ def check_compiler(device):
 
 def optimizer_step(model, optimizer, scaler, autocast, x, y):
     """One step on a batch: its loss, the gradients' norm before clipping. Nothing here waits."""
-    optimizer.zero_grad()  # so backward() writes gradients, not adds to them: as will each replay
+    optimizer.zero_grad()  # to None: the recorded backward() writes gradients, not adds to them
     with autocast:
         loss = model(x, y)
     scaler.scale(loss).backward()
@@ -304,10 +305,13 @@ def has_graphs(device):
     return device == "cuda"
 
 
+# A CUDA graph is a recording of kernels, with the addresses and numbers that they had; a replay
+# launches them again, without Python.
 class GraphedStep:
-    """Runs `step()`: eagerly at first, then as a CUDA graph, whose addresses stay the same."""
+    """Runs `step()`: as it is at first, then as a CUDA graph."""
 
-    WARM_UP = 3  # steps: they compile, and make the optimizer's state and the libraries' workspaces
+    # steps that compile, and make the optimizer's state and workspaces: not to be recorded
+    WARM_UP = 3
 
     def __init__(self, step):
         self.step = step
@@ -329,9 +333,9 @@ class GraphedStep:
         return self.results
 
     def run_on_stream(self):
-        """The step on the stream that will capture it: libraries keep a workspace for each."""
+        """The step on the stream of the recording, for which libraries then have a workspace."""
         main_stream = torch.cuda.current_stream()
-        self.stream.wait_stream(main_stream)  # or they would run at the same time
+        self.stream.wait_stream(main_stream)  # or the two would run at the same time
         with torch.cuda.stream(self.stream):
             results = self.step()
         main_stream.wait_stream(self.stream)

@@ -246,18 +246,19 @@ class GPT(nn.Module):
     def sampled_loss(self, x, targets):
         """An estimate of the mean cross-entropy: (B*T, C), (B*T,) -> ()."""
         n_tokens = self.config.vocab_size
-        n_rows = min(len(targets) + EXTRA_ROWS, n_tokens)  # the same in each step: compiled once
+        # room for all targets, even if each is another token; the same in each step: compiled once
+        n_drawn = min(len(targets) + EXTRA_ROWS, n_tokens)
         is_target = torch.zeros(n_tokens, device=x.device)
         is_target[targets] = 1.0
         # the largest are all targets (1 to 2), then others (0 to 1) in random order
         keys = is_target + torch.rand(n_tokens, device=x.device)
-        rows = keys.topk(n_rows).indices.sort().values  # (n_rows,)
+        rows = keys.topk(n_drawn).indices.sort().values  # (n_drawn,), sorted for searchsorted
         n_targets = is_target.sum()  # each token once
-        # each of the others that was drawn stands for this many in the softmax's sum
-        n_others = (n_tokens - n_targets) / (n_rows - n_targets)
-        log_n = torch.where(is_target[rows] == 1, 0.0, n_others.log())  # (n_rows,)
-        logits = x @ self.lm_head.weight[rows].T  # (B*T, n_rows)
-        logits = logits.float() + log_n  # exp(logit + log n) = n exp(logit)
+        # an estimate, like a poll: a drawn other counts this many times in the softmax's sum
+        weight = (n_tokens - n_targets) / (n_drawn - n_targets)
+        log_weight = torch.where(is_target[rows] == 1, 0.0, weight.log())  # (n_drawn,)
+        logits = x @ self.lm_head.weight[rows].T  # (B*T, n_drawn)
+        logits = logits.float() + log_weight  # exp(logit + log w) = w exp(logit)
         columns = torch.searchsorted(rows, targets)  # (B*T,): where each target is among the rows
         return F.cross_entropy(logits, columns)
 
