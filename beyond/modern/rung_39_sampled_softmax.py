@@ -6,12 +6,12 @@ step computes the logits of the tokens that are targets somewhere in the batch, 
 at random; in the softmax's sum each of these stands for its share of all the others. So the sum is
 right on average, and the target's logit exact. Validation and sampling use all tokens.
 
-Gain: seconds. In 4 layers of width 128, with 1,024 tokens a step, a step takes 72 ms instead of 221
-(one thread of an EPYC). 480 steps, in two thirds of the time of rung 24's 240, ended 0.42 nats
-lower with three seeds, too few to name that a gain.
-Cost: loss per step. After 240 steps it is 0.10 nats higher (0.07 to 0.13, five seeds, p < 0.001),
-so use it where time is short, not text. A larger model gains less, one of bytes nothing
-(docs/modern.md). The loss in the log is an estimate.
+Gain: seconds. In 4 layers of width 128, with 1,024 tokens a step, a step takes 47 ms instead of 121
+(two cores of an EPYC), and 480 steps, in three quarters of the time of rung 24's 240, end 0.41 nats
+lower (0.39 to 0.44, five seeds, p < 0.001: experiments/README.md).
+Cost: loss per step. After 240 steps it is 0.05 nats higher (five seeds, p = 0.04), at width 256 or
+on another text 0.1 (three), so use it where time is short, not text. A larger model gains less, one
+of bytes nothing (docs/modern.md). The loss in the log is an estimate.
 
 Source: Jean et al. 2015, "On Using Very Large Target Vocabulary for Neural Machine Translation".
 """
