@@ -7,8 +7,8 @@ hidden width of 8/3 * C, rounded up to a multiple of 64 for whole tiles (rung 7)
 have as many parameters as the two had, 8 * C^2, and take as much arithmetic.
 
 Gain: products of features, with as many parameters (in narrow models rounding adds some). In the
-race of docs/results.md the final loss is 0.02 nats per byte lower (0.01 to 0.03, eight seeds, p =
-0.008).
+race of docs/results.md the final loss is 0.02 nats per byte lower (eight seeds, p = 0.008), but not
+significantly against better rates for rung 22 (0.008, p = 0.08: experiments/README.md).
 Cost: one more elementwise operation and its tensors.
 With rungs 20 to 22 this is Qwen3's architecture, with one key-value head per query head:
 transformers' Qwen3ForCausalLM computes the same logits. convert.py turns one into the other
