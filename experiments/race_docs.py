@@ -4,7 +4,6 @@
 """
 import argparse
 import math
-import re
 
 from experiments import race_record
 from ladder.rungs.list import ROOT
@@ -65,7 +64,7 @@ def races_picture(reports):
     rows = [f"{stage_of(name).title}  {stage_of(name).label}" for name in names]
     panels = []
     for report in reports:
-        heading = re.sub(r" (?=\()|(?<=\)), |(?<=,) (?=long)", "\n", race_name(report))
+        heading = race_name(report).replace(" (", "\n(").replace(", ", "\n")
         panels.append(race_panel(report, names) | {"rows": rows, "heading": heading})
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in reports))
     return {"title": "Seconds to the same loss, rung by rung", "height": 1.5 + 0.28 * len(rows), "panels": panels,

@@ -305,7 +305,7 @@ def test_the_pictures_of_a_race_in_which_a_rung_never_gets_to_the_target(tmp_pat
         save(picture, tmp_path / name)
     panels = pictures["races.png"]["panels"]
     assert [panel["heading"] for panel in panels] == [
-        f"text\n(bytes tokens)\n{model},\nlong trunk" for model in ("tiny", "x9x9")]
+        f"text\n(bytes tokens)\n{model}\nlong trunk" for model in ("tiny", "x9x9")]
     for first, never in (panel["bars"] for panel in panels):
         assert first["parts"] == [100] and first["end"] == "100 %"
         assert never["pale"] and never["open"] and never["end"] == "not reached"

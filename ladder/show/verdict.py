@@ -72,7 +72,7 @@ def limits(record, found):
            f"{first.tokens / 1e6:.2f}M tokens of {text} in windows of {run.T}.")
     if len(record.sweep):
         seeds = " and ".join(map(str, sorted(record.part("search").seed.unique().astype(int))))
-        yield (f"The rates are from searches with seed {seeds}, not tested; their luck is not part of the intervals.")
+        yield (f"The rates are from searches with other seeds ({seeds}); their luck is not part of the intervals.")
     seen = [detectable(effect) for effect in found.values() if effect and effect.high > effect.low]
     if seen:
         yield f"Differences below about {max(seen):.2g} nats would mostly go unnoticed with these seeds."
