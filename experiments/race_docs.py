@@ -11,25 +11,23 @@ from ladder.show.contest import read_csv
 from ladder.show.logs import ORDER, stage_of
 from ladder.show.plots import colors_of, save
 from ladder.show.report import build_report
-from ladder.show.standings import FILE, KEY, race_texts
-from ladder.show.tables import batch_of, data_of, machine_of, markdown, write_between
+from ladder.show.standings import FILE, KEY, race_texts, with_range
+from ladder.show.tables import NOTHING, batch_of, data_of, machine_of, markdown, write_between
 
 PAGE = "docs/results.md"
-RACES, LEAD = "races.png", "lead.png"
-LEADERS = {"24": "#4f7fc4", "30": "#c95a2e", "31": "#35ab72"}  # the colors of the rungs in the second one, by label
+RACES = "races.png"
 
 
 def race_name(report):
     """A race's text, its tokens, and the model."""
-    trunk = ", long trunk" if "total batch" in report.race.facts else ""
-    return f"{data_of(report)}, {report.setting['model']}{trunk}"
+    return f"{data_of(report)}, {report.setting['model']}"
 
 
 def races_of(folders):
     """The reports of races: those of the same kind of tokens together, today's and those of many rungs first."""
     races = [build_report(folder) for folder in folders]
     return sorted(races, key=lambda race: (
-        data_of(race).partition(" (")[2], "total batch" in race.race.facts, -len(race.race.racers),
+        data_of(race).partition(" (")[2], is_older(race), -len(race.race.racers),
         race.setting["model"]))
 
 
@@ -38,6 +36,22 @@ def race_table(report):
     rows = texts.drop(columns="rung").rename(columns={"label": ""}).to_dict("records")
     return (f"### {race_name(report)}\n\n{markdown(rows, 2)}\n\n"
             f"{machine_of(report)}, {batch_of(report)}. {caption}")
+
+
+def older_table(older, newer):
+    """A row for each older race: the losses of its first rung, of the newer races' last, and of those they lack."""
+    known = {racer.name: racer for race in newer for racer in race.race.racers}
+    shown = {}  # by name; the columns
+    for race in older:
+        first, *others = race.race.racers
+        shown |= {racer.name: racer for racer in [first, *others]
+                  if racer is first or racer.name not in known or racer.name == [*known][-1]}
+    rows = []
+    for race in older:
+        losses = {racer.name: with_range(racer.val_loss, "{:.3f}") for racer in race.race.racers}
+        rows.append({"text": race_name(race), "seeds": race.race.caption.partition(" seed")[0],
+                     **{f"`{racer.label}`": losses.get(name, NOTHING) for name, racer in shown.items()}})
+    return f"### Older races\n\n{markdown(rows, 1)}"
 
 
 def race_bar(racer, whole, color):
@@ -72,45 +86,20 @@ def races_picture(reports):
             f"with an arrow where a seed never got there. No bar: not raced. Measured on {machines}."}
 
 
-def lead_curves(report, style):
-    """How far some rungs are below the first one's loss after the same tokens, the means of the seeds."""
-    first, *others = report.race.racers
-    curves = []
-    for racer in others:
-        if racer.label in LEADERS:
-            leads = [before - after for before, after in zip(first.losses, racer.losses, strict=True)]
-            curves.append({"title": racer.label, "end": racer.label, "loss": leads, "style": style,
-                           "tokens": [step * report.race.rows[0]["tokens"] for step in racer.steps],
-                           "color": LEADERS[racer.label]})
-    curves.sort(key=lambda curve: curve["loss"][-1])
-    for place, curve in enumerate(curves):  # names that can be told apart
-        curve["shift"] = 7 * place - 3.5 * (len(curves) - 1)
-    return curves
-
-
-def lead_picture(reports):
-    """The lead over the first rung against tokens: a panel for each kind of tokens, a kind of line for each text."""
-    kinds, styles = {}, {}
-    for report in reports:
-        text, _, kind = data_of(report).partition(" (")
-        style = styles.setdefault(f"{text}, {report.setting['model']}", ["solid", "dashed", "dotted"][len(styles) % 3])
-        kinds.setdefault(kind.rstrip(")"), []).extend(lead_curves(report, style))
-    panels = [{"heading": kind, "curves": curves, "x": "tokens", "xlabel": "tokens trained on", "xscale": "log",
-               "ylabel": "nats below the first rung"} for kind, curves in kinds.items()]
-    firsts = "/".join(sorted({report.race.racers[0].label for report in reports}))
-    return {"title": f"The lead over rung {firsts}, after the same tokens", "height": 4.2, "panels": panels,
-            "caption": "Validation losses, the means of the seeds; "
-            + "; ".join(f"{style}: {text}" for text, style in styles.items())}
+def is_older(race):
+    """Run on the long trunk, by a rule that has since been replaced."""
+    return "total batch" in race.race.facts
 
 
 def pictures(races):
-    """{file name: picture} of PAGE; the lead is that of races with two of its rungs or more."""
-    leading = [race for race in races if len({*LEADERS} & {racer.label for racer in race.race.racers}) > 1]
-    return {RACES: races_picture(races)} | ({LEAD: lead_picture(leading)} if leading else {})
+    """{file name: picture} of PAGE, which shows the races by today's rule only."""
+    return {RACES: races_picture([race for race in races if not is_older(race)])}
 
 
 def write_tables(races, root=ROOT):
-    write_between(root / PAGE, "race", [*map(race_table, races), KEY])
+    newer = [race for race in races if not is_older(race)]
+    older = [race for race in races if is_older(race)]
+    write_between(root / PAGE, "race", [*map(race_table, newer), KEY, older_table(older, newer)])
 
 
 def main():
@@ -122,7 +111,7 @@ def main():
     write_tables(races)
     for name, picture in pictures(races).items():
         save(picture, ROOT / "docs" / name)
-    print(f"{len(records)} times {FILE}, {PAGE}, {RACES}, {LEAD}: rewritten")
+    print(f"{len(records)} times {FILE}, {PAGE}, {RACES}: rewritten")
 
 
 if __name__ == "__main__":

@@ -299,16 +299,32 @@ def test_the_pictures_of_a_race_in_which_a_rung_never_gets_to_the_target(tmp_pat
     run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES | {MUON.name: [(9, 9, 9, 9)] * 3})
     report = build_report(tmp_path)
     report.setting["data"] = "text (bytes tokens)"
+    older = replace(report, race=replace(report.race, facts=dict(report.race.facts)))
+    del report.race.facts["total batch"]
     larger = replace(report, name="b", setting=report.setting | {"model": "x9x9"})
-    pictures = race_docs.pictures([report, larger])
+    pictures = race_docs.pictures([report, older, larger])
     for name, picture in pictures.items():
         save(picture, tmp_path / name)
     panels = pictures["races.png"]["panels"]
     assert [panel["heading"] for panel in panels] == [
-        f"text\n(bytes tokens)\n{model}\nlong trunk" for model in ("tiny", "x9x9")]
+        f"text\n(bytes tokens)\n{model}" for model in ("tiny", "x9x9")]
     for first, never in (panel["bars"] for panel in panels):
         assert first["parts"] == [100] and first["end"] == "100 %"
         assert never["pale"] and never["open"] and never["end"] == "not reached"
+
+
+def test_the_table_of_older_races_has_the_losses_of_some_rungs(tmp_path):
+    """The first one's, those of the newer races' last one, and of the rungs that no newer race has."""
+    run_race(tmp_path, [ADAMW, MUON, TRAPEZOID], 3, **VAL_LOSSES | {TRAPEZOID.name: [5.0, 5.1, 5.2]})
+    older = build_report(tmp_path)
+    first, muon, trapezoid = older.race.racers
+    newer = replace(older, race=replace(older.race, racers=[first, muon]))
+    lines = race_docs.older_table([older], [newer]).splitlines()
+    assert lines[2] == f"| text | seeds | `{first.label}` | `{muon.label}` | `{trapezoid.label}` |"
+    assert lines[-1].endswith(" | 3 | 6.000 (5.900–6.100) | 3.967 (3.900–4.000) | 5.100 (5.000–5.200) |")
+    newer = replace(older, race=replace(older.race, racers=[first, muon, trapezoid]))
+    heading = race_docs.older_table([older], [newer]).splitlines()[2]
+    assert heading == f"| text | seeds | `{first.label}` | `{trapezoid.label}` |"
 
 
 def test_what_docs_shows_of_races_is_up_to_date(tmp_path):

@@ -23,7 +23,7 @@ from ladder.show.logs import PEER, PEERS, RUNS, read_log
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
 from ladder.show.machine import read_machine
 from ladder.show.report import build_report, check_comparable, warnings
-from ladder.show.tables import short_table, times_before, write_tables
+from ladder.show.tables import long_table, short_table, times_before, write_tables
 
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
 BASELINE, TIED, FUSED = (BY_LABEL[label].name for label in ("0", "1", "10"))
@@ -217,6 +217,18 @@ def test_the_readme_s_table_has_the_floors_that_were_counted_for_its_card_and_ba
     assert last == (["23"] if shown else [])
 
 
+def test_the_documents_tables_leave_out_a_script_that_the_record_names_otherwise(tmp_path):
+    """As a peer that ran with a mask which it no longer has; `report` shows it."""
+    for name in (FUSED, "peer_transformers"):
+        write_log(tmp_path / f"{name}.log")
+    titles = {"peer_transformers": "transformers, with a mask"}
+    (tmp_path / "machine.json").write_text(json.dumps({"rates": {"float32": 1e12}, "titles": titles}))
+    report = build_report(tmp_path)
+    assert len(report.rows) == 2
+    for table in (short_table(report), long_table(report)):
+        assert table.count("| [") == 1 and "mask" not in table
+
+
 def test_csv_and_json_have_every_number_of_a_row(tmp_path, capsys):
     row = rounds(tmp_path, {"ms": [40] * 3}, {"ms": [50] * 3})
     assert tool.main(["report", str(tmp_path), "--json"]) == 0
@@ -287,7 +299,7 @@ def test_every_picture_is_shown_and_up_to_date(reference):
     assert {path.name for path in ROOT.glob("docs/*.png")} == shown
     record = (ROOT / "docs" / "growth.csv").read_text(encoding="utf-8")
     drawn = pictures | dict.fromkeys((growth.LENGTH, growth.TIME, growth.MEMORY), record)
-    for name in shown - {race_docs.RACES, race_docs.LEAD}:
+    for name in shown - {race_docs.RACES}:
         same = PIL.Image.open(ROOT / "docs" / name).text["Digest"] == digest(drawn[name])
         assert same, f"docs/{name}: run python -m ladder report --readme, or experiments.growth for growth_*.png"
 

@@ -166,10 +166,15 @@ def markdown(rows, n_left):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def todays_rows(report):
+    """The rows without those that their record gives a title of its own: their scripts have changed, or are gone."""
+    return [row for row in report.rows if row.name not in report.machine.get("titles", {})]
+
+
 def short_table(report):
     """README.md's: each rung's step with its spread, beside its counted floor, where there is one."""
     rows, floors = [], floors_of(report)
-    for row in report.rows:
+    for row in todays_rows(report):
         texts = cells(row)
         rows.append({"file": texts["file"], "the one change": texts["the one change"],
                      "ms/step": f"{texts['ms/step']} ({texts['spread']})", "× before": texts["× before"],
@@ -181,12 +186,17 @@ def short_table(report):
 
 
 def long_table(report):
-    """docs/results.md's."""
-    rounds = max(row.rounds for row in report.rows)
-    spread = f" of {rounds} rounds, the spread their lowest and highest" if rounds > 1 else ""
-    texts = pandas.DataFrame(map(cells, report.rows)).drop(columns="× before")
-    below = f"{fastest(report)} ms/step is the median{spread}, the loss that of step {last_steps(report)}.".strip()
-    return f"**{where(report)}**\n\n{markdown(texts.to_dict('records'), 3)}\n\n{below}"
+    """docs/results.md's; the document says what its columns are."""
+    rows = []
+    for row in todays_rows(report):
+        texts = cells(row)
+        left = {"": texts[""], "the one change": f"[{row.title}]({stage_of(row.name).file})"}
+        kept = ("ms/step", "spread", "tokens/sec", "× before", "× baseline", "MFU", "peak GB", "loss")
+        rows.append(left | {heading: texts[heading] for heading in kept})
+    rounds, commit = max(row.rounds for row in report.rows), report.machine.get("commit", "unknown")
+    best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
+    return (f"{markdown(rows, 2)}\n\n*{where(report)}, {rounds} rounds, commit {commit}. Measured peak: "
+            f"{rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}.*")
 
 
 def published_table():
@@ -216,11 +226,16 @@ def write_between(path, name, tables):
 
 
 def write_tables(reports, root=ROOT):
-    """Put the tables between their marks in README.md, of the machine where the ladder gains the most, and in docs/."""
+    """Put the tables between their marks in README.md, of the machine where the ladder gains the most, and in docs/.
+
+    docs/ shows machines with the whole ladder in enough rounds to test a gain; `report` shows the others.
+    """
     ladder = [report for report in reports if BY_LABEL["10"].name in report.runs]
     ladder.sort(key=gain, reverse=True)
     write_between(root / "README.md", "ladder", [short_table(report) for report in ladder[:1]])
-    write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in ladder])
+    whole = [report for report in ladder if BY_LABEL["0"].name in report.runs
+             and min(row.rounds for row in report.rows) >= FEWEST_ROUNDS]
+    write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in whole])
     write_between(root / "docs" / "results.md", "published", [published_table()])
 
 
