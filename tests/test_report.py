@@ -298,7 +298,7 @@ def test_every_picture_is_shown_and_up_to_date(reference):
     pictures, shown = all_pictures(reference), shown_in_docs(ROOT)
     assert {path.name for path in ROOT.glob("docs/*.png")} == shown
     record = (ROOT / "docs" / "growth.csv").read_text(encoding="utf-8")
-    drawn = pictures | dict.fromkeys((growth.LENGTH, growth.TIME, growth.MEMORY), record)
+    drawn = pictures | dict.fromkeys((growth.LENGTH, growth.MEMORY), record)
     for name in shown - {race_docs.RACES}:
         same = PIL.Image.open(ROOT / "docs" / name).text["Digest"] == digest(drawn[name])
         assert same, f"docs/{name}: run python -m ladder report --readme, or experiments.growth for growth_*.png"

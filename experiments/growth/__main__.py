@@ -30,7 +30,7 @@ from ladder.show.logs import read_log
 from ladder.show.plots import digest
 
 BYTES = 257  # the vocabulary of data/bytes: 256 bytes and <|endoftext|>
-LENGTH, TIME, MEMORY = "growth_length.png", "growth_time.png", "growth_memory.png"
+LENGTH, MEMORY = "growth_length.png", "growth_memory.png"
 COLORS = ["#31356e", "#d9822b", "#35b779", "#a33b76"]
 GB = 1e9
 
@@ -90,15 +90,13 @@ CURVES = {
         "tokens in a batch", [1024, 2048, 4096, 8192, 16384], 32768, 4,
         lambda tokens: ("data/tokens", "2x4x256", tokens // 256, 256),
         {"rung 16": ("16", [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, "16")),
-         "rung 17, chunks": ("17", [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, "17"))},
-        laws=(("rung 16", 1, "tokens"),)),
+         "rung 17, chunks": ("17", [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, "17"))}),
     "depth": Curve(
         "blocks", [2, 4, 8, 16], 32, 4,
         lambda depth: ("data/bytes", f"{depth}x4x256", 32, 256),
         {"rung 15": ("15", [], lambda depth: step_bytes(f"{depth}x4x256", 32, 256, "15", BYTES)),
          "rung 16, all recomputed": ("16", ["--recompute-blocks", "99"],
-                                     lambda depth: recomputing_bytes(f"{depth}x4x256", 32, 256, "16", BYTES))},
-        laws=(("rung 16, all recomputed", 1, "blocks"),)),
+                                     lambda depth: recomputing_bytes(f"{depth}x4x256", 32, 256, "16", BYTES))}),
     "ranks": Curve(
         "ranks", [1, 2, 4], 8, 3,
         lambda ranks: ("data/tokens", "gpt2", 1, 128),
@@ -200,7 +198,7 @@ def draw_times(axes, record, name):
 def draw_memory(axes, record, name):
     """Peak memory: dots measured, lines counted."""
     curve = CURVES[name]
-    prepare(axes, curve, "peak GB per process; lines: counted")
+    prepare(axes, curve, "peak GB; dots: measured, lines: computed")
     sizes = (8.5, 7, 5.5, 3.5)  # the later, the smaller: where rungs agree, all stay visible
     for (rung, (_, _, counted)), color, size in zip(curve.rungs.items(), COLORS, sizes, strict=False):
         values, peak, _, _ = medians(record, name, rung, "peak_gb")
@@ -215,10 +213,7 @@ def draw_memory(axes, record, name):
 
 
 def draw(path, folder):
-    """LENGTH: time and memory against T; TIME: against batch and depth; MEMORY: against these and the ranks.
-
-    Each has the digest of its record.
-    """
+    """LENGTH: time and memory against T; MEMORY: memory against batch and depth. Each has the digest of its record."""
     record, seen = pandas.read_csv(path), digest(path.read_text(encoding="utf-8"))
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     draw_times(axes[0], record, "length")
@@ -226,10 +221,6 @@ def draw(path, folder):
     save(figure, folder / LENGTH, seen)
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     for one, name in zip(axes, ("batch", "depth"), strict=True):
-        draw_times(one, record, name)
-    save(figure, folder / TIME, seen)
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
-    for one, name in zip(axes, ("batch", "depth", "ranks"), strict=True):
         draw_memory(one, record, name)
     save(figure, folder / MEMORY, seen)
 
