@@ -21,15 +21,15 @@ from rich.console import Console
 from experiments.race_docs import races_picture
 from experiments.race_record import FILE, write_standings
 from ladder.errors import UserError
-from ladder.measure.compare import check_fair, check_logs, check_scripts
 from ladder.measure.contest import MOST_TRIES, TIMINGS, Contest, hold, read_about
-from ladder.measure.run import show_end
+from ladder.measure.fairness import check_fair, check_logs, check_scripts
 from ladder.measure.runner import eager_flags, locked
+from ladder.records import race as race_file
+from ladder.records.recipes import read_logs, write_csv
+from ladder.records.summary import build_report
 from ladder.rungs.list import parse_rungs
-from ladder.show import standings
-from ladder.show.contest import read_logs, write_csv
 from ladder.show.plots import save
-from ladder.show.report import build_report
+from ladder.show.tables import print_end
 
 
 def keep(folder, names):
@@ -38,7 +38,7 @@ def keep(folder, names):
     if len(record.points):
         write_csv(record, folder / FILE)
     if record.names:
-        write_standings(record, folder / standings.FILE)
+        write_standings(record, folder / race_file.FILE)
         save(races_picture([build_report(folder)]), folder / "race.png")
     return skipped
 
@@ -71,7 +71,7 @@ def main(argv=None):
         finally:
             for reason in keep(args.logs, names):
                 console.print(f"! skipped: {reason}", soft_wrap=True)
-    show_end(runner, console)
+    print_end(runner, console)
     return 1 if runner.failed() else 0
 
 

@@ -6,12 +6,13 @@ import argparse
 import math
 
 from experiments import race_record
+from ladder.records.logs import ORDER, stage_of
+from ladder.records.race import FILE
+from ladder.records.recipes import read_csv
+from ladder.records.summary import build_report
 from ladder.rungs.list import ROOT
-from ladder.show.contest import read_csv
-from ladder.show.logs import ORDER, stage_of
 from ladder.show.plots import colors_of, save
-from ladder.show.report import build_report
-from ladder.show.standings import FILE, KEY, race_texts, with_range
+from ladder.show.standings import KEY, race_texts, with_range
 from ladder.show.tables import NOTHING, batch_of, data_of, machine_of, markdown, write_between
 
 PAGE = "docs/results.md"

@@ -1,18 +1,17 @@
 """The standings of a race, race.json, from its record, race.csv: what `report` and the page show of it.
 
-Used by race.py and race_docs.py; `ladder/show/contest.py` reads and writes race.csv.
+Used by race.py and race_docs.py; `ladder/records/recipes.py` reads and writes race.csv.
 """
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 from ladder.files import write_whole
-from ladder.show import standings
-from ladder.show.chance import FEWEST_SEEDS
-from ladder.show.contest import TUNING_SEEDS, doubts, effects, rates_of
-from ladder.show.logs import run_of, stage_of
-from ladder.show.report import Row, median, title_of
-from ladder.show.standings import Racer
+from ladder.records.logs import run_of, stage_of
+from ladder.records.race import Race, Racer
+from ladder.records.recipes import TUNING_SEEDS, doubts, effects, rates_of
+from ladder.records.significance import FEWEST_SEEDS
+from ladder.records.summary import Row, median, title_of
 
 FILE = "race.csv"
 LONG_TRUNK = " Long trunk: do not compare with newer races."
@@ -84,6 +83,6 @@ def write_standings(record, path):
     """What the tool shows of a race, a line for each rung."""
     target, racers = racers_of(record)
     rows = [row_of(record, name) for name in record.names]
-    race = standings.Race(record.facts, target, caption(record), rows, racers)
+    race = Race(record.facts, target, caption(record), rows, racers)
     lines = json.dumps(asdict(race)).replace(', {"name"', ',\n{"name"')
     write_whole(path, lines + "\n")

@@ -2,11 +2,11 @@
 import subprocess
 import sys
 
-from ladder.show.logs import read_log
+from ladder.records.logs import read_log
 
 
 def finished(rung, flags, folder):
-    """The log of a rung with these flags in `folder`, as ladder.show.logs reads it; trained unless it is complete."""
+    """The log of a rung with these flags in `folder`, as records/logs.py reads it; trained unless it is complete."""
     path = folder / f"{rung.name}.log"
     if not path.exists() or not read_log(path).complete:
         words = [rung.path, *flags, "--log-dir", folder]

@@ -24,9 +24,9 @@ from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.contest import SEED, Contest
 from ladder.measure.runner import Runner
+from ladder.records.recipes import TUNING_SEEDS, last_val_loss, read_logs
+from ladder.records.significance import paired_effect
 from ladder.rungs.list import BY_LABEL, ROOT
-from ladder.show.chance import paired_effect
-from ladder.show.contest import TUNING_SEEDS, last_val_loss, read_logs
 from ladder.show.plots import digest
 
 WIDTHS = [64, 128, 256, 512]

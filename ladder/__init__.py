@@ -1,4 +1,10 @@
-"""The tool around the ladder: `rungs` knows them, `count` counts, `show` shows and compares, `measure` runs.
+"""The tool around the ladder, in six rooms; each imports only from those below it, which tests/test_rooms.py holds.
 
-Each imports only from those before it. Nothing that only reads logs imports torch.
+    verbs               a file a verb, called like it: its flags, its `main`
+    show     measure    terminal, Markdown, pictures, the page; what starts processes
+    records             a log's text to tables, their statistics, impossible numbers
+    count               FLOPs, bytes, floors, cards, memory
+    rungs               the list of rungs, their laws
+
+What reads logs loads no torch.
 """

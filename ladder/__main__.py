@@ -3,39 +3,44 @@ import argparse
 import importlib
 import signal
 import sys
+from keyword import iskeyword
 
 from ladder.errors import UserError
 from ladder.show.terminal import Stream, console
 
-# Each verb: its module, whose `add_flags` adds its flags and whose `main` does what they say, and what it does.
+# Each verb has a module in verbs/, whose `add_flags` adds its flags and whose `main` does what they say.
 VERBS = {
-    "run": ("measure.run", "run the rungs one after the other, then show the table; other flags go to the scripts"),
-    "report": ("show.report", "the table of a run or of a reference machine, from its logs"),
-    "compare": ("measure.compare", "two training recipes, rungs or files, over several seeds; or two logs"),
-    "diff": ("show.diff", "one lesson: the text, the change, the measured effect"),
-    "try": ("measure.exercise", "an exercise: your script in the place of a rung; other flags go to the scripts"),
-    "page": ("show.page", "write the tutorial page"),
-    "check": ("measure.check", "what this machine has, and what each rung will gain from it"),
-    "floor": ("show.floors", "the least a step can cost on any GPU, counted; no GPU is needed"),
-    "profile": ("measure.step_profile", "where the time of a step goes; other flags go to the scripts"),
-    "propagate": ("rungs.propagate", "carry the uncommitted fix in a rung through all later rungs, as far as it goes"),
-    "smoke": ("measure.smoke", "does everything work here? every script, for four steps"),
+    "run": "run the rungs one after the other, then show the table; other flags go to the scripts",
+    "report": "the table of a run or of a reference machine, from its logs",
+    "compare": "two training recipes, rungs or files, over several seeds; or two logs",
+    "diff": "one lesson: the text, the change, the measured effect",
+    "try": "an exercise: your script in the place of a rung; other flags go to the scripts",
+    "page": "write the tutorial page",
+    "check": "what this machine has, and what each rung will gain from it",
+    "floor": "the least a step can cost on any GPU, counted; no GPU is needed",
+    "profile": "where the time of a step goes; other flags go to the scripts",
+    "propagate": "carry the uncommitted fix in a rung through all later rungs, as far as it goes",
+    "smoke": "does everything work here? every script, for four steps",
 }
 PASS_FLAGS_ON = ("run", "compare", "try", "profile")
 
 
+def module_of(verb):
+    return importlib.import_module(f"ladder.verbs.{verb}" + "_" * iskeyword(verb))
+
+
 def parse_args(argv):
-    """The parsed words of a command: `verb`, its flags, `argv`, and as `flags` those that go to the scripts."""
+    """The parsed words of a command: `verb`, its flags, `argv`; as `flags` those that go to the scripts; this function."""
     parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb, (module, title) in VERBS.items():
+    for verb, title in VERBS.items():
         own = verbs.add_parser(verb, help=title, description=title, allow_abbrev=False)
         if verb in argv[:1]:  # the others need not be imported
-            importlib.import_module(f"ladder.{module}").add_flags(own)
+            module_of(verb).add_flags(own)
     args, rest = parser.parse_known_args(argv)
     if rest and args.verb not in PASS_FLAGS_ON:
         verbs.choices[args.verb].error(f"unknown: {' '.join(rest)}")
-    args.flags, args.argv = [word for word in rest if word != "--"], argv
+    args.flags, args.argv, args.parse = [word for word in rest if word != "--"], argv, parse_args
     return args
 
 
@@ -46,9 +51,8 @@ def main(argv=None):
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, signal.default_int_handler)  # what the tool has started must end
     sys.argv[0] = f"python -m ladder {args.verb}"  # what the scripts' own parsers call themselves in an error
-    module, _ = VERBS[args.verb]
     try:
-        return importlib.import_module(f"ladder.{module}").main(args, console) or 0
+        return module_of(args.verb).main(args, console) or 0
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ pinned memory (which the operating system cannot move), from where the GPU copie
 waiting.
 
 Gain: only the first micro-step waits for its batch; before, the host waited twice in each (counted:
-tests/test_fake_cuda.py). experiments/data_wait measures the wait in ms.
+tests/scripts/test_fake_cuda.py). experiments/data_wait measures the wait in ms.
 Cost: the memory of one more batch. The batches and their order stay the same.
 No effect on a CPU, whose memory the tokens are in already, nor on Apple GPUs, where torch waits for
 each copy.

@@ -21,8 +21,8 @@ from scipy.stats import binomtest, kstest
 
 from ladder.files import write_whole
 from ladder.measure.contest import Contest
+from ladder.records.recipes import effects, read_logs
 from ladder.rungs.list import BY_LABEL, Rung, load_script
-from ladder.show.contest import effects, read_logs
 
 HERE = Path(__file__).parent
 RECORD = HERE / "null.csv"

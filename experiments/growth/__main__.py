@@ -24,9 +24,9 @@ from ladder.count.memory import LOSS_CHUNK, PROCESS_BYTES, split_parameters, ste
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.runner import Job, Runner, command_for, defaults
+from ladder.records.logs import read_log
+from ladder.records.significance import FEWEST_ROUNDS, paired_p
 from ladder.rungs.list import BY_LABEL, ROOT
-from ladder.show.chance import FEWEST_ROUNDS, paired_p
-from ladder.show.logs import read_log
 from ladder.show.plots import digest
 
 BYTES = 257  # the vocabulary of data/bytes: 256 bytes and <|endoftext|>

@@ -14,8 +14,8 @@ import pandas
 
 from experiments.runs import finished
 from ladder.files import write_whole
+from ladder.records.significance import holm_effects, paired_effect
 from ladder.rungs.list import BY_LABEL
-from ladder.show.chance import holm_effects, paired_effect
 
 HERE = Path(__file__).parent
 RECORD = HERE / "losses.csv"

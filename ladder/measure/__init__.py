@@ -1,1 +1,1 @@
-"""Runs scripts and measures: rungs, races, profiles, and the machine itself."""
+"""What starts processes and measures: rungs, contests, profiles, the machine itself."""

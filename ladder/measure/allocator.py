@@ -34,7 +34,7 @@ def keeping_freed_memory():
     return {"LD_PRELOAD": library, "MIMALLOC_PURGE_DELAY": "-1"}
 
 
-def name_of(environment):
+def allocator_name(environment):
     """What hands out a CPU's memory under these variables; "default" is what the system and this torch have."""
     preloaded = re.search(r"lib(tcmalloc|jemalloc|mimalloc)", environment.get("LD_PRELOAD", ""))
     if preloaded:

@@ -16,7 +16,7 @@ The rule, by which every comparison of recipes here is made:
 
 What p does not hold: the luck of the search, or a search in shorter runs, whose rates need not be the best of longer
 ones (in the race on bytes that gave SwiGLU its star). It is that of two scripts with the rates found. Where a factor of
-two in a rate costs more than seeds differ by, equal scripts find equal rates, and p is flat (tests/test_compare.py);
+two in a rate costs more than seeds differ by, equal scripts find equal rates, and p is flat (test_compare.py);
 where it costs less, p is too low: of 40 contests of rung 24 with itself, one block of width 32, 6 had a p below 0.05, 1
 below 0.01 (experiments/fair_comparison). Take p < 0.01 seriously, and nothing above it.
 
@@ -42,12 +42,10 @@ from ladder.files import write_whole
 from ladder.measure.jobs import MEMORY_SHARE, Job
 from ladder.measure.rates import describe
 from ladder.measure.runner import Runner, command_for, defaults, settings_of
+from ladder.records.machine import read_json
+from ladder.records.recipes import MOST_TRIES, RATES, TUNING_SEEDS, last_val_loss, read_rates, show_rates
 from ladder.rungs.list import load_script
-from ladder.show.contest import RATES, TUNING_SEEDS, last_val_loss, read_rates
-from ladder.show.machine import read_json
-from ladder.show.standings import show_rates
 
-MOST_TRIES = 24  # of a search
 SEED = max(TUNING_SEEDS) + 1  # of the first round
 TIMINGS = 5  # rounds that measure the time of a step
 TIMED_STEPS_ON_A_CPU, TIMED_STEPS = 30, 200

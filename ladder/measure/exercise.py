@@ -1,6 +1,6 @@
-"""`python -m ladder try N FILE`: a reader's script in the place of rung N. Its tests, its losses and times beside ours.
+"""An exercise: a reader's script in the place of rung N. Its tests, its losses and times beside ours.
 
-The tests are those of tests/test_exercises.py whose names begin with the rung; a test's docstring is its hint.
+The tests are those of tests/scripts/test_exercises.py whose names begin with the rung; a test's docstring is its hint.
 """
 import ast
 import importlib.util
@@ -8,7 +8,6 @@ import math
 import statistics
 import subprocess
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,17 +16,13 @@ from xml.etree import ElementTree
 import torch
 
 from ladder.errors import UserError
-from ladder.files import new_folder
-from ladder.measure.check import NO_TORCHRUN
 from ladder.measure.jobs import Job, run_job
-from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, settings_of, split_flags
-from ladder.rungs.lessons import diff_hunks, print_hunks, split_docstring
-from ladder.rungs.list import ROOT, find_rung, load_script
-from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
-from ladder.show.logs import read_log
-from ladder.show.terminal import COUNT
+from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, split_flags
+from ladder.records.logs import read_log
+from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
+from ladder.rungs.list import ROOT, load_script
 
-TESTS = ROOT / "tests" / "test_exercises.py"
+TESTS = ROOT / "tests" / "scripts" / "test_exercises.py"
 SHORT = ["--model", "tiny", "-T", "128", "--steps"]  # of the runs side by side, unless flags say otherwise
 SAME = {"total_batch": ["-B", "4", "--total-batch", "1024"], "muon_lr": ["--muon-lr", "2e-3"],
         "kv_heads": ["--kv-heads", "1"]}  # what both get, since an exercise does not name our defaults
@@ -134,16 +129,6 @@ def show_tests(rung, file, tests, folder, console):
     return [test for test in tests if reasons[test]]
 
 
-def show_diffs(rung, file, console):
-    """What a reader has changed in the rung before, and what the rung itself changes."""
-    _, old, old_first = split_docstring(rung.start.path.read_text(encoding="utf-8"))
-    titles = {file: f"{file.name}, against rung {rung.start.label}", rung.path: f"ours: {rung.file}"}
-    for path, title in titles.items():
-        console.print(f"\n{title}", style="bold")
-        _, new, new_first = split_docstring(path.read_text(encoding="utf-8-sig"))
-        print_hunks(diff_hunks(old, new, old_first, new_first), console)
-
-
 def too_few_for_ranks(device):
     """Whether two ranks cannot both have one of these."""
     return device == "mps" or device == "cuda" and torch.cuda.device_count() < 2
@@ -196,44 +181,6 @@ def sentences(ours, yours):
     elif len(ratios) < FEWEST_ROUNDS:
         doubt = f"; --rounds {FEWEST_ROUNDS} tells whether that is chance"
     yield f"{verdict} {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as ours ({len(ratios)} rounds){doubt}."
-
-def try_file(rung, file, rounds, flags, folder, console):
-    """Do all that `try` does; the exit code."""
-    tests, known = exercise_of(rung), check_file(file)
-    if rung.torchrun and sys.platform == "win32":
-        raise UserError(f"try: torchrun {NO_TORCHRUN}")
-    settings_of(rung, flags)  # exits if they are wrong
-    steps = "30" if rung.path.parent == ROOT else "10"
-    flags = [*SHORT, steps, *([] if rung.label == "5" else ["--compile-mode", "none"]), *flags]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}_", dir=folder.parent))  # others may try in the same second
-    console.print(f"Exercise {rung.label}, {rung.title}: {file} in the place of {rung.file}", style="bold",
-                  soft_wrap=True)
-    failed = show_tests(rung, file, tests, folder, console)
-    if failed:
-        console.print(f"{len(failed)} of {len(tests)} tests are red; their output: {folder / 'tests.txt'}. Our change, "
-                      f"when you want to see it: python -m ladder diff {rung.label}", soft_wrap=True)
-    else:
-        console.print(f"All {len(tests)} tests pass.", style="bold")
-    ran = True
-    if rounds or not failed:
-        ran = run_both(rung, file, known, flags, folder, rounds or ROUNDS, console)
-    if not failed:
-        show_diffs(rung, file, console)
-    return 1 if failed or not ran else 0
-
-
-def add_flags(parser):
-    parser.description += """. Runs the tests of lesson N on FILE and shows a hint for each that is red. Once all pass:
-        both scripts in turns, and what each changes in the rung before. docs/exercises.md has the exercises."""
-    flag = parser.add_argument
-    flag("rung", metavar="N", help="of the lesson, or its file")
-    flag("file", type=Path, metavar="FILE", help="your script: a copy of the rung before, with the change made")
-    flag("--rounds", type=COUNT, metavar="ROUNDS", help="of both scripts, in turns (default: 3, once the tests pass)")
-
-
-def main(args, console):
-    return try_file(find_rung(args.rung), args.file, args.rounds, args.flags, new_folder("logs/try"), console)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def record(job, env, peak):
     alone = "torch.distributed.run" not in job.command or "--nproc_per_node=1" in job.command
     threads = torch.get_num_threads() if alone else 1  # torchrun's default for several
     threads = env.get("OMP_NUM_THREADS", threads)
-    words = [f"machine: {cpu_name()} ({threads} threads)", f"allocator: {allocator.name_of(env)}",
+    words = [f"machine: {cpu_name()} ({threads} threads)", f"allocator: {allocator.allocator_name(env)}",
              f"process memory: {peak / 1e9:.2f} GB"]
     if job.log.exists():
         with open(job.log, "a", encoding="utf-8") as file:

@@ -3,13 +3,10 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import pandas
-
 from ladder.count.memory import largest_fitting
 from ladder.measure.jobs import MEMORY_SHARE, Job, run_job
 from ladder.measure.runner import command_for, run_module, settings_of, split_flags
-from ladder.show.logs import read_log
-from ladder.show.terminal import print_texts
+from ladder.records.logs import read_log
 
 
 def largest_batch(rung, flags, seconds, processes, say):
@@ -42,11 +39,7 @@ def largest_batch(rung, flags, seconds, processes, say):
     return best, speed, why
 
 
-def print_largest(rungs, flags, seconds, processes, console):
-    """Find the largest batch of each rung and print the table; returns the exit code."""
+def largest_batches(rungs, flags, seconds, processes, console):
+    """{rung: what largest_batch found}; says what it tries."""
     say = partial(console.print, style="dim")
-    found = {rung: largest_batch(rung, flags, seconds, processes, say) for rung in rungs}
-    texts = [{"rung": rung.title, "largest B": str(best), "tokens/s": f"{speed:,.0f}" if speed else "–",
-              "what stopped the next one tried": why} for rung, (best, speed, why) in found.items()]
-    print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth")
-    return 0 if all(best for best, _, _ in found.values()) else 1
+    return {rung: largest_batch(rung, flags, seconds, processes, say) for rung in rungs}

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import speedup_10_fused_adamw as rung_10  # noqa: E402
 from ladder.errors import UserError  # noqa: E402
-from ladder.show.logs import PEER, PEERS  # noqa: E402
+from ladder.records.logs import PEER, PEERS  # noqa: E402
 
 FETCHED = {"model.py": "peer_nanogpt", "train_gpt2.py": "peer_build_nanogpt"}  # {file: its log}
 MORE = {"model.py": {"dropout": 0.0, "bias": True}, "train_gpt2.py": {}}  # of its GPTConfig: GPT-2 has biases
@@ -82,7 +82,7 @@ def fetched_peer(file):
     return FetchedPeer
 
 
-def definitions(file):
+def classes_of(file):
     """The classes of a fetched file, as a syntax tree: train_gpt2.py as a whole would train."""
     problem = f"--peers {file}: does not define GPT and GPTConfig; fetch the file that docs/running.md names"
     try:
@@ -100,7 +100,7 @@ def load_classes(file):
     module = types.ModuleType(f"fetched_{file.stem}")
     sys.modules[module.__name__] = module  # torch.compile looks it up
     vars(module).update(IMPORTED)
-    exec(compile(definitions(file), file, "exec"), vars(module))
+    exec(compile(classes_of(file), file, "exec"), vars(module))
     return module
 
 
@@ -114,7 +114,7 @@ def find_peers(wanted):
     for name, peer in FETCHED.items():
         file = wanted / name
         if file.exists():
-            definitions(file)
+            classes_of(file)
             peers[peer] = [PEERS[peer].path, file.resolve()]
     if len(peers) == 1:
         raise UserError(f"--peers {wanted}: holds no {' or '.join(FETCHED)}; docs/running.md says where they are")

@@ -21,10 +21,10 @@ from rich.progress import Progress
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.measure.check import compile_problem, nvidia_problem
 from ladder.measure.jobs import Job, Outcome, run_jobs
+from ladder.measure.machine_check import NO_TORCHRUN, compile_problem, nvidia_problem
+from ladder.records.logs import STEP_LINE, read_log
 from ladder.rungs.list import BY_LABEL, ROOT, load_script
-from ladder.show.logs import STEP_LINE, read_log
 
 
 def split_flags(flags, *names):
@@ -95,6 +95,16 @@ def check_flags(rungs, flags):
     _, meta = script.load_tokens(settings.data, "train", settings.B * settings.T + 1)
     script.model_config(settings, meta["vocab_size"])
     return settings
+
+
+def check_together(args, rungs):
+    """Refuse flags of `run` that say different things, and what cannot start on Windows."""
+    if sys.platform == "win32" and any(rung.torchrun for rung in rungs):
+        raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
+    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1), ("--at-once", args.at_once > 1),
+                        ("--logs", args.logs)):
+        if given and args.max_batch:
+            raise UserError(f"{flag}: not with --max-batch; leave it out")
 
 
 def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):

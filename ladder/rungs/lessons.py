@@ -91,30 +91,3 @@ def part_paragraphs(body):
         if re.match(LABEL, following) or (ends and word and line[0] not in " *-"):
             lines.append("")
     return "\n".join(lines)
-
-
-def print_lesson(lesson, console):
-    """The lesson in a terminal: the text, then the diff."""
-    console.print(f"{lesson.title}\n", style="bold")
-    for paragraph in re.split("\n{2,}", part_paragraphs(lesson.body)):
-        text = paragraph if re.search("(?m)^[ *-]", paragraph) else paragraph.replace("\n", " ")  # code and lists as is
-        console.print(f"{text}\n", width=min(console.width, FULL_LINE))
-    print_hunks(lesson.hunks, console)
-
-
-def print_hunks(hunks, console):
-    """A unified diff in color."""
-    from rich.syntax import Syntax
-
-    painter = Syntax("", "python", theme="ansi_dark", background_color="default")
-    styles = {" ": ("", ""), "-": ("on #4a2222", "bold on #8a3030"), "+": ("on #1d3d26", "bold on #2f7a45")}
-    for hunk in hunks:
-        console.print(f"@@ line {hunk[0].number} @@", style="cyan")
-        for line in hunk:
-            text = painter.highlight(line.text)
-            text.rstrip()
-            background, mark = styles[line.sign]
-            text.stylize(background)
-            for start, end in line.marks:
-                text.stylize(mark, start, end)
-            console.print(line.sign, text, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""What reads logs and shows them: tables, pictures, the tutorial page. Nothing here runs a script."""
+"""Shows what records/ holds: in a terminal, in Markdown, as pictures, on the page."""

@@ -4,9 +4,9 @@ A bar is a dictionary: title, label (of its rung), parts (one length, or one for
 text at its end), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
+from ladder.records.logs import stage_of
+from ladder.records.work import KINDS, is_reliable
 from ladder.rungs.list import BY_NAME, LADDER
-from ladder.show.logs import stage_of
-from ladder.show.profile import KINDS, is_reliable
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black.
@@ -14,7 +14,7 @@ KIND_COLORS = dict(zip(KINDS, ("#2463c0", "#6fbdf0", "#c95a2e", "#e5bb3f", "#967
                         strict=True))
 
 
-def ms_text(ms):
+def bar_text(ms):
     return f"{ms:,.0f}" if ms >= 200 else f"{ms:,.1f}"
 
 
@@ -39,7 +39,7 @@ def step_bars(report, floors):
         if stage_of(row.name) not in LADDER:
             continue
         bar = {"title": row.title, "label": label, "parts": [row.ms], "low": row.ms_low, "high": row.ms_high,
-               "end": ms_text(row.ms)}
+               "end": bar_text(row.ms)}
         yield bar | ({"floor": floors[label]} if label in floors else {})
 
 

@@ -17,10 +17,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from ladder.count.cards import CARDS
-from ladder.count.floor import floor_data
+from ladder.count.roofline import floor_data
+from ladder.records.logs import PEERS
 from ladder.rungs.list import LADDER
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars, step_bars
-from ladder.show.logs import PEERS
 from ladder.show.tables import batch_of, conditions, floors_of, where
 
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color

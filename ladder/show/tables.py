@@ -5,14 +5,15 @@ import re
 import pandas
 
 from ladder.count.cards import card_of
-from ladder.count.floor import STORED, floor_data
+from ladder.count.roofline import STORED, floor_data
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.rungs.list import BY_LABEL, ROOT
-from ladder.show.chance import BEYOND_CHANCE, FEWEST_ROUNDS
-from ladder.show.logs import stage_of
-from ladder.show.profile import print_profile
-from ladder.show.report import warnings
+from ladder.records.logs import has_steps, stage_of
+from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
+from ladder.records.summary import build_report, warnings
+from ladder.records.two_logs import compare
+from ladder.records.work import KINDS, UNRELIABLE, is_reliable
+from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT
 from ladder.show.standings import print_race
 from ladder.show.terminal import WIDE, print_texts
 
@@ -21,6 +22,8 @@ NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
 STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
          f"{FEWEST_ROUNDS} rounds or more), ? too few rounds to tell; without a mark no significant difference")
+DIGITS = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
+          "A / B": "{:.2f}"}
 HEADINGS = f"{STARS}. 1st step: with compilation, unless its graphs were in torch's cache"
 
 
@@ -157,6 +160,60 @@ def print_report(report, console, card=None):
         console.print(f"! {warning}", style="yellow")
     if report.profile:
         print_profile(report.profile, console)
+
+
+def print_comparison(one, other, console, card=None):
+    result = compare(one, other, card)
+    warm = {*one.steps[one.warm_up :]} & {*other.steps[other.warm_up :]}
+    counted = result.rows[result.rows["step"].isin(warm)]
+    median = (counted if len(counted) else result.rows).median().to_frame().T
+    rows, texts = pandas.concat([result.rows, median]), pandas.DataFrame()
+    for name, form in DIGITS.items():
+        texts[name] = rows[name].map(form.format)
+    texts.insert(0, "step", [*result.rows["step"].map(str), "median"])
+    texts.iloc[-1, 1:3] = ""
+    print_texts(texts, console, f"{one.path}  against  {other.path}")
+    for sentence in result.sentences:
+        console.print(sentence)
+
+
+def print_profile(profile, console):
+    """The profile as a table: ms per step, by kind of work."""
+    wide = console.width >= 130
+    words = KINDS if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
+    rows = []
+    for found in profile["rungs"]:
+        rung, mark = BY_NAME[found["name"]], "" if is_reliable(found) else " (!)"
+        times = dict(zip(words, found["parts_ms"].values(), strict=True)) | {"step": found["step_ms"]}
+        times |= ({"plain": found["plain_ms"]} if wide else {}) | {"products": found["floor_ms"]}
+        rows.append({"rung": (rung.title if wide else rung.label) + mark}
+                    | {word: f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for word, ms in times.items()})
+    caption = "step: under the profiler; products: all of its matrix products at the rate measured"
+    caption += "" if all(map(is_reliable, profile["rungs"])) else f"\n(!) {UNRELIABLE}"
+    print_texts(pandas.DataFrame(rows), console, f"ms per step, {profile['name']}, {profile['model']}, "
+                f"B={profile['B']} T={profile['T']}", caption, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def print_end(runner, console):
+    """The table, and what failed."""
+    if has_steps(runner.log_dir):
+        print_report(build_report(runner.log_dir), console)
+        console.print(f"logs: {runner.log_dir}")
+    else:
+        console.print("no rung finished a step, so there is no table")
+    failed = runner.failed()
+    if failed:
+        console.print(f"{len(failed)} of {runner.n_jobs} runs did not finish:", style="red")
+        for outcome in failed:
+            console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}")
+
+
+def print_largest(found, console):
+    """The largest batch of each rung, as max_batch.py found it; returns the exit code."""
+    texts = [{"rung": rung.title, "largest B": str(best), "tokens/s": f"{speed:,.0f}" if speed else "–",
+              "what stopped the next one tried": why} for rung, (best, speed, why) in found.items()]
+    print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth")
+    return 0 if all(best for best, _, _ in found.values()) else 1
 
 
 def markdown(rows, n_left):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pandas
 
-from ladder.show.chance import BEYOND_CHANCE, FEWEST_SEEDS
-from ladder.show.contest import doubts, effects, rates_of
-from ladder.show.logs import run_of, stage_of
+from ladder.records.logs import run_of, stage_of
+from ladder.records.recipes import doubts, effects, rates_of
+from ladder.records.significance import BEYOND_CHANCE, FEWEST_SEEDS
 from ladder.show.plots import colors_of
 from ladder.show.standings import show_rates
 from ladder.show.terminal import print_texts

@@ -1,0 +1,171 @@
+"""What this machine has, what each rung will gain from it, and what to do about what is missing: one line each."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import psutil
+import torch
+from torch.nn.attention import SDPBackend
+
+from ladder.count.memory import free_memory, recommend
+from ladder.errors import UserError
+from ladder.measure.jobs import COMPLAINT, OUT_OF_MEMORY
+from ladder.measure.rates import device_name, nvidia_gpus, rung_10
+from ladder.rungs.list import ROOT
+
+GOOD, NEUTRAL, BAD = "+", "-", "x"
+NO_TORCHRUN = ("does not start on Windows, where torch lacks libuv; start each process yourself, "
+               "see Windows in docs/running.md, or use WSL")
+
+# `mark` is + (present), - (absent, but the ladder runs without it) or x (needs fixing).
+Finding = namedtuple("Finding", "mark what detail")
+
+
+def finding(good, what, gains, lacks, bad=NEUTRAL):
+    """A Finding: + with the text `gains` if `good`, else `bad` with `lacks`."""
+    return Finding(GOOD, what, gains) if good else Finding(bad, what, lacks)
+
+
+def problem_of(code):
+    """What `python -c CODE`, or a compiler that it starts, complains of; None if it ends well.
+
+    UserError where memory is lacking, which says nothing about the machine.
+    """
+    # In a process of its own: one that has used a GPU keeps memory there.
+    child = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    if child.returncode == 0:
+        return None
+    lacking = re.search(rf".*({OUT_OF_MEMORY}).*", child.stderr)
+    if lacking:
+        raise UserError(f"out of memory: end what else uses the device, or wait, and try again ({lacking[0].strip()})")
+    # Of gcc, clang and MSVC, within a line: "main.c:5:10: fatal error: Python.h: No such file …".
+    by_compiler = re.search(r": ((fatal )?error\b.*)", child.stderr)
+    if by_compiler:
+        return by_compiler[1]
+    lines = [line for line in child.stderr.splitlines() if COMPLAINT.match(line)]
+    return lines[-1] if lines else f"exit code {child.returncode}"
+
+
+def nvidia_problem():
+    """What keeps torch from using this machine's NVIDIA GPU, and a remedy; None if nothing does."""
+    gpus = nvidia_gpus()
+    problem = problem_of("import torch; torch.ones(1, device='cuda')") if gpus else None
+    if problem is None:
+        return None
+    version, driver = torch.__version__.split("+")[0], re.search(r", (\d+)\.", gpus[0])
+    old = "kernel image" in problem or driver is not None and int(driver[1]) < 580
+    wheel = "cu126" if old else "cu130"  # CUDA 13 needs driver 580 and a Turing card, or newer ones
+    return (f"{problem}; pip install --force-reinstall torch=={version} "
+            f"--index-url https://download.pytorch.org/whl/{wheel}")
+
+
+def compile_problem(device):
+    """Why torch.compile is not to be used on a device, in one line; None if it works."""
+    if device == "mps":
+        return "not reliable yet on Apple GPUs (pytorch issues 150121 and 152155)"
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):  # with either it does nothing, without a word
+        if os.environ.get(name) == "1":
+            return f"{name}=1 switches it off; unset it"
+    return problem_of(f"import torch; torch.compile(torch.sin)(torch.ones(8, device='{device}'))")
+
+
+def check_device(device):
+    total = torch.cuda.mem_get_info()[1] if device == "cuda" else psutil.virtual_memory().total
+    memory = f"{total / 1e9:.0f} GB, {free_memory(device) / 1e9:.0f} GB free"
+    name = f"{device}: {device_name(device)}, {memory}"
+    gpus = nvidia_gpus()
+    if device == "cuda" and gpus:
+        name += f" (name, driver, power limit: {'; '.join(gpus)})"
+    yield finding(device != "cpu", "device", name, name)
+    problem = nvidia_problem()
+    if problem:
+        yield Finding(BAD, "NVIDIA GPU", f"torch cannot use it: {problem}")
+    needs, why = "2.11", ""
+    if device == "mps":  # pytorch issue 195910
+        needs, why = "2.13", "; before, validation in half precision sees up to 3 future tokens"
+    yield finding(torch.__version__ >= needs, "torch", torch.__version__,
+                  f"{torch.__version__}: needs {needs} or newer{why}; "
+                  "pip install -r requirements.txt", BAD)
+
+
+def check_formats(device):
+    capability, cuda = (0, 0), False
+    if device == "cuda":  # AMD's GPUs, too, but without TF32, and with other formats of 8 bits
+        capability, cuda = torch.cuda.get_device_capability(), bool(torch.version.cuda)
+    tf32 = cuda and capability >= (8, 0) and "GeForce" not in torch.cuda.get_device_name()
+    yield finding(tf32, "TF32", "rung 2 gains", "none here, or (GeForce, by its datasheet) no "
+                  "faster than float32: rung 2 gains nothing")
+    without = {
+        torch.float16: "none in hardware: rung 3 and up use float16 with a GradScaler",
+        torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",
+    }.get(rung_10.autocast_dtype(device))
+    yield finding(without is None, "bfloat16", "rung 3 gains", without)
+    yield finding(cuda and capability >= (8, 9), "float8", "rung 25 gains with wide layers",
+                  "rung 25 has no effect on this device")
+
+
+def check_kernels(device):
+    problem = compile_problem(device)
+    lacks = f"rungs 5 and up need --compile-mode none, which python -m ladder gives them: {problem}"
+    if device == "mps":
+        yield Finding(NEUTRAL, "torch.compile", lacks)
+        yield Finding(NEUTRAL, "attention", "training computes all scores: rung 6 saves no memory")
+    else:
+        triton = "Triton, " if device == "cuda" else ""
+        remedy = f"; install {triton}a C++ compiler and Python's headers (Linux: apt install g++ python3-dev)"
+        if problem and problem.endswith("unset it"):
+            remedy = ""
+        yield finding(problem is None, "torch.compile", "works, for rung 5 and up",
+                      f"does not work, {lacks}{remedy}", BAD)
+        # (B, nh, T, hs)
+        q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))
+        kernel = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+        yield finding(kernel != "MATH", "attention", f"torch chooses {kernel} here: rung 6 gains",
+                      "torch chooses MATH here: rung 6 computes all scores and gains nothing")
+    fused = torch.utils._foreach_utils._get_fused_kernels_supported_devices()
+    yield finding(device in fused, "fused AdamW", "rung 10 gains", "not on this device")
+
+
+def check_ranks(device):
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    yield finding(count > 1, "GPUs for ddp_run.py", str(count),
+                  f"{count}: it can run 2 processes on the CPU, over gloo")
+    yield finding(nccl, "NCCL", "works", "not in this torch: DDP uses gloo, slow on GPUs",
+                  BAD if count > 1 else NEUTRAL)
+    if sys.platform == "win32":
+        yield Finding(NEUTRAL, "torchrun", NO_TORCHRUN)
+
+
+def check_data(folder):
+    """What the token files in `folder` were made from, and how to replace the fallback text."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        source, tokenizer = meta["source"], meta["tokenizer"]
+    except FileNotFoundError:
+        return Finding(NEUTRAL, "data", "not yet: the first run prepares it (python data/prepare.py)")
+    fallback = source == "python_topics" or tokenizer == "gpt2-bytes"
+    advice = "; prepared without a network: with one, python data/prepare.py makes Tiny Shakespeare in gpt2 tokens"
+    detail = f"{source} ({tokenizer} tokens) in {folder}"
+    return finding(not fallback, "data", detail, detail + advice)
+
+
+def check_files():
+    free = shutil.disk_usage(ROOT).free
+    disk = f"{free / 1e9:.0f} GB"
+    yield finding(free > 2e9, "free disk", disk, f"{disk}: a saved gpt2 takes 0.5 GB; make room", BAD)
+    yield check_data(Path("data/tokens"))
+
+
+def check_machine(device=None):
+    """All findings, and the command recommended for this machine."""
+    device = device or rung_10.parse_args([]).device
+    findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
+                *check_files()]
+    model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
+    return findings, f"python -m ladder run --model {model} -B {B} -T {T} --steps {10 if device == 'cpu' else 200}"

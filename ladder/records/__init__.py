@@ -1,0 +1,1 @@
+"""What runs have left: logs, their tables and statistics. Loads no torch."""

@@ -1,0 +1,237 @@
+"""What a contest found (ladder/measure/contest.py): from its logs to one table, and from that to effects.
+
+The table has every validation of every run, so that the logs can go. Loads no torch.
+"""
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas
+
+from ladder.errors import UserError
+from ladder.files import write_whole
+from ladder.records.logs import read_headers, read_lines, read_log
+from ladder.records.machine import read_json
+from ladder.records.significance import holm_effects, paired_effect
+
+FOLDERS = Path("logs/compare")  # of comparisons, each in one
+CSV = "compare.csv"
+MOST_TRIES = 24  # of learning rates, for each script of a search
+TUNING_SEEDS = (1336, 1337)  # of the searches; rounds that have one, in older races, are not tested
+RATES = "rates.json"  # the learning rates that the searches have found
+FEWEST_STEPS = 50  # below, most of a run is warm-up
+PARTS = {"search": "sweep/*/*/*.log", "round": "round_*/*.log", "timing": "timing/round_*/*.log"}
+FACTS = ["model", "device", "machine", "torch", "precision", "allocator", "compile", "ranks", "total batch", "batch",
+         "steps", "validation", "data"]  # of the logs' headers: what the runs of a contest have in common
+COLUMNS = {"part": str, "rung": str, "max_lr": float, "muon_lr": float, "round": int, "seed": float, "step": int,
+           "tokens": int, "loss": float, "val_loss": float, "ms": float, "first_ms": float,
+           "peak_memory_gb": float, "parameters": float}
+
+
+@dataclass
+class Record:
+    """The runs of a contest that finished; those of its search that did not have an infinite loss."""
+
+    facts: dict  # of the logs' headers: {"model": "4x4x128", "data": ..., ...}
+    points: pandas.DataFrame  # COLUMNS; a row for each validation, one for a run without; `ms` is the run's median
+
+    def part(self, name):
+        """The rows of the "search", of the "round"s, each with its seed, or of the "timing"."""
+        return self.points[self.points.part == name]
+
+    @cached_property
+    def tested(self):
+        """The rows of the rounds whose seed chose no learning rates."""
+        rounds = self.part("round")
+        return rounds[~rounds.seed.isin(TUNING_SEEDS)]
+
+    @property
+    def names(self):
+        """Of the scripts that have finished a round."""
+        return self.tested.rung.unique().tolist()
+
+    @cached_property
+    def ends(self):
+        """The last row of each run that counts, by script and seed."""
+        return self.tested.groupby(["rung", "seed"], sort=False).tail(1).set_index(["rung", "seed"])
+
+    @property
+    def is_timed(self):
+        """Whether every script was timed, alone on the machine; else the rounds tell the times of all."""
+        return {*self.names} <= {*self.part("timing").rung}
+
+    @property
+    def timed(self):
+        """A row for each run whose times count."""
+        return self.part("timing" if self.is_timed else "round").drop_duplicates(["rung", "round"], keep="last")
+
+    @property
+    def sweep(self):
+        """{script: {its learning rates: last validation loss, the mean over the seeds}} of the search."""
+        sweep, point = {}, ["rung", "max_lr", "muon_lr"]
+        lasts = self.part("search").groupby([*point, "round"], dropna=False).tail(1)
+        for run in lasts.groupby(point, sort=False, dropna=False).val_loss.mean().reset_index().itertuples():
+            sweep.setdefault(run.rung, {})[rates_of(run)] = run.val_loss
+        return {name: dict(sorted(losses.items())) for name, losses in sweep.items()}
+
+    def step_ms(self):
+        """A Series: the time of each script's step, the median over the rounds.
+
+        In units of its round's median, and then of the rounds': a shared machine is slower in some rounds than in
+        others, and the median of each script by itself would compare one's slow rounds with another's fast ones.
+        """
+        table = self.timed.set_index(["rung", "round"]).ms.unstack()
+        rounds = table.median()
+        return table.div(rounds).median(axis="columns") * rounds.median()
+
+    def target(self, name):
+        """A validation loss that half of a script's seeds reach: the median of its last ones, rounded up."""
+        loss = self.ends.val_loss[name].quantile(interpolation="higher")
+        return math.ceil(round(100 * loss, 6)) / 100
+
+    def steps_to(self, loss):
+        """A Series by script and seed: the steps to a validation loss."""
+        return self.tested.groupby(["rung", "seed"], sort=False).apply(steps_to, loss)
+
+
+def rates_of(run):
+    """The learning rates of a row: AdamW's, and Muon's if its script has Muon."""
+    return (run.max_lr,) if math.isnan(run.muon_lr) else (run.max_lr, run.muon_lr)
+
+
+def show_rates(rates, between=", "):
+    """(0.0048, 0.002) as "0.0048, 0.002"."""
+    return between.join(f"{rate:g}" for rate in rates)
+
+
+def steps_to(points, loss):
+    """Steps until the validation loss reaches `loss`, interpolated between two validations; inf if it never does."""
+    last_step, last_loss = 0, math.inf
+    for step, now in zip(points.step, points.val_loss, strict=True):
+        if now <= loss and last_loss == math.inf:
+            return step
+        if now <= loss:
+            return last_step + (step - last_step) * (last_loss - loss) / (last_loss - now)
+        last_step, last_loss = step, now
+    return math.inf
+
+
+# ---- effects ---------------------------------------------------------------------------------------------------------
+
+
+def pairs_of(names, against_first):
+    """[(before, after)] of one family: each with the first, or with the one before."""
+    return [(names[0], name) for name in names[1:]] if against_first else [*itertools.pairwise(names)]
+
+
+def effects(values, against_first):
+    """{name: Effect} of a Series by script and seed (or round), with Holm's p; one without all seeds gets None.
+
+    To leave out the seeds in which a script diverged would flatter it.
+    """
+    table = values.unstack(sort=False)
+    found = {after: paired_effect(table.loc[before], table.loc[after])
+             for before, after in pairs_of([*table.index], against_first)}
+    return holm_effects(found)
+
+
+def doubts(record):
+    """Yields the reasons to doubt the learning rates of a contest: (the script's name or None, a short clause)."""
+    steps = record.tested.step.max()
+    if steps < FEWEST_STEPS:
+        yield None, f"{steps} steps are too few to choose a learning rate, take {FEWEST_STEPS} or more"
+    sweeps = {name: losses for name, losses in record.sweep.items() if name in record.names}
+    for name, losses in sweeps.items():
+        best, finite = min(losses, key=losses.get), list(filter(math.isfinite, losses.values()))
+        tried, ends = list(zip(*losses, strict=True)), record.ends.val_loss[name]
+        if any(rate in (min(rates), max(rates)) for rate, rates in zip(best, tried, strict=True)):
+            yield name, f"are at the edge of the {len(losses)} tried"
+        if len(finite) == len(losses) and max(finite) - min(finite) <= ends.max() - ends.min():
+            yield name, "differ by no more than its seeds do"
+
+
+# ---- from logs, to CSV and back --------------------------------------------------------------------------------------
+
+
+def finished_run(path, validated=True):
+    """The run of a log; raises UserError if it did not finish or, where it should have, validate."""
+    run = read_log(path)
+    if not run.complete or run.tokens_per_step is None or validated and not run.val_losses:
+        raise UserError(f"{path}: not a finished run")
+    return run
+
+
+def last_val_loss(path):
+    """The last validation loss of a log; inf if there is none, or the run stopped early or diverged."""
+    try:
+        return rows_of(finished_run(path))[-1]["val_loss"]
+    except UserError:
+        return math.inf
+
+
+def rows_of(run):
+    """The rows of a run, one for each validation, less what only its place in the contest tells."""
+    whole = {name: int(run.headers.get(name, "0").replace(",", "")) for name in ("seed", "parameters")}
+    whole |= {"ms": run.median_ms, "first_ms": run.ms[0], "peak_memory_gb": run.peak_memory_gb}
+    losses, rows = dict(zip(run.steps, run.losses, strict=True)), []
+    validations = dict(zip(run.val_steps, run.val_losses, strict=True)) or {run.steps[-1]: None}
+    for step, val_loss in validations.items():
+        if val_loss is not None and not math.isfinite(val_loss):
+            val_loss = math.inf
+        rows.append(whole | {"step": step, "tokens": step * run.tokens_per_step, "loss": losses.get(step),
+                             "val_loss": val_loss})
+    return rows
+
+
+def read_rates(folder):
+    """{script: the learning rates of its rounds} as far as they are chosen: a contest that is resumed keeps them."""
+    rates = read_json(Path(folder) / RATES, dict, "delete it to search again")
+    return {name: tuple(found) for name, found in rates.items()}
+
+
+def place_of(part, path, chosen):
+    """What the place of a log in the folder tells: the part, the script, its learning rates, the round."""
+    if part == "search":
+        rates, number = [float(rate) for rate in path.parts[-3].split("_")], int(path.parent.name)  # the seed
+    else:
+        rates, number = chosen[path.stem], int(path.parent.name.removeprefix("round_"))
+    muon_lr = rates[1] if len(rates) > 1 else math.nan
+    return {"part": part, "rung": path.stem, "max_lr": rates[0], "muon_lr": muon_lr, "round": number}
+
+
+def read_logs(folder, names=()):
+    """(The Record of a folder of logs as far as it has come, why other logs do not count); `names` give the order."""
+    chosen, rows, skipped, headers = read_rates(folder), [], [], {}
+    for part, pattern in PARTS.items():
+        for path in sorted(folder.glob(pattern)):
+            place = place_of(part, path, chosen)
+            try:
+                run = finished_run(path, validated=part != "timing")
+            except UserError as error:
+                if part == "search":
+                    rows.append(place | {"step": 0, "tokens": 0, "val_loss": math.inf})
+                else:
+                    skipped.append(str(error))
+                continue
+            rows += [place | row for row in rows_of(run)]
+            headers.setdefault(part, run.headers)
+    facts = headers.get("round", {}) | {name: value for name, value in headers.get("timing", {}).items()
+                                        if name in ("device", "machine")}  # with all of its cores
+    points, order = pandas.DataFrame(rows, columns=[*COLUMNS]).astype(COLUMNS), [*(names or chosen)]
+    points["place"] = points.rung.map({name: place for place, name in enumerate(order)})
+    points = points.sort_values(["part", "place", "round", "max_lr", "muon_lr"], kind="stable", ignore_index=True)
+    return Record({name: facts[name] for name in FACTS if name in facts}, points[[*COLUMNS]]), skipped
+
+
+def write_csv(record, path):
+    """Keep a record in one file."""
+    facts = "".join(f"# {name}: {value}\n" for name, value in record.facts.items())
+    write_whole(path, facts + record.points.convert_dtypes().to_csv(index=False))
+
+
+def read_csv(path):
+    """The Record that write_csv wrote."""
+    points = pandas.read_csv(path, comment="#", dtype=COLUMNS, usecols=[*COLUMNS])
+    return Record(read_headers(read_lines(path)), points)

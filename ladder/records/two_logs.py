@@ -1,0 +1,111 @@
+"""Two logs step by step, and a verdict in words: do the losses agree, how do the times compare."""
+from collections import namedtuple
+
+import pandas
+
+from ladder.records.impossible import impossible
+from ladder.records.logs import ORDER
+from ladder.records.significance import FEWEST_ROUNDS
+from ladder.rungs.list import BY_LABEL, BY_NAME
+
+SAME_RUN_TOLERANCE = 1.5e-6  # a unit of the last digit of a log, with float's rounding
+ROUNDING = 0.1  # nats: of one script where its numbers are rounded differently, as rungs 3, 5 and 6 do
+ARITHMETIC = ("device", "machine", "torch", "precision", "compile")  # headers that tell how they are rounded
+MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
+
+# The common steps (a DataFrame), how many times faster the second log is, the verdicts.
+Comparison = namedtuple("Comparison", "rows faster sentences")
+
+
+def loss_tolerance(one, other):
+    """How far apart the losses of two runs may be if the change should not affect them; None if it may."""
+    if one.name == other.name:
+        pairs = [(one.headers.get(key), other.headers.get(key)) for key in ARITHMETIC]
+        apart = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        return ROUNDING if apart else SAME_RUN_TOLERANCE
+    for first, last in ((one.name, other.name), (other.name, one.name)):
+        rung, between = BY_NAME.get(last), []
+        while rung and rung.name != first:
+            between.append(rung.same_losses)
+            rung = rung.start
+        if rung:
+            return None if None in between else sum(between)
+    return None
+
+
+def common_steps(one, other):
+    """The steps that both runs have, with both losses (nats) and times (ms)."""
+    a, b = [pandas.DataFrame({"step": run.steps, "loss": run.losses, "ms": run.ms}) for run in (one, other)]
+    rows = a.merge(b, on="step", suffixes=(" A", " B"))
+    rows["B - A"] = rows["loss B"] - rows["loss A"]
+    rows["A / B"] = rows["ms A"] / rows["ms B"]
+    return rows[["step", "loss A", "loss B", "B - A", "ms A", "ms B", "A / B"]]
+
+
+def loss_verdict(one, other, rows, different):
+    tolerance, apart = loss_tolerance(one, other), rows["B - A"].abs()
+    unlike = [what for what in different if what not in ("device", "allocator")]
+    if rows.empty:
+        return "The logs have no step in common."
+    if unlike == ["B"]:  # compensated by ranks or micro-steps
+        return f"The losses of the same tokens, in batches of different B, are at most {apart.max():.6f} apart."
+    if unlike:
+        return f"The losses do not compare step by step: different {', '.join(unlike)}."
+    if tolerance is None:
+        return f"The losses differ by up to {apart.max():.4f}: what lies between the two scripts may change them."
+    wrong = ~(apart <= tolerance)  # as NaN is
+    if not wrong.any():
+        return f"The same losses: at most {apart.max():.6f} apart; this change allows {tolerance:g}."
+    verdict = f"NOT the same losses: up to {apart.max():.4f} apart; this change allows {tolerance:g}"
+    first = wrong.idxmax()
+    if first == 0:
+        return verdict + ", from the first step on."
+    return (f"{verdict}. Before step {rows['step'][first]} they were at most {apart[:first].max():.4f} apart: if the "
+            "loss jumps there, the training is unstable and small rounding differences grow; if it does not, look for "
+            "a bug.")
+
+
+def differing(one, other):
+    """{what: (A's, B's)} for the settings in which two runs are known to differ."""
+    a, b = one.setting(), other.setting()
+    a["tokens per step"], b["tokens per step"] = one.tokens_per_step, other.tokens_per_step
+    a["seed"], b["seed"] = one.headers.get("seed"), other.headers.get("seed")
+    scheduled = ORDER[ORDER.index(BY_LABEL["9"].name) :]  # whose learning rate depends on --steps
+    if one.name in scheduled or other.name in scheduled:
+        a["steps"], b["steps"] = one.headers.get("steps"), other.headers.get("steps")
+    different = {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
+    allocators = one.allocator or "unknown", other.allocator or "unknown"
+    if allocators[0] != allocators[1] and "torch" not in allocators:  # a GPU's, which has no other
+        different["allocator"] = allocators
+    return different
+
+
+def speed_verdict(one, other, faster, different):
+    unit = "tokens/sec" if one.tokens_per_step and other.tokens_per_step else "steps/sec"
+    word = f"{faster:.2f} times the {unit} of" if abs(faster - 1) >= 0.005 else f"the same {unit} as"
+    verdict = f"The second has {word} the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms/step, medians)"
+    work = [what for what in ("model", "B", "T") if what in different]
+    if work:
+        return f"{verdict}, with a different {' and '.join(work)}: this does not measure a change in the code."
+    too_few = [run for run in (one, other) if run.counted < MIN_COUNTED]
+    if too_few:
+        counts = " and ".join(f"{run.path} has {run.counted}" for run in too_few)
+        return f"{verdict}: too few steps to say. After the warm-up {counts}; at least {MIN_COUNTED} are needed."
+    memory = "; part of it may be the allocator's" if "allocator" in different else ""
+    return (f"{verdict}{memory}. One run each: to tell whether that is significant takes {FEWEST_ROUNDS} rounds "
+            "(python -m ladder run --rungs N,M --repeat 5).")
+
+
+def compare(one, other, card=None):
+    """Compare two runs over the steps that both have; `card` is the GPU of logs that name none."""
+    rows, different = common_steps(one, other), differing(one, other)
+    faster = one.median_ms / other.median_ms  # by steps, where a log does not tell its tokens
+    if one.tokens_per_step and other.tokens_per_step:
+        faster *= other.tokens_per_step / one.tokens_per_step
+    sentences = [f"Different {what}: {a} against {b}." for what, (a, b) in different.items()]
+    sentences += [f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}."
+                  for run in (one, other) if not run.complete]
+    sentences += [f"{run.path}: {found}." for run in (one, other) for found in impossible(run, card)]
+    sentences.append(loss_verdict(one, other, rows, different))
+    sentences.append(speed_verdict(one, other, faster, different))
+    return Comparison(rows, faster, sentences)

@@ -1,0 +1,31 @@
+"""The profile of a folder: where the time of each rung's step goes, as measured by `python -m ladder profile`.
+
+A record calls what the step's matrix products take at the measured rate "floor_ms".
+"""
+from pathlib import Path
+
+from ladder.records.machine import read_json
+
+KINDS = {  # kind of work: what belongs to it
+    "matrix products": "the linear layers of the blocks",
+    "head": "lm_head's product",
+    "attention": "scores, mask, softmax, weighted sum, copies between heads",
+    "normalization and pointwise": "LayerNorm, GELU, residuals, embeddings, biases, conversions",
+    "cross-entropy": "everything on the logits but the head's product",
+    "optimizer": "AdamW, clipping, zeroing the gradients",
+    "data": "the batch, and its copy to the device",
+    "waiting": "no operator at work: Python, autograd, freeing memory; on a GPU, no kernel running",
+}
+
+MOST_OFF = 0.1  # how far a step under the profiler may be from the plain step for its parts to be reliable
+UNRELIABLE = "unreliable, as the step under the profiler and the plain step are more than 10 % apart"
+
+
+def is_reliable(rung):
+    """Whether a rung's step under the profiler takes about as long as without it."""
+    return abs(rung["step_ms"] / rung["plain_ms"] - 1) <= MOST_OFF
+
+
+def read_profile(folder):
+    """The profile that `python -m ladder profile` put into a folder, or None."""
+    return read_json(Path(folder) / "profile.json", dict, "delete it, and run python -m ladder profile again") or None

@@ -1,0 +1,146 @@
+"""Carry a fix made in one rung through all later ones, as far as it goes.
+
+The fix is the uncommitted change of a rung's file, except its docstring. It goes from rung to rung along the tree: git
+merges it, line by line, with what the rung itself changes, and what is uncommitted there goes along. Where both changed
+the same lines, the rung's file gets git's conflict markers; where the result would break the ladder's law, it stays as
+it is. The rungs that start from there wait: make the fix there by hand, and carry it on from there. A rung that starts
+from two gets the fix from both, for each definition from the one that has it.
+"""
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ladder.errors import UserError
+from ladder.files import write_whole
+from ladder.rungs.laws import definitions, foreign, pieces, plumbing, rung_violations
+from ladder.rungs.lessons import split_docstring
+from ladder.rungs.list import ROOT, RUNGS
+
+
+class Stop(Exception):
+    """Why a fix does not go on; `text` is a file with git's conflict markers, if there is a conflict."""
+
+    def __init__(self, why, text=None):
+        super().__init__(why)
+        self.text = text
+
+
+def git(*words, folder=None):
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, encoding="utf-8")
+
+
+def committed(file, root):
+    done = git("show", f"HEAD:./{file}", folder=root)
+    if done.returncode:
+        raise UserError(f"git has no committed {file} to compare with: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout
+
+
+def split(file, source):
+    """(The docstring, everything below it) of a script."""
+    try:
+        end = split_docstring(source)[2] - 1
+        plumbing(source)
+    except SyntaxError as error:
+        raise UserError(f"{file}: line {error.lineno}: {error.msg}") from None
+    except ValueError as error:
+        raise UserError(f"{file}: {error}, the one between lesson and plumbing") from None
+    lines = source.splitlines(keepends=True)
+    return "".join(lines[:end]), "".join(lines[end:])
+
+
+def merge(ours, base, theirs, names):
+    """(`ours` with what changes `base` to `theirs`, whether they conflict); `names` are what git calls the three."""
+    with TemporaryDirectory() as folder:
+        words = []
+        for side, text, name in zip("abc", (ours, base, theirs), names, strict=True):
+            Path(folder, side).write_text(text, encoding="utf-8", newline="")
+            words += ["-L", name]
+        done = git("merge-file", "-p", *words, "a", "b", "c", folder=folder)
+    return done.stdout, done.returncode != 0
+
+
+def rungs_after(rung):
+    """The rungs that start from `rung`, directly or not."""
+    found = [rung]
+    for other in RUNGS:
+        if any(start in found for start in other.starts):
+            found.append(other)
+    return found[1:]
+
+
+def not_from(rung, start, old):
+    """The definitions that a rung does not get from `start`, one of two rungs that it starts from.
+
+    From the first it has all but those that are only the second's; from the second those that are not the first's.
+    """
+    if len(rung.starts) == 1:
+        return set()
+    ours, first, second = (definitions(old[one.file]) for one in (rung, *rung.starts))
+    if start is rung.start:
+        return {name for name, text in ours.items() if first.get(name) != text == second.get(name)}
+    return {name for name, text in ours.items() if text == first.get(name)}
+
+
+def body_with(source, other, names):
+    """A script's text below the docstring, with the definitions of these names as in another script."""
+    theirs = pieces(other)
+    return "".join(theirs.get(name, text) if name in names else text for name, text in pieces(source).items())
+
+
+def carry(rung, old, new):
+    """The text of `rung` with what has changed in the rungs that it starts from; raises Stop."""
+    text = new[rung.file]
+    for start in rung.starts:
+        docstring, ours = split(rung.file, text)
+        not_its = not_from(rung, start, old)
+        base, theirs = (body_with(source[start.file], text, not_its) for source in (old, new))
+        names = rung.file, f"{start.file} before the fix", f"{start.file} with it"
+        merged, conflict = merge(ours, base, theirs, names)
+        text = docstring + merged
+        if conflict:
+            raise Stop("it conflicts with what this rung changes, as git's markers there show", text)
+    try:
+        broken = list(rung_violations(rung, new | {rung.file: text}))
+    except SyntaxError as error:
+        broken = [f"not Python: {error.msg}: {(error.text or '').strip()}"]
+    if broken:
+        raise Stop(f"the result would break the ladder's law: {broken[0]}")
+    return text
+
+
+def propagate(rung, root=ROOT):
+    """Carry the uncommitted change of a rung to all that start from it, as far as it goes.
+
+    Returns the files that have it now, and a text for each rung where it stops: those that start from there wait, too.
+    """
+    later = rungs_after(rung)
+    starts = {start for one in later for start in one.starts}  # of one that starts from two, the other, too
+    old = {one.file: committed(one.file, root) for one in {rung, *later, *starts}}
+    new = {one.file: (root / one.file).read_text(encoding="utf-8") for one in RUNGS}
+    if split(rung.file, old[rung.file])[1] == split(rung.file, new[rung.file])[1]:
+        raise UserError(f"{rung.file} has no uncommitted change outside its docstring: make the fix there first")
+    for broken in rung_violations(rung, new) if rung.starts else foreign(new):
+        raise UserError(f"nothing was written; the fix breaks the ladder's law: {broken}")
+    changed, stops = {}, []
+    for one in later:  # what starts from one where the fix has stopped sees no change
+        try:
+            text = carry(one, old, new)
+        except Stop as stop:
+            stops.append(f"{one.file}: the fix stops here, for {len(rungs_after(one))} later rungs, too: {stop}; "
+                         f"make it there by hand, then: python -m ladder propagate {one.file}")
+            if stop.text:
+                write(root / one.file, stop.text)
+            continue
+        if text != new[one.file]:
+            new[one.file] = changed[one.file] = text
+    for file, text in changed.items():
+        write(root / file, text)
+    return list(changed), stops
+
+
+def write(path, text):
+    """Write a script, which stays executable if it was."""
+    mode = path.stat().st_mode
+    write_whole(path, text)
+    path.chmod(mode)

@@ -1,0 +1,166 @@
+"""The tutorial page: one static file with each lesson, its exercise, its diff, and what it did on each machine.
+
+Jinja fills `page.html.j2` with what page_text.py makes of lessons, and with measurements. Nothing is fetched and
+nothing is drawn in the browser. Links to files of the repository start with "../", as docs/index.html needs them.
+"""
+import os
+import re
+from pathlib import Path
+
+import jinja2
+
+from ladder.count.cards import CARDS
+from ladder.count.roofline import STORED, floor_data
+from ladder.errors import UserError
+from ladder.files import write_whole
+from ladder.records.summary import warnings
+from ladder.rungs.lessons import read_lesson
+from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
+from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
+from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose, read_exercises
+from ladder.show.standings import IN_A_LINK, KEY, p_text, race_texts, with_range
+from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, loss_of, mfu_of, ms_text,
+                                shown_texts, text_of, times_before, where)
+from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
+
+HERE = Path(__file__).parent
+PAGE = ROOT / "docs" / "index.html"
+COUNTED_FOR = ("H100", "A100")
+LARGE = 200  # rows: a longer diff is the terminal's
+# What the page says above a lesson, with a link.
+STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)(?: and rung \w+)?\.")
+
+
+def figures_of(key):
+    """The figures of a rung's label or a part's id: 6.svg and 6_growth.svg are rung 6's."""
+    paths = [path for path in HERE.glob("pictures/*.svg") if path.stem.partition("_")[0] == key]
+    return "".join(map(picture, sorted(paths)))
+
+
+def lesson_view(rung):
+    """All that the template shows of a rung except its measurements."""
+    start, source = rung.start, rung.path.read_text(encoding="utf-8")
+    before = start and start.path.read_text(encoding="utf-8")
+    lesson = read_lesson(before, source)
+    is_long = sum(map(len, lesson.hunks)) > LARGE
+    blocks = {"-": blocks_of(before), "+": blocks_of(source)} if start else {}
+    diff = "".join(hunk_html(hunk, blocks) for hunk in lesson.hunks)
+    head, _, tail = STARTS_FROM.sub("", lesson.title).partition(": ")
+    exercise = read_exercises().get(rung.label)
+    return {"rung": rung, "head": head, "tail": tail, "after": after(rung), "evening": evening(rung),
+            "prose": prose(STARTS_FROM.sub("", lesson.body).strip("\n")), "pictures": figures_of(rung.label),
+            "exercise": exercise and exercise_html(exercise), "diff": None if is_long else diff,
+            "added": lesson.count("+"), "removed": lesson.count("-")}
+
+
+def pair(rung):
+    """The rung that it is compared with, if there is one, and itself."""
+    return [*rung.starts[:1], rung]
+
+
+def from_to(texts):
+    """What a change did to a value: "60 → 41"; one text where nothing changed."""
+    return " → ".join(dict.fromkeys(texts))
+
+
+def measured_row(rung, report):
+    """What a rung's change did on a report's machine, {column: text}; None where it was not measured."""
+    rows = {row.name: row for row in report.rows}
+    if report.race or rung.name not in rows:
+        return None
+    row, both = rows[rung.name], [rows[one.name] for one in pair(rung) if one.name in rows]
+    return {"measured on": report.name.replace("_", " "),
+            "ms/step": from_to(ms_text(one.ms) for one in both), "× before": times_before(row),
+            "MFU": from_to(map(mfu_of, both)),
+            "GB": from_to(text_of(one.peak_memory_gb, "{:.2f}") for one in both),
+            "loss": f"{from_to(map(loss_of, both))} at step {row.last_step}"}
+
+
+def race_row(rung, report):
+    """What a rung reached in a report's race, {column: text}; None where it was not in one."""
+    racer = next((racer for racer in report.race.racers if racer.name == rung.name), None) if report.race else None
+    return racer and {"race": f"{data_of(report)}, {report.setting['model']}",
+                      "validation loss": with_range(racer.val_loss, "{:.3f}"), "p of the loss": p_text(racer),
+                      "% of the first rung's seconds": with_range(racer.percent, "{:.0f}")}
+
+
+def table(rows):
+    """Some {column: text} for the template."""
+    return {"columns": [*rows[0]] if rows else [], "rows": [[*row.values()] for row in rows]}
+
+
+def counted(rung, floors):
+    """In a sentence, the least that a rung's step costs, and what the lecture published of it; "" where neither is.
+
+    `floors` are the counted rungs by label.
+    """
+    if rung.label not in floors:
+        return ""
+    both = [floors[one.label] for one in pair(rung) if one.label in floors]
+    least = [f"{from_to(ms_text(row['ms'][card]['floor']) for row in both)} ms on an {card}" for card in COUNTED_FOR]
+    moved, launches = (from_to(f"{row[key]:,.0f}" for row in both) for key in ("gb", "launches"))
+    text = (f"Counted, for B={STORED['B']} T={STORED['T']}: at least {', '.join(least)}; {moved} GB moved in "
+            f"{launches} kernel launches.")
+    if rung.lecture_ms:
+        published = from_to(str(one.lecture_ms) for one in pair(rung) if one.lecture_ms)
+        text += f" Published, in Karpathy’s lecture, for one A100: {published} ms."
+    return text
+
+
+def effect_view(rung, reports, floors):
+    """What a rung did, for the template."""
+    found = [[of(rung, report) for report in reports] for of in (measured_row, race_row)]
+    return {"tables": [table(list(filter(None, rows))) for rows in found if any(rows)],
+            "counted": counted(rung, floors)}
+
+
+def race_view(report):
+    """The standings of a race for the template, None without one."""
+    if not report.race:
+        return None
+    texts, caption = race_texts(report)
+    return table(texts.drop(columns=IN_A_LINK).to_dict("records")) | {"caption": f"{caption} {KEY}"}
+
+
+def machine_view(report):
+    """One machine's table for the template."""
+    rows = table(shown_texts(report).to_dict("records"))
+    return rows | {"id": report.name, "name": where(report), "describe": f"{fastest(report)} {HEADINGS}".strip(),
+                   "warnings": list(warnings(report)), "race": race_view(report)}
+
+
+def first_chart(reports, bars_of):
+    """(which machine, its bars in percent of the longest) of the first report that has any; None without one."""
+    for report in reports:
+        bars = list(bars_of(report))
+        if bars:
+            most = max(max(sum(bar["parts"]), bar.get("floor", 0)) for bar in bars)
+            return where(report), [bar | {"parts": [100 * part / most for part in bar["parts"]],
+                                          "floor": 100 * bar.get("floor", 0) / most} for bar in bars]
+    return None
+
+
+def write_page(reports, path):
+    """Write the page of all lessons and the given reports to `path`."""
+    if path.is_dir():
+        raise UserError(f"--out {path} is a folder: name a file")
+    # First the machine where the ladder gains the most; those without it by the number of their rungs.
+    reports = sorted(reports, reverse=True, key=lambda report: (gain(report), len(report.runs.keys() & BY_NAME)))
+    floors = {row["label"]: row for row in floor_data([CARDS[name] for name in COUNTED_FOR])["rungs"]}
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    text = environment.get_template("page.html.j2").render(
+        parts=[(part, prose(part.intro), figures_of(part.id), rungs) for part, rungs in parts()], depth=depth,
+        lessons={rung.label: lesson_view(rung) for rung in RUNGS},
+        effects={rung.label: effect_view(rung, reports, floors) for rung in RUNGS},
+        steps=first_chart(reports, lambda report: step_bars(report, floors_of(report))),
+        profile=first_chart(reports, lambda report: profile_bars(report.profile)),
+        machines=list(map(machine_view, reports)), kinds=KIND_COLORS, stars=STARS,
+        path=[(name, [BY_LABEL[label] for label in labels], EXERCISES[name]) for name, labels in EVENINGS.items()],
+        style=(HERE / "page.css").read_text(encoding="utf-8"), script=(HERE / "page.js").read_text(encoding="utf-8"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_inside = path.resolve().is_relative_to(ROOT)
+    to_root = Path(os.path.relpath(ROOT, path.resolve().parent)).as_posix() if is_inside else ROOT.as_uri()
+    write_whole(path, text.replace('href="../', f'href="{to_root}/'))

@@ -1,0 +1,61 @@
+"""`python -m ladder compare`: training recipes, each a rung or a file of your own; or two logs, step by step."""
+from pathlib import Path
+
+from ladder.count.cards import find_card
+from ladder.errors import UserError
+from ladder.records.logs import read_log
+from ladder.records.recipes import CSV, FOLDERS, MOST_TRIES, read_csv
+from ladder.show.tables import print_comparison
+
+
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("what", nargs="+", metavar="WHAT", help="rungs or files: the first, and what is compared with it; or a folder "
+         "of such a comparison, to show it again; or two logs")
+    flag("--seeds", type=int, default=5, metavar="N", help="that are tested (default: %(default)s)")
+    flag("--tries", type=int, default=MOST_TRIES, metavar="N", help="of learning rates for each, at most; 0: take "
+         "those that the flags or the scripts name (default: %(default)s)")
+    flag("--jobs", type=int, metavar="N",
+         help="scripts at a time while only losses count (default: 2 on a CPU, else 1)")
+    flag("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each run (default: %(default)s)")
+    flag("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {FOLDERS}/DATE_TIME)")
+    flag("--resume", action="store_true", help="continue the newest comparison of these arguments, or --logs")
+    flag("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
+
+
+def main(args, console):
+    words = [Path(word) for word in args.what]
+    if len(words) == 2 and all(word.suffix == ".log" for word in words):
+        print_comparison(*map(read_log, words), console, args.gpu and find_card(args.gpu))
+        return 0
+    if len(words) == 1 and (words[0] / CSV).exists():
+        return show(words[0], console)
+    if len(words) == 1:
+        raise UserError(f"compare {words[0]}: give two rungs or files, two logs, or the folder of a comparison")
+    return compare_recipes(args, console)
+
+
+def show(folder, console):
+    """The table and the sentences of a comparison, from its record."""
+    from ladder.show.verdict import print_verdict
+
+    print_verdict(read_csv(folder / CSV), console)
+    return 0
+
+
+def compare_recipes(args, console):
+    from ladder.measure.fairness import held  # loads torch, which two logs do not need
+    from ladder.show.plots import save
+    from ladder.show.verdict import verdict_picture
+
+    folder, runner = held(args, console)
+    if runner is None:
+        console.print("stopped; the same command with --resume continues")
+        return 130
+    record = read_csv(folder / CSV)
+    if not record.names:
+        raise UserError(f"{folder}: no run ended with a validation loss; see its logs")
+    save(verdict_picture(record), folder / "compare.png")
+    show(folder, console)
+    console.print(f"{folder}: {CSV}, compare.png; python -m ladder compare {folder} shows this again", soft_wrap=True)
+    return 1 if runner.failed() else 0

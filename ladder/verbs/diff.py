@@ -1,0 +1,51 @@
+"""`python -m ladder diff`: one lesson: the text, the change, the measured effect."""
+from ladder.errors import UserError
+from ladder.records.logs import reference_folders
+from ladder.records.significance import BEYOND_CHANCE, speed_p
+from ladder.records.summary import build_report
+from ladder.rungs.lessons import read_lesson
+from ladder.rungs.list import find_rung
+from ladder.show.lesson_text import print_lesson
+from ladder.show.tables import where
+
+
+def add_flags(parser):
+    parser.add_argument("rungs", nargs="+", metavar="N", help="a rung, or two")
+
+
+def main(args, console):
+    if len(args.rungs) > 2:
+        raise UserError("diff takes one rung, or two")
+    rung = find_rung(args.rungs[-1])
+    before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else rung.start
+    old = before.path.read_text(encoding="utf-8") if before else None
+    print_lesson(read_lesson(old, rung.path.read_text(encoding="utf-8")), console)
+    for report in map(build_report, reference_folders() if before else []):
+        if {before.name, rung.name} <= report.runs.keys():
+            print_effect(before, rung, report, console)
+
+
+def print_effect(before, rung, report, console):
+    """What a rung's change did on a machine; `before` is the other rung."""
+    rows = {row.name: row for row in report.rows}
+    old, new = rows[before.name], rows[rung.name]
+    memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
+    losses = f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}"
+    if old.last_val_loss and new.last_val_loss:
+        losses = f"validation loss: {old.last_val_loss:.3f} -> {new.last_val_loss:.3f}"
+    ratio = new.tokens_per_second / old.tokens_per_second
+    in_table = before.label == rung.before
+    p = new.p_before if in_table else speed_p(report.runs[before.name], report.runs[rung.name])
+    console.print(f"Measured, {where(report)}:", style="bold", soft_wrap=True)
+    console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({ratio:.2f} x the tokens/sec; {verdict(p)})"
+                  f"{memory}, {losses}", soft_wrap=True)
+
+
+def times_text(row):
+    return f"{row.ms:,.0f} ({row.ms_low:,.0f}–{row.ms_high:,.0f})"
+
+
+def verdict(p):
+    if p is None:
+        return "too few rounds to tell a gain from chance"
+    return f"p = {p:.2g}" if p < BEYOND_CHANCE else f"no significant difference: p = {p:.2g}"

@@ -1,0 +1,63 @@
+"""`python -m ladder floor`: the least a step can cost on any GPU, counted; no GPU is needed."""
+import pandas
+
+from ladder.count.cards import find_card
+from ladder.count.flops import SHAPES
+from ladder.count.memory import BLOCK_SIZE, step_bytes
+from ladder.count.roofline import STORED, counted_rungs, floor_row, read_store
+from ladder.errors import UserError
+from ladder.rungs.list import parse_rungs
+from ladder.show.terminal import COUNT, print_texts
+
+
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
+         "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
+    flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
+    flag("--model", default=STORED["model"], choices=SHAPES, help="(default: %(default)s)")
+    flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s); with another --model, -B or -T kernels "
+         "are counted anew, some ten seconds for each rung")
+    flag("-T", type=COUNT, default=STORED["T"], help="(default: %(default)s, the most)")
+
+
+def main(args, console):
+    cards = [find_card(name) for name in args.gpu or ["A100"]]
+    labels = counted_rungs(parse_rungs(args.rungs), console)
+    setting = {"model": args.model, "B": args.B, "T": args.T}
+    if args.T > BLOCK_SIZE:
+        raise UserError(f"-T {args.T}: the model takes {BLOCK_SIZE} tokens; give a smaller -T")
+    if setting == STORED:
+        kernels = {label: rung["kernels"] for label, rung in read_store().items() if label in labels}
+    else:
+        from ladder.count.kernels import count_all
+
+        kernels = count_all(labels, setting, console)
+    print_floors(kernels, cards, setting, console)
+
+
+def floor_texts(row, cards):
+    """One rung as {heading: text}: what was counted, the floor on each card; for a single one also its parts."""
+    alone = cards[0].name if len(cards) == 1 else None
+    texts = {"rung": f"{row['label']} {row['title']}"}
+    if alone:
+        texts["TFLOP"] = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
+    texts["GB"] = f"{row['gb']:,.1f}"
+    texts["launches"] = f"{row['launches']:,}"
+    for card in cards:
+        texts[f"{card.name}, ms"] = f"{row['ms'][card.name]['floor']:,.1f}"
+    if alone:
+        texts["products"] = f"{row['ms'][alone]['products']:,.1f}"
+        texts["traffic"] = f"{row['ms'][alone]['traffic']:,.1f}"
+    return texts
+
+
+def print_floors(kernels, cards, setting, console):
+    """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
+    texts = [floor_texts(floor_row(label, counted, cards), cards) for label, counted in kernels.items()]
+    least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
+    caption = f"Rung {label} takes about {least / 1e9:.0f} GB at this batch; a card with less needs a smaller -B.\n"
+    caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
+                        f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
+    title = "Floors, counted: {model}, B={B} T={T}".format(**setting)
+    print_texts(pandas.DataFrame(texts), console, title, caption)

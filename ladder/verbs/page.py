@@ -1,0 +1,21 @@
+"""`python -m ladder page`: write the tutorial page."""
+import webbrowser
+from pathlib import Path
+
+from ladder.records.logs import reference_folders
+from ladder.records.summary import build_report
+from ladder.show.tutorial import PAGE, write_page
+
+
+def add_flags(parser):
+    parser.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER",
+                        help="runs, or reference machines (default: all of logs/reference)")
+    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="(default: docs/index.html)")
+    parser.add_argument("--no-browser", action="store_true", help="write it only")
+
+
+def main(args, console):
+    write_page([build_report(folder) for folder in args.folders or reference_folders()], args.out)
+    if not args.no_browser:
+        webbrowser.open(args.out.resolve().as_uri())
+    console.print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)

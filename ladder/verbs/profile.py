@@ -1,0 +1,36 @@
+"""`python -m ladder profile`: where the time of a step goes."""
+from pathlib import Path
+
+from ladder.files import new_folder
+from ladder.measure.profiler import check_profile, profile_ladder
+from ladder.measure.runner import eager_flags, locked
+from ladder.records.work import read_profile
+from ladder.rungs.list import parse_rungs
+from ladder.show.plots import profile_picture, save
+from ladder.show.tables import print_profile
+from ladder.show.terminal import COUNT
+
+
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+    flag("--repeat", type=COUNT, default=3, metavar="N",
+         help="N rounds, preferably odd: the median round counts (default: %(default)s)")
+    flag("--traces", action="store_true", help="keep each rung's steps in the folder, for ui.perfetto.dev; on "
+         "CUDA also a step's memory, for docs.pytorch.org/memory_viz")
+    flag("--logs", type=Path, metavar="FOLDER", help="of a run, to be shown with it (default: logs/profile/DATE_TIME)")
+
+
+def main(args, console):
+    """Profile, then show all that the folder holds; returns the exit code."""
+    rungs, flags, folder = parse_rungs(args.rungs), args.flags, args.logs or new_folder("logs/profile")
+    settings = check_profile(rungs, flags, folder)  # before creating the folder
+    flags = eager_flags(rungs, flags, settings.device, console)
+    with locked(folder, resume=True):
+        failed = profile_ladder(rungs, flags, settings, folder, console, args.repeat, args.traces)
+    found = read_profile(folder)
+    if found:
+        print_profile(found, console)
+        save(profile_picture(found), folder / "profile.png")
+        console.print(f"{folder}/profile.json, profile.png")
+    return 1 if failed else 0

@@ -1,0 +1,52 @@
+"""`python -m ladder report`: the table of a run or of a reference machine, from its logs."""
+from pathlib import Path
+
+import pandas
+
+from ladder.count.cards import find_card
+from ladder.errors import UserError
+from ladder.records.logs import newest_run, reference_folders
+from ladder.records.summary import build_report
+from ladder.rungs.list import ROOT
+from ladder.show.tables import as_json, print_report, write_tables
+from ladder.show.terminal import messages
+
+
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine (default: your "
+         "newest run)")
+    flag("--png", type=Path, metavar="FOLDER", help="write the plots there")
+    flag("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
+    flag("--readme", action="store_true",
+         help="rewrite the tables and pictures of README.md and docs/, of all of logs/reference")
+    flag = parser.add_mutually_exclusive_group().add_argument
+    flag("--json", action="store_true", help="print JSON instead of the table")
+    flag("--csv", action="store_true", help="print CSV instead of the table")
+
+
+def main(args, console):
+    if args.readme and args.folders:
+        raise UserError("--readme: shows all folders of logs/reference; name none")
+    folders = args.folders or (reference_folders() if args.readme else [newest_run()])
+    reports = [build_report(folder) for folder in folders]
+    if not (args.readme or args.png or args.json or args.csv):
+        for one in reports:
+            print_report(one, console, args.gpu and find_card(args.gpu))
+        return
+    for reason in dict.fromkeys(reason for one in reports for reason in one.skipped):
+        messages.print(f"! skipped: {reason}", soft_wrap=True)  # which a table says itself
+    if args.readme or args.png:
+        from ladder.show.plots import shown_in_docs, write_plots
+
+        if args.readme:
+            write_tables(reports)
+            write_plots(reports, ROOT / "docs", only=shown_in_docs(ROOT))
+            messages.print("README.md, docs/*.md: tables and pictures rewritten")
+        for path in write_plots(reports, args.png) if args.png else []:
+            messages.print(str(path))
+    if args.json:
+        print(as_json(reports))
+    elif args.csv:
+        tables = [report.table.assign(machine=report.name).set_index("machine") for report in reports]
+        print(pandas.concat(tables).to_csv(), end="")

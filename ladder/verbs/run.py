@@ -1,0 +1,78 @@
+"""`python -m ladder run`: the rungs, between two measurements of the machine, and the table at the end."""
+import os
+from pathlib import Path
+
+from ladder.errors import UserError
+from ladder.files import new_folder
+from ladder.measure.max_batch import largest_batches
+from ladder.measure.peer import find_peers
+from ladder.measure.runner import Runner, check_flags, check_together, eager_flags, locked, plan, split_flags
+from ladder.records.logs import RUNS, newest_run
+from ladder.records.machine import read_machine
+from ladder.rungs.list import BY_LABEL, parse_rungs
+from ladder.show.tables import print_end, print_largest
+from ladder.show.terminal import AMOUNT, COUNT
+
+
+def add_flags(parser):
+    flag = parser.add_argument
+    flag("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
+    flag("--repeat", type=COUNT, default=1, metavar="N", help="N rounds, each in an order of its own, to see the noise")
+    flag("--at-once", type=COUNT, default=1, metavar="N",
+         help="start and compile N rungs at once; they still train one after another (default: %(default)s)")
+    flag("--peers", nargs="?", const=True, type=Path, metavar="FOLDER", help="add transformers' own GPT-2 with "
+         "everything switched on, and from FOLDER model.py of github.com/karpathy/nanoGPT and train_gpt2.py of "
+         "github.com/karpathy/build-nanogpt")
+    flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
+    flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
+    flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
+    flag("--processes", type=COUNT, default=2, help="of ddp, 33, fsdp and dcp (default: %(default)s)")
+    flag("--logs", type=Path, metavar="FOLDER", help="a new folder (default: logs/ladder/DATE_TIME)")
+
+
+def as_started(args):
+    """The arguments that the run to --resume was started with, as its machine.json has them."""
+    _, words = split_flags(args.argv, "--logs")
+    if words != ["run", "--resume"]:
+        raise UserError("--resume: continues a run with the flags it was started with; leave the others out")
+    folder = args.logs or newest_run(wanted=Path.exists)
+    arguments = read_machine(folder).get("arguments")
+    if arguments is None:
+        raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
+    again = args.parse(arguments)
+    again.resume, again.logs = True, folder
+    return again
+
+
+def main(args, console):
+    """Do what the parsed `args` say; returns the exit code."""
+    args = as_started(args) if args.resume else args
+    logs = args.logs or new_folder(RUNS)
+    rungs = parse_rungs(args.rungs)
+    check_together(args, rungs)
+    peers, settings = find_peers(args.peers), check_flags(rungs, args.flags)
+    compiled = [*rungs, BY_LABEL["10"]] if peers else rungs  # each peer is another rung 10
+    args.flags = eager_flags(compiled, args.flags, settings.device, console)
+    if args.max_batch:
+        found = largest_batches(rungs, args.flags, args.time_limit, args.processes, console)
+        return print_largest(found, console)
+    if args.at_once > 1:  # else each starts as many processes to compile as there are cores
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // args.at_once)))
+    rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes, args.at_once)
+    runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
+    interrupted = False
+    with locked(logs, args.resume):
+        try:
+            with runner:  # between two measurements of the machine
+                if not args.resume:
+                    runner.measure_machine(arguments=args.argv)
+                for jobs in rounds:
+                    runner.run_in_turns(jobs, args.at_once)
+                runner.measure_machine()
+        except KeyboardInterrupt:
+            interrupted = True
+            console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", soft_wrap=True)
+    print_end(runner, console)
+    if interrupted:
+        return 130
+    return 1 if runner.failed() else 0

@@ -1,0 +1,52 @@
+"""`python -m ladder try`: an exercise. (`try` is a keyword of Python's, which no module can be called.)"""
+import sys
+import tempfile
+from pathlib import Path
+
+from ladder.errors import UserError
+from ladder.files import new_folder
+from ladder.measure.exercise import ROUNDS, SHORT, check_file, exercise_of, run_both, show_tests
+from ladder.measure.machine_check import NO_TORCHRUN
+from ladder.measure.runner import settings_of
+from ladder.rungs.list import ROOT, find_rung
+from ladder.show.lesson_text import show_diffs
+from ladder.show.terminal import COUNT
+
+
+def add_flags(parser):
+    parser.description += """. Runs the tests of lesson N on FILE and shows a hint for each that is red. Once all pass:
+        both scripts in turns, and what each changes in the rung before. docs/exercises.md has the exercises."""
+    flag = parser.add_argument
+    flag("rung", metavar="N", help="of the lesson, or its file")
+    flag("file", type=Path, metavar="FILE", help="your script: a copy of the rung before, with the change made")
+    flag("--rounds", type=COUNT, metavar="ROUNDS", help="of both scripts, in turns (default: 3, once the tests pass)")
+
+
+def main(args, console):
+    return try_file(find_rung(args.rung), args.file, args.rounds, args.flags, new_folder("logs/try"), console)
+
+
+def try_file(rung, file, rounds, flags, folder, console):
+    """Do all that `try` does; the exit code."""
+    tests, known = exercise_of(rung), check_file(file)
+    if rung.torchrun and sys.platform == "win32":
+        raise UserError(f"try: torchrun {NO_TORCHRUN}")
+    settings_of(rung, flags)  # exits if they are wrong
+    steps = "30" if rung.path.parent == ROOT else "10"
+    flags = [*SHORT, steps, *([] if rung.label == "5" else ["--compile-mode", "none"]), *flags]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}_", dir=folder.parent))  # others may try in the same second
+    console.print(f"Exercise {rung.label}, {rung.title}: {file} in the place of {rung.file}", style="bold",
+                  soft_wrap=True)
+    failed = show_tests(rung, file, tests, folder, console)
+    if failed:
+        console.print(f"{len(failed)} of {len(tests)} tests are red; their output: {folder / 'tests.txt'}. Our change, "
+                      f"when you want to see it: python -m ladder diff {rung.label}", soft_wrap=True)
+    else:
+        console.print(f"All {len(tests)} tests pass.", style="bold")
+    ran = True
+    if rounds or not failed:
+        ran = run_both(rung, file, known, flags, folder, rounds or ROUNDS, console)
+    if not failed:
+        show_diffs(rung, file, console)
+    return 1 if failed or not ran else 0

@@ -1,0 +1,99 @@
+"""ladder/count/memory.py, flops.py: the models of a step's memory and arithmetic, against what is kept and measured."""
+import pytest
+import torch
+from conftest import ROOT, new_gpt, rung, table_of
+
+from experiments.growth.__main__ import recomputing_bytes
+from ladder.count.flops import flops_per_token
+from ladder.count.memory import RUN_BY_DEFAULT, recommend, step_bytes
+from ladder.records.logs import read_folder
+from ladder.rungs.list import BY_NAME
+
+
+def test_flops_in_closed_form():
+    """PaLM's formula on GPT-2's published shapes."""
+    n_matrix = 50257 * 768 + 12 * (768 * 2304 + 768 * 768 + 2 * 768 * 3072)
+    assert flops_per_token("gpt2", 1024) == 6 * n_matrix + 12 * 12 * 768 * 1024
+    assert flops_per_token("gpt2", 1024, causal=True) == 6 * n_matrix + 6 * 12 * 768 * 1024
+    assert flops_per_token("4x4x128", 64, vocab_size=257) == 6 * (257 * 128 + 4 * 12 * 128**2) + 12 * 4 * 128 * 64
+
+
+def test_memory_model_against_measured_peaks():
+    """Within 30 % for rungs 0 to 10, on every reference machine."""
+    checked = set()
+    for folder in {log.parent for log in (ROOT / "logs" / "reference").glob("*/round_*.log")}:
+        for name, rounds in read_folder(folder)[0].items():
+            label = BY_NAME[name].label if name in BY_NAME else None
+            for run in [run for run in rounds if label in RUN_BY_DEFAULT and run.peak_memory_gb]:
+                expected = step_bytes(run.model, run.B, run.T, label) / 1e9
+                assert run.peak_memory_gb == pytest.approx(expected, rel=0.3)
+                checked.add(label)
+    assert checked == {*RUN_BY_DEFAULT}
+
+
+def test_memory_model_against_what_autograd_keeps():
+    """The bytes of all tensors that the baseline's forward pass saves, its gradients of the logits left out."""
+    module, B, T = rung(0), 2, 128
+    model = new_gpt(module)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no other tensor gets its place
+        return tensor
+
+    x = torch.randint(0, 50257, (B, T))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(x, x)
+    gradients = 8 * B * T * 50257
+    expected = step_bytes("tiny", B, T, "0") - step_bytes("tiny", 0, T, "0") - gradients
+    assert sum(storage.nbytes() for storage in kept.values()) == pytest.approx(expected, rel=0.02)
+
+
+def test_from_rung_17_on_the_logits_of_a_chunk_count():
+    """Twice the batch keeps twice the activations, 36 bytes a token, layer and width, and no more logits."""
+    for label, logits in (("16", 4 * 4096 * 50257), ("17", 0), ("24", 4 * 4096 * 50257), ("long_run", 0), ("fsdp", 0)):
+        more = step_bytes("gpt2", 8, 1024, label) - step_bytes("gpt2", 4, 1024, label)
+        assert more == 4096 * 36 * 12 * 768 + logits, label
+
+
+@pytest.mark.parametrize("GB", [8, 24, 80, 141, 1000])
+def test_the_recommended_batch_fits_every_rung(GB):
+    """The largest power of two that does, up to 64; on a CPU one sequence, since more only make a longer step."""
+    model, B, T = recommend(GB * 1e9, accelerator=True)
+    assert (model, T) == ("gpt2", 1024)
+    worst, too_much = (max(step_bytes(model, n, T, label) for label in RUN_BY_DEFAULT) for n in (B, 2 * B))
+    assert worst <= 0.8 * GB * 1e9 and (B == 64 if GB == 1000 else too_much > 0.8 * GB * 1e9)
+    assert recommend(GB * 1e9, accelerator=False) == ("gpt2", 1, 1024)
+
+
+POWERS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def largest_batch(gigabytes, needed):
+    """The largest of POWERS whose bytes, in `needed`, fit; as the documentation writes it."""
+    return str(max((B for B, n in zip(POWERS, needed, strict=True) if n <= gigabytes * 1e9), default="–"))
+
+
+def test_the_batches_that_running_md_recommends():
+    """In 80 % of the memory."""
+    sizes, *rows = table_of("docs/running.md", "| | 16 GB | 24 GB |")
+    for (name, *cells), labels in zip(rows, (RUN_BY_DEFAULT, ["10"]), strict=True):
+        needed = [max(step_bytes("gpt2", B, 1024, label) for label in labels) for B in POWERS]
+        for cell, size in zip(cells, sizes[1:], strict=True):
+            assert cell == largest_batch(0.8 * float(size.removesuffix(" GB")), needed), (name, size)
+
+
+def test_the_batches_that_own_text_md_names():
+    """In 90 %; in brackets with all blocks recomputed."""
+    sizes, *rows = table_of("docs/own_text.md", "| | 8 GB | 12 GB |")
+    for name, *cells in rows:
+        model = name.split()[0]
+        kept, recomputed = ([count(model, B, 1024, "17") for B in POWERS] for count in (step_bytes, recomputing_bytes))
+        for cell, size in zip(cells, sizes[1:], strict=True):
+            memory = 0.9 * float(size.removesuffix(" GB"))
+            expected = f"{largest_batch(memory, kept)} ({largest_batch(memory, recomputed)})"
+            assert cell == expected.removesuffix(" (–)"), (model, size)
+    assert len(rows) == 3

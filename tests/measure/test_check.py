@@ -1,0 +1,212 @@
+"""python -m ladder check: what it finds on this machine and on others, and what fits on paper; the measured rates."""
+import json
+import os
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from log_files import MEDIAN, write_log
+from run_tool import flags, is_one_error, ladder
+
+from ladder.count.memory import recommend
+from ladder.errors import UserError
+from ladder.measure import machine_check, rates, trials
+
+
+def findings(function, *arguments):
+    return {one.what: f"{one.mark} {one.detail}" for one in function(*arguments)}
+
+
+def test_check_says_what_is_here_and_recommends_a_run():
+    run = ladder("check", CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR="/tmp/empty-inductor-cache")
+    assert run.returncode == 0, run.stderr
+    for word in ("device", "TF32", "bfloat16", "attention", "fused AdamW", "NCCL", "free disk"):
+        assert word in run.stdout
+    assert re.search(r"python -m ladder run --model \S+ -B \d+ -T \d+ --steps \d+\n", run.stdout)
+    assert "NVIDIA GPU" not in run.stdout and "x torch.compile" in run.stdout and "install" in run.stdout
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """nvidia_smi(driver): an NVIDIA GPU, as its driver tells, and torch does not see it."""
+    if torch.cuda.is_available():
+        pytest.skip("torch can use the GPU that is here")
+
+    def install(driver):
+        program = tmp_path / "bin" / "nvidia-smi"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, {driver}, 700.00 W'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+@pytest.mark.parametrize("driver, wheel", [("580.65.06", "cu130"), ("575.57.08", "cu126")])
+def test_a_gpu_that_torch_cannot_use(driver, wheel, nvidia_smi):
+    nvidia_smi(driver)
+    found = findings(machine_check.check_device, "cpu")["NVIDIA GPU"]
+    assert re.search(f"CUDA.*; pip install .*torch==.*whl/{wheel}", found)
+    machine = rates.describe("cpu")
+    assert machine["gpus"] == [f"NVIDIA H100 80GB HBM3, {driver}, 700.00 W"]
+    assert "threads" in machine["cpu"] and machine["name"] == machine["cpu"]
+
+
+def test_a_machine_names_the_commit_where_git_tells_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(rates, "ROOT", tmp_path)
+    assert "commit" not in rates.describe("cpu")
+    (tmp_path / "file").write_text("as committed")
+    for words in ("init -q", "add file", "-c user.name=a -c user.email=a@b commit -q -m first"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    assert re.fullmatch("[0-9a-f]{7,}", rates.describe("cpu")["commit"])
+    (tmp_path / "file").write_text("changed")
+    assert rates.describe("cpu")["commit"].endswith("-dirty")
+
+
+@pytest.mark.parametrize("words", [["run", "--rungs", "0"], ["profile", "--rungs", "0"], ["smoke"]],
+                         ids=" ".join)
+def test_no_cpu_is_measured_beside_a_gpu_unless_asked_for(words, nvidia_smi, tmp_path, monkeypatch,
+                                                          call):
+    """Before anything is written: 200 steps take hours, and the user takes them for the GPU's."""
+    nvidia_smi("575.57.08")
+    monkeypatch.chdir(tmp_path)
+    reasons = "--device: torch cannot use the NVIDIA GPU", "whl/cu126", "--device cpu"
+    assert is_one_error(call(*words), *reasons)
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_a_cpu_that_is_asked_for_is_measured_beside_a_gpu(nvidia_smi, tokens, fake_run):
+    nvidia_smi("575.57.08")
+    assert "--device" in flags(tokens)
+    assert fake_run(lambda job: write_log(job.log, tail=MEDIAN) and None)[0] == 0
+
+
+def test_a_compiler_without_python_s_headers(tmp_path, monkeypatch):
+    """As on a machine without python3-dev: its own g++, which is not told where they are."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"""#!/bin/bash
+for word; do [[ $word = -I*/include/python3* ]] || kept+=("$word"); done
+exec {shutil.which("g++")} "${{kept[@]}}"
+""")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    found = findings(machine_check.check_kernels, "cpu")["torch.compile"]
+    assert found.startswith("x ") and "python3-dev" in found
+    assert "fatal error: Python.h: No such file" in found
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_switched_off_torch_compile_is_named(name, monkeypatch):
+    """Else the rungs would say "compile: default", and run eagerly."""
+    monkeypatch.setenv(name, "1")
+    assert findings(machine_check.check_kernels, "cpu")["torch.compile"].endswith(f": {name}=1 switches it off; unset it")
+
+
+@pytest.mark.parametrize("line", [
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 MiB.",
+    "torch._inductor.exc.InductorError: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"])
+def test_a_full_gpu_is_not_one_that_cannot_compile(line):
+    """Else the rungs would be measured eagerly, and the user sent to install a compiler."""
+    with pytest.raises(UserError, match="^out of memory: .*(Tried|ALLOC)"):
+        machine_check.problem_of(f"import sys; print('Traceback', {line!r}, sep='\\n', file=sys.stderr); sys.exit(1)")
+
+
+@pytest.mark.parametrize("dtype, names, bfloat16", [
+    (torch.float32, {"float32"}, "- none in this CPU"), (torch.bfloat16, {"float32", "bfloat16"}, "+ rung 3 gains")])
+def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
+    """A CPU without bfloat16 multiplies it a hundred times slower: measuring that took minutes."""
+    monkeypatch.setattr(rates, "SHAPES", [(8, 8, 8)])
+    monkeypatch.setattr(rates, "SECONDS", 0.01)
+    monkeypatch.setattr(rates.rung_10, "autocast_dtype", lambda device: dtype)
+    assert rates.measure("cpu").keys() == names
+    assert findings(machine_check.check_formats, "cpu")["bfloat16"].startswith(bfloat16)
+
+
+def test_each_format_of_a_gpu_is_measured_as_a_rung_multiplies_in_it(monkeypatch):
+    """TF32 is float32 at another precision, and the best of all three shapes counts."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+    monkeypatch.setattr(rates.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(rates, "best_rate", lambda device, dtype, shape: seen.append(
+        (dtype, torch.get_float32_matmul_precision())) or shape[0])
+    assert rates.measure("cuda") == dict.fromkeys(("float32", "bfloat16", "tf32"), 8192)
+    assert [seen[0], seen[6]] == [(torch.float32, "highest"), (torch.float32, "high")] and seen[3][0] == torch.bfloat16
+
+
+@pytest.mark.parametrize("device, free, workers", [
+    ("cuda", 5e9, 2), ("cuda", 1e9, 1), ("cuda", 80e9, 8), ("cpu", 1e9, 8)])
+def test_what_is_free_on_a_gpu_is_what_counts(device, free, workers, monkeypatch):
+    """Not all that it has: for the trials of smoke, which share it, and for the batch that is recommended."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
+    monkeypatch.setattr(trials, "os", SimpleNamespace(environ={}, cpu_count=lambda: 64))
+    assert trials.share_cores(device) == workers
+    for name in ("device", "formats", "kernels", "ranks", "files"):
+        monkeypatch.setattr(machine_check, f"check_{name}", lambda *_: [])
+    if device == "cuda":
+        model, B, T = recommend(free, accelerator=True)
+        assert f"run --model {model} -B {B} -T {T} --steps 200" in machine_check.check_machine("cuda")[1]
+
+
+def test_a_mac_s_chip_has_a_name(monkeypatch):
+    """Else all of them would be one machine."""
+    monkeypatch.setattr(rates.sys, "platform", "darwin")
+    monkeypatch.setattr(rates.collect_env, "run", lambda command: (0, "Apple M3 Max", ""))
+    assert rates.device_name("mps") == "Apple M3 Max GPU" and rates.device_name("cpu").startswith("Apple M3 Max (")
+
+
+def test_a_product_has_two_operations_for_each_multiplication(monkeypatch):
+    """(8, 16) @ (16, 32); and the fastest counts."""
+    monkeypatch.setattr(rates.benchmark.Timer, "blocked_autorange",
+                        lambda timer, min_run_time: SimpleNamespace(times=[0.5, 0.25]))
+    assert rates.best_rate("cpu", torch.float32, (8, 16, 32)) == 2 * 8 * 16 * 32 / 0.25
+
+
+@pytest.mark.parametrize("name, capability, cuda, tf32, float8", [
+    ("Tesla T4", (7, 5), "13.0", "-", "-"), ("NVIDIA A10", (8, 6), "13.0", "+", "-"),
+    ("NVIDIA L4", (8, 9), "13.0", "+", "+"),
+    ("NVIDIA GeForce RTX 4090", (8, 9), "13.0", "-", "+"),  # whose TF32 is as fast as its float32
+    ("AMD Instinct MI300X", (9, 4), None, "-", "-"),  # which numbers its cards otherwise
+])
+def test_a_gpu_gains_only_from_formats_that_it_has(name, capability, cuda, tf32, float8, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(machine_check.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
+    found = findings(machine_check.check_formats, "cuda")
+    assert found["TF32"][0] == tf32 and found["float8"][0] == float8
+
+
+def test_the_attention_kernel_is_torch_s_choice(monkeypatch):
+    monkeypatch.setattr(machine_check, "compile_problem", lambda device: None)
+    assert findings(machine_check.check_kernels, "cpu")["attention"].startswith("+ torch chooses FLASH_ATTENTION")
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 0)
+    assert findings(machine_check.check_kernels, "cpu")["attention"].startswith("- torch chooses MATH")
+
+
+@pytest.mark.parametrize("version, mark, on_cpu", [("2.9.1", "x", "x"), ("2.12.1", "x", "+"), ("2.13.0", "+", "+")])
+def test_each_device_needs_its_torch(version, mark, on_cpu, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.setattr(machine_check, "free_memory", lambda device: 10e9)
+    found = findings(machine_check.check_device, "mps")["torch"]
+    assert found[0] == mark and ("future tokens" in found) == (mark == "x")
+    assert findings(machine_check.check_device, "cpu")["torch"][0] == on_cpu
+
+
+@pytest.mark.parametrize("gpus, nccl, marks", [(2, True, "++"), (2, False, "+x"), (1, True, "-+"), (1, False, "--")])
+def test_whether_several_gpus_can_train_together(gpus, nccl, marks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    assert "".join(found[0] for found in findings(machine_check.check_ranks, "cuda").values()) == marks
+
+
+def test_the_data_and_the_way_out_of_the_fallback(tmp_path):
+    for source, tokenizer, mark in (("tiny_shakespeare", "gpt2", "+"), ("python_topics", "gpt2", "-"),
+                                    ("tiny_shakespeare", "gpt2-bytes", "-")):
+        (tmp_path / "meta.json").write_text(json.dumps({"source": source, "tokenizer": tokenizer}))
+        found = machine_check.check_data(tmp_path)
+        assert found.mark == mark and f"{source} ({tokenizer} tokens)" in found.detail
+    assert machine_check.check_data(tmp_path / "none").mark == "-"

@@ -1,0 +1,261 @@
+"""python -m ladder run: jobs and how they end, folders, resuming, Ctrl-C; the largest batch."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import filelock
+import psutil
+import pytest
+import torch
+from conftest import ROOT
+from log_files import MEDIAN, write_log
+from rich.console import Console
+from run_tool import LADDER, files_in, flags, is_one_error
+
+from ladder.count.memory import step_bytes
+from ladder.measure import jobs, machine_check, max_batch, runner
+from ladder.measure.jobs import Job, run_job
+from ladder.measure.runner import command_for, eager_flags, split_flags
+from ladder.records.logs import PEER, newest_run, read_log
+from ladder.records.summary import build_report
+from ladder.rungs.list import BY_LABEL
+
+LOSS = re.compile(r"loss: ([\d.]+)")
+
+
+@pytest.mark.parametrize("code, status, reason", [
+    ("print('step', end='', flush=True); time.sleep(0.5); print(' : 1')", "ok", ""),  # read in two halves
+    ("os.kill(os.getpid(), 9)", "out of memory", ""),  # Linux ends a process that takes too much without a word
+    ("os.kill(os.getpid(), signal.SIGTERM)", "failed", "exit code -15"),
+    ("print('RuntimeError: CUDA out of memory'); sys.exit(1)", "out of memory", "RuntimeError: CUDA out of memory"),
+    ("print('RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED in x'); sys.exit(1)",
+     "out of memory", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED in x"),
+    ("print('torch.AcceleratorError: no'); print('a hint'); sys.exit(1)", "failed", "torch.AcceleratorError: no"),
+    ("print('error: --data x: none'); print('later'); sys.exit(1)", "failed", "error: --data x: none"),
+    (r"print('[rank1]: ValueError: no\nelastic.ChildFailedError:'); sys.exit(1)", "failed", "[rank1]: ValueError: no"),
+    ("print('begun'); print('Killed.'); sys.exit(3)", "failed", "Killed."),
+    ("print(subprocess.Popen(['sleep', '60']).pid); sys.stdout.flush(); time.sleep(60)", "timed out",
+     "no end after 5 s"),
+])
+def test_a_job_ends_with_a_status_and_the_complaint_that_matters(code, status, reason, tmp_path):
+    command = [sys.executable, "-c", f"import os, signal, subprocess, sys, time; {code}"]
+    outcome = run_job(Job("job", command, tmp_path), 5 if status == "timed out" else 60, "cuda")
+    assert (outcome.name, outcome.status, outcome.reason) == ("job", status, reason)
+    assert status != "ok" or outcome.lines == ["step : 1"]
+    if status == "timed out":  # what it has started ends with it, as torchrun's ranks do
+        [pid] = outcome.lines
+        assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie"
+
+
+def test_a_stopped_compiler_leaves_no_half_of_a_library(tmp_path):
+    """A kill while it links would leave an empty file in torch's cache, which later runs try to load."""
+    (tmp_path / "g++").symlink_to(sys.executable)
+    library = "import time; time.sleep(2); open('library', 'w').write('whole')"
+    script = f"import subprocess; subprocess.run([{str(tmp_path / 'g++')!r}, '-c', {library!r}], cwd={str(tmp_path)!r})"
+    outcome = run_job(Job("job", [sys.executable, "-c", script], tmp_path), 1, "cuda")
+    assert outcome.status == "timed out" and (tmp_path / "library").read_text() == "whole"
+
+
+HUNGRY = "import time; x = b'1' * {}; time.sleep(1)"
+TWO_RANKS = f"""import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, "-c", {HUNGRY.format(45_000_000)!r}]) for _ in range(2)]
+sys.exit(sum(rank.wait() for rank in ranks))"""
+
+
+@pytest.mark.parametrize("code", [HUNGRY.format(150_000_000), TWO_RANKS], ids=["alone", "two"])
+def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(code, monkeypatch, tmp_path):
+    """Also of two processes, each of which would fit. On a GPU nobody watches: what fills up is not this memory."""
+    memory = psutil.virtual_memory()._replace(available=100e6)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    job = Job("hungry", [sys.executable, "-c", code], tmp_path)
+    assert run_job(job, 60, "cpu").status == "out of memory" and run_job(job, 60, "cuda").status == "ok"
+
+
+@pytest.mark.parametrize("label, processes, alone", [("0", 2, True), ("ddp", 1, True), ("ddp", 2, False)])
+def test_the_threads_of_a_run_are_in_its_log(label, processes, alone, tmp_path, monkeypatch):
+    """torchrun gives each of several ranks one."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    job = Job("job", command_for(BY_LABEL[label], [], tmp_path, processes), tmp_path)
+    job.log.touch()
+    jobs.record(job, {}, 0)
+    assert f"({7 if alone else 1} threads)" in job.log.read_text()
+
+
+def test_a_rung_gets_the_flags_that_it_has_and_saves_no_checkpoints():
+    def command(label, *flags, **more):
+        return command_for(BY_LABEL[label], list(flags), Path("x"), **more)[1:]
+
+    assert command("4", "--compile-mode", "none", "-B", "1")[1:] == ["-B", "1", "--log-dir", "x"]
+    assert "--compile-mode" in command("5", "--compile-mode", "none")
+    assert "--nproc_per_node=3" in command("ddp", processes=3) and "--nproc_per_node=3" in command("fsdp", processes=3)
+    assert "--checkpoint-every" not in command("13")
+    assert command("14")[1:3] == command("16")[1:3] == ["--checkpoint-every", "0"]
+
+
+def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(runner, "compile_problem", machine_check.compile_problem)
+    modes = {}
+
+    def do(job):
+        modes[job.name] = split_flags(job.command, "--compile-mode")[0]
+        write_log(job.log, tail=MEDIAN)
+
+    assert eager_flags([BY_LABEL["5"]], [], "mps", Console()) == ["--compile-mode", "none"]
+    assert eager_flags([BY_LABEL["4"]], [], "mps", Console()) == []  # which has no such flag
+    assert "152155" in capsys.readouterr().out
+    code, output, _ = fake_run(do, "--rungs", "4,5", "--peers")
+    assert code == 0
+    assert modes == {BY_LABEL["4"].name: [], BY_LABEL["5"].name: ["none"], PEER: ["none"]}
+    assert output.count("--compile-mode none") == 1 and "No working C++ compiler" in output
+
+
+@pytest.mark.parametrize("words", [["--rungs", "10,ddp"], ["--max-batch", "--rungs", "fsdp"]])
+def test_windows_has_no_torchrun(words, tokens, monkeypatch, call):
+    monkeypatch.setattr(runner, "sys", SimpleNamespace(platform="win32"))
+    answer = call("run", *words, *flags(tokens))
+    assert is_one_error(answer, "--rungs ", "torchrun does not start on Windows", "running.md")
+
+
+def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):
+    for rate in (2e12, 3e12, 1e12):
+        monkeypatch.setattr(runner, "run_module", lambda *_, rate=rate: json.dumps({"rates": {"float32": rate}}))
+        runner.write_machine(tmp_path, "cpu", arguments=["run"])
+    assert json.loads((tmp_path / "machine.json").read_text()) == {"rates": {"float32": 3e12}, "arguments": ["run"]}
+
+
+def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):
+    logs = tmp_path / "logs"
+    code, output, _ = call("run", "--rungs", "0,1", "--logs", logs, "--", *flags(tokens))
+    assert code == 0 and "weight tying" in output and "× base" in output and f"logs: {logs}" in output
+    for [run] in build_report(logs).runs.values():
+        assert run.complete and run.steps == [1, 2, 3, 4] and run.allocator and 0.1 < run.peak_memory_gb < 4
+    gone = logs / "speedup_01_weight_tying.log"
+    content = gone.read_text()
+    gone.write_text(content[: len(content) // 2])  # as a killed run leaves it
+    before = files_in(logs)
+    assert call("run", "--resume", "--logs", f"{logs}/")[0] == 0  # no other flag: the run knows them
+    after = files_in(logs)
+    assert [path.name for path in before if after[path] != before[path]] == [gone.name]
+    assert read_log(gone).complete and read_log(gone).losses == [float(loss) for loss in LOSS.findall(content)]
+    assert is_one_error(call("run", "--resume", "--logs", logs, "--seed", 5), "--resume", "leave the others out")
+
+
+def test_failures_are_shown_and_the_others_go_on(tmp_path, tokens, call):
+    code, output, _ = call("run", "--rungs", "0-1", "--time-limit", 0.5, "--logs", tmp_path / "a", *flags(tokens))
+    assert code == 1 and output.count("timed out: no end after 0.5 s") == 4  # as it happens, and in the end
+    code, output, _ = call("run", "--rungs", "0", "--logs", tmp_path / "b", *flags(tokens), "--pretrained", __file__)
+    assert code == 1 and "failed: error: " in output and "not a file of --save" in output and "Traceback" not in output
+    assert "no rung finished a step" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["Ctrl-C", "kill", "hang-up"])
+def test_a_stop_keeps_the_finished_and_leaves_no_orphan(tmp_path, tokens, number):
+    words = ["run", "--rungs", "0-1", "--logs", tmp_path / "logs", *flags(tokens), "--steps", "15"]
+    command = [str(word) for word in [*LADDER, *words]]
+    if number == signal.SIGTERM:  # as `... &`
+        command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    second = tmp_path / "logs" / "speedup_01_weight_tying.log"
+    deadline = time.monotonic() + 120
+    while not (second.exists() and "step : 2" in second.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(number)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130 and "Traceback" not in output, output
+    assert children and not [child for child in children if child.is_running() and child.status() != "zombie"]
+    assert read_log(tmp_path / "logs" / "baseline.log").complete
+
+
+def test_a_run_never_touches_the_logs_of_another(tmp_path, tokens, call):
+    words = ["run", "--rungs", 0, "--logs", tmp_path, *flags(tokens)]
+    with filelock.FileLock(tmp_path / "lock"):
+        assert is_one_error(call(*words), "another run is using it")
+    command = [sys.executable, "-c", "input()", "--log-dir", tmp_path / "round_1"]
+    killed = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert is_one_error(call(*words), "of a killed run still writes there", f"end process {killed.pid}")
+    killed.communicate()
+    write_log(tmp_path / "baseline.log")
+    before = files_in(tmp_path)
+    assert is_one_error(call(*words), "not empty", "--resume")
+    assert is_one_error(call("run", "--resume", "--logs", tmp_path), "holds no run")
+    assert files_in(tmp_path) == before
+    (tmp_path / "machine.json").write_text("{")
+    assert is_one_error(call("run", "--resume", "--logs", tmp_path), "is damaged")
+
+
+@pytest.mark.parametrize("folder", ["/proc/logs", f"{__file__}/logs"], ids=["read-only", "in a file"])
+def test_a_folder_that_cannot_be_written_to(folder, tokens, call):
+    assert is_one_error(call("run", "--rungs", 0, "--logs", folder, *flags(tokens)), f"--logs {folder}: ")
+
+
+def test_every_run_has_its_folder_and_the_newest_is_shown(fake_run, call):
+    for words in (["report"], ["run", "--resume"]):
+        assert is_one_error(call(*words), "holds no run")
+    assert fake_run(lambda job: write_log(job.log, losses=[1, 2, 3], tail=MEDIAN) and None)[0] == 0
+    first = newest_run()
+    time.sleep(1.1)  # folders are called by the second
+    assert fake_run(lambda job: write_log(job.log, losses=[4, 5, 6], tail=MEDIAN) and None)[0] == 0
+    second = newest_run()
+    assert second != first and "6.000" in call("report")[1]
+    (first / "baseline.log").write_text("# script: baseline.py\n")  # killed before its first step: not to be shown
+    os.utime(first / "machine.json")
+    assert newest_run() == second and newest_run(Path.exists) == first  # but to be resumed
+
+
+def test_a_run_may_write_to_the_folder_that_it_stands_in(fake_run):
+    assert fake_run(lambda job: write_log(job.log, tail=MEDIAN) and None, "--logs", ".")[0] == 0
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):
+    def interrupt(job):
+        if keeps:
+            write_log(job.log)
+        raise KeyboardInterrupt
+
+    keeps = False
+    code, output, _ = fake_run(interrupt)
+    assert code == 130 and "no rung finished a step" in output
+    keeps = True
+    code, output, _ = fake_run(interrupt, "--logs", "second")
+    assert code == 130 and "run --resume --logs second continues" in output and "baseline" in output
+
+
+@pytest.mark.parametrize("label, limit", [
+    ("0", 33), ("7", 70), ("ddp", 70), ("14", 50), ("fsdp", 70), ("7", 1), ("7", 0)])
+def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, limit, tokens, monkeypatch, call):
+    """Few cold compiles when the memory model is about right, an answer in any case, and as many ranks as asked for."""
+    commands = []
+
+    def run_job(job, *_):
+        commands.append(job.command)
+        B = int(split_flags(job.command, "-B")[0][0])
+        write_log(job.log, header=f"# batch: B={B} T=1024 | steps: 3\n", tail=MEDIAN)
+        return runner.Outcome(job.name, "ok" if B <= limit else "out of memory")
+
+    monkeypatch.setattr(max_batch, "run_job", run_job)
+    ranks = 3 if label in ("ddp", "fsdp") else 1
+    free = ranks * step_bytes("gpt2", 64 if label != "0" else 32, 1024, label) / jobs.MEMORY_SHARE
+    monkeypatch.setattr(max_batch, "run_module", lambda *_: free)
+    words = ["--rungs", label, "--processes", 3, "--device", "cpu", "--data", tokens]
+    code, output, _ = call("run", "--max-batch", *words)
+    best = int(re.search(r"─ .*? (\d+) ", output)[1])
+    assert best <= limit <= best + max(1, best // 8) and code == (not best) and "out of memory" in output
+    assert "to within an eighth" in output
+    assert len(commands) <= (5 if limit > 9 else 8)
+    for command in commands:
+        assert ("--nproc_per_node=3" in command) == (ranks == 3)
+        values, _ = split_flags(command, "-B", "--total-batch")
+        if label in ("14", "fsdp"):
+            assert int(values[1]) == int(values[0]) * 1024 * ranks  # one micro-step
+        else:
+            assert len(values) == 1

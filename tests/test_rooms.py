@@ -1,0 +1,39 @@
+"""The tool's house: which room may import from which, one name for one thing, and a file for each verb."""
+import ast
+from collections import Counter
+from pathlib import Path
+
+from conftest import ROOT
+
+from ladder.__main__ import VERBS
+
+MAY_IMPORT = {"rungs": (), "count": ("rungs",), "records": ("rungs", "count"), "show": ("rungs", "count", "records"),
+              "measure": ("rungs", "count", "records"), "verbs": ("rungs", "count", "records", "show", "measure")}
+FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("ladder/*/*.py")}
+MODULES = [path for path in FILES if path.stem != "__init__"]
+
+
+def test_imports_go_downwards():
+    upwards = [(path.relative_to(ROOT).as_posix(), node.module) for path, tree in FILES.items() for node in ast.walk(tree)
+               if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ladder.")
+               and node.module.split(".")[1] not in (*MAY_IMPORT[path.parent.name], path.parent.name, "errors", "files")]
+    assert upwards == []
+
+
+def test_a_name_has_one_meaning():
+    """No two files have one name, and no two functions or classes."""
+    defined = [node for tree in FILES.values() for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    for names in ([path.stem for path in MODULES], [node.name for node in defined]):
+        twice = {name for name, n in Counter(names).items() if n > 1}
+        assert twice - {"main", "add_flags"} == set()  # which all verbs have
+
+
+def test_each_verb_has_a_short_file_of_its_name():
+    files = [path for path in MODULES if path.parent.name == "verbs"]
+    assert {path.stem.removesuffix("_") for path in files} == {*VERBS}  # try_.py: `try` is a keyword
+    assert [path.name for path in files if len(path.read_text(encoding="utf-8").splitlines()) > 80] == []
+
+
+def test_tests_are_in_folders_that_mirror_the_house():
+    rooms = {path.name for path in ROOT.glob("ladder/*/")} | {"scripts", "data", "experiments"}
+    assert {path.parent.name for path in Path(__file__).parent.glob("*/test_*.py")} <= rooms

@@ -1,0 +1,86 @@
+"""python -m ladder: verbs, flags and rungs as users write them, rightly and wrongly."""
+import os
+import subprocess
+
+import pytest
+from conftest import ROOT
+from log_files import MEDIAN, write_log
+from run_tool import LADDER, files_in, flags, is_one_error, ladder
+
+import ladder.__main__ as tool
+from ladder.errors import UserError
+from ladder.records.logs import RUNS
+from ladder.rungs.list import BY_LABEL, find_rung, parse_rungs
+
+
+def test_help_comes_without_torch():
+    run = ladder("--help", PYTHONPROFILEIMPORTTIME="1")
+    assert run.returncode == 0 and tool.VERBS.keys() <= set(run.stdout.split())
+    assert "argparse" in run.stderr and "torch" not in run.stderr and "pandas" not in run.stderr
+
+
+def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere():
+    words = ["report", ROOT / "logs" / "reference" / "intel_xeon_amx_2_cores_B1_T1024"]
+    run = ladder(*words, PYTHONIOENCODING="ascii")
+    assert run.returncode == 0 and "tokens/s" in run.stdout, run.stderr
+    read, write = os.pipe()
+    os.close(read)  # as head does, once it has its lines
+    run = subprocess.run([*LADDER, *words], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_diff_shows_text_change_and_effect(call):
+    """That it is whole: test_page.py."""
+    output = call("diff", "06")[1]
+    for part in ("Rung 6, flash attention", "+ y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+                 "- att = F.softmax(att, dim=-1)", "Measured, ", "ms/step"):
+        assert part in output
+    assert "+ " in call("diff", "ddp", "rung_12_prefetch.py")[1] and "@@" not in call("diff", "0")[1]
+
+
+def test_rungs_are_chosen_by_label_range_or_file():
+    def labels(text):
+        return [entry.label for entry in parse_rungs(text)]
+
+    assert labels("0-2,10") == ["0", "1", "2", "10"]
+    assert labels("ddp, 11,9-11") == ["ddp", "11", "9", "10"]  # each once: a second one would overwrite the first's log
+    for wrong in ("99", "3-1", "a", "", "-1", "0-99", "1-2-3", "3-"):
+        with pytest.raises(UserError, match="--rungs"):
+            parse_rungs(wrong)
+    for word in ("7", "07", "speedup_07_vocab_pad.py", "/x/speedup_07_vocab_pad.py"):
+        assert find_rung(word) is BY_LABEL["7"]
+    assert find_rung("0") is BY_LABEL["0"] and find_rung("ddp") is BY_LABEL["ddp"]
+
+
+@pytest.mark.parametrize("words, reasons", [
+    (["report", "/no/such/folder"], ["no such folder of logs"]),
+    (["report", ROOT / "logs" / "reference"], ["holds no logs"]),  # several machines are not rounds
+    (["report", "x", "--readme"], ["--readme: shows all folders of logs/reference"]),
+    (["compare", "/no/a.log", "/no/b.log"], ["a.log"]),
+    *((["floor", "--gpu", card], [f"--gpu {card}"]) for card in ("nonsense", "mine:1,2", "mine:1,2,3,-4")),
+    (["floor", "--rungs", "ddp,25"], ["--rungs ddp,25: floors are of"]), (["floor", "-T", "2048"], ["-T 2048"]),
+    (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
+    (["diff", "1", "2", "3"], ["one rung, or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),
+    (["run", "--save=x"], ["--save"]), (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),
+    (["run", "--max-batch", "--at-once", "2"], ["--at-once: not with --max-batch"]),
+    (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps", "not for a profile"]),
+])
+def test_wrong_words_end_in_one_line_before_anything_is_written(words, reasons, tmp_path, monkeypatch, call):
+    """Before anything is written: here a script would prepare data/tokens."""
+    monkeypatch.chdir(tmp_path)
+    assert is_one_error(call(*words), *reasons) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("refused", [
+    ["--bogus", 3], ["--rung", 0], ["-B", 0], ["--save", "x"], ["--data", "no/such/folder"], ["-B", 1_000_000],
+    ["--resume"],
+    ["--rungs", "0-77"]], ids=lambda words: " ".join(map(str, words)))
+def test_refused_flags_leave_no_trace(refused, tmp_path, tokens, monkeypatch, call):
+    """Neither of themselves, nor in the results of the run before."""
+    monkeypatch.chdir(tmp_path)
+    write_log(RUNS / "last" / "baseline.log", losses=[4, 5, 6], tail=MEDIAN)
+    (RUNS / "last" / "machine.json").write_text('{"rates": {"x": 1}}')
+    before = files_in(tmp_path)
+    code, output, error = call("run", "--rungs", "0,5", *flags(tokens), *refused)
+    assert code in (1, 2) and "error: " in error and str(refused[0]) in error and output == ""
+    assert files_in(tmp_path) == before and "6.000" in call("report")[1]

@@ -1,0 +1,228 @@
+"""python -m ladder try: which tests it runs, what it says, and what it refuses. The tests: test_exercises.py."""
+import importlib.util
+import io
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from run_tool import files_in, is_one_error
+
+from ladder.errors import UserError
+from ladder.measure import exercise, runner
+from ladder.measure.exercise import TESTS, exercise_of, run_tests, sentences
+from ladder.records.logs import Run
+from ladder.rungs.list import BY_LABEL
+from ladder.verbs import try_
+
+EXERCISES = [*map(str, range(1, 11)), "ddp", "11", "13", "14", *map(str, range(16, 25)), "32"]
+
+
+def edited(label, path, *changes):
+    """A copy of a rung with (old, new) pieces of code, as a reader makes it."""
+    text = BY_LABEL[label].path.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", EXERCISES)
+def test_the_rung_before_is_not_a_solution(label, tmp_path):
+    """And is red because something is missing, not because a test broke. Ours is one: test_exercises.py."""
+    reasons = run_tests(BY_LABEL[label], BY_LABEL[label].start.path, tmp_path)
+    assert any(reasons.values())
+    broken = ("TypeError", "KeyError", "IndexError", "ValueError", "UnboundLocalError", "NameError")
+    assert {test: reason for test, reason in reasons.items() if reason.startswith(broken)} == {}
+
+
+def test_each_test_belongs_to_an_exercise_and_has_a_hint():
+    tests = {label: exercise_of(BY_LABEL[label]) for label in EXERCISES}
+    names = [name for of_label in tests.values() for name in of_label]
+    assert len(names) == len(set(names)) == TESTS.read_text().count("\ndef test_")
+    assert all(hint and "\n" not in hint for of_label in tests.values() for hint in of_label.values())
+
+
+def test_another_right_solution_passes(call, tmp_path, tokens, monkeypatch):
+    """Wherever the file is; then both scripts run, and the changes are shown. Nothing is written beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    edited("0", tmp_path / "elsewhere" / "my try.py", (
+        "        self.apply(self._init_weights)\n",
+        "        self.lm_head.weight = self.transformer.wte.weight\n        self.apply(self._init_weights)\n"))
+    before = files_in(tmp_path / "elsewhere")
+    words = ("--rounds", 1, "--", "--steps", 2, "-T", 16, "--data", tokens)
+    code, output, error = call("try", 1, "elsewhere/my try.py", *words)
+    assert code == 0 and error == ""
+    assert "All 2 tests pass." in output and "Loss, ours and yours: " in output and " in step 2; " in output
+    assert "+ self.lm_head.weight = self.transformer.wte.weight" in output  # what was changed, and
+    assert "+ self.transformer.wte.weight = self.lm_head.weight" in output  # what we change
+    assert files_in(tmp_path / "elsewhere") == before and {*os.listdir(tmp_path)} == {"elsewhere", "logs"}
+
+
+def test_what_is_red_comes_with_a_hint(call, tmp_path, monkeypatch):
+    """And neither with our solution, nor with a comparison of what does not work."""
+    monkeypatch.chdir(tmp_path)
+    edited("0", tmp_path / "mine.py", (
+        "        self.apply(self._init_weights)\n",
+        "        self.transformer.wte.weights = self.lm_head.weight\n        self.apply(self._init_weights)\n"))
+    code, output, _ = call("try", 1, "mine.py")
+    assert code == 1 and "2 of 2 tests are red" in output
+    assert "RED embedding and output layer share one parameter look: Both modules, wte and lm_head, have" in output
+    assert "found: assert 163037184 == 124439808" in output
+    assert "wte.weight = self.lm_head.weight" not in output and "Losses" not in output
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "pytest.exit('all is well', 0)"])
+def test_a_script_that_ends_the_tests_is_not_green(end, call, tmp_path, monkeypatch):
+    """Ours, but for that: pytest has ended with 0, and no test was red."""
+    monkeypatch.chdir(tmp_path)
+    edited("1", tmp_path / "mine.py", (
+        "        self.apply(self._init_weights)\n",
+        f"        import pytest\n        {end}\n        self.apply(self._init_weights)\n"))
+    assert is_one_error(call("try", 1, "mine.py"), "pytest: it did not come to its end; see ")
+
+
+@pytest.fixture
+def console():
+    """A Console that keeps what is printed, as `console.file`."""
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.mark.parametrize("red", [red for n in range(4) for red in itertools.combinations("abc", n)])
+def test_each_red_test_comes_with_its_own_hint(red, console, monkeypatch):
+    """Whichever they are."""
+    tests = {f"test_01_{name}": f"hint {name}" for name in "abc"}
+    monkeypatch.setattr(exercise, "run_tests", lambda *_: {
+        f"test_01_{name}": f"reason {name}" if name in red else "" for name in "cab"})
+    failed = exercise.show_tests(None, None, tests, Path(), console)
+    expected = [f"  RED  {name}\n       look: hint {name}\n       found: reason {name}\n" if name in red
+                else f"  ok   {name}\n" for name in "abc"]
+    assert console.file.getvalue() == "".join(expected)
+    assert failed == [f"test_01_{name}" for name in red]
+
+
+XML = """<testsuites><testsuite>
+<testcase name="test_01_a[x]" /><testcase name="test_01_a[y]"><failure message="AssertionError: no&#10;assert 1 == 2" />
+</testcase><testcase name="test_01_a[z]" /><testcase name="test_01_b"><failure message="SystemExit: 2" />
+<system-err>usage\nerror: no such flag\n</system-err></testcase></testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize("xml, status, found", [
+    (XML, "failed", {"test_01_a": "no assert 1 == 2", "test_01_b": "error: no such flag"}),
+    ('<testcase name="test_01_a" />', "ok", {"test_01_a": ""}),
+    ('<testcase name="test_01_a"><skipped message="no compiler" /></testcase>', "ok", {"test_01_a": "no compiler"}),
+    ('<testcase name="test_01_a" />', "failed", None), ("<none />", "ok", None), (None, "ok", None)])
+def test_green_is_only_what_pytest_has_run_to_its_end(xml, status, found, console, tmp_path, monkeypatch):
+    """A test is red if it is for one of its parameters, and one that did not run is red."""
+    def run_job(job, *_):
+        if xml:
+            (tmp_path / "tests.xml").write_text(xml)
+        return runner.Outcome("pytest", status, "exit code 1" if status == "failed" else "")
+
+    monkeypatch.setattr(exercise, "run_job", run_job)
+    if found is None:
+        with pytest.raises(UserError, match="^pytest: (exit code 1|it did not come to its end)"):
+            run_tests(BY_LABEL["1"], Path("mine.py"), tmp_path)
+        return
+    assert run_tests(BY_LABEL["1"], Path("mine.py"), tmp_path) == found
+    tests = dict.fromkeys([*found, "test_01_c"], "hint")
+    assert exercise.show_tests(BY_LABEL["1"], Path("mine.py"), tests, tmp_path, console)[-1] == "test_01_c"
+
+
+def test_each_call_has_a_folder_of_its_own_and_few_steps_from_rung_11_on(console, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(try_, "check_file", lambda file: [])
+    monkeypatch.setattr(try_, "show_tests", lambda *args: [])
+    monkeypatch.setattr(try_, "run_both", lambda rung, file, known, flags, folder, *more: (
+        calls.append((folder, flags[flags.index("--steps") + 1])) or True))
+    for label in ("10", "11", "11"):
+        rung = BY_LABEL[label]
+        assert try_.try_file(rung, rung.start.path, 0, [], tmp_path / "logs" / "now", console) == 0
+    folders, steps = zip(*calls, strict=True)
+    assert steps == ("30", "10", "10") and len(set(folders)) == 3
+
+
+def test_ours_and_theirs_begin_in_turn(console, tmp_path, monkeypatch):
+    """The machine gets slower and faster meanwhile."""
+    ran = []
+
+    class Runner(runner.Runner):
+        def run(self, jobs):
+            ran.extend(job.log_dir.parent.name for job in jobs)
+
+        def failed(self):
+            return True
+
+    monkeypatch.setattr(exercise, "Runner", Runner)
+    flags = ["--device", "cpu", "--steps", "1"]
+    exercise.run_both(BY_LABEL["1"], tmp_path / "mine.py", [], flags, tmp_path, 3, console)
+    assert ran == ["ours", "yours", "yours", "ours", "ours", "yours"]
+
+
+@pytest.mark.parametrize("device, gpus, too_few", [
+    ("cuda", 1, True), ("cuda", 2, False), ("mps", 0, True), ("cpu", 0, False)])
+def test_two_ranks_run_on_the_cpu_where_there_are_no_two_gpus(device, gpus, too_few, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert exercise.too_few_for_ranks(device) == too_few
+
+
+@pytest.mark.slow
+def test_an_import_without_end_is_stopped(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(exercise, "SECONDS", 15)
+    (tmp_path / "mine.py").write_text("while True:\n    pass\n")
+    assert is_one_error(call("try", 6, tmp_path / "mine.py"), "does not start: no end of its import within 15 s")
+
+
+@pytest.mark.parametrize("label, text, reasons", [
+    (6, None, ["mine.py: no such script"]),
+    (6, "def f(:\n", ["mine.py: does not start: SyntaxError: invalid syntax (mine.py, line 1); correct it"]),
+    (6, "\n\nimport no_such_module\n", ["mine.py: does not start: line 3: ModuleNotFoundError: No module named"]),
+    (6, "import sys\nsys.exit(0)\n", ["mine.py: does not start: line 2: SystemExit: 0; correct it"]),
+    (6, "import os\nprint('all is well', flush=True)\nos._exit(0)\n",
+     ["mine.py: does not start: its process ended (exit code 0)"]),
+    (6, "x = 1\n".encode("utf-16"), ["mine.py: does not start: "]),
+    (6, "x = 1\n", ["does not start: AttributeError", "'parse_args'"]),
+    (12, "x = 1\n", ["rung 12 has no exercise; try one of 1, 2, 3"]),
+    (99, "x = 1\n", ["no rung 99"]),
+])
+def test_one_line_where_there_is_nothing_to_try(label, text, reasons, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("mine.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+    before = files_in(tmp_path)
+    assert is_one_error(call("try", label, "mine.py"), *reasons)
+    assert files_in(tmp_path) == before
+
+
+def test_without_pytest_it_says_what_to_install(call, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert is_one_error(call("try", 6, BY_LABEL["5"].path), "pytest; pip install -r requirements-dev.txt")
+
+
+def rounds(*ms, loss=4.0):
+    return [Run(Path(f"round_{n}", "x.log"), "x", {}, 1, 64, 1, [1, 2], [5.0, loss], [time, time])
+            for n, time in enumerate(ms)]
+
+
+@pytest.mark.parametrize("ours, yours, said", [
+    ((10, 11, 10), (10.1, 10.5, 10), ["About the same speed", "0.95 to 1.01 times as long as ours (3 rounds)."]),
+    ((10, 11, 10), (20, 21, 22), ["A step of yours takes 1.91 to 2.20", "(3 rounds); --rounds 5 tells whether"]),
+    ((10, 11, 10, 11, 10), (20, 21, 22, 20, 20), ["Yours is slower (p = "]),
+    ((20, 21, 22, 20, 20), (10, 11, 10, 11, 10), ["Yours is faster (p = "]),
+    ((10, 11, 10, 11, 10), (10.1, 11.2, 10.1, 12, 14), ["A step of yours takes 1.01 to 1.40 times"]),
+])
+def test_no_verdict_on_speed_that_the_rounds_do_not_carry(ours, yours, said):
+    text = " ".join(sentences(rounds(*ours), rounds(*yours)))
+    assert all(words in text for words in said), text
+    assert ("p = " in text) == any("p = " in words for words in said)
+
+
+@pytest.mark.parametrize("loss, said", [(4.0, "the same to the last digit"), (4.5, "up to 0.500000 apart")])
+def test_the_losses_are_compared(loss, said):
+    first = next(sentences(rounds(10), rounds(10, loss=loss)))
+    assert said in first and f"5.000000 and 5.000000 in step 1, 4.000000 and {loss:.6f} in step 2" in first
