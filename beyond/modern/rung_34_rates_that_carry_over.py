@@ -260,54 +260,73 @@ class GPT(nn.Module):
         return MuonAdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
-def orthogonalize(matrix):
-    """(m, n) -> (m, n): the same singular vectors, all singular values near 1.
+def orthogonalize(matrices):
+    """(k, m, n) -> (k, m, n): the same singular vectors, all singular values near 1.
 
-    So no direction dominates the update.
+    So no direction dominates the update of any of these k matrices.
     """
-    if matrix.size(0) > matrix.size(1):
-        return orthogonalize(matrix.mT).mT  # so that x @ x.mT has the shorter side
-    x = matrix / (matrix.norm() + 1e-7)  # so every singular value is at most 1
-    # float16 has the range for that, and three more bits than bfloat16
-    x = x.to(torch.float16 if x.is_cuda else autocast_dtype("cpu"))
+    if matrices.size(1) > matrices.size(2):
+        return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
+    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
+    if x.is_cuda:
+        x = x.half()  # it has the range for what follows, and three more bits than bfloat16
+    elif torch.cpu._is_avx512_bf16_supported():
+        x = x.bfloat16()
     # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
     # more than triple, large ones stay near 1.
     for _ in range(5):
-        gram = x @ x.mT  # (m, m)
+        gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
-        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         # 3.4445 x + polynomial @ x
-        x = torch.addmm(x, polynomial, x, beta=3.4445)
-    return x
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
+    return x.to(matrices.dtype)
 
 
-def muon_update(grad, momentum):
-    """The update of a matrix (m, n), from its gradient and its momentum."""
+def muon_update(grads, momenta):
+    """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
-    ahead = grad.lerp(momentum, 0.95)
+    ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
     # as in rung 24 where the short side is BASE_WIDTH; a wider matrix gets no larger a norm
-    long, short = max(ahead.shape), min(ahead.shape)
+    long, short = max(ahead.shape[1:]), min(ahead.shape[1:])
     return 0.2 * (BASE_WIDTH * long / short) ** 0.5 * orthogonalize(ahead)
 
 
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", AdamW for the others."""
 
+    BATCH = 16  # matrices in a batch: more need more memory, and fill a GPU no better
+
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
             return  # set by the gradient scaler, where a float16 gradient has overflowed
         [muon] = [group for group in self.param_groups if group["name"] == "muon"]
+        of_shape = {}
         for p in muon["params"]:
+            of_shape.setdefault(p.shape, []).append(p)
+        for same in of_shape.values():
+            for i in range(0, len(same), self.BATCH):
+                self.muon_step(same[i : i + self.BATCH], muon["lr"], muon["weight_decay"])
+        super().step()
+
+    def muon_step(self, matrices, lr, weight_decay):
+        """Update matrices of one shape as a batch: a few large kernels, not small ones for each."""
+        for p in matrices:
             state = self.state[p]
             if not state:
                 state["momentum"] = torch.zeros_like(p)
                 state["step"] = torch.zeros(())  # only because AdamW's load_state_dict asks for it
-            state["momentum"].lerp_(p.grad, 0.05)  # 0.95 momentum + 0.05 grad
-            update = muon_update(p.grad, state["momentum"])
-            p.sub_(update + muon["weight_decay"] * p, alpha=muon["lr"])
+        grads = [p.grad for p in matrices]
+        momenta = [self.state[p]["momentum"] for p in matrices]
+        # _foreach: the same operation on each tensor of a list
+        torch._foreach_lerp_(momenta, grads, 0.05)  # 0.95 momentum + 0.05 grad
+        updates = muon_update(grads, momenta)
+        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
+        torch._foreach_add_(matrices, updates.unbind(), alpha=-lr)
+        for p in matrices:
             p.grad = None  # so that AdamW skips it
-        super().step()
 
 
 class DataLoaderLite:

@@ -2,6 +2,7 @@
 import pytest
 import torch
 from conftest import new_gpt, rung, rungs_that_change, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def matrices_of(shape, singular_values, n=3):
@@ -14,18 +15,38 @@ def matrices_of(shape, singular_values, n=3):
 
 @pytest.mark.parametrize("label", rungs_that_change("orthogonalize")[1:])
 @pytest.mark.parametrize("shape", [(64, 64), (192, 64), (64, 256)])
-def test_18_the_update_is_orthogonal(label, shape):
-    """The same singular vectors, and every singular value in the band of the iteration, whatever it was before."""
-    module = rung(label)
-    module.autocast_dtype = lambda device: torch.float32  # on any CPU
-    for matrix, u, vt in matrices_of(shape, torch.logspace(0, -1.5, 64, dtype=torch.float64)):
-        update = module.orthogonalize(1e-6 * matrix)  # a small gradient is updated as a large one
-        assert update.shape == shape and update.dtype == torch.float32
+def test_18_the_update_is_orthogonal(label, shape, monkeypatch):
+    """The same singular vectors, and every singular value in the band of the iteration, whatever it was before.
+
+    Of each matrix of a batch: a small gradient is updated as a large one.
+    """
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # float32 on any CPU
+    module, found = rung(label), [*matrices_of(shape, torch.logspace(0, -1.5, 64, dtype=torch.float64))]
+    scales = 1.0, 1e-3, 1e-9
+    batch = torch.stack([scale * matrix for scale, (matrix, _, _) in zip(scales, found, strict=True)])
+    updates = module.orthogonalize(batch)
+    assert updates.shape == (3, *shape) and updates.dtype == torch.float32
+    for update, (_, u, vt) in zip(updates, found, strict=True):
         values = u.T @ update.double() @ vt.T
         assert 0.67 < values.diagonal().min() and values.diagonal().max() < 1.15
         assert (values - torch.diag(values.diagonal())).abs().max() < 1e-3
         assert torch.allclose(update.square().mean().sqrt(), torch.tensor(max(shape) ** -0.5), rtol=0.2)
-    assert module.orthogonalize(torch.zeros(shape)).abs().max() == 0  # and not NaN
+    assert module.orthogonalize(torch.zeros(1, *shape)).abs().max() == 0  # and not NaN
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("label", rungs_that_change("orthogonalize")[1:])
+def test_18_float16_keeps_gradients_that_it_cannot_hold(label):
+    """Near 1e-9, where float16 has only 0: the entries' root mean square is that of an orthogonal matrix, 1/√n."""
+    gradients = 1e-9 * torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0))
+    updates = rung(label).orthogonalize(gradients.as_subclass(OnGpu)).float()
+    for update in updates:
+        assert update.square().mean().sqrt().item() == pytest.approx(256**-0.5, rel=0.2)
 
 
 @pytest.mark.parametrize("label", rungs_that_change("MuonAdamW")[1:])
@@ -52,11 +73,42 @@ def test_18_three_steps_in_closed_form(label):
 
 
 def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypatch):
+    factors, baddbmm = [], torch.baddbmm
+
+    def watched(*tensors, **more):
+        factors.append(tensors[0].dtype)
+        return baddbmm(*tensors, **more)
+
+    monkeypatch.setattr(torch, "baddbmm", watched)
     for supported, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
-        assert rung("18").orthogonalize(torch.ones(2, 4)).dtype == dtype
-    on_a_gpu = torch.ones(2, 4).as_subclass(type("OnGpu", (torch.Tensor,), {"is_cuda": True}))
-    assert rung("18").orthogonalize(on_a_gpu).dtype == torch.float16
+        rung("18").orthogonalize(torch.ones(1, 2, 4))
+        assert {*factors} == {dtype}
+        factors.clear()
+    rung("18").orthogonalize(torch.ones(1, 2, 4).as_subclass(OnGpu))
+    assert {*factors} == {torch.float16}
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    n = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.n += op.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm")
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("label", rungs_that_change("MuonAdamW", "orthogonalize")[1:])
+def test_18_matrices_of_one_shape_share_their_products(label):
+    """5 iterations of 3 products for each shape, up to 16 layers."""
+    model = new_gpt(rung(label), "5x2x32", vocab_size=257)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    shapes = {p.shape for p in model.transformer.h.parameters() if p.dim() == 2}
+    with Products() as products:
+        model.configure_optimizers(lr=0.1, muon_lr=0.1, weight_decay=0.1).step()
+    assert products.n == 15 * len(shapes)
 
 
 @pytest.mark.parametrize("max_steps, max_lr, warmup_steps, decay_share, expected", [
@@ -77,7 +129,7 @@ def test_34_a_wider_matrix_has_updates_of_the_same_norm(shape):
         module = rung(label)
         grad = torch.randn([wider * side for side in shape])
         module.orthogonalize = lambda update: update / update.norm()
-        return module.muon_update(grad, torch.zeros_like(grad)).norm().item()
+        return module.muon_update([grad], [torch.zeros_like(grad)]).norm().item()
 
     assert factor("34", 1) == pytest.approx(factor("24", 1), rel=1e-4)
     assert factor("34", 2) == pytest.approx(0.2 * max(shape) ** 0.5, rel=1e-4)
