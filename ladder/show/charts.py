@@ -6,6 +6,7 @@ A curve has title, steps, seconds, loss, and val where the losses are those of v
 """
 from ladder.records.logs import stage_of
 from ladder.records.work import KINDS, is_reliable
+from ladder.show import formats
 from ladder.rungs.list import BY_NAME, LADDER
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
@@ -14,21 +15,17 @@ KIND_COLORS = dict(zip(KINDS, ("#2463c0", "#6fbdf0", "#c95a2e", "#e5bb3f", "#967
                         strict=True))
 
 
-def bar_text(ms):
-    return f"{ms:,.0f}" if ms >= 200 else f"{ms:,.1f}"
-
-
 def speed_bars(report):
     """Tokens per second of each rung, with the ratio to the baseline and MFU."""
     for row in report.rows:
         if not row.tokens_per_second:
             continue
         work = row.tokens_per_second * row.ms
-        more = f"  ×{row.times_baseline:.2f}" if row.times_baseline else ""
+        more = f"  ×{formats.ratio(row.times_baseline)}" if row.times_baseline else ""
         if row.mfu:
-            more += f"  MFU {row.mfu:.0%}"
+            more += f"  MFU {formats.share(row.mfu)}"
         yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.tokens_per_second],
-               "low": work / row.ms_high, "high": work / row.ms_low, "end": f"{row.tokens_per_second:,.0f}",
+               "low": work / row.ms_high, "high": work / row.ms_low, "end": formats.number(row.tokens_per_second),
                "more": more}
 
 
@@ -39,7 +36,7 @@ def step_bars(report, floors):
         if stage_of(row.name) not in LADDER:
             continue
         bar = {"title": row.title, "label": label, "parts": [row.ms], "low": row.ms_low, "high": row.ms_high,
-               "end": bar_text(row.ms)}
+               "end": formats.ms(row.ms)}
         yield bar | ({"floor": floors[label]} if label in floors else {})
 
 
@@ -48,17 +45,16 @@ def memory_bars(report):
     for row in report.rows:
         if row.peak_memory_gb:
             yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.peak_memory_gb],
-                   "end": f"{row.peak_memory_gb:.2f}"}
+                   "end": formats.gigabytes(row.peak_memory_gb)}
 
 
 def profile_bars(profile):
     """Milliseconds of each rung's step by kind of work, and its floor; none for None."""
     rungs = profile["rungs"] if profile else []
-    digits = 0 if any(sum(rung["parts_ms"].values()) >= 200 for rung in rungs) else 1
     for found in rungs:
         rung, parts, sure = BY_NAME[found["name"]], list(found["parts_ms"].values()), is_reliable(found)
         yield {"title": rung.title, "label": rung.label, "parts": parts, "floor": found["floor_ms"],
-               "pale": not sure, "end": f"{sum(parts):,.{digits}f}" + ("" if sure else " (!)")}
+               "pale": not sure, "end": formats.ms(sum(parts)) + ("" if sure else " (!)")}
 
 
 def curves(report):

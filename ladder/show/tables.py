@@ -14,10 +14,11 @@ from ladder.records.summary import build_report, warnings
 from ladder.records.two_logs import compare
 from ladder.records.work import KINDS, UNRELIABLE, is_reliable
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT
+from ladder.show import formats
+from ladder.show.formats import NOTHING
 from ladder.show.standings import print_race
 from ladder.show.terminal import WIDE, print_texts
 
-NOTHING = "–"  # where a log does not say
 NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
 STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
@@ -81,36 +82,16 @@ def conditions(report):
     return f"{where(report)}. {fastest(report)}".strip()
 
 
-def text_of(value, pattern):
-    return NOTHING if value is None else pattern.format(value)
-
-
-def ms_text(ms):
-    return f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}"
-
-
-def spread_of(row):
-    return f"{ms_text(row.ms_low)}–{ms_text(row.ms_high)}"
-
-
-def loss_of(row):
-    return "nan" if row.last_loss is None else f"{row.last_loss:.3f}"
-
-
 def mfu_of(row):
-    return text_of(row.mfu, "{:.0%} (!)" if row.mfu and row.mfu > 1 else "{:.0%}")
+    return formats.share(row.mfu) + " (!)" * (row.mfu is not None and row.mfu > 1)
 
 
 def times_before(row):
     """The ratio to the rung before, with what a paired test says of it."""
     if row.times_before is None:
         return NOTHING
-    ratio = f"{row.times_before:.2f}"
-    if row.p_before is None:
-        return ratio + NO_TEST
-    if row.p_before >= BEYOND_CHANCE:
-        return ratio
-    return f"{row.times_before:.3f}*" if ratio == "1.00" else f"{ratio}*"
+    mark = NO_TEST if row.p_before is None else "*" if row.p_before < BEYOND_CHANCE else ""
+    return formats.ratio(row.times_before) + mark
 
 
 def cells(row):
@@ -119,10 +100,11 @@ def cells(row):
     link = f"[`{file}`]({file})" if (ROOT / file).exists() else f"`{file}`"  # of a rung that is gone
     return {
         "": stage_of(row.name).label, "file": link, "the one change": row.title,
-        "ms/step": ms_text(row.ms), "spread": spread_of(row), "tokens/sec": text_of(row.tokens_per_second, "{:,.0f}"),
-        "× before": times_before(row), "× baseline": text_of(row.times_baseline, "{:.2f}"),
-        "MFU": mfu_of(row), "causal": text_of(row.mfu_causal, "{:.0%}"),
-        "peak GB": text_of(row.peak_memory_gb, "{:.2f}"), "loss": loss_of(row),
+        "ms/step": formats.ms(row.ms), "spread": formats.spread(row.ms_low, row.ms_high),
+        "tokens/sec": formats.number(row.tokens_per_second),
+        "× before": times_before(row), "× baseline": formats.ratio(row.times_baseline),
+        "MFU": mfu_of(row), "causal": formats.share(row.mfu_causal),
+        "peak GB": formats.gigabytes(row.peak_memory_gb), "loss": formats.loss(row.last_loss),
     }
 
 
@@ -139,7 +121,8 @@ def shown_texts(report):
                      "tokens/s": texts["tokens/sec"], "× base": texts["× baseline"], "× before": texts["× before"],
                      "MFU": texts["MFU"], "causal": texts["causal"], "GB": texts["peak GB"],
                      f"loss @{last_steps(report)}": texts["loss"],
-                     "1st step s": f"{row.first_step_s:,.1f}", "val loss": text_of(row.last_val_loss, "{:.3f}")})
+                     "1st step s": formats.seconds(row.first_step_s),
+                     "val loss": formats.loss(row.last_val_loss) if row.last_val_loss else NOTHING})
     texts = pandas.DataFrame(rows)
     return texts.loc[:, (texts != NOTHING).any()]
 
@@ -187,7 +170,7 @@ def print_profile(profile, console):
         times = dict(zip(words, found["parts_ms"].values(), strict=True)) | {"step": found["step_ms"]}
         times |= ({"plain": found["plain_ms"]} if wide else {}) | {"products": found["floor_ms"]}
         rows.append({"rung": (rung.title if wide else rung.label) + mark}
-                    | {word: f"{ms:,.0f}" if ms >= 10 else f"{ms:,.1f}" for word, ms in times.items()})
+                    | {word: formats.ms(ms) for word, ms in times.items()})
     caption = "step: under the profiler; products: all of its matrix products at the rate measured"
     caption += "" if all(map(is_reliable, profile["rungs"])) else f"\n(!) {UNRELIABLE}"
     print_texts(pandas.DataFrame(rows), console, f"ms per step, {profile['name']}, {profile['model']}, "
@@ -210,7 +193,7 @@ def print_end(runner, console):
 
 def print_largest(found, console):
     """The largest batch of each rung, as max_batch.py found it; returns the exit code."""
-    texts = [{"rung": rung.title, "largest B": str(best), "tokens/s": f"{speed:,.0f}" if speed else "–",
+    texts = [{"rung": rung.title, "largest B": str(best), "tokens/s": formats.number(speed),
               "what stopped the next one tried": why} for rung, (best, speed, why) in found.items()]
     print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth")
     return 0 if all(best for best, _, _ in found.values()) else 1
@@ -237,7 +220,7 @@ def short_table(report):
                      "ms/step": f"{texts['ms/step']} ({texts['spread']})", "× before": texts["× before"],
                      "× baseline": texts["× baseline"]})
         if floors:
-            rows[-1]["floor, counted ms"] = text_of(floors.get(texts[""]), "{:,.0f}")
+            rows[-1]["floor, counted ms"] = formats.ms(floors.get(texts[""]))
     rounds = max(row.rounds for row in report.rows)
     return (f"{markdown(rows, 2)}\n\n{where(report)}; the median of {rounds} rounds, lowest to highest. {STARS}.")
 

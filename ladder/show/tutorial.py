@@ -16,11 +16,12 @@ from ladder.files import write_whole
 from ladder.records.summary import warnings
 from ladder.rungs.lessons import read_lesson
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
+from ladder.show import formats
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
 from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose, read_exercises
 from ladder.show.standings import IN_A_LINK, KEY, p_text, race_texts, with_range
-from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, loss_of, mfu_of, ms_text,
-                                shown_texts, text_of, times_before, where)
+from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, mfu_of, shown_texts, times_before,
+                                where)
 from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
 HERE = Path(__file__).parent
@@ -70,10 +71,10 @@ def measured_row(rung, report):
         return None
     row, both = rows[rung.name], [rows[one.name] for one in pair(rung) if one.name in rows]
     return {"measured on": report.name.replace("_", " "),
-            "ms/step": from_to(ms_text(one.ms) for one in both), "× before": times_before(row),
+            "ms/step": from_to(formats.ms(one.ms) for one in both), "× before": times_before(row),
             "MFU": from_to(map(mfu_of, both)),
-            "GB": from_to(text_of(one.peak_memory_gb, "{:.2f}") for one in both),
-            "loss": f"{from_to(map(loss_of, both))} at step {row.last_step}"}
+            "GB": from_to(formats.gigabytes(one.peak_memory_gb) for one in both),
+            "loss": f"{from_to(formats.loss(one.last_loss) for one in both)} at step {row.last_step}"}
 
 
 def race_row(rung, report):
@@ -97,8 +98,8 @@ def counted(rung, floors):
     if rung.label not in floors:
         return ""
     both = [floors[one.label] for one in pair(rung) if one.label in floors]
-    least = [f"{from_to(ms_text(row['ms'][card]['floor']) for row in both)} ms on an {card}" for card in COUNTED_FOR]
-    moved, launches = (from_to(f"{row[key]:,.0f}" for row in both) for key in ("gb", "launches"))
+    least = [f"{from_to(formats.ms(row['ms'][card]['floor']) for row in both)} ms on an {card}" for card in COUNTED_FOR]
+    moved, launches = (from_to(formats.number(row[key]) for row in both) for key in ("gb", "launches"))
     text = (f"Counted, for B={STORED['B']} T={STORED['T']}: at least {', '.join(least)}; {moved} GB moved in "
             f"{launches} kernel launches.")
     if rung.lecture_ms:

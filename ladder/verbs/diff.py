@@ -5,6 +5,7 @@ from ladder.records.significance import BEYOND_CHANCE, speed_p
 from ladder.records.summary import build_report
 from ladder.rungs.lessons import read_lesson
 from ladder.rungs.list import find_rung
+from ladder.show import formats
 from ladder.show.lesson_text import print_lesson
 from ladder.show.tables import where
 
@@ -29,23 +30,24 @@ def print_effect(before, rung, report, console):
     """What a rung's change did on a machine; `before` is the other rung."""
     rows = {row.name: row for row in report.rows}
     old, new = rows[before.name], rows[rung.name]
-    memory = f", {old.peak_memory_gb:.2f} -> {new.peak_memory_gb:.2f} GB" if new.peak_memory_gb else ""
-    losses = f"loss at step {new.last_step}: {old.last_loss:.3f} -> {new.last_loss:.3f}"
+    sizes = [formats.gigabytes(row.peak_memory_gb) for row in (old, new)]
+    memory = f", {' -> '.join(sizes)} GB" if new.peak_memory_gb else ""
+    losses = f"loss at step {new.last_step}: {formats.loss(old.last_loss)} -> {formats.loss(new.last_loss)}"
     if old.last_val_loss and new.last_val_loss:
-        losses = f"validation loss: {old.last_val_loss:.3f} -> {new.last_val_loss:.3f}"
+        losses = f"validation loss: {formats.loss(old.last_val_loss)} -> {formats.loss(new.last_val_loss)}"
     ratio = new.tokens_per_second / old.tokens_per_second
     in_table = before.label == rung.before
     p = new.p_before if in_table else speed_p(report.runs[before.name], report.runs[rung.name])
     console.print(f"Measured, {where(report)}:", style="bold", soft_wrap=True)
-    console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({ratio:.2f} x the tokens/sec; {verdict(p)})"
-                  f"{memory}, {losses}", soft_wrap=True)
+    console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({formats.ratio(ratio)} x the tokens/sec; "
+                  f"{verdict(p)}){memory}, {losses}", soft_wrap=True)
 
 
 def times_text(row):
-    return f"{row.ms:,.0f} ({row.ms_low:,.0f}–{row.ms_high:,.0f})"
+    return formats.with_spread(row.ms, row.ms_low, row.ms_high)
 
 
 def verdict(p):
     if p is None:
         return "too few rounds to tell a gain from chance"
-    return f"p = {p:.2g}" if p < BEYOND_CHANCE else f"no significant difference: p = {p:.2g}"
+    return formats.p_is(p) if p < BEYOND_CHANCE else f"no significant difference: {formats.p_is(p)}"

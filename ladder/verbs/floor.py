@@ -7,6 +7,7 @@ from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.count.roofline import STORED, counted_rungs, floor_row, read_store
 from ladder.errors import UserError
 from ladder.rungs.list import parse_rungs
+from ladder.show import formats
 from ladder.show.terminal import COUNT, print_texts
 
 
@@ -43,12 +44,12 @@ def floor_texts(row, cards):
     if alone:
         texts["TFLOP"] = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
     texts["GB"] = f"{row['gb']:,.1f}"
-    texts["launches"] = f"{row['launches']:,}"
+    texts["launches"] = formats.number(row['launches'])
     for card in cards:
-        texts[f"{card.name}, ms"] = f"{row['ms'][card.name]['floor']:,.1f}"
+        texts[f"{card.name}, ms"] = formats.ms(row['ms'][card.name]['floor'])
     if alone:
-        texts["products"] = f"{row['ms'][alone]['products']:,.1f}"
-        texts["traffic"] = f"{row['ms'][alone]['traffic']:,.1f}"
+        texts["products"] = formats.ms(row['ms'][alone]['products'])
+        texts["traffic"] = formats.ms(row['ms'][alone]['traffic'])
     return texts
 
 
