@@ -11,7 +11,7 @@ from ladder.records.logs import run_of, stage_of
 from ladder.records.race import Race, Racer
 from ladder.records.recipes import TUNING_SEEDS, doubts, effects, rates_of
 from ladder.records.significance import FEWEST_SEEDS
-from ladder.records.summary import Row, median, title_of
+from ladder.records.summary import title_of
 
 FILE = "race.csv"
 LONG_TRUNK = " Long trunk: do not compare with newer races."
@@ -66,17 +66,17 @@ def caption(record):
 
 
 def row_of(record, name):
-    """What is known of a rung as of any other run: {a report.Row's fields: value}."""
+    """What is known of a rung as of any other run: {a column of a report's summary: value}."""
     run = run_of(Path(f"{name}.log"), record.facts)
     ends, timed = record.ends.loc[name], record.timed[record.timed.rung == name]
-    row = Row(
-        name=name, title=title_of(run), ms=median(timed.ms), ms_low=timed.ms.min(), ms_high=timed.ms.max(),
-        rounds=len(timed), counted=int(timed.step.min()) // 2, first_step_s=median(timed.first_ms / 1000),
-        tokens=run.tokens_per_step, ranks=run.ranks,
-        peak_memory_gb=median(ends.peak_memory_gb[ends.peak_memory_gb > 0]),
-        last_loss=None if ends.loss.isna().any() else median(ends.loss), last_step=int(ends.step.min()), complete=True,
-        last_val_loss=median(ends.val_loss))
-    return {what: value for what, value in asdict(row).items() if value is not None}
+    row = {
+        "name": name, "title": title_of(run), "ms": timed.ms.median(), "ms_low": timed.ms.min(),
+        "ms_high": timed.ms.max(), "rounds": len(timed), "counted": int(timed.step.min()) // 2,
+        "first_step_s": (timed.first_ms / 1000).median(), "tokens": run.tokens_per_step, "ranks": run.ranks,
+        "peak_memory_gb": ends.peak_memory_gb[ends.peak_memory_gb > 0].median(),
+        "last_loss": ends.loss.median(skipna=False), "last_step": int(ends.step.min()), "complete": True,
+        "last_val_loss": ends.val_loss.median()}
+    return {what: value for what, value in row.items() if value is not None and value == value}
 
 
 def write_standings(record, path):

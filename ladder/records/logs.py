@@ -9,14 +9,13 @@ headers the later.
 A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with or without further fields. Everything
 else is optional: what a log does not say is None.
 """
+import contextlib
 import itertools
 import math
 import re
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy
 
 from ladder.errors import UserError
 from ladder.rungs.list import BY_NAME, ROOT, Rung
@@ -87,11 +86,6 @@ class Run:
     @property
     def median_ms(self):
         return statistics.median(self.ms[self.warm_up :])
-
-    @property
-    def spread(self):
-        """(low, high): the middle half of the counted steps' times, in milliseconds."""
-        return tuple(numpy.quantile(self.ms[self.warm_up :], (0.25, 0.75)).tolist())
 
     @property
     def tokens_per_step(self):
@@ -172,16 +166,27 @@ def read_headers(lines):
     return headers
 
 
-def read_lines(path):
-    """The lines of a log; without the last one if it is incomplete, as when a run was killed while writing."""
+def text_of(path):
+    """The text of a log, which may be one of several in the file of a round."""
     of_round = path.parent.is_file()
     try:
         text = (path.parent if of_round else path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; name the log that a script has written") from None
-    if of_round:
-        logs = re.split("(?m)^(?=# script: )", text)
-        text = "".join(log for log in logs if log.startswith(f"# script: {path.stem}.py\n"))
+    return parts_of(path.parent, text).get(path, "") if of_round else text
+
+
+def parts_of(file, text):
+    """{path: text} of the logs in a round's file; a resumed run has written two parts of its log."""
+    parts = {}
+    for part in re.split("(?m)^(?=# script: )", text)[1:]:
+        name = part.partition("\n")[0].removeprefix("# script: ").removesuffix(".py")
+        parts[file / f"{name}.log"] = parts.get(file / f"{name}.log", "") + part
+    return parts
+
+
+def lines_of(text):
+    """Its lines; without the last one if it is incomplete, as when a run was killed while writing."""
     return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
 
 
@@ -194,9 +199,13 @@ def run_of(path, headers):
 
 
 def read_log(path):
-    """Read one log file. Raises UserError if it has no step line, or the lines of two runs."""
-    path = Path(path)
-    lines = read_lines(path)
+    """Read one log. Raises UserError if it has no step line, or the lines of two runs."""
+    return run_from(Path(path))
+
+
+def run_from(path, text=None):
+    """The Run of a log, of its text if that has been read."""
+    lines = lines_of(text_of(path) if text is None else text)
     run = run_of(path, read_headers(lines))
     for line in lines:
         add_line(run, line)
@@ -235,23 +244,27 @@ def add_line(run, line):
         run.peak_memory_gb = float(peak[1] or peak[2])
 
 
+def logs_in(folder):
+    """Yields (path, text) of the logs in a folder and in its rounds; as text None where it is yet to be read."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of logs")
+    rounds = sorted(folder.glob("round_*.log"))  # each holds its logs one after another
+    for path in sorted({*folder.glob("*.log"), *folder.glob("round_*/*.log")} - {*rounds}):
+        yield path, None
+    for file in rounds:
+        yield from parts_of(file, text_of(file)).items()
+
+
 def read_folder(folder):
     """({script name: [Run, ...]} in the ladder's order, why other logs were skipped) of a folder and its rounds.
 
     Logs that cannot be read or have no step are skipped. Raises UserError when none is left.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder of logs")
     runs, skipped, without = {}, [], []
-    paths = sorted([*folder.glob("*.log"), *folder.glob("round_*/*.log")])
-    for file in sorted(folder.glob("round_*.log")):  # each holds its logs one after another
-        paths.remove(file)
-        scripts = re.findall(r"(?m)^# script: (.*)\.py$", file.read_text(encoding="utf-8"))
-        paths += [file / f"{name}.log" for name in scripts]
-    for path in paths:
+    for path, text in logs_in(folder):
         try:
-            run = read_log(path)
+            run = run_from(path, text)
             runs.setdefault(run.name, []).append(run)
         except NoStep:
             without.append(path.relative_to(folder).as_posix())
@@ -280,9 +293,8 @@ def reference_folders():
 
 
 def has_steps(folder):
-    """Whether a log in `folder` or its rounds has a step."""
-    try:
-        read_folder(folder)
-    except UserError:
-        return False
-    return True
+    """Whether a log in `folder` or its rounds has a step: without one nothing can be shown."""
+    with contextlib.suppress(UserError):
+        texts = (text_of(path) if text is None else text for path, text in logs_in(folder))
+        return any(STEP_LINE.match(line) for text in texts for line in lines_of(text))
+    return False

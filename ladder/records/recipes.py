@@ -12,7 +12,7 @@ import pandas
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.records.logs import read_headers, read_lines, read_log
+from ladder.records.logs import lines_of, read_headers, read_log, text_of
 from ladder.records.machine import read_json
 from ladder.records.significance import holm_effects, paired_effect
 
@@ -234,4 +234,4 @@ def write_csv(record, path):
 def read_csv(path):
     """The Record that write_csv wrote."""
     points = pandas.read_csv(path, comment="#", dtype=COLUMNS, usecols=[*COLUMNS])
-    return Record(read_headers(read_lines(path)), points)
+    return Record(read_headers(lines_of(text_of(path))), points)

@@ -47,14 +47,13 @@ def paired_p(before, after, fewest):
     return None if effect is None or effect.pairs < fewest or effect.low == effect.high else effect.p
 
 
-def speed_p(before, after):
-    """p of the difference in speed between two rungs, from the logarithms of their rounds' times per token.
+def speed_p(rounds, before, after):
+    """p of the difference in speed between two scripts, from the logarithms of their rounds' times per token.
 
-    `before` and `after` are the Runs of the rounds; None for too few of them, or where a log does not say its batch.
+    `rounds` has a row for each script's name and round; None for too few of them, or where a log does not say its batch.
     """
-    first, second = log_times(before), log_times(after)
-    shared = sorted(first.keys() & second.keys())
-    return paired_p([first[name] for name in shared], [second[name] for name in shared], FEWEST_ROUNDS)
+    times = (rounds.ms / rounds.tokens).astype(float).map(math.log).unstack("name")[[before, after]].dropna()
+    return paired_p(times[before].tolist(), times[after].tolist(), FEWEST_ROUNDS)
 
 
 def holm(ps):
@@ -73,9 +72,3 @@ def holm_effects(effects):
     """{name: Effect} of one family, with corrected p; what could not be tested is None and does not count."""
     corrected = holm({name: effect.p for name, effect in effects.items() if effect})
     return {name: effect and replace(effect, p=corrected[name]) for name, effect in effects.items()}
-
-
-def log_times(runs):
-    """{round: the logarithm of its time per token}."""
-    known = [run for run in runs if run.tokens_per_step and run.ms]
-    return {run.path.parent.name: math.log(run.median_ms / run.tokens_per_step) for run in known}

@@ -1,12 +1,12 @@
-"""What each rung did on a machine, a row for each, made of its logs; or a race.
+"""A folder of logs as tables: a row for each step, then for each round of a script, then for each script; or a race.
 
-A rung with several rounds (`run --repeat`) has the median of the rounds' medians, and their spread. Runs that differ in
-data, model, B, T or device are refused. What a log does not say is None.
+A script with several rounds (`run --repeat`) has the median of the rounds' medians, and their spread. Runs that differ
+in data, model, B, T or device are refused. What a log does not say is NaN in a table and None in a row.
 """
 import math
 import re
-import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import pandas
@@ -23,54 +23,97 @@ from ladder.records.work import read_profile
 from ladder.rungs.list import BY_LABEL
 
 WARM_UP_MS = 3000  # for a GPU to reach its clock, after a compiled step
-
-
-@dataclass
-class Row:
-    """What a rung did, in medians over its rounds: all that is shown of it, None where it is not known."""
-
-    name: str
-    title: str
-    ms: float  # of a step
-    ms_low: float
-    ms_high: float
-    rounds: int
-    counted: int  # how many steps a round's median is of, at least
-    first_step_s: float
-    tokens: int | None  # of a step
-    ranks: int
-    mfu: float | None = None  # a share of 1, by PaLM's FLOPs
-    mfu_causal: float | None = None  # with half of attention's
-    peak_memory_gb: float | None = None  # 1e9 bytes
-    last_loss: float | None = None
-    last_step: int = 0
-    complete: bool = False
-    last_val_loss: float | None = None
-    tokens_per_second: float | None = None
-    times_baseline: float | None = None  # its tokens per second as times those of others
-    times_before: float | None = None
-    p_before: float | None = None  # by Holm, over the rungs of the table
+ROUND = ["name", "round"]  # a run's keys: its script, and the folder or file of its round
 
 
 @dataclass
 class Report:
-    """One machine: the rows of its rungs, and what they have in common."""
+    """One machine: its tables, and what its runs have in common."""
 
     name: str  # the folder's
     setting: dict  # data, model, B, T, device
     machine: dict  # rates and versions measured in the same run; {} when unknown
-    rows: list = field(default_factory=list)  # none in a race, as the next
-    runs: dict = field(default_factory=dict)  # {name: [Run, ...]}
+    runs: dict = field(default_factory=dict)  # {name: [Run, ...]}; none in a race, nor a row of a table
+    steps: pandas.DataFrame = None  # of `steps_of`
+    rounds: pandas.DataFrame = None  # of `rounds_of`
+    table: pandas.DataFrame = None  # of `summary_of`
     profile: dict | None = None  # where each rung's step time goes, as profile.json has it
     race: Race | None = None
     skipped: list = field(default_factory=list)  # why files of the folder were not used
     cores: int = 0  # of a CPU
     allocators: list = field(default_factory=list)
 
-    @property
-    def table(self):
-        """The rows as a DataFrame."""
-        return pandas.DataFrame([asdict(row) for row in self.rows])
+    @cached_property
+    def rows(self):
+        """The rows of the summary, None where a value is not known."""
+        known = self.table.astype(object).where(self.table.notna(), None)
+        return list(known.itertuples(index=False, name="Row"))
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def steps_of(runs):
+    """The long table: a row for each step and each validation of some Runs.
+
+    Columns: name, round; kind, "step" or "val"; step; loss (nats); ms; seconds of training at its end; counted, whether
+    a step is one of those whose median is the round's time.
+    """
+    parts = []
+    for run in runs:
+        place = {"name": run.name, "round": run.path.parent.name}
+        counted = [number >= run.warm_up for number in range(len(run.ms))]
+        parts.append(pandas.DataFrame({**place, "kind": "step", "step": run.steps, "loss": run.losses, "ms": run.ms,
+                                       "seconds": run.seconds.values(), "counted": counted}))
+        parts.append(pandas.DataFrame({**place, "kind": "val", "step": run.val_steps, "loss": run.val_losses,
+                                       "seconds": [run.seconds.get(step) for step in run.val_steps]}))
+    return pandas.concat([part for part in parts if len(part)], ignore_index=True)
+
+
+def rounds_of(runs, steps):
+    """A row for each Run, by name and round: the median and the middle half of its counted steps' ms, and its end."""
+    facts = pandas.DataFrame([{
+        "name": run.name, "round": run.path.parent.name, "title": title_of(run), "tokens": run.tokens_per_step,
+        "ranks": run.ranks, "peak_memory_gb": run.peak_memory_gb, "complete": run.complete} for run in runs])
+    trained = steps[steps.kind == "step"].groupby(ROUND, sort=False)
+    counted = steps[steps.counted.eq(True)].groupby(ROUND, sort=False).ms
+    ends, first = trained.tail(1).set_index(ROUND), trained.head(1).set_index(ROUND)
+    return facts.set_index(ROUND).assign(
+        ms=counted.median(), ms_low=counted.quantile(0.25), ms_high=counted.quantile(0.75), counted=counted.size(),
+        first_step_s=first.ms / 1000, last_loss=ends.loss, last_step=ends.step,
+        last_val_loss=steps[steps.kind == "val"].groupby(ROUND).tail(1).set_index(ROUND).loss)
+
+
+def summary_of(rounds):
+    """A row for each script: the medians over its rounds. One round shows the spread of its steps."""
+    by_name = rounds.groupby("name", sort=False)
+    table = by_name.agg(
+        title=("title", "first"), ms=("ms", "median"), ms_low=("ms", "min"), ms_high=("ms", "max"),
+        rounds=("ms", "size"), counted=("counted", "min"), first_step_s=("first_step_s", "median"),
+        tokens=("tokens", "first"), ranks=("ranks", "first"), mfu=("tokens", lambda _: None),
+        mfu_causal=("tokens", lambda _: None), peak_memory_gb=("peak_memory_gb", "median"),
+        last_loss=("last_loss", lambda losses: losses.median(skipna=False)), last_step=("last_step", "min"),
+        complete=("complete", "all"), last_val_loss=("last_val_loss", "median"))
+    alone = table.rounds == 1
+    for side in ("ms_low", "ms_high"):
+        table.loc[alone, side] = by_name[side].first()[alone]
+    return table
+
+
+def add_speeds(table, runs, rounds, rates):
+    """Add to a summary what follows from times and tokens, also beside other scripts."""
+    speed = table["tokens_per_second"] = table.tokens / table.ms * 1000
+    for column, causal in (("mfu", False), ("mfu_causal", True)):
+        table[column] = [mfu(runs[name][0], rates, of_it, causal) for name, of_it in speed.items()]
+    before = {name: stage_of(name).start for name in table.index}
+    before = {name: start.name for name, start in before.items() if start and start.name in table.index}
+    table["times_baseline"] = speed / speed.get(BY_LABEL["0"].name, math.nan)
+    table["times_before"] = pandas.Series({name: speed[name] / speed[start] for name, start in before.items()})
+    p = {name: speed_p(rounds, start, name) for name, start in before.items()}
+    table["p_before"] = pandas.Series(holm({name: one for name, one in p.items() if one is not None}))
+
+
+# ---- a folder --------------------------------------------------------------------------------------------------------
 
 
 def check_comparable(runs, folder):
@@ -91,53 +134,8 @@ def check_comparable(runs, folder):
             raise UserError(f"{other.path} and {run.path} are of the same script, and would count as rounds; move one")
 
 
-def median(values):
-    """The median of those that are known; None if none is."""
-    known = [value for value in values if value is not None and not math.isnan(value)]
-    return statistics.median(known) if known else None
-
-
 def title_of(run):
     return stage_of(run.name).title + (f", {run.ranks} ranks" if run.ranks > 1 else "")
-
-
-def row_of(rounds):
-    """The Row of a rung's rounds, without speeds. A single round shows the spread of its steps."""
-    medians, last_losses = [run.median_ms for run in rounds], [run.losses[-1] for run in rounds]
-    low, high = (min(medians), max(medians)) if len(rounds) > 1 else rounds[0].spread
-    return Row(
-        name=rounds[0].name, title=title_of(rounds[0]), ms=median(medians), ms_low=low, ms_high=high,
-        rounds=len(rounds), counted=min(run.counted for run in rounds),
-        first_step_s=median(run.ms[0] / 1000 for run in rounds),
-        tokens=rounds[0].tokens_per_step, ranks=rounds[0].ranks,
-        peak_memory_gb=median(run.peak_memory_gb for run in rounds),
-        last_loss=None if any(map(math.isnan, last_losses)) else median(last_losses),
-        last_step=min(run.steps[-1] for run in rounds), complete=all(run.complete for run in rounds),
-        last_val_loss=median(run.val_losses[-1] for run in rounds if run.val_losses),
-    )
-
-
-def add_speeds(rows, runs, rates):
-    """Fill in what follows from a row's time and tokens, also beside other rows."""
-    speeds = {}
-    for row in rows:
-        if row.tokens is None:
-            continue
-        run, speed = runs[row.name][0], row.tokens / row.ms * 1000
-        row.tokens_per_second = speeds[row.name] = speed
-        row.mfu, row.mfu_causal = mfu(run, rates, speed), mfu(run, rates, speed, causal=True)
-    baseline = BY_LABEL["0"].name
-    for row in rows:
-        before = stage_of(row.name).start
-        if {row.name, baseline} <= speeds.keys():
-            row.times_baseline = speeds[row.name] / speeds[baseline]
-        if before and {row.name, before.name} <= speeds.keys():
-            row.times_before = speeds[row.name] / speeds[before.name]
-        if before and before.name in runs:
-            row.p_before = speed_p(runs[before.name], runs[row.name])
-    corrected = holm({row.name: row.p_before for row in rows if row.p_before is not None})
-    for row in rows:
-        row.p_before = corrected.get(row.name)
 
 
 def build_report(folder):
@@ -158,16 +156,20 @@ def build_report(folder):
         skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
                        "but the logs are not")
         profile = None
-    rows = list(map(row_of, runs.values()))
-    for row in rows:  # a record says where what it ran differs from today's
-        row.title = machine.get("titles", {}).get(row.name, row.title)
-    add_speeds(rows, runs, machine.get("rates"))
+    steps = rounds = table = pandas.DataFrame()
+    if runs:
+        steps = steps_of(every_run)
+        rounds = rounds_of(every_run, steps)
+        table = summary_of(rounds)
+        add_speeds(table, runs, rounds, machine.get("rates"))
+        table = table.reset_index().astype({"tokens": "Int64"})
+        table["title"] = table.name.map(machine.get("titles", {})).fillna(table.title)  # where it ran another script
     # "unknown" is the allocator of whole logs that do not say.
     allocators = {run.allocator or "unknown" for run in every_run if run.complete or run.allocator}
     headers = [run.headers.get("machine", run.headers.get("device", "")) for run in every_run]
     cores = [int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)]
-    return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, rows, runs, profile,
-                   race, skipped, max(cores, default=0), sorted(allocators))
+    return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, runs, steps, rounds,
+                  table, profile, race, skipped, max(cores, default=0), sorted(allocators))
 
 
 def warnings(report, card=None):

@@ -6,8 +6,8 @@ A curve has title, steps, seconds, loss, and val where the losses are those of v
 """
 from ladder.records.logs import stage_of
 from ladder.records.work import KINDS, is_reliable
-from ladder.show import formats
 from ladder.rungs.list import BY_NAME, LADDER
+from ladder.show import formats
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black.

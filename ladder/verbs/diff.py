@@ -37,7 +37,7 @@ def print_effect(before, rung, report, console):
         losses = f"validation loss: {formats.loss(old.last_val_loss)} -> {formats.loss(new.last_val_loss)}"
     ratio = new.tokens_per_second / old.tokens_per_second
     in_table = before.label == rung.before
-    p = new.p_before if in_table else speed_p(report.runs[before.name], report.runs[rung.name])
+    p = new.p_before if in_table else speed_p(report.rounds, before.name, rung.name)
     console.print(f"Measured, {where(report)}:", style="bold", soft_wrap=True)
     console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({formats.ratio(ratio)} x the tokens/sec; "
                   f"{verdict(p)}){memory}, {losses}", soft_wrap=True)

@@ -20,7 +20,7 @@ from ladder.count.flops import flops_per_token, mfu
 from ladder.records.logs import PEER, PEERS, RUNS, read_log
 from ladder.records.machine import read_machine
 from ladder.records.significance import holm, speed_p
-from ladder.records.summary import build_report, check_comparable, warnings
+from ladder.records.summary import build_report, check_comparable, rounds_of, steps_of, warnings
 from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show import formats
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
@@ -191,11 +191,21 @@ def test_a_gain_is_named_where_a_paired_test_over_five_rounds_says_so(tmp_path, 
 @pytest.mark.parametrize("tokens, ms, p", [(2, 200, 1), (2, 100, 0)])
 def test_p_compares_the_time_of_a_token_not_of_a_step(tokens, ms, p, tmp_path):
     """Twice the tokens in twice the time are no difference; in the same time they are one."""
-    runs = [[read_log(write_log(tmp_path / f"{B}" / f"round_{number}" / "a.log", ms=[time + noise] * 3,
-                                header=f"# batch: B={B} T=64 | steps: 3\n"))
-             for number, noise in enumerate(noises)]
-            for B, time, noises in ((1, 100, (0, 1, 2, 1, 0)), (tokens, ms, (1, 0, 1, 2, 0)))]
-    assert (speed_p(*runs) < 0.01) == (p == 0)
+    runs = [read_log(write_log(tmp_path / f"round_{number}" / f"{name}.log", ms=[time + noise] * 3,
+                               header=f"# batch: B={B} T=64 | steps: 3\n"))
+            for name, B, time, noises in (("a", 1, 100, (0, 1, 2, 1, 0)), ("b", tokens, ms, (1, 0, 1, 2, 0)))
+            for number, noise in enumerate(noises)]
+    assert (speed_p(rounds_of(runs, steps_of(runs)), "a", "b") < 0.01) == (p == 0)
+
+
+def test_rounds_are_paired_by_name(tmp_path):
+    """Rounds 1 to 6 against 2 to 7 of a machine that gets slower: only the five that both have are compared."""
+    runs = [read_log(write_log(tmp_path / f"round_{number}" / f"{name}.log", ms=[factor * 100 * 1.1**number] * 3))
+            for name, numbers, factor in (("a", range(1, 7), 1), ("b", range(2, 8), 0.9)) for number in numbers]
+    jitter = rounds_of(runs, steps_of(runs))
+    jitter.loc[("b", "round_3"), "ms"] *= 1.01
+    assert speed_p(jitter, "a", "b") < 1e-4
+    assert speed_p(jitter.drop(("b", "round_3")), "a", "b") is None  # four are too few
 
 
 @pytest.mark.parametrize("ps, corrected", [
