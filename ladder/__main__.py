@@ -30,7 +30,7 @@ def module_of(verb):
 
 
 def parse_args(argv):
-    """The parsed words of a command: `verb`, its flags, `argv`; as `flags` those that go to the scripts; this function."""
+    """The parsed words of a command: `verb`, its flags, `argv`; `flags`, which go to the scripts; this function."""
     parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, title in VERBS.items():

@@ -50,7 +50,7 @@ def paired_p(before, after, fewest):
 def speed_p(rounds, before, after):
     """p of the difference in speed between two scripts, from the logarithms of their rounds' times per token.
 
-    `rounds` has a row for each script's name and round; None for too few of them, or where a log does not say its batch.
+    `rounds` has a row for each name and round; None for too few of them, or where a log does not say its batch.
     """
     times = (rounds.ms / rounds.tokens).astype(float).map(math.log).unstack("name")[[before, after]].dropna()
     return paired_p(times[before].tolist(), times[after].tolist(), FEWEST_ROUNDS)

@@ -163,7 +163,8 @@ def build_report(folder):
         table = summary_of(rounds)
         add_speeds(table, runs, rounds, machine.get("rates"))
         table = table.reset_index().astype({"tokens": "Int64"})
-        table["title"] = table.name.map(machine.get("titles", {})).fillna(table.title)  # where it ran another script
+        titles = dict(zip(table.name, table.title, strict=True)) | machine.get("titles", {})  # of what it ran
+        table["title"] = table.name.map(titles)
     # "unknown" is the allocator of whole logs that do not say.
     allocators = {run.allocator or "unknown" for run in every_run if run.complete or run.allocator}
     headers = [run.headers.get("machine", run.headers.get("device", "")) for run in every_run]

@@ -103,7 +103,8 @@ exec {shutil.which("g++")} "${{kept[@]}}"
 def test_a_switched_off_torch_compile_is_named(name, monkeypatch):
     """Else the rungs would say "compile: default", and run eagerly."""
     monkeypatch.setenv(name, "1")
-    assert findings(machine_check.check_kernels, "cpu")["torch.compile"].endswith(f": {name}=1 switches it off; unset it")
+    found = findings(machine_check.check_kernels, "cpu")["torch.compile"]
+    assert found.endswith(f": {name}=1 switches it off; unset it")
 
 
 @pytest.mark.parametrize("line", [

@@ -395,7 +395,8 @@ def mine(tmp_path):
 
 def test_a_file_is_no_rung_though_it_has_its_name(mine, tmp_path):
     copy = fairness.script_of(str(mine(name="rung_24_zero_init.py")))
-    assert copy.label == "" and fairness.script_of(str(BY_LABEL["24"].path)) is BY_LABEL["24"] is fairness.script_of("24")
+    rung = BY_LABEL["24"]
+    assert copy.label == "" and fairness.script_of(str(rung.path)) is rung is fairness.script_of("24")
     one, other = fairness.copied([BY_LABEL["24"], copy], tmp_path / "scripts")
     assert one is BY_LABEL["24"] and other.name == "rung_24_zero_init_yours"
     assert other.path.read_bytes() == copy.path.read_bytes()
