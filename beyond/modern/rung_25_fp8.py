@@ -12,7 +12,8 @@ first, then `Float8Product`. Weights, gradients and optimizer states stay in flo
 devices nothing changes.
 
 Gain: up to twice the rate in these products. Published for Llama 3 8B on eight H100s: 1.25 times
-the tokens/sec.
+the tokens/sec. nanochat measured 1.17 times, and close to 1.05 at an equal loss. Forward products
+use fast accumulation, whose sums keep fewer bits (torchao and nanochat do so, too).
 Cost: inputs are rounded by up to 6 % (E4M3) or 12.5 % (E5M2); scaling takes time that small layers
 do not win back, so --float8-from leaves them out.
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; torchao's float8, a library that
@@ -127,13 +128,17 @@ def to_float8(x, dtype):
     return (x.float() * scale).to(dtype), 1 / scale
 
 
-def float8_product(a, a_factor, b, b_factor):
-    """a (m, k) @ b (k, n) -> bfloat16 (m, n)."""
+def float8_product(a, a_factor, b, b_factor, fast=False):
+    """a (m, k) @ b (k, n) -> bfloat16 (m, n); fast: sums of fewer bits, on a Hopper GPU."""
     # the kernel reads rows of a and columns of b, and each must be contiguous
     a = a.contiguous()
     b = b.t().contiguous().t()
     # twice as fast as bfloat16; the factors undo the scaling that the short range of 8 bits needs
-    return torch._scaled_mm(a, b, scale_a=a_factor, scale_b=b_factor, out_dtype=torch.bfloat16)
+    options = {"use_fast_accum": fast}
+    if not hasattr(F, "scaled_mm"):  # an older torch
+        return torch._scaled_mm(a, b, a_factor, b_factor, out_dtype=torch.bfloat16, **options)
+    one_factor = F.ScalingType.TensorWise  # for all numbers of a matrix
+    return F.scaled_mm(a, b, a_factor, one_factor, b_factor, one_factor, **options)
 
 
 class Float8Product(torch.autograd.Function):
@@ -145,7 +150,8 @@ class Float8Product(torch.autograd.Function):
         x, x_factor = to_float8(x, torch.float8_e4m3fn)
         weight, weight_factor = to_float8(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(x, x_factor, weight, weight_factor)
-        return float8_product(x, x_factor, weight.t(), weight_factor)
+        # its sums need fewer bits than the gradients'
+        return float8_product(x, x_factor, weight.t(), weight_factor, fast=True)
 
     @staticmethod
     def backward(ctx, y_grad):

@@ -93,6 +93,30 @@ def test_25_the_three_products_are_torchaos():
     assert 0.01 < (found[0][0] - exact).norm() / exact.norm() < 0.06  # and are rounded, unlike float32's
 
 
+@pytest.mark.parametrize("public", [True, False])
+def test_25_only_the_forward_product_accumulates_fast(public, monkeypatch):
+    """By torch's public function, and by the private one that an older torch has: with the same result."""
+    module, fast, found = rung("25"), [], []
+    owner, function = (torch.nn.functional, "scaled_mm") if public else (torch, "_scaled_mm")
+    if not public:
+        monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    product = getattr(owner, function)
+
+    def watched(*args, use_fast_accum, **more):
+        fast.append(use_fast_accum)
+        found.append(product(*args, use_fast_accum=use_fast_accum, **more))
+        return found[-1]
+
+    monkeypatch.setattr(owner, function, watched)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True)
+    module.Float8Product.apply(x, weight).sum().backward()
+    assert fast == [True, False, False]
+    truths = x @ weight.T, weight.sum(dim=0).expand(32, 64), x.sum(dim=0).expand(48, 64)
+    for y, truth in zip(found, truths, strict=True):
+        assert (y - truth).norm() < 0.06 * truth.norm()
+
+
 def test_25_compiled_in_one_graph(fp8):
     """As `train` runs it on a GPU: as eagerly, up to float8's own error."""
     torch.manual_seed(0)
@@ -115,7 +139,7 @@ def test_25_compiled_in_one_graph(fp8):
 
 def test_25_train_uses_it(fp8, tmp_path, byte_tokens):
     """A CPU's own product of E5M2 numbers is slow; here these multiply the same numbers in float32."""
-    fp8.float8_product = lambda a, fa, b, fb: ((a.float() @ b.float()) * (fa * fb)).bfloat16()
+    fp8.float8_product = lambda a, fa, b, fb, fast=False: ((a.float() @ b.float()) * (fa * fb)).bfloat16()
     fp8.autocast_dtype = lambda device: torch.bfloat16
     log = train(fp8, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--steps", 2, "--float8-from", 1)
     assert "# float8: 10 layers (0: " in log.read_text()
