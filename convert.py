@@ -4,12 +4,13 @@
     python convert.py mine.pt my-model    # from a file of --save or a checkpoint: to a folder
     python speedup_10_fused_adamw.py --pretrained gpt2.pt
 
-The file is that of one script: rung 10's for a GPT-2 (rungs 7 to 19 load it), rung 24's for a Qwen3
-(23 to 29 and 33), rung 32's for a Qwen3 whose heads share keys and values, as the published ones
-do; --script names another one, such as baseline.py, and rung 34 loads only its own. Rows that pad
-the vocabulary (rung 7) start as in a new model. In the other direction padding is cut off, and
-untied embeddings (baseline.py's) stay untied. Rungs 20 to 22, 30 and 31 are neither a GPT-2 nor a
-Qwen3; rungs 30 and 31 can start from a Qwen3, since what they add to it starts at zero.
+The file is that of one script: rung 10's for a GPT-2 (the scripts from rung 7 to `trapezoid_lr`
+load it), `zero_init`'s for a Qwen3, `grouped_query_attention`'s for a Qwen3 whose heads share keys
+and values, as the published ones do. --script names another one, such as baseline.py; `mup` loads
+only its own. Rows that pad the vocabulary (rung 7) start as in a new model. In the other direction
+padding is cut off, and untied embeddings (baseline.py's) stay untied. `rope`, `rmsnorm`, `qk_norm`,
+`frequency_prior` and `ngram_embeddings` are neither a GPT-2 nor a Qwen3; the last two can start
+from a Qwen3, since what they add to it starts at zero.
 """
 import argparse
 import contextlib
@@ -27,9 +28,10 @@ import torch
 
 from data import texts, vocabulary
 from data.texts import warn
+from ladder.rungs.old_names import OLD_NAMES
 
 ROOT = Path(__file__).parent
-NEITHER = "neither a GPT-2 (rungs 0 to 19) nor a Qwen3 (23 on, not 30, 31)"
+NEITHER = "neither a GPT-2 (as in rung 10) nor a Qwen3 (as in zero_init)"
 FIXED = {  # what the scripts cannot choose: a model where it differs computes something else
     "gpt2": ["activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
              "layer_norm_epsilon"],
@@ -66,13 +68,14 @@ def import_transformers():
 # ---- our files -----------------------------------------------------------------------------------
 
 def load_script(name):
-    """The training script with this file name, as a module; raises ValueError if there is none."""
+    """The training script of a file name, today's or an earlier one, as a module; or ValueError."""
     scripts = [ROOT / "baseline.py", *ROOT.glob("speedup_*.py"), ROOT / "ddp_run.py"]
     for path in scripts:
         if path.name == name:
             return importlib.import_module(path.stem)
+    label = OLD_NAMES.get(name.removesuffix(".py"))
     for path in ROOT.glob("beyond/**/*.py"):
-        if path.name == name:
+        if name == path.name or label == path.stem.lstrip("0123456789_"):
             module = path.relative_to(ROOT).with_suffix("")
             return importlib.import_module(".".join(module.parts))
     raise ValueError(f"{name} is not a script of the ladder")
@@ -198,7 +201,7 @@ def to_transformers(saved):
     is_qwen3 = "transformer.h.0.mlp.gate_proj.weight" in weights and "log_frequency" not in weights
     if not is_gpt2 and not is_qwen3:
         raise ValueError(NEITHER)
-    if "logit_scale" in weights:  # rung 34's factor of what the last norm gives
+    if "logit_scale" in weights:  # `mup`'s factor of what the last norm gives
         scale = weights.pop("logit_scale")
         weights["transformer.ln_f.weight"] = weights["transformer.ln_f.weight"] * scale
     vocab_size = saved["config"]["vocab_size"]
@@ -246,11 +249,11 @@ def usual_script(config):
     """The script whose file is written of a Hugging Face configuration, if none is named."""
     if config.model_type == "gpt2":
         return "speedup_10_fused_adamw.py"
-    usual = to_config(asdict(to_gpt_config(config, "rung_24_zero_init.py")))
+    usual = to_config(asdict(to_gpt_config(config, "7_zero_init.py")))
     for key in ("num_key_value_heads", "head_dim", "rope_parameters"):
         if getattr(config, key) != getattr(usual, key):
-            return "rung_32_grouped_query_attention.py"
-    return "rung_24_zero_init.py"
+            return "grouped_query_attention.py"
+    return "7_zero_init.py"
 
 
 def to_gpt_config(config, script):
@@ -258,7 +261,7 @@ def to_gpt_config(config, script):
     GPTConfig = load_script(script).GPTConfig
     if config.model_type == "gpt2":
         if hasattr(GPTConfig, "n_hidden"):
-            raise ValueError(f"a GPT-2; it fits rungs 0 to 19, not {script}")
+            raise ValueError(f"a GPT-2; it fits rung 10 and scripts before rope, not {script}")
         return GPTConfig(
             block_size=config.n_positions,
             vocab_size=config.vocab_size,
@@ -267,7 +270,7 @@ def to_gpt_config(config, script):
             n_embd=config.n_embd,
         )
     if not hasattr(GPTConfig, "n_hidden"):
-        raise ValueError(f"a Qwen3; it fits rung 23 and later, not {script}")
+        raise ValueError(f"a Qwen3; it fits swiglu and what follows it, not {script}")
     shape = {
         "block_size": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
@@ -276,7 +279,7 @@ def to_gpt_config(config, script):
         "n_embd": config.hidden_size,
         "n_hidden": config.intermediate_size,
     }
-    if hasattr(GPTConfig, "n_kv_head"):  # rung 32
+    if hasattr(GPTConfig, "n_kv_head"):  # grouped-query attention
         shape["n_kv_head"] = config.num_key_value_heads
         shape["head_size"] = config.head_dim
         shape["rope_theta"] = float(config.rope_parameters["rope_theta"])
@@ -352,7 +355,7 @@ def from_transformers(model, script):
     torch.manual_seed(1337)
     gpt = load_script(script).GPT(to_gpt_config(model.config, script))
     weights = gpt.state_dict()  # views: what is copied into them fills `gpt`
-    scale = weights.pop("logit_scale", None)  # rung 34's
+    scale = weights.pop("logit_scale", None)  # `mup`'s
     ours = to_their_weights(weights, model.config)  # under their names
     for name in theirs:
         if name not in ours:
@@ -361,7 +364,7 @@ def from_transformers(model, script):
         ours[name][:rows] = theirs[name]
     for name in ours:
         if name not in theirs:
-            if ours[name].any():  # what starts at zero adds nothing (rungs 30, 31)
+            if ours[name].any():  # what starts at zero adds nothing
                 raise ValueError(f"it lacks {name}, which {script} has")
         elif not torch.equal(ours[name][: len(theirs[name])], theirs[name]):
             # one matrix here, two there, whatever the configuration says

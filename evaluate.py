@@ -136,7 +136,7 @@ def parse_args(argv=None):
     flag("-B", "--batch-size", dest="B", type=int, help="sequences per batch (default: what 0.5 GB"
          " of logits allow)")
     flag("--documents-apart", action="store_true", help="no attention across documents, as in"
-         " rung 29")
+         " documents_apart")
     flag("--device", default=pick_device(), help="where to compute (default: %(default)s)")
     args = parser.parse_args(argv)
     for value in (args.T, args.B):
@@ -151,7 +151,7 @@ def main(argv=None):
     tokens, source, data_tokenizer = load_val(args.data)
     model, tokenizer = load_model(args.model, args.device)
     if args.documents_apart and hasattr(model, "gpt"):  # sample.py's script_model
-        sys.exit("error: --documents-apart: models of rungs 20 to 22, 30 and 31 cannot do that;"
+        sys.exit("error: --documents-apart: models of this script cannot do that;"
                  " leave it out")
     longest = model.config.max_position_embeddings
     T = args.T or getattr(model.config, "trained_length", None) or min(longest, 1024)

@@ -4,7 +4,7 @@
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50    # a name or a folder
 
 The weights become a transformers model (convert.py), whose generate() provides the key-value cache,
-sampling and streaming. For rungs 20 to 22, 30 and 31 it has no such model: the script's own
+sampling and streaming. For some scripts (`rope` is one) it has no such model: the script's own
 generates, without a cache. A prompt that leaves no room for the new tokens in the model's longest
 sequence loses its beginning.
 """
@@ -71,7 +71,7 @@ def load_model(name, device):
             tokenizer = vocabulary.restore(*[saved[key] for key in vocabulary.FIELDS])
             try:
                 model = to_transformers(saved)
-            except ValueError:  # rungs 20 to 22, 30, 31
+            except ValueError:  # neither a GPT-2 nor a Qwen3
                 model = script_model(name, saved)
             model.config.trained_length = saved["T"]
         else:

@@ -1,6 +1,6 @@
 """How many tokens and seconds does each rung need to reach the same validation loss?
 
-    python -m experiments.race logs/race --seeds 8 --jobs 2 --rungs validation,18-24 --data data/bytes \
+    python -m experiments.race logs/race --seeds 8 --jobs 2 --rungs modern/ --data data/bytes \
         --model 4x4x128 -B 16 -T 64 --steps 600 --val-every 75 --val-sequences 1024
 
 A faster step shows in its milliseconds, a better one only in the loss it reaches. All rungs train a model of the same
@@ -48,7 +48,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] + " Other flags go to the scripts.",
                                      allow_abbrev=False)  # or --seed would be --seeds
     parser.add_argument("logs", type=Path, help="a folder")
-    parser.add_argument("--rungs", required=True, help="for example validation,18-24; they must validate")
+    parser.add_argument("--rungs", required=True, help="for example modern/; they must validate")
     parser.add_argument("--seeds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="scripts at a time, each on its share of the cores; "
                         "the timing always runs one (default: %(default)s)")

@@ -58,7 +58,7 @@ def caption(record):
     if n_seeds < FEWEST_SEEDS:
         seeds += ", too few for a star"
     timed = f"timed {timing['round'].nunique()} times, alone" if record.is_timed else "ms/step of the same runs"
-    doubtful = "; ".join(f"rung {stage_of(name).label}'s rates, which {why}" if name else why
+    doubtful = "; ".join(f"{stage_of(name).called}'s rates, which {why}" if name else why
                          for name, why in doubts(record))
     modern = any(stage_of(name).file.startswith("beyond/modern/") for name in record.names)
     trunk = LONG_TRUNK if modern and "total batch" in record.facts else ""

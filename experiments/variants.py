@@ -4,7 +4,7 @@
     python -m experiments.variants --patches evidence --base 15 --data data/bytes --model 12x2x64 -B 8 -T 64 \
         --total-batch 512 --steps 300 --val-every 150 --checkpoint-every 0
 
-Each is a patch of a rung's script, of rung 24's or the one that --base names, in patches/variants/ or the folder that
+Each is a patch of a script, zero_init's or the one that --base names, in patches/variants/ or the folder that
 --patches names there. Other flags go to `compare`, and from there to the scripts.
 """
 import argparse
@@ -52,7 +52,7 @@ def write_variant(patch, folder, base):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--patches", default="variants", help="their folder (default: %(default)s)")
-    parser.add_argument("--base", choices=BY_LABEL, metavar="LABEL", default="24",
+    parser.add_argument("--base", choices=BY_LABEL, metavar="LABEL", default="zero_init",
                         help="the rung that they change (default: %(default)s, the last of the race)")
     args, flags = parser.parse_known_args(argv)
     folder = Path("logs/variants", args.patches)

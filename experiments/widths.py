@@ -36,7 +36,7 @@ FLAGS = ["--data", "data/bytes", "-B", "8", "-T", "128", "--steps", str(STEPS),
          "--val-every", str(STEPS), "--val-sequences", "256", "--compile-mode", "none",
          "--max-lr", "0.005", "--muon-lr", "0.004"]  # where the searches begin
 RATES = [0.00125, 0.0025, 0.005, 0.01, 0.02]  # marked on the picture's axes
-RUNGS = {"rung 24": "24", "rung 34": "34"}
+RUNGS = {"rung 24": "zero_init", "rung 34": "mup"}
 COLORS = {"rung 24": "#31356e", "rung 34": "#d9822b"}
 
 

@@ -65,7 +65,7 @@ def load_module(path):
 
 
 def rung(label):
-    """A fresh module of the rung with this label ("0" to "10", "ddp", "11" and up), safe to patch.
+    """A fresh module of the rung with this label ("0" to "10", "ddp", "gradient_accumulation" and up), safe to patch.
 
     LADDER_TRY=LABEL=FILE, of `python -m ladder try`, puts another file in the place of one rung.
     """
@@ -93,7 +93,7 @@ def builds_on(label, first):
 
 def validates(label):
     """Whether a rung has a validation loss."""
-    return builds_on(label, "13") or builds_on(label, "validation")
+    return builds_on(label, "distributed_validation") or builds_on(label, "validation")
 
 
 def known_flags(module, **wanted):
@@ -250,7 +250,7 @@ def watch():
 
     def see_step(optimizer, args, kwargs):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        if not any(gradient is None for gradient in gradients):  # else it is AdamW's step within rung 18's
+        if not any(gradient is None for gradient in gradients):  # else it is AdamW's step within `muon`'s
             seen.gradients.append([gradient.clone() for gradient in gradients])
             seen.groups.append([group | {"lr": float(group["lr"])} for group in optimizer.param_groups])
 

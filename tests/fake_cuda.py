@@ -7,7 +7,7 @@ A WORD is LABEL, in bfloat16, LABEL:float16, or LABEL:recompute, which recompute
 FakeTensorMode computes shapes, types and devices, and no numbers. So a tensor on the wrong device raises, and each copy
 between host and device, and each `.item()` there, is seen. A C++ library registers a device guard for CUDA that does
 nothing, so that a build of torch without CUDA slices, copies and runs the autograd engine on such tensors. What needs
-numbers is replaced: the gradient scaler's kernels, files, the counting of rung 30. `ddp` is
+numbers is replaced: the gradient scaler's kernels, files, the counting of `frequency_prior`. `ddp` is
 aot_eager where torch splits the graph as it does for a model in DDP: at each MB of gradients.
 
 With sm_75 (a T4) to sm_120 (an RTX 5090) Inductor lowers the graphs to Triton, and Triton, if it is installed, compiles

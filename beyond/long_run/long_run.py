@@ -1,19 +1,21 @@
-"""Rung long_run: a modern model, a long run, several cards. Starts from rung 17 and rung 24.
+"""Long run: a modern model, a long run, several cards.
+Starts from 7_chunked_cross_entropy.py and 7_zero_init.py.
 
     torchrun --standalone --nproc_per_node=8 beyond/long_run/long_run.py --resume
 
-Rung 17 trains GPT-2 for as long as you like: on any number of cards, in batches of any size,
-through crashes, in little memory. Rung 24 trains a Qwen3, one batch a step, in one process. Here is
-both: each definition is that of one of the two, but for the flags and the few where they meet:
+`chunked_cross_entropy` trains GPT-2 for as long as you like: on any number of cards, in batches of
+any size, through crashes, in little memory. `zero_init` trains a Qwen3, one batch a step, in one
+process. Here is both: each definition is that of one of the two, but for the flags and the few
+where they meet:
 
 - `GPT.__init__` and `GPT.forward`: a recomputed block needs RoPE's angles, too;
-- `Checkpoints.refuse_other_run`: until the learning rate falls (rung 19), no step depends on how
-  many there will be. A run that was stopped before that (Ctrl-C) can be resumed with other --steps
-  or --decay-share: longer, or with an early decay. After it other values are refused;
-- `train`: the steps of rung 17 with the optimizer and the learning rates of rung 24, and in the log
-  how much time is left.
+- `Checkpoints.refuse_other_run`: until the learning rate falls (`trapezoid_lr`), no step depends on
+  how many there will be. A run that was stopped before that (Ctrl-C) can be resumed with other
+  --steps or --decay-share: longer, or with an early decay. After it other values are refused;
+- `train`: the steps of `chunked_cross_entropy` with the optimizer and the learning rates of
+  `zero_init`, and in the log how much time is left.
 
-Gain: what rungs 11 to 24 bring, in one script. Cost: its length; to read what one of them does,
+Gain: what both trunks bring, in one script. Cost: its length; to read what one of them does,
 read that one.
 
 docs/long_runs.md has the commands.

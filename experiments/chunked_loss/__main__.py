@@ -1,8 +1,8 @@
-"""What does rung 17's loss save, and what torch's own? Memory and time of a loss and its gradients.
+"""What does `chunked_cross_entropy`'s loss save, and what torch's own? Memory and time of a loss and its gradients.
 
     OMP_NUM_THREADS=1 python -m experiments.chunked_loss --tokens 16384 --width 384
 
-All compute the same: all logits at once (--loss-chunk 0), rung 17's chunks of 4,096 tokens, and
+All compute the same: all logits at once (--loss-chunk 0), `chunked_cross_entropy`'s chunks of 4,096 tokens, and
 F.linear_cross_entropy's, new in torch 2.13. Each runs in a process of its own, under the rung's
 autocast; its memory is the most that the process has had, less what it had before. Linux, on a CPU.
 """
@@ -24,7 +24,7 @@ ROUNDS = 3
 LOSSES = {
     "F.cross_entropy": lambda script, x, weight, targets: F.cross_entropy(
         F.linear(x, weight), targets),
-    "rung 17": lambda script, x, weight, targets: script.ChunkedCrossEntropy.apply(
+    "chunked_cross_entropy": lambda script, x, weight, targets: script.ChunkedCrossEntropy.apply(
         x, weight, targets, VOCAB_SIZE, 4096),
     # autocast does not reach into it: it computes in the type that it is given
     "F.linear_cross_entropy, float32": lambda script, x, weight, targets: F.linear_cross_entropy(
@@ -42,7 +42,7 @@ def gigabytes(field):
 
 def measure(name, n_tokens, n_embd):
     """Print the loss, the memory and the times of one of LOSSES."""
-    script = load_script(BY_LABEL["17"])
+    script = load_script(BY_LABEL["chunked_cross_entropy"])
     dtype = script.autocast_dtype("cpu")
     torch.manual_seed(0)
     x = torch.randn(n_tokens, n_embd, requires_grad=True)

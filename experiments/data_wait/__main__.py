@@ -1,11 +1,13 @@
-"""How long the device sits idle at the start of a step until its batch is there: rung 11 against rung 12.
+"""How long the device sits idle at the start of a step until its batch is there: gradient_accumulation
+against prefetch.
 
     python -m experiments.data_wait [flags of the rungs]
 
 Trains both rungs with the same flags, without compilation and with one micro-step per step, and prints the median time
-from `optimizer.zero_grad()` to the first line of `GPT.forward`, the device synchronized at both ends. In between rung
-11 reads its batch and copies it to the device; rung 12 has it already. What rung 12 spends on the next batch comes
-later in the step, after the backward pass is launched: behind the GPU's work, but on a CPU in its way.
+from `optimizer.zero_grad()` to the first line of `GPT.forward`, the device synchronized at both ends. In between
+gradient_accumulation reads its batch and copies it to the device; prefetch has it already. What prefetch spends on
+the next batch comes later in the step, after the backward pass is launched: behind the GPU's work, but on a CPU in
+its way.
 """
 import statistics
 import sys
@@ -45,6 +47,7 @@ def median_wait(module, flags):
 
 
 if __name__ == "__main__":
-    waits = {label: median_wait(load_script(BY_LABEL[label]), sys.argv[1:]) for label in ("11", "12")}
+    labels = "gradient_accumulation", "prefetch"
+    waits = {label: median_wait(load_script(BY_LABEL[label]), sys.argv[1:]) for label in labels}
     for label, ms in waits.items():
-        print(f"rung {label}: {ms:.3f} ms")
+        print(f"{label}: {ms:.3f} ms")

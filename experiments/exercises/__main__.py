@@ -36,7 +36,7 @@ def edited(label, edits):
     source = BY_LABEL[label].path.read_text(encoding="utf-8")
     for old, new in edits:
         if source.count(old) != 1:
-            sys.exit(f"error: rung {label}: {source.count(old)} places for the change: {old}")
+            sys.exit(f"error: {label}: {source.count(old)} places for the change: {old}")
         source = source.replace(old, new)
     return source
 
@@ -75,7 +75,7 @@ def run(module, **settings):
 
 
 def last_loss(done):
-    """A run's last validation loss, or before rung 13 the mean loss of its last 20 steps."""
+    """A run's last validation loss, or before `distributed_validation` the mean loss of its last 20 steps."""
     if done.vals:
         return done.vals[-1]
     return sum(done.losses[-20:]) / len(done.losses[-20:])
@@ -219,13 +219,13 @@ def crash_and_resume(module, steps):
 def exercise_14():
     forgets = ('        self.optimizer.load_state_dict(saved["optimizer"])\n', "")
     for name, edits in (("as it is", []), ("moments not restored", [forgets])):
-        first, second, n_bytes = crash_and_resume(script("14", *edits), steps=20)
+        first, second, n_bytes = crash_and_resume(script("checkpoints", *edits), steps=20)
         print(f"{name}: a file of {n_bytes / 1e6:.1f} MB; steps 11, 12, 20:", first[10], first[11], first[19],
               "resumed:", second[0], second[1], second[9])
 
 
 def exercise_16():
-    module = script("16")
+    module = script("gradient_checkpointing")
     block = module.Block(module.GPTConfig(n_layer=2, n_head=2, n_embd=64))
     x = torch.zeros(1, 256, 64, requires_grad=True)
     checkpointed = torch.utils.checkpoint.checkpoint
@@ -248,7 +248,7 @@ def exercise_18():
     torch.manual_seed(0)
     matrix = torch.randn(64, 192)
     for n in (1, 3, 5, 10):
-        module = script("18", ("    for _ in range(5):\n        gram", f"    for _ in range({n}):\n        gram"))
+        module = script("muon", ("    for _ in range(5):\n        gram", f"    for _ in range({n}):\n        gram"))
         module.autocast_dtype = lambda device: torch.float32
         values = torch.linalg.svdvals(module.orthogonalize(matrix))
         print(f"{n} iterations: singular values {values.min():.3f} to {values.max():.3f}")
@@ -291,9 +291,9 @@ def growth_of_mlp(label, *edits):
 
 def exercise_23():
     gate = "F.silu(self.gate_proj(x))"
-    rows = {"GELU, rung 22": ("22",), "SwiGLU": ("23",),
-            "gate without SiLU": ("23", (gate, "self.gate_proj(x)")),
-            "constant gate": ("23", (gate, "torch.ones_like(self.gate_proj(x))"))}
+    rows = {"GELU, qk_norm": ("qk_norm",), "SwiGLU": ("swiglu",),
+            "gate without SiLU": ("swiglu", (gate, "self.gate_proj(x)")),
+            "constant gate": ("swiglu", (gate, "torch.ones_like(self.gate_proj(x))"))}
     for name, row in rows.items():
         print(f"{name}: 10 times the input gives {growth_of_mlp(*row):.1f} times the output")
 
@@ -320,24 +320,24 @@ LONGER = {
         ("0.003, constant", "9", [CONSTANT], {}),
         ("0.03, cosine", "9", [], {"max_lr": 0.03}),
     ],
-    "13": [
-        ("val.bin", "13", [], {}),
-        ("train.bin", "13", [('args.T, device, "val")', 'args.T, device, "train")')], {}),
+    "distributed_validation": [
+        ("val.bin", "distributed_validation", [], {}),
+        ("train.bin", "distributed_validation", [('args.T, device, "val")', 'args.T, device, "train")')], {}),
     ],
-    "18": [
+    "muon": [
         ("rung 10's AdamW", "validation", [], {}),
-        ("as it is", "18", [], {}),
-        ("one iteration", "18", [("range(5):\n        gram", "range(1):\n        gram")], {}),
+        ("as it is", "muon", [], {}),
+        ("one iteration", "muon", [("range(5):\n        gram", "range(1):\n        gram")], {}),
     ],
-    "19": [
-        ("rung 18, cosine", "18", [], {}),
-        ("as it is", "19", [], {}),
+    "trapezoid_lr": [
+        ("muon, cosine", "muon", [], {}),
+        ("as it is", "trapezoid_lr", [], {}),
     ],
-    "20": [
-        ("rung 19, wpe", "19", [], {}),
-        ("as it is", "20", [], {}),
-        ("no positions", "20", [(ROTATED, "")], {}),
-        ("values rotated, too", "20", [(ROTATED, ROTATED + "        v = rotate(v, cos, sin)\n")], {}),
+    "rope": [
+        ("trapezoid_lr, wpe", "trapezoid_lr", [], {}),
+        ("as it is", "rope", [], {}),
+        ("no positions", "rope", [(ROTATED, "")], {}),
+        ("values rotated, too", "rope", [(ROTATED, ROTATED + "        v = rotate(v, cos, sin)\n")], {}),
     ],
 }
 

@@ -1,4 +1,4 @@
-"""Is p flat where two recipes are the same? Rung 24 against a copy that only adds 10,000 to its seed, many times.
+"""Is p flat where two recipes are the same? `zero_init` against a copy that only adds 10,000 to its seed, many times.
 
     python data/prepare.py --tokenizer bytes --out data/bytes
     python -m experiments.fair_comparison.null --logs logs/null       # trains; a contest that has ended is not repeated
@@ -59,7 +59,7 @@ def runner(scripts, number):
 def train(logs, contests):
     """A row for each contest: its effect, and the rates of both."""
     logs.mkdir(parents=True, exist_ok=True)
-    base, rows = BY_LABEL["24"], []
+    base, rows = BY_LABEL["zero_init"], []
     scripts = [base, copy_of(base, logs / "reseeded.py")]
     for number in range(contests):
         folder = logs / str(number)
@@ -93,7 +93,7 @@ def show(record):
     figure, axes = plt.subplots(figsize=(4.5, 3.6), layout="constrained")
     axes.plot([0, 1], [0, 1], color="0.6", linewidth=1, label="flat")
     axes.step([0, *p, 1], [*numpy.arange(len(p) + 1) / len(p), 1], where="post", label=f"{len(p)} contests")
-    axes.set(xlabel="p of rung 24 against itself, with other seeds", ylabel="share of contests with a p below")
+    axes.set(xlabel="p of zero_init against itself, with other seeds", ylabel="share of contests with a p below")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(HERE / "null.png", dpi=150)

@@ -33,6 +33,7 @@ BYTES = 257  # the vocabulary of data/bytes: 256 bytes and <|endoftext|>
 LENGTH, MEMORY = "growth_length.png", "growth_memory.png"
 COLORS = ["#31356e", "#d9822b", "#35b779", "#a33b76"]
 GB = 1e9
+RECOMPUTES, CHUNKS = "gradient_checkpointing", "chunked_cross_entropy"  # the record has their old numbers
 
 
 # ---- the memory that ladder/count/memory.py expects, in bytes ------------------------------------------------------
@@ -89,19 +90,19 @@ CURVES = {
     "batch": Curve(
         "tokens in a batch", [1024, 2048, 4096, 8192, 16384], 32768, 4,
         lambda tokens: ("data/tokens", "2x4x256", tokens // 256, 256),
-        {"rung 16": ("16", [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, "16")),
-         "rung 17, chunks": ("17", [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, "17"))}),
+        {"rung 16": (RECOMPUTES, [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, RECOMPUTES)),
+         "rung 17, chunks": (CHUNKS, [], lambda tokens: step_bytes("2x4x256", tokens // 256, 256, CHUNKS))}),
     "depth": Curve(
         "blocks", [2, 4, 8, 16], 32, 4,
         lambda depth: ("data/bytes", f"{depth}x4x256", 32, 256),
-        {"rung 15": ("15", [], lambda depth: step_bytes(f"{depth}x4x256", 32, 256, "15", BYTES)),
-         "rung 16, all recomputed": ("16", ["--recompute-blocks", "99"],
-                                     lambda depth: recomputing_bytes(f"{depth}x4x256", 32, 256, "16", BYTES))}),
+        {"rung 15": ("preemption", [], lambda depth: step_bytes(f"{depth}x4x256", 32, 256, "preemption", BYTES)),
+         "rung 16, all recomputed": (RECOMPUTES, ["--recompute-blocks", "99"],
+                                     lambda depth: recomputing_bytes(f"{depth}x4x256", 32, 256, RECOMPUTES, BYTES))}),
     "ranks": Curve(
         "ranks", [1, 2, 4], 8, 3,
         lambda ranks: ("data/tokens", "gpt2", 1, 128),
         {"rung 24, DDP": ("long_run", [], ddp_bytes),
-         "rung 33, sharded optimizer": ("33", [], sharded_optimizer_bytes)}),
+         "rung 33, sharded optimizer": ("sharded_optimizer", [], sharded_optimizer_bytes)}),
 }
 
 

@@ -81,7 +81,7 @@ def ours(data, out, steps, rates, seed):
     """The log of a run of the recipe."""
     flags = [*OURS, "--data", data, "--steps", steps, "--val-every", steps, "--max-lr", rates[0], "--muon-lr", rates[1],
              "--seed", seed]
-    return finished(BY_LABEL["29"], flags, out)
+    return finished(BY_LABEL["documents_apart"], flags, out)
 
 
 def steps_in_its_time(nano_ms, our_ms):

@@ -1,4 +1,4 @@
-"""What do rungs 26 to 29 bring, on a text that a small model memorizes and on one that it does not?
+"""What do the scripts of beyond/small_text/ bring, on a text that a small model memorizes and on one that it does not?
 
     U=https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
     curl -sL $U | head -c 80000 > small.txt
@@ -7,9 +7,10 @@
     python data/prepare.py --text docstrings.jsonl --tokenizer bytes --out data/docstrings
     python -m experiments.own_text data/small data/docstrings --png experiments/own_text/losses.png
 
-For each text the two learning rates are searched with rung 24 and shared by all rungs; two rates of dropout are
+For each text the two learning rates are searched with `zero_init` and shared by all rungs; two rates of dropout are
 tried. Every rung is trained with three seeds, two runs at a time on one thread each. "last" is the validation loss at
-the end, "lowest" that of the best validation, which rung 27 keeps. Finished runs are not repeated. --png draws losses.
+the end, "lowest" that of the best validation, which `best_checkpoint` keeps. Finished runs are not repeated.
+--png draws losses.
 """
 import argparse
 import os
@@ -25,13 +26,13 @@ EVERY = 100  # steps from one validation to the next
 FLAGS = (f"--model 4x4x128 -B 6 -T 256 --steps 1100 --val-every {EVERY} "
          "--val-sequences 256 --warmup-steps 20").split()
 RATES = list(product((0.005, 0.01), (0.005, 0.01)))  # AdamW's, Muon's
-BASE = "24"
+BASE = "zero_init"
 ROWS = {  # what it is: (rung, its flags)
     BASE: (BASE, []),
-    "26 shuffled windows": ("26", []),
-    "28 dropout 0.1": ("28", ["--dropout", "0.1"]),
-    "28 dropout 0.2": ("28", ["--dropout", "0.2"]),
-    "29 documents apart, no dropout": ("29", ["--dropout", "0"]),
+    "shuffled windows": ("shuffled_windows", []),
+    "dropout 0.1": ("dropout", ["--dropout", "0.1"]),
+    "dropout 0.2": ("dropout", ["--dropout", "0.2"]),
+    "documents apart, no dropout": ("documents_apart", ["--dropout", "0"]),
 }
 SEEDS = [1337, 1338, 1339]
 
@@ -45,7 +46,7 @@ def val_losses(row, data, rates, seed, out):
 
 
 def search(data, out, pool):
-    """The pair of RATES with which rung 24's lowest loss is lowest."""
+    """The pair of RATES with which `zero_init`'s lowest loss is lowest."""
     runs = pool.starmap(val_losses, [(BASE, data, rates, SEEDS[0], out) for rates in RATES])
     lowest = dict(zip(RATES, map(min, runs), strict=True))
     print(f"\n{data}, lowest loss by AdamW's and Muon's rate: "
@@ -107,7 +108,7 @@ def main():
             out = args.out / data.name
             rates = search(data, out, pool)
             found[data.name] = train_all(data, rates, out, pool)
-            print("| {:g} and {:g} | last | lowest | lowest, less rung 24's |".format(*rates))
+            print("| {:g} and {:g} | last | lowest | lowest, less zero_init's |".format(*rates))
             print("\n".join(["| --- | --: | --: | --: |", *table(found[data.name])]), flush=True)
     if args.png:
         draw(found, args.png)

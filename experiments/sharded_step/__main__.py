@@ -1,4 +1,4 @@
-"""What does sharing the optimizer's work among ranks save? long_run.py's update and rung 33's, interleaved.
+"""What does sharing the optimizer's work among ranks save? long_run.py's update and `sharded_optimizer`'s, interleaved.
 
     torchrun --standalone --nproc_per_node=2 -m experiments.sharded_step --model gpt2
 """
@@ -24,7 +24,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     contestants = {}
-    for label in ("long_run", "33"):
+    for label in ("long_run", "sharded_optimizer"):
         module = load_script(BY_LABEL[label])
         torch.manual_seed(0)  # the same weights and gradients on all ranks
         model = module.GPT(module.model_config(module.parse_args(["--model", args.model]), 50257)).to(device)
@@ -42,7 +42,7 @@ def main():
             seconds.append(time.perf_counter() - started)
     for label, (_, optimizer, seconds) in contestants.items():
         found = seconds[1:]
-        print(f"rank {dist.get_rank()} of {dist.get_world_size()}, {args.model}, {device}, rung {label}: "
+        print(f"rank {dist.get_rank()} of {dist.get_world_size()}, {args.model}, {device}, {label}: "
               f"{statistics.median(found):.2f} s ({min(found):.2f} to {max(found):.2f}, {len(found)} rounds), "
               f"{state_bytes(optimizer) / 1e9:.2f} GB of state", flush=True)
     dist.barrier()

@@ -3,8 +3,8 @@
 FLOPs per token of training = 6 N + 12 n_layer n_embd T, with N the parameters that take part in matrix products:
 all but `wpe`, biases and LayerNorms; the vocabulary's matrix counts once, as the output projection. (2 FLOPs per
 multiply-add, forward once and backward twice; the second term is attention's. Chowdhery et al. 2022, PaLM, appendix B.)
-Not counted, because it is not useful work: padding rows of the vocabulary, recomputed blocks (rung 16), Muon's products
-(rung 18). SwiGLU's three matrices (rung 23) have the parameters of the two they replace, up to rounding. Rung 32, whose
+Not counted, because it is not useful work: padding rows of the vocabulary, recomputed blocks, Muon's products.
+SwiGLU's three matrices have the parameters of the two they replace, up to rounding. `grouped_query_attention`, whose
 flags change the matrices, has no MFU.
 
 That is PaLM's convention, which published MFUs follow: it counts the whole (T, T) score matrix. A causal kernel
@@ -45,7 +45,8 @@ def flops_per_token(model, T, causal=False, vocab_size=VOCAB_SIZE):
 def mfu(run, rates, tokens_per_second, causal=False):
     """A speed as a share (0 to 1) of the device's best measured matrix-product rate (FLOP/s), or None."""
     per_token = flops_per_token(run.model, run.T, causal, run.vocab_size)
-    if not rates or per_token is None or tokens_per_second is None or run.name == BY_LABEL["32"].name:
+    other_heads = run.name == BY_LABEL["grouped_query_attention"].name
+    if not rates or per_token is None or tokens_per_second is None or other_heads:
         return None
     devices = 1 if run.on_cpu else run.ranks  # on a CPU all ranks share the measured rate
     return per_token * tokens_per_second / (devices * max(rates.values()))

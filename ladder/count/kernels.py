@@ -330,14 +330,14 @@ def count_all(labels, setting, console):
     """{label: {Kernel: how many}} of rungs; `setting`: model, B and T. Says which rung it is at, in a pipe, too."""
     counted = {}
     for label in labels:
-        console.print(f"counting rung {label}, some ten seconds", style="dim")
+        console.print(f"counting {BY_LABEL[label].called}, some ten seconds", style="dim")
         counted[label] = count(label, **setting)
     return counted
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Count the kernels of GPT-2 (124M) at B=16 T=1024, and store them.")
-    parser.add_argument("--rungs", required=True, help="of one card, without 25, such as 0-10")
+    parser.add_argument("--rungs", required=True, help="of one card, without fp8, such as 0-10")
     args, console, rungs = parser.parse_args(argv), Console(highlight=False), read_store()
     for label, kernels in count_all(counted_rungs(parse_rungs(args.rungs), console), STORED, console).items():
         rungs[label] = {"lesson": lesson_hash(label), "torch": torch.__version__, "kernels": kernels}

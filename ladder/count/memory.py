@@ -11,7 +11,7 @@ for the backward pass and what the loss adds: `a` bytes for the vectors of n_emb
     3-4, 16-bit autocast        36: 2 in float32, 14 in 16    12   6: the softmax in float32 (CUDA), its 16-bit copy
     5, compiled                 36                            4    4: scores and softmax, in 16 bits
     6 on, flash attention       36                            4    0: the scores are never stored
-    17, long_run on, chunks     36                            4    0; the logits of LOSS_CHUNK tokens at most
+    chunked_cross_entropy       36                            4    0; the logits of LOSS_CHUNK tokens at most
 
 Compiled, the logits and their gradients exist in 16 bits only; where torch cannot compile, v is 10 where it is 4 here.
 
@@ -29,7 +29,7 @@ from ladder.rungs.list import BY_LABEL, LADDER
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver takes about as much
 BLOCK_SIZE = 1024
-LOSS_CHUNK = 4096  # tokens whose logits exist at once in rung 17: the default of --loss-chunk
+LOSS_CHUNK = 4096  # tokens whose logits exist at once in `chunked_cross_entropy`: the default of --loss-chunk
 RUN_BY_DEFAULT = [rung.label for rung in LADDER]  # the labels of `python -m ladder run`
 
 
@@ -52,7 +52,7 @@ def largest_fitting(model, T, labels, available_bytes):
 
 
 def split_parameters(model):
-    """(parameters of the embedding, of one block, number of blocks) of long_run.py and fsdp_run.py, without norms."""
+    """(parameters of the embedding, of one block, number of blocks) of long_run.py and fsdp.py, without norms."""
     n_layer, _, n_embd = shape_of(model)
     n_rows, n_hidden = math.ceil(VOCAB_SIZE / 128) * 128, math.ceil(8 * n_embd / 3 / 64) * 64
     return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer

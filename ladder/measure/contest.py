@@ -17,7 +17,7 @@ The rule, by which every comparison of recipes here is made:
 What p does not hold: the luck of the search, or a search in shorter runs, whose rates need not be the best of longer
 ones (in the race on bytes that gave SwiGLU its star). It is that of two scripts with the rates found. Where a factor of
 two in a rate costs more than seeds differ by, equal scripts find equal rates, and p is flat (test_compare.py);
-where it costs less, p is too low: of 40 contests of rung 24 with itself, one block of width 32, 6 had a p below 0.05, 1
+where it costs less, p is too low: in 40 contests of zero_init with itself, one block of width 32, 6 had p < 0.05, 1
 below 0.01 (experiments/fair_comparison). Take p < 0.01 seriously, and nothing above it.
 
 Losses do not depend on what else the machine does, so that several scripts may run at once where no time is measured.

@@ -20,7 +20,7 @@ from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, split_flags
 from ladder.records.logs import read_log
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
-from ladder.rungs.list import ROOT, load_script
+from ladder.rungs.list import ROOT, RUNGS, load_script
 
 TESTS = ROOT / "tests" / "scripts" / "test_exercises.py"
 SHORT = ["--model", "tiny", "-T", "128", "--steps"]  # of the runs side by side, unless flags say otherwise
@@ -31,16 +31,21 @@ SECONDS = 60  # for a script's import, and for each test
 FLAGS = "flags of the script:"
 
 
+def prefix(rung):
+    """How the names of an exercise's tests begin."""
+    return f"test_{rung.label.zfill(2)}_"
+
+
 def exercise_of(rung):
     """{test: hint} of a rung's exercise. Raises UserError if it has none."""
     if not TESTS.exists() or not importlib.util.find_spec("pytest"):
         raise UserError("try: needs tests/ of the repository and pytest; pip install -r requirements-dev.txt")
     body = ast.parse(TESTS.read_text(encoding="utf-8")).body
     tests = {node.name: ast.get_docstring(node) for node in body if getattr(node, "name", "").startswith("test_")}
-    found = {name: hint for name, hint in tests.items() if name.split("_")[1] == rung.label.zfill(2)}
+    found = {name: hint for name, hint in tests.items() if name.startswith(prefix(rung))}
     if not found:
-        labels = list(dict.fromkeys(name.split("_")[1].lstrip("0") for name in tests))
-        raise UserError(f"try: rung {rung.label} has no exercise; try one of {', '.join(labels)}")
+        labels = [one.label for one in RUNGS if any(name.startswith(prefix(one)) for name in tests)]
+        raise UserError(f"try: {rung.called} has no exercise; try one of {', '.join(labels)}")
     return found
 
 
@@ -98,7 +103,7 @@ def run_tests(rung, file, folder):
     options = ["-vv", "-p", "no:cacheprovider", "--basetemp", str(folder / "tmp"), f"--junitxml={results}"]
     for option in ("addopts=", "junit_logging=system-err", "tmp_path_retention_policy=none", f"timeout={SECONDS}"):
         options += ["-o", option]
-    words = [sys.executable, "-m", "pytest", str(TESTS), "-k", f"test_{rung.label.zfill(2)}_", *options]
+    words = [sys.executable, "-m", "pytest", str(TESTS), "-k", prefix(rung), *options]
     env = {"LADDER_TRY": f"{rung.label}={file.resolve()}", "PYTHONDONTWRITEBYTECODE": "1"}
     outcome = run_job(Job("pytest", words, folder, env), math.inf, "cpu")
     (folder / "tests.txt").write_text("\n".join(outcome.lines), encoding="utf-8")
@@ -119,7 +124,7 @@ def show_tests(rung, file, tests, folder, console):
         reasons = run_tests(rung, file, folder)
     reasons = {test: reasons.get(test, "it did not run") for test in tests}
     for test, hint in tests.items():
-        sentence = " ".join(test.split("_")[2:])
+        sentence = test.removeprefix(prefix(rung)).replace("_", " ")
         if not reasons[test]:
             console.print(f"  ok   {sentence}", style="green", soft_wrap=True)
             continue

@@ -49,7 +49,7 @@ def check_scripts(scripts):
         if not rung.label:
             check_file(rung.path)
         if not {"val_every", "max_lr"} <= defaults(rung).keys():
-            raise UserError(f"{rung.file}: has no --val-every or --max-lr; take validation, 18 to 24, or a copy of one")
+            raise UserError(f"{rung.file}: has no --val-every or --max-lr; take a script of beyond/modern/ or a copy")
 
 
 def refuse_unlike(facts):

@@ -105,8 +105,8 @@ def check_formats(device):
         torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",
     }.get(rung_10.autocast_dtype(device))
     yield finding(without is None, "bfloat16", "rung 3 gains", without)
-    yield finding(cuda and capability >= (8, 9), "float8", "rung 25 gains with wide layers",
-                  "rung 25 has no effect on this device")
+    yield finding(cuda and capability >= (8, 9), "float8", "fp8 gains with wide layers",
+                  "fp8 has no effect on this device")
 
 
 def check_kernels(device):

@@ -90,18 +90,18 @@ def using(trial, device, exports):
 def own_text(settings, scratch):
     """docs/own_text.md in small: documents are prepared in bytes, a model of them is trained, and used.
 
-    Rung 29 goes on from a model whose attention matters already: without its mask, the loss would differ.
+    `documents_apart` goes on from a model whose attention matters already: without its mask, the loss would differ.
     """
     device, data, text = settings.device, scratch / "own-text", scratch / "documents.jsonl"
     lines = (ROOT / "LICENSE").read_text(encoding="utf-8").splitlines()  # a text that nobody edits
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines if line), encoding="utf-8")
     train = partial(training, settings, scratch, data=data, model="2x2x64", dropout=0)
-    start = train("28", "own-text", steps=200, muon_lr=0.02, max_lr=0.01, compile_mode="none")
+    start = train("dropout", "own-text", steps=200, muon_lr=0.02, max_lr=0.01, compile_mode="none")
     start.first = 0  # more steps than are looked at
     start.after = prepared = script(start, "data/prepare.py", "--text", text, "--tokenizer", "bytes", "--out", data)
     prepared.after = None
-    eager = train("29", "own-text", pretrained=start.log_dir / "model.pt", compile_mode="none")
-    compiled = train("29", "documents", eager.name, 0.01, pretrained=start.log_dir / "model.pt")
+    eager = train("documents_apart", "own-text", pretrained=start.log_dir / "model.pt", compile_mode="none")
+    compiled = train("documents_apart", "documents", eager.name, 0.01, pretrained=start.log_dir / "model.pt")
     eager.after = compiled.after = start
     return [prepared, start, eager, *([compiled] if settings.compile_mode != "none" else []),
             *using(eager, device, exports=True),
@@ -116,8 +116,9 @@ def plan_trials(settings, scratch):
     """
     train, device = partial(training, settings, scratch), settings.device
     trials = own_text(settings, scratch)
-    trials += [train("3", "float16"), train("10", "float16"), train("24", "float16", like="24"),
-               train("24", "eager", like="24", compile_mode="none"), train("long_run", "float16", like="long_run")]
+    trials += [train("3", "float16"), train("10", "float16"), train("zero_init", "float16", like="zero_init"),
+               train("zero_init", "eager", like="zero_init", compile_mode="none"),
+               train("long_run", "float16", like="long_run")]
     if device == "cuda" and settings.compile_mode != "none":
         trials.append(train("10", "graphs", like="10", compile_mode="reduce-overhead"))
     for rung in RUNGS:
@@ -243,7 +244,7 @@ def smoke(flags, out, console):
 
 
 def run_in_float16(label, *flags):
-    """Run a script as on a T4: python -m ladder.measure.trials 24 FLAGS..."""
+    """Run a script as on a T4: python -m ladder.measure.trials zero_init FLAGS..."""
     script = load_script(BY_LABEL[label])
     script.autocast_dtype = lambda device: torch.float16
     script.train(script.parse_args(flags))

@@ -3,8 +3,7 @@
 A round's logs are files of a folder, `round_1/baseline.log`, or, as records have them, one file, `round_1.log`: one log
 after another, each from its line `# script:` on. In such a file a log's path is `round_1.log/baseline.log`.
 
-A run that was resumed (rung 14) has appended to its log: of the steps that it repeated the last ones count, and of two
-headers the later.
+A resumed run appends to its log: of the steps that it repeated the last ones count, and of two headers the later.
 
 A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with or without further fields. Everything
 else is optional: what a log does not say is None.
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.rungs.list import BY_NAME, ROOT, Rung
+from ladder.rungs.list import BY_NAME, ROOT, Rung, today
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
@@ -48,7 +47,7 @@ class Run:
     """One log: what was run, and each step's loss (nats) and time (milliseconds)."""
 
     path: Path
-    name: str  # the script's, without its suffix
+    name: str  # the script's of today, without its suffix
     headers: dict
     B: int | None
     T: int | None
@@ -66,7 +65,7 @@ class Run:
     def complete(self):
         """It has its median line, and its last step is the one that the header promises.
 
-        A run that a signal stopped (rung 15) also has a median line.
+        A run that a signal stopped also has a median line.
         """
         promised = re.match(COUNT, self.headers.get("steps", ""))
         return self.first_counted_step is not None and (not promised or int(promised[1]) == self.steps[-1])
@@ -194,7 +193,7 @@ def run_of(path, headers):
     """A Run without a step."""
     batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
     B, T = map(int, batch.groups()) if batch else (None, None)
-    name = Path(headers.get("script", "")).stem or path.stem
+    name = today(Path(headers.get("script", "")).stem or path.stem)
     return Run(path, name, headers, B, T, int(headers.get("ranks", "1")))
 
 

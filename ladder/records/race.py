@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ladder.records.logs import stage_of
 from ladder.records.machine import read_json
+from ladder.rungs.list import today
 
 FILE = "race.json"
 
@@ -37,6 +38,11 @@ class Racer:
     def title(self):
         return stage_of(self.name).title
 
+    @property
+    def called(self):
+        """What a sentence calls it."""
+        return stage_of(self.name).called
+
 
 @dataclass
 class Race:
@@ -52,4 +58,7 @@ class Race:
 def read_race(folder):
     """The Race in a folder; None without one."""
     race = read_json(Path(folder) / FILE, dict, "run python -m experiments.race again")
-    return Race(**race | {"racers": [Racer(**racer) for racer in race["racers"]]}) if race else None
+    if not race:
+        return None
+    rows, racers = ([row | {"name": today(row["name"])} for row in race[key]] for key in ("rows", "racers"))
+    return Race(**race | {"rows": rows, "racers": [Racer(**racer) for racer in racers]})

@@ -15,6 +15,7 @@ from ladder.files import write_whole
 from ladder.records.logs import lines_of, read_headers, read_log, text_of
 from ladder.records.machine import read_json
 from ladder.records.significance import holm_effects, paired_effect
+from ladder.rungs.list import today
 
 FOLDERS = Path("logs/compare")  # of comparisons, each in one
 CSV = "compare.csv"
@@ -234,4 +235,5 @@ def write_csv(record, path):
 def read_csv(path):
     """The Record that write_csv wrote."""
     points = pandas.read_csv(path, comment="#", dtype=COLUMNS, usecols=[*COLUMNS])
+    points["rung"] = points.rung.map(today)
     return Record(read_headers(lines_of(text_of(path))), points)

@@ -5,6 +5,7 @@ A record calls what the step's matrix products take at the measured rate "floor_
 from pathlib import Path
 
 from ladder.records.machine import read_json
+from ladder.rungs.list import today
 
 KINDS = {  # kind of work: what belongs to it
     "matrix products": "the linear layers of the blocks",
@@ -28,4 +29,7 @@ def is_reliable(rung):
 
 def read_profile(folder):
     """The profile that `python -m ladder profile` put into a folder, or None."""
-    return read_json(Path(folder) / "profile.json", dict, "delete it, and run python -m ladder profile again") or None
+    profile = read_json(Path(folder) / "profile.json", dict, "delete it, and run python -m ladder profile again")
+    for found in profile.get("rungs", []):
+        found["name"] = today(found["name"])
+    return profile or None

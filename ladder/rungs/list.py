@@ -4,12 +4,14 @@ The tests enforce it, and everything that shows the ladder reads it. A definitio
 ("GPT.forward"), by name; "imports" stands for the import statements. The module docstring may always change. Below the
 banner all scripts are byte-identical.
 """
+import difflib
 import importlib.util
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ladder.errors import UserError
+from ladder.rungs.old_names import OLD_LABELS, OLD_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 BANNER = "# ---- the same in every rung"  # begins the line between a script's lesson and its plumbing
@@ -20,13 +22,14 @@ RUNGS, BY_LABEL = [], {}  # filled below
 class Rung:
     """One rung of the ladder."""
 
-    label: str  # what the rung is called on the command line: "0" to "10", "ddp", "11" and up, "long_run", "fsdp"
+    label: str  # what it is called on the command line: "0" to "10", "ddp"; in beyond/ its file's name without number
     file: str  # relative to the repository's root
     title: str
     before: str | tuple | None = None  # the label of the rung it starts from; of long_run those of both
     may_change: frozenset = frozenset()  # of long_run: what is neither's
     same_losses: float | None = None  # nats: how close its losses stay to the rung before; None: it changes them
     lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/teaching.md)
+    brings: str = ""  # what it is good for, in a few words: of the scripts in beyond/
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
     # From here on, what a rung does not set is as in the (last) rung it starts from.
     tied: bool = False  # one matrix is both embedding and output layer
@@ -46,6 +49,16 @@ class Rung:
     def start(self):
         """The rung that it is compared with: the first that it starts from, None for the baseline."""
         return self.starts[0] if self.starts else None
+
+    @property
+    def called(self):
+        """What a sentence calls it: "rung 6", or by its label alone."""
+        return f"rung {self.label}" if self.label.isdigit() else self.label
+
+    @property
+    def track(self):
+        """The folder of beyond/ that it lies in; "" for the others."""
+        return self.path.parent.name if self.file.startswith("beyond/") else ""
 
     @property
     def path(self):
@@ -99,103 +112,145 @@ LADDER = list(RUNGS)  # up to here each rung makes a step faster or the loss fal
 add("ddp", "ddp_run.py", "DistributedDataParallel", "10",
     "imports", "add_flags", "init_ranks", "train", torchrun=True)
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
-add("11", "beyond/long_run/rung_11_gradient_accumulation.py", "gradient accumulation", "ddp",
-    "add_flags", "batches_per_step", "optimizer_step", "train")
-add("12", "beyond/long_run/rung_12_prefetch.py", "prefetch", "11",
-    "DataLoaderLite", "optimizer_step", "train", same_losses=0.01)
-add("13", "beyond/long_run/rung_13_validation.py", "validation", "12",
-    "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01)
-add("14", "beyond/long_run/rung_14_checkpoint_resume.py", "checkpoint and resume", "13",
-    "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01)
-add("15", "beyond/long_run/rung_15_preemption.py", "preemption", "14",
-    "imports", "on_any_rank", "catch_signals", "train", same_losses=0.01)
-add("16", "beyond/long_run/rung_16_gradient_checkpointing.py", "gradient checkpointing", "15",
-    "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "train", same_losses=0.1)
-add("17", "beyond/long_run/rung_17_chunked_cross_entropy.py", "chunked cross-entropy", "16",
-    "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train",
-     same_losses=0.1, chunked=True)
+add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", "ddp",
+    "add_flags", "batches_per_step", "optimizer_step", "train",
+    brings="any batch size, in the memory of one micro-batch")
+add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", "gradient_accumulation",
+    "DataLoaderLite", "optimizer_step", "train", same_losses=0.01,
+    brings="the next batch arrives while the device works")
+add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", "prefetch",
+    "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01,
+    brings="the loss on text that was not trained on")
+add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", "distributed_validation",
+    "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01,
+    brings="a crash costs only the steps since the last checkpoint")
+add("preemption", "beyond/long_run/5_preemption.py", "preemption", "checkpoints",
+    "imports", "on_any_rank", "catch_signals", "train", same_losses=0.01,
+    brings="a signal, such as Ctrl-C, costs no step")
+add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing", "preemption",
+    "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "train", same_losses=0.1,
+    brings="only one block's activations in memory")
+add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chunked cross-entropy",
+    "gradient_checkpointing", "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train",
+    same_losses=0.1, chunked=True, brings="only one chunk's logits in memory")
 # From GPT-2 to a modern transformer: fewer tokens to the same loss. One process, one batch a step.
-add("validation", "beyond/modern/validation.py", "a validation loss", "10",
-    "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01)
-add("18", "beyond/modern/rung_18_muon.py", "Muon", "validation",
+add("validation", "beyond/modern/0_validation.py", "a validation loss", "10",
+    "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01,
+    brings="the loss on text that was not trained on, in one process")
+add("muon", "beyond/modern/1_muon.py", "Muon", "validation",
     "add_flags", "GPT.configure_optimizers", "orthogonalize", "muon_update", "MuonAdamW",
-    "set_learning_rates", "train")
-add("19", "beyond/modern/rung_19_trapezoid_lr.py", "trapezoid learning rate", "18",
-    "add_flags", "get_lr", "set_learning_rates")
-add("20", "beyond/modern/rung_20_rope.py", "RoPE", "19",
-    "model_config", "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None)
-add("21", "beyond/modern/rung_21_rmsnorm.py", "RMSNorm, no biases", "20",
-    "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT")
-add("22", "beyond/modern/rung_22_qk_norm.py", "QK-norm", "21",
-    "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT")
-add("23", "beyond/modern/rung_23_swiglu.py", "SwiGLU", "22", "GPTConfig", "MLP", "GPT",
-     exports_to="qwen3")
-add("24", "beyond/modern/rung_24_zero_init.py", "zero-initialized projections", "23", "GPT._init_weights")
-# Larger models.
-add("25", "beyond/modern/rung_25_fp8.py", "FP8", "24", "add_flags", "to_float8", "float8_product",
-    "Float8Product", "Float8Linear", "use_float8", "CausalSelfAttention.__init__", "MLP.__init__", "train")
+    "set_learning_rates", "train", brings="a much lower loss")
+add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate", "muon",
+    "add_flags", "get_lr", "set_learning_rates", brings="you can decide late how long a run is")
+add("rope", "beyond/modern/3_rope.py", "RoPE", "trapezoid_lr",
+    "model_config", "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None,
+    brings="relative positions, without parameters")
+add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", "rope",
+    "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT", brings="less to compute")
+add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", "rmsnorm",
+    "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT",
+    brings="bounded attention scores, a lower loss")
+add("swiglu", "beyond/modern/6_swiglu.py", "SwiGLU", "qk_norm", "GPTConfig", "MLP", "GPT",
+    exports_to="qwen3", brings="the architecture of Qwen3; no difference in loss that holds")
+add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections", "swiglu", "GPT._init_weights",
+    brings="no significant difference")
+# What starts from the modern model: larger models, past Qwen3, a wide model's rates, a small model's vocabulary.
+add("fp8", "beyond/modern/fp8.py", "FP8", "zero_init", "add_flags", "to_float8", "float8_product",
+    "Float8Product", "Float8Linear", "use_float8", "CausalSelfAttention.__init__", "MLP.__init__", "train",
+    brings="for large models on Ada, Hopper or newer; not timed yet")
+add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", "zero_init",
+    "GPT", "count_log_frequencies", "train", exports_to=None, brings="a faster start with GPT-2's tokens")
+add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embeddings", "frequency_prior",
+    "GPTConfig", "GPT.__init__", "GPT.forward", "GPT.configure_optimizers",
+    brings="a lower loss on bytes (four seeds), less so in a larger model")
+add("mup", "beyond/modern/mup.py", "rates that carry over", "zero_init",
+    "BASE_WIDTH", "GPT.__init__", "GPT.forward", "muon_update",
+    brings="the learning rates of width 128 also fit width 512")
+add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", "zero_init",
+    "EXTRA_ROWS", "GPT.forward", "GPT.sampled_loss",
+    brings="a lower loss in the same time, for a small model with GPT-2's tokens")
 # A model worth keeping from a small text.
-add("26", "beyond/small_text/rung_26_shuffled_windows.py", "shuffled windows", "24", "DataLoaderLite", "train")
-add("27", "beyond/small_text/rung_27_best_checkpoint.py", "best checkpoint", "26",
-    "add_flags", "Best", "train", same_losses=0.01)
-add("28", "beyond/small_text/rung_28_dropout.py", "dropout", "27",
-    "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train")
-add("29", "beyond/small_text/rung_29_documents_apart.py", "documents apart", "28",
-    "document_mask", "CausalSelfAttention", "Block.forward", "GPT.__init__", "GPT.forward", "train")
-# Past Qwen3: fewer tokens to the same loss.
-add("30", "beyond/modern/rung_30_frequency_prior.py", "frequency prior", "24",
-    "GPT", "count_log_frequencies", "train", exports_to=None)
-add("31", "beyond/modern/rung_31_ngram_embeddings.py", "hashed n-gram embeddings", "30",
-    "GPTConfig", "GPT.__init__", "GPT.forward", "GPT.configure_optimizers")
-# Both trunks in one.
-add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run", ("17", "24"),
+add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", "zero_init",
+    "DataLoaderLite", "train", brings="a lower loss (three seeds)")
+add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoint", "shuffled_windows",
+    "add_flags", "Best", "train", same_losses=0.01, brings="the model from before it overfit")
+add("dropout", "beyond/small_text/3_dropout.py", "dropout", "best_checkpoint",
+    "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train",
+    brings="a lower loss on a text that is read many times (three seeds)")
+add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", "dropout",
+    "document_mask", "CausalSelfAttention", "Block.forward", "GPT.__init__", "GPT.forward", "train",
+    brings="no significant difference")
+# Both trunks in one, and the shape of published models.
+add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run", ("chunked_cross_entropy", "zero_init"),
     "imports", "add_flags", "GPT.__init__", "GPT.forward", "Checkpoints.refuse_other_run", "last_step_at_max_lr",
-    "train", chunked=True)
-# The shape of published models.
-add("32", "beyond/long_run/rung_32_grouped_query_attention.py", "grouped-query attention", "long_run",
-    "add_flags", "GPTConfig", "model_config", "CausalSelfAttention", "GPT.__init__")
+    "train", chunked=True, brings="a modern model on any number of cards, through crashes")
+add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention", "long_run",
+    "add_flags", "GPTConfig", "model_config", "CausalSelfAttention", "GPT.__init__",
+    brings="loads the published Qwen3s; a smaller cache when sampling")
 # Several cards.
-add("33", "beyond/several_cards/rung_33_sharded_optimizer.py", "sharded optimizer", "long_run",
+add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", "long_run",
     "GPT.configure_optimizers", "MuonAdamW.step", "ShardedMuonAdamW", "Checkpoints.save", "init_ranks", "train",
-     same_losses=0.01, torchrun=True)
-add("fsdp", "beyond/several_cards/fsdp_run.py", "FSDP", "long_run",
+    same_losses=0.01, torchrun=True, brings="moments and updates divided among the ranks")
+add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", "long_run",
     "imports", "GPT.__init__", "GPT.forward", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save",
-    "shard", "gather", "compile_parts", "optimizer_step", "train", torchrun=True)
-add("dcp", "beyond/several_cards/fsdp_sharded_checkpoint.py", "sharded checkpoint", "fsdp",
-    "imports", "Checkpoints", same_losses=0.01, torchrun=True)
-# Learning rates for larger models.
-add("34", "beyond/modern/rung_34_rates_that_carry_over.py", "rates that carry over", "24",
-    "BASE_WIDTH", "GPT.__init__", "GPT.forward", "muon_update")
-# A small model's vocabulary.
-add("39", "beyond/modern/rung_39_sampled_softmax.py", "sampled softmax", "24",
-    "EXTRA_ROWS", "GPT.forward", "GPT.sampled_loss")
+    "shard", "gather", "compile_parts", "optimizer_step", "train", torchrun=True,
+    brings="parameters, gradients and moments divided among the cards")
+add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded checkpoint", "fsdp",
+    "imports", "Checkpoints", same_losses=0.01, torchrun=True, brings="each card saves its own part")
 # The last milliseconds on one GPU: from rung 10.
-add("35", "beyond/gpu/rung_35_bf16_residual.py", "bfloat16 residual stream", "10",
-    "GPT.forward", same_losses=0.1, memory=(32, 4, 0))
-add("36", "beyond/gpu/rung_36_cuda_graphs.py", "CUDA graphs", "35",
+add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream", "10",
+    "GPT.forward", same_losses=0.1, memory=(32, 4, 0), brings="fewer bytes (computed)")
+add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", "bf16_residual",
     "imports", "add_flags", "GPT.configure_optimizers", "optimizer_step", "has_graphs", "GraphedStep", "train",
-     same_losses=0.01)
+    same_losses=0.01, brings="a step's kernels launched as one")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
-NUMBERS = [label for label in BY_LABEL if label.isdigit()]
-CHOICE = f"0 to {max(NUMBERS, key=int)}, {', '.join(label for label in BY_LABEL if label not in NUMBERS)}"
+TRACKS = list(dict.fromkeys(rung.track for rung in RUNGS if rung.track))  # in the order of the list
+CHOICE = "0 to 10, ddp, or a script of beyond/ by its name (python -m ladder diff lists them)"
 
 
 def parse_rungs(text):
-    """The rungs of "0-2,ddp", without duplicates; raises UserError for anything that is not a rung."""
-    labels, rungs = list(BY_LABEL), []
-    for part in text.replace(" ", "").split(","):
-        ends = part.split("-")
-        places = [labels.index(label) for label in ends if label in labels]
-        if len(places) != len(ends) or len(ends) > 2 or places[0] > places[-1]:
-            raise UserError(f"--rungs {text}: not rungs; write for example 0-10 or 0,5,ddp, of {CHOICE}")
-        rungs += RUNGS[places[0] : places[-1] + 1]
+    """The rungs of "0-2,ddp,muon,gpu/", without duplicates; raises UserError for anything that is not a rung."""
+    rungs = []
+    for word in text.replace(" ", "").split(","):
+        first, dash, last = word.partition("-")
+        if word in BY_LABEL:
+            rungs.append(BY_LABEL[word])
+        elif word.rstrip("/") in TRACKS:
+            rungs += [rung for rung in RUNGS if rung.track == word.rstrip("/")]
+        elif dash and {first, last} <= {rung.label for rung in LADDER} and int(first) <= int(last):
+            rungs += LADDER[int(first) : int(last) + 1]
+        else:
+            tracks = ", ".join(f"{track}/" for track in TRACKS)
+            raise UserError(f"--rungs {text}: {unknown(word)}; a range is of 0 to 10, and {tracks} are all of a track")
     return list(dict.fromkeys(rungs))
 
 
 def find_rung(word):
-    """The rung called "7", "07" or "ddp", or by its file's name."""
-    rung = BY_LABEL.get(word.lstrip("0") or "0") or BY_NAME.get(Path(word).stem)
+    """The rung called "7", "07", "ddp" or "muon", or by its file's name of today or of before."""
+    stem = Path(word).stem
+    for name in (word.lstrip("0") or "0", stem):
+        if name in BY_LABEL:
+            return BY_LABEL[name]
+    rung = BY_NAME.get(today(stem))
     if rung is None:
-        raise UserError(f"no rung {word}: write one of {CHOICE}, or its file's name")
+        raise UserError(f"{unknown(word)}; write {CHOICE}")
     return rung
+
+
+def unknown(word):
+    """Says that a word is no rung, and what was meant, as far as it can tell."""
+    if word in OLD_LABELS:
+        return f"{word} is called {OLD_LABELS[word]} today"
+    known = [*BY_LABEL, *(f"{track}/" for track in TRACKS)]
+    near = [label for label in known if len(word) > 3 and word in label]
+    near += [label for label in difflib.get_close_matches(word, known, cutoff=0.5) if label not in near]
+    return f"no rung {word}" + (f", perhaps {' or '.join(near[:3])}" if near else "")
+
+
+# ---- the names of earlier times --------------------------------------------------------------------------------------
+
+
+def today(name):
+    """The name that a script has today, from the one that a record gives, both without suffix."""
+    return BY_LABEL[OLD_NAMES[name]].name if name in OLD_NAMES else name

@@ -17,8 +17,8 @@ from ladder.rungs.list import BY_LABEL, ROOT
 
 AUTHOR = r"[A-Z][\w’-]+"
 PAPER = re.compile(rf"{AUTHOR}(?: et al\.|(?:,| &amp;| and) {AUTHOR})* \d{{4}}(?:, “[^”]+”| \([^)]+\))?")
-# Code, which stays as it is; a rung; a file; an issue of PyTorch's.
-REFERENCE = re.compile(r"(?s)<pre>.*?</pre>|<code>.*?</code>|\b[Rr]ungs? (?P<rung>\w+)\b"
+# A script by its label; other code, which stays as it is; a rung; a file; an issue of PyTorch's.
+REFERENCE = re.compile(r"(?s)<pre>.*?</pre>|<code>(?P<label>\w+)</code>|<code>.*?</code>|\b[Rr]ungs? (?P<rung>\w+)\b"
                        r"|\b(?P<file>(?:docs|experiments|beyond|ladder|data|tests)/[\w./#-]*\w|\w+\.py)\b"
                        r"|pytorch (?:issue|pull request) (?P<issue>\d+)")
 
@@ -26,8 +26,9 @@ REFERENCE = re.compile(r"(?s)<pre>.*?</pre>|<code>.*?</code>|\b[Rr]ungs? (?P<run
 def link_reference(found):
     """The HTML in place of a match of REFERENCE: a link where it leads somewhere."""
     file = found["file"]
-    if found["rung"] in BY_LABEL:
-        target = f"#rung-{found['rung']}"
+    label = found["rung"] or found["label"]
+    if label in BY_LABEL:
+        target = f"#rung-{label}"
     elif file and (ROOT / file.partition("#")[0]).exists():
         target = f"../{file}"
     elif found["issue"]:
@@ -99,7 +100,7 @@ def hunk_html(hunk, blocks):
 def read_exercises(path=ROOT / "docs" / "exercises.md"):
     """{label: Markdown} of the lessons that the file has an exercise for."""
     text = path.read_text(encoding="utf-8")
-    headings = list(re.finditer(r"(?m)^## (?:(\w+)\. )?.*$", text))  # of a lesson: "## 6. Flash attention"
+    headings = list(re.finditer(r"(?m)^## (?:`?(\w+)`?\. )?.*$", text))  # "## 6. Flash attention", "## `muon`. Muon"
     ends = [heading.start() for heading in headings[1:]] + [len(text)]
     return {heading[1]: text[heading.end() : end].strip() for heading, end in zip(headings, ends, strict=True)
             if heading[1] in BY_LABEL}

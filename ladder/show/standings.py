@@ -51,7 +51,7 @@ def racer_texts(racer, first, target):
         f"tokens to {target:.2f}": number_or_never(racer.tokens[0], "{:,.0f}"),
         "ms/step": f"{racer.ms:,.0f}" if racer.ms >= 100 else f"{racer.ms:.1f}",
         "seconds": number_or_never(racer.seconds[0], "{:,.0f}" if first.seconds[0] >= 20 else "{:.1f}"),
-        f"% of rung {first.label}'s": with_range(racer.percent, "{:.0f}"),
+        f"% of {first.called}'s": with_range(racer.percent, "{:.0f}"),
         "parameters": f"{racer.parameters / 1e6:.2f}M",
     }
 

@@ -19,38 +19,38 @@ PARTS = [
     Part("ladder", "The ladder", ("0",),
          "Each lesson is the script's own explanation, an exercise, the change, folded until you ask for it, and what "
          "the change did on the machines that ran it."),
-    Part("long-runs", "A long run", ("11",),
+    Part("long-runs", "A long run", ("gradient_accumulation",),
          "These rungs are not about speed: they add what a long training run needs."),
-    Part("memory", "Memory", ("16",),
+    Part("memory", "Memory", ("gradient_checkpointing",),
          "The same losses in less memory: first the activations of the blocks, then the logits."),
     Part("modern", "From GPT-2 to Qwen3", ("validation",),
-         "A branch of its own, from rung 10 on: one process, one batch a step. Rungs 18 to 24 change the optimizer, "
+         "A branch of its own, from rung 10 on: one process, one batch a step. These scripts change the optimizer, "
          "the schedule and the architecture: one by one they turn GPT-2 into a Qwen3. A step does not get faster; what "
          "counts is the time to a validation loss, each rung with its own best learning rates."),
-    Part("larger", "Larger models", ("25",), "FP8 for the matrix products that are large enough."),
-    Part("small-text", "A small text", ("26",), "What a model needs that reads its text many times."),
-    Part("past-qwen3", "Past Qwen3", ("30",),
+    Part("larger", "Larger models", ("fp8",), "FP8 for the matrix products that are large enough."),
+    Part("past-qwen3", "Past Qwen3", ("frequency_prior",),
          "Fewer tokens to the same loss, in models that transformers does not have."),
-    Part("both", "A long run of a modern model", ("long_run",),
-         "The two trunks meet: the long run of rung 17 and the model of rung 24."),
-    Part("published-qwen3s", "The published Qwen3s", ("32",),
-         "Rung 24 has the parts of a Qwen3; this rung gives it the shape of those that are published."),
-    Part("cards", "Several cards", ("33", "fsdp"),
-         "Under DDP every card holds the whole model and its optimizer. Here the cards share them: rung 33 the "
-         "optimizer's work and moments, FSDP also the parameters and gradients, for a model that does not fit on one "
-         "card."),
-    Part("rates", "A wide model's learning rates", ("34",),
+    Part("rates", "A wide model's learning rates", ("mup",),
          "What is found in a cheap run of a narrow model is used in a wide one."),
-    Part("vocabulary", "A small model's vocabulary", ("39",),
+    Part("vocabulary", "A small model's vocabulary", ("sampled_softmax",),
          "GPT-2's 50,257 tokens take most of a small model's step, in its output layer."),
-    Part("gpu", "The last milliseconds on a GPU", ("35",),
+    Part("small-text", "A small text", ("shuffled_windows",), "What a model needs that reads its text many times."),
+    Part("both", "A long run of a modern model", ("long_run",),
+         "The two trunks meet: the long run of `chunked_cross_entropy` and the model of `zero_init`."),
+    Part("published-qwen3s", "The published Qwen3s", ("grouped_query_attention",),
+         "`zero_init` has the parts of a Qwen3; this rung gives it the shape of those that are published."),
+    Part("cards", "Several cards", ("sharded_optimizer", "fsdp"),
+         "Under DDP every card holds the whole model and its optimizer. Here the cards share them: `sharded_optimizer` "
+         "the optimizer's work and moments, FSDP also the parameters and gradients, for a model that does not fit on "
+         "one card."),
+    Part("gpu", "The last milliseconds on a GPU", ("bf16_residual",),
          "From rung 10 on: what is left of a step when the usual means are used up."),
 ]
 STARTS = {label: part for part in PARTS for label in part.starts}
 
 # A learner's path; every other lesson is reference.
-EVENINGS = {"first": ("0", "1", "2", "3", "5", "6"), "second": ("8", "10", "11", "18", "20")}
-EXERCISES = {"first": ("0", "1", "6"), "second": ("9", "11")}
+EVENINGS = {"first": ("0", "1", "2", "3", "5", "6"), "second": ("8", "10", "gradient_accumulation", "muon", "rope")}
+EXERCISES = {"first": ("0", "1", "6"), "second": ("9", "gradient_accumulation")}
 
 
 def parts():

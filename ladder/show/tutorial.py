@@ -29,12 +29,12 @@ PAGE = ROOT / "docs" / "index.html"
 COUNTED_FOR = ("H100", "A100")
 LARGE = 200  # rows: a longer diff is the terminal's
 # What the page says above a lesson, with a link.
-STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)(?: and rung \w+)?\.")
+STARTS_FROM = re.compile(r"\s*Starts from (?:rung \w+|\w+\.py)(?: and \w+\.py)?\.")
 
 
 def figures_of(key):
-    """The figures of a rung's label or a part's id: 6.svg and 6_growth.svg are rung 6's."""
-    paths = [path for path in HERE.glob("pictures/*.svg") if path.stem.partition("_")[0] == key]
+    """The figures of a rung's label or a part's id: 6.svg and 6-growth.svg are rung 6's."""
+    paths = [path for path in HERE.glob("pictures/*.svg") if path.stem.partition("-")[0] == key]
     return "".join(map(picture, sorted(paths)))
 
 

@@ -6,7 +6,7 @@ from ladder.count.flops import SHAPES
 from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.count.roofline import STORED, counted_rungs, floor_row, read_store
 from ladder.errors import UserError
-from ladder.rungs.list import parse_rungs
+from ladder.rungs.list import BY_LABEL, parse_rungs
 from ladder.show import formats
 from ladder.show.terminal import COUNT, print_texts
 
@@ -15,7 +15,7 @@ def add_flags(parser):
     flag = parser.add_argument
     flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
          "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
-    flag("--rungs", default="0-10", help="for example 0-31 (default: %(default)s)")
+    flag("--rungs", default="0-10", help="for example 0-10,modern/ (default: %(default)s)")
     flag("--model", default=STORED["model"], choices=SHAPES, help="(default: %(default)s)")
     flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s); with another --model, -B or -T kernels "
          "are counted anew, some ten seconds for each rung")
@@ -57,7 +57,8 @@ def print_floors(kernels, cards, setting, console):
     """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
     texts = [floor_texts(floor_row(label, counted, cards), cards) for label, counted in kernels.items()]
     least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
-    caption = f"Rung {label} takes about {least / 1e9:.0f} GB at this batch; a card with less needs a smaller -B.\n"
+    called = BY_LABEL[label].called
+    caption = f"The most memory takes {called}, about {least / 1e9:.0f} GB; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
     title = "Floors, counted: {model}, B={B} T={T}".format(**setting)

@@ -16,7 +16,7 @@ from ladder.show.terminal import AMOUNT, COUNT
 
 def add_flags(parser):
     flag = parser.add_argument
-    flag("--rungs", default="0-10", help="for example 0,5,ddp or 11-15 (default: %(default)s)")
+    flag("--rungs", default="0-10", help="for example 0,5,ddp or muon,gpu/ (default: %(default)s)")
     flag("--repeat", type=COUNT, default=1, metavar="N", help="N rounds, each in an order of its own, to see the noise")
     flag("--at-once", type=COUNT, default=1, metavar="N",
          help="start and compile N rungs at once; they still train one after another (default: %(default)s)")
@@ -26,7 +26,7 @@ def add_flags(parser):
     flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
     flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
     flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
-    flag("--processes", type=COUNT, default=2, help="of ddp, 33, fsdp and dcp (default: %(default)s)")
+    flag("--processes", type=COUNT, default=2, help="of ddp and the scripts of several_cards/ (default: %(default)s)")
     flag("--logs", type=Path, metavar="FOLDER", help="a new folder (default: logs/ladder/DATE_TIME)")
 
 

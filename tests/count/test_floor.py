@@ -119,20 +119,20 @@ def test_what_a_step_does_not_compute_leaves_the_stored_counts_valid(old, new, s
 
 
 def test_stored_products_are_the_closed_forms():
-    """Of a step's tokens; from rung 18 on also Muon's: 5 iterations of three products for each matrix of a block."""
+    """Of a step's tokens; from `muon` on also Muon's: 5 iterations of three products for each matrix of a block."""
     n_layer, _, n_embd = SHAPES["gpt2"]
     n_hidden = 2048
     for row in roofline.floor_data([])["rungs"]:
         label, entry = row["label"], BY_LABEL[row["label"]]
-        swiglu = n_layer * (3 * n_hidden - 8 * n_embd) * n_embd * builds_on(label, "23")  # parameters more than GPT-2's
+        swiglu = n_layer * (3 * n_hidden - 8 * n_embd) * n_embd * builds_on(label, "swiglu")  # more than GPT-2's
         expected = flops_per_token("gpt2", 1024, entry.causal) + n_layer * n_embd * 1024 * entry.causal + 6 * swiglu
-        n_rows = 16 * 1024 + 1024 if label == "39" else 50304  # 39: one for each token, and others; 7: with padding
+        n_rows = 16 * 1024 + 1024 if label == "sampled_softmax" else 50304  # one for each token, and others; padded
         expected += 6 * (n_rows - VOCAB_SIZE) * n_embd * builds_on(label, "7")
-        n_qkv = 2 * n_embd if label == "32" else 3 * n_embd  # 32: half as many heads of keys and values
+        n_qkv = 2 * n_embd if label == "grouped_query_attention" else 3 * n_embd  # half of the keys', values' heads
         expected -= 6 * n_layer * (3 * n_embd - n_qkv) * n_embd
-        mlp = [(n_hidden, n_embd)] * 3 if builds_on(label, "23") else [(4 * n_embd, n_embd)] * 2
+        mlp = [(n_hidden, n_embd)] * 3 if builds_on(label, "swiglu") else [(4 * n_embd, n_embd)] * 2
         muon = sum(2 * m * n * n + 2 * n**3 + 2 * m * n * n for m, n in [(n_qkv, n_embd), (n_embd, n_embd), *mlp])
-        expected = expected * 16 * 1024 + 5 * n_layer * muon * builds_on(label, "18")
+        expected = expected * 16 * 1024 + 5 * n_layer * muon * builds_on(label, "muon")
         assert sum(row["tflop"].values()) == pytest.approx(expected / 1e12, rel=1e-9), label
 
 
@@ -247,10 +247,10 @@ def most_alive(graph, numel):
     return most
 
 
-def test_17_the_logits_of_all_chunks_never_exist_at_once_when_compiled_for_a_gpu(monkeypatch):
+def test_chunked_cross_entropy_the_logits_of_all_chunks_never_exist_at_once_when_compiled_for_a_gpu(monkeypatch):
     """Of four chunks only those of one, and their gradients: an H100's peak had those of all four."""
     most, schedule = [], kernels.scheduled_kernels
     monkeypatch.setattr(kernels, "scheduled_kernels", lambda graph: (
         most.append(most_alive(graph, 4096 * 50304)) or schedule(graph)))
-    kernels.count("17", "tiny", 16, 1024, loss_chunk=4096)
+    kernels.count("chunked_cross_entropy", "tiny", 16, 1024, loss_chunk=4096)
     assert most == [2, 0]  # forward, backward

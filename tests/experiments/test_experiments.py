@@ -28,7 +28,7 @@ from experiments.sharded_step import __main__ as sharded_step
 from ladder.errors import UserError
 from ladder.rungs.list import BY_LABEL, load_script
 
-BASES = {"evidence": "15", "variants": "24"}  # the rung that the patches in a folder change
+BASES = {"evidence": "preemption", "variants": "zero_init"}  # the rung that the patches in a folder change
 
 
 # ---- patches ---------------------------------------------------------------------------------------------------------
@@ -66,8 +66,8 @@ def test_variants_of_nosuch_are_refused():
 def test_variants_are_compared_with_their_rung(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(variants, "ladder", lambda words: words)
-    verb, base, *files, flag, value = variants.main(["--patches", "evidence", "--base", "15", "--steps", "3"])
-    assert (verb, base, flag, value) == ("compare", "15", "--steps", "3")
+    verb, base, *files, flag, value = variants.main(["--patches", "evidence", "--base", "preemption", "--steps", "3"])
+    assert (verb, base, flag, value) == ("compare", "preemption", "--steps", "3")
     assert [Path(file).stem for file in files] == [patch.stem for patch in variants.patches("evidence")]
 
 
@@ -112,7 +112,7 @@ def test_network_prints_the_rates_of_its_times(alone, monkeypatch, capsys):
     rates = {1e6: 1e9, 25e6: 2e9}  # those of the second size, DDP's, are what a step's gradients take
     monkeypatch.setattr(network, "all_reduce_seconds", lambda n_bytes, device: n_bytes / rates[n_bytes])
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    network.main(["1", "25"])
+    network.main(["1", "fp8"])
     out = capsys.readouterr().out
     assert "    25     12.50    2.000      3.000" in out  # each of four sends 3/4 of the buffer twice
     assert f"gpt2 {497.9:18.1f} {497.9 / 2000:8.3f}" in out
@@ -120,7 +120,7 @@ def test_network_prints_the_rates_of_its_times(alone, monkeypatch, capsys):
 
 def test_data_wait_is_what_lies_between_zero_grad_and_the_model(tokens, monkeypatch):
     """A loader that takes 50 ms longer is seen; the model's own time is not, nor how slow the first two steps are."""
-    module = load_script(BY_LABEL["11"])
+    module = load_script(BY_LABEL["gradient_accumulation"])
     batch, forward = module.DataLoaderLite.batch, module.GPT.forward
 
     sleeps = iter([0.4, 0.4, 0.05, 0.05, 0.05])
@@ -140,7 +140,7 @@ def test_data_wait_is_what_lies_between_zero_grad_and_the_model(tokens, monkeypa
 
 
 def test_sharded_step_counts_the_moments(alone, monkeypatch, capsys):
-    """AdamW has two numbers a parameter, Muon one; alone, rung 33 has all of them, too."""
+    """AdamW has two numbers a parameter, Muon one; alone, `sharded_optimizer` has all of them, too."""
     monkeypatch.setattr("sys.argv", ["sharded_step", "--model", "tiny", "--rounds", "1"])
     sizes = []
     monkeypatch.setattr(sharded_step, "state_bytes", lambda optimizer, count=sharded_step.state_bytes:
@@ -151,7 +151,7 @@ def test_sharded_step_counts_the_moments(alone, monkeypatch, capsys):
     moments = 4 * (n_block + 2 * n_all + 2 * vectors)
     counters = 4 * (2 * (5 + 4) + 2)  # each tensor has its `step`
     assert sizes == [moments + counters] * 2
-    assert "rank 0 of 1, tiny, cpu, rung 33: " in capsys.readouterr().out
+    assert "rank 0 of 1, tiny, cpu, sharded_optimizer: " in capsys.readouterr().out
 
 
 # ---- attention, losses -----------------------------------------------------------------------------------------------
@@ -163,12 +163,13 @@ def test_causal_attention_in_blocks_is_causal_attention():
         assert torch.allclose(causal_attention.CONTESTANTS[name](q, k, v), expected, atol=1e-5), name
 
 
-@pytest.mark.parametrize("name", ["F.cross_entropy", "rung 17", "F.linear_cross_entropy, float32"])
+@pytest.mark.parametrize("name", ["F.cross_entropy", "chunked_cross_entropy", "F.linear_cross_entropy, float32"])
 def test_chunked_losses_are_the_uniform_ones(name):
     """Of logits that are all zero: ln(number of tokens), and softmax less the target as their gradient."""
     x, n = torch.ones(4, 8, requires_grad=True), chunked_loss.VOCAB_SIZE
     weight = torch.nn.Parameter(torch.zeros(n, 8))
-    loss = chunked_loss.LOSSES[name](load_script(BY_LABEL["17"]), x, weight, torch.tensor([0, 0, 0, 5]))
+    script = load_script(BY_LABEL["chunked_cross_entropy"])
+    loss = chunked_loss.LOSSES[name](script, x, weight, torch.tensor([0, 0, 0, 5]))
     loss.backward()
     assert loss.item() == pytest.approx(math.log(n))
     assert torch.allclose(weight.grad[[0, 5, 9]], torch.tensor([[-0.75], [-0.25], [0.0]]) + 1 / n, atol=1e-7)
@@ -203,7 +204,7 @@ def test_what_a_layer_keeps():
 
 def test_exercises_short_answers(capsys, monkeypatch, tokens):
     """Those that follow from arithmetic."""
-    exercises.main(["4", "16", "22", "23", "--short"])
+    exercises.main(["4", "gradient_checkpointing", "qk_norm", "swiglu", "--short"])
     out = capsys.readouterr().out
     assert "a block keeps 1 tensors, 1.00 times its input: 1x256x64" in out
     assert "gate without SiLU: 10 times the input gives 100.0 times the output" in out
@@ -221,7 +222,7 @@ def test_exercises_short_answers(capsys, monkeypatch, tokens):
 def test_a_resumed_run_repeats_the_second_half(monkeypatch, tokens):
     monkeypatch.setitem(exercises.QUICK, "data", str(tokens))
     monkeypatch.setitem(exercises.QUICK, "T", 32)
-    first, second, n_bytes = exercises.crash_and_resume(exercises.script("14"), steps=4)
+    first, second, n_bytes = exercises.crash_and_resume(exercises.script("checkpoints"), steps=4)
     assert len(first) == 4 and second == first[2:]
     assert n_bytes > 12 * 64 * 50304
 
@@ -231,16 +232,16 @@ def test_a_resumed_run_repeats_the_second_half(monkeypatch, tokens):
 def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(runs.subprocess, "run", lambda words, **more: started.append(words) or write_log(
-        tmp_path / "rung_29_documents_apart.log", tail=MEDIAN))
+        tmp_path / "4_documents_apart.log", tail=MEDIAN))
     for _ in range(2):
-        assert runs.finished(BY_LABEL["29"], ["--steps", 3], tmp_path).losses == [10, 9, 8]
+        assert runs.finished(BY_LABEL["documents_apart"], ["--steps", 3], tmp_path).losses == [10, 9, 8]
     assert [words[2:] for words in started] == [["--steps", "3", "--log-dir", str(tmp_path)]]
 
 
 def test_own_text_takes_the_lowest_losses(monkeypatch, tmp_path, capsys):
     """The rates of the lowest loss anywhere in a run, medians of seeds, differences seed by seed."""
     def val_losses(row, data, rates, seed, out):
-        if row == "24":
+        if row == "zero_init":
             return [1.5, 1.0, 3.0] if rates == (0.01, 0.005) else [1.2, 1.1, 1.1]
         return [9.0, {1337: 0.5, 1338: 0.9, 1339: 0.75}[seed], 2.0]
 
@@ -436,7 +437,7 @@ def test_a_sharded_optimizer_saves_the_moments_of_the_others():
 def test_the_windows_of_residual_scaling():
     """Losses whose differences are known: none in the first 25 steps, 0.5 and a little for each seed in the next."""
     rows = [{"rung": rung, "seed": seed, "step": step, "loss": 9 - step / 50 + seed - (0.5 + seed / 100) * lower}
-            for rung in "34" for seed in (1, 2, 3) for step in range(1, 51)
+            for rung in "mup" for seed in (1, 2, 3) for step in range(1, 51)
             for lower in [rung == "4" and step > 25]]
     first, second = residual_scaling.window_effects(pandas.DataFrame(rows)).items()
     assert (first[0], first[1].mean, first[1].p) == ("1 to 25", 0, 1)
@@ -477,10 +478,10 @@ def test_widths_finds_the_lowest_point_between_the_rates(capsys):
 
 def test_contests_of_a_recipe_with_itself_have_seeds_of_their_own(tmp_path, monkeypatch):
     """Else all forty were one; the copy adds 10,000 to them."""
-    seeds, job = [], SimpleNamespace(name=BY_LABEL["24"].name, command=["python", "script", "--seed", "1338"])
+    seeds, job = [], SimpleNamespace(name=BY_LABEL["zero_init"].name, command=["python", "script", "--seed", "1338"])
     monkeypatch.setattr(null, "load_script", lambda rung: SimpleNamespace(
         parse_args=lambda words: SimpleNamespace(seed=int(words[1])), train=lambda args: seeds.append(args.seed)))
     for number in range(40):
-        null.runner([BY_LABEL["24"]], number)([job] * 2)
+        null.runner([BY_LABEL["zero_init"]], number)([job] * 2)
     assert len({*seeds}) == 40 and len(seeds) == 80
-    assert "manual_seed(args.seed + 10_000" in null.copy_of(BY_LABEL["24"], tmp_path / "a.py").path.read_text()
+    assert "manual_seed(args.seed + 10_000" in null.copy_of(BY_LABEL["zero_init"], tmp_path / "a.py").path.read_text()

@@ -24,7 +24,7 @@ from ladder.show.charts import curves
 from ladder.show.plots import digest, save
 from ladder.show.standings import race_texts
 
-ADAMW, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("16", "18", "19"))
+ADAMW, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("gradient_checkpointing", "muon", "trapezoid_lr"))
 ORDER = [ADAMW.name, MUON.name, "an_idea"]
 STEPS = (10, 20, 30, 40)  # of the validations
 MS = {MUON.name: 110.0}  # a step of the others takes 100
@@ -160,7 +160,7 @@ def test_a_run_that_diverges_is_never_the_best_and_a_resumed_race_keeps_its_rate
     assert 5e-4 < float(kept) < 7e-4
     jobs = run_race(tmp_path, [ADAMW])
     assert part_of(jobs, "sweep") == [] and {rates_of(job) for job in part_of(jobs, "round")} == {(kept,)}
-    with pytest.raises(UserError, match="no run of beyond/.*/rung_16.* ended with a loss"):
+    with pytest.raises(UserError, match="no run of beyond/.*/6_gradient.* ended with a loss"):
         run_race(tmp_path / "all", [ADAMW], **{ADAMW.name: lambda end, job: "inf"})
 
 
@@ -187,7 +187,7 @@ def test_standings_are_medians_over_the_seeds_and_means_of_the_losses(tmp_path):
     assert curve["seconds"] == pytest.approx([1.1, 2.2, 3.3, 4.4])
     assert curve["loss"] == pytest.approx([23 / 3, 19 / 3, 5, 11.9 / 3])
     texts, caption = race_texts(report)
-    assert list(texts["% of rung 16's"]) == ["100 (98–never)", "69 (41–82)"]
+    assert list(texts["% of gradient_checkpointing's"]) == ["100 (98–never)", "69 (41–82)"]
     assert list(texts["learning rates"]) == ["0.0012", "0.0012, 0.004"]
     assert "3 seeds, too few for a star; 18 tries" in caption and "timed 5 times, alone" in caption
 
@@ -351,7 +351,7 @@ def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):
     """The same command resumes, and repeats nothing of the three parts; with others the folder is refused."""
     monkeypatch.setattr(race_module, "TIMINGS", 2)
     logs, name = tmp_path / "race", ADAMW.name
-    words = [str(logs), "--seeds", "1", "--jobs", "2", "--tries", "3", "--rungs", "16", *flags(tokens),
+    words = [str(logs), "--seeds", "1", "--jobs", "2", "--tries", "3", "--rungs", ADAMW.label, *flags(tokens),
              "--total-batch", "32",
              "--val-every", "2", "--val-sequences", "2", "--compile-mode", "none", "--warmup-steps", "0"]
     assert race_module.main(words) == 0

@@ -94,8 +94,8 @@ def test_a_rung_gets_the_flags_that_it_has_and_saves_no_checkpoints():
     assert command("4", "--compile-mode", "none", "-B", "1")[1:] == ["-B", "1", "--log-dir", "x"]
     assert "--compile-mode" in command("5", "--compile-mode", "none")
     assert "--nproc_per_node=3" in command("ddp", processes=3) and "--nproc_per_node=3" in command("fsdp", processes=3)
-    assert "--checkpoint-every" not in command("13")
-    assert command("14")[1:3] == command("16")[1:3] == ["--checkpoint-every", "0"]
+    assert "--checkpoint-every" not in command("distributed_validation")
+    assert command("checkpoints")[1:3] == command("gradient_checkpointing")[1:3] == ["--checkpoint-every", "0"]
 
 
 def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_run, monkeypatch, tmp_path, capsys):
@@ -231,7 +231,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):
 
 
 @pytest.mark.parametrize("label, limit", [
-    ("0", 33), ("7", 70), ("ddp", 70), ("14", 50), ("fsdp", 70), ("7", 1), ("7", 0)])
+    ("0", 33), ("7", 70), ("ddp", 70), ("checkpoints", 50), ("fsdp", 70), ("7", 1), ("7", 0)])
 def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, limit, tokens, monkeypatch, call):
     """Few cold compiles when the memory model is about right, an answer in any case, and as many ranks as asked for."""
     commands = []
@@ -255,7 +255,7 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
     for command in commands:
         assert ("--nproc_per_node=3" in command) == (ranks == 3)
         values, _ = split_flags(command, "-B", "--total-batch")
-        if label in ("14", "fsdp"):
+        if label in ("checkpoints", "fsdp"):
             assert int(values[1]) == int(values[0]) * 1024 * ranks  # one micro-step
         else:
             assert len(values) == 1

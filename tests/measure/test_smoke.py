@@ -130,7 +130,8 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
     monkeypatch.setattr(smoke.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
     settings = SimpleNamespace(device=device, model="tiny", data=tmp_path, compile_mode="default")
     trials = {trial.name: trial for trial in plan_trials(settings, tmp_path)}
-    others = {"24-eager", "24-float16", "29-documents", "long_run-float16", "long_run-resume"}
+    others = {"zero_init-eager", "zero_init-float16", "documents_apart-documents", "long_run-float16",
+              "long_run-resume"}
     assert {entry.label for entry in RUNGS} | others <= trials.keys()
     assert {trial.like for trial in trials.values()} <= trials.keys() | {""}
     assert not any("None" in trial.command for trial in trials.values())
@@ -140,28 +141,30 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
             entry.torchrun or entry.label == "long_run"))
     assert ("10-graphs" in trials) == (device == "cuda")
     names = list(trials)  # first what the others are compared with, then what has run least often
-    assert names.index("24") < names.index("24-eager") < names.index("20")
+    assert names.index("zero_init") < names.index("zero_init-eager") < names.index("rope")
     samples = {name for name in trials if name.endswith("-sample")}
-    assert {"0-sample", "31-sample"} < samples and "0-convert" in trials and "31-convert" not in trials
+    assert {"0-sample", "ngram_embeddings-sample"} < samples and "0-convert" in trials
+    assert "ngram_embeddings-convert" not in trials
 
 
 @pytest.mark.slow
 def test_trials_with_several_documents_would_notice_attention_across_them(tmp_path, tokens):
-    """Rung 28 is rung 29 without its mask."""
+    """`dropout` is `documents_apart` without its mask."""
     settings = SimpleNamespace(device="cpu", model="tiny", data=tokens, compile_mode="default")
     trials = {trial.name: trial for trial in smoke.own_text(settings, tmp_path)}
-    for trial in (trials["28-own-text-prepare"], trials["28-own-text"], trials["29-own-text"]):
+    for trial in (trials["dropout-own-text-prepare"], trials["dropout-own-text"], trials["documents_apart-own-text"]):
         trial.log_dir.mkdir(exist_ok=True)
         done = run_command(*trial.command)
         assert done.returncode == 0, done.stderr
-    trials["29-documents"].log_dir.mkdir()
-    without = [word.replace(BY_LABEL["29"].file, BY_LABEL["28"].file) for word in trials["29-documents"].command]
+    trials["documents_apart-documents"].log_dir.mkdir()
+    masked, unmasked = BY_LABEL["documents_apart"], BY_LABEL["dropout"]
+    without = [word.replace(masked.file, unmasked.file) for word in trials["documents_apart-documents"].command]
     done = run_command(*without, "--compile-mode", "none")
     assert done.returncode == 0, done.stdout + done.stderr
     first, other = (read_log(path).losses[0] for path in (
-        trials["29-own-text"].log_dir / f"{BY_LABEL['29'].name}.log",
-        trials["29-documents"].log_dir / f"{BY_LABEL['28'].name}.log"))
-    assert abs(first - other) > 2 * trials["29-documents"].within, (first, other)
+        trials["documents_apart-own-text"].log_dir / f"{masked.name}.log",
+        trials["documents_apart-documents"].log_dir / f"{unmasked.name}.log"))
+    assert abs(first - other) > 2 * trials["documents_apart-documents"].within, (first, other)
 
 
 def test_the_plan_where_nothing_compiles_and_on_windows(tmp_path, monkeypatch):
@@ -170,7 +173,8 @@ def test_the_plan_where_nothing_compiles_and_on_windows(tmp_path, monkeypatch):
     settings = SimpleNamespace(device="cuda", model="tiny", data=tmp_path, compile_mode="none")
     trials = {trial.name: trial for trial in plan_trials(settings, tmp_path)}
     assert not [name for name in trials if "torchrun" in name or "graphs" in name]
-    assert split_flags(trials["24"].command, "--compile-mode")[0] == ["none"] and "29-documents" not in trials
+    assert split_flags(trials["zero_init"].command, "--compile-mode")[0] == ["none"]
+    assert "documents_apart-documents" not in trials
     assert "--compile-mode" not in trials["4"].command
 
 
@@ -210,5 +214,5 @@ def test_everything_works_here(tmp_path, byte_tokens, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert code == 0, output
     assert len(re.findall(r"(?m)^ *\d+/\d+ \S+ +ok ", output)) > 44
-    assert "precision: float16" in (tmp_path / "out" / "24-float16.txt").read_text()
+    assert "precision: float16" in (tmp_path / "out" / "zero_init-float16.txt").read_text()
     assert re.search(r" 0 failed\.\n\d\d must have the same losses as another, 0 disagree", output)

@@ -14,7 +14,7 @@ from ladder.show.tables import as_json
 @pytest.mark.parametrize("header, tail, complete", [
     ("some chatter\n", MEDIAN, True),
     ("# batch: B=4 T=1024 | steps: 3\n", MEDIAN, True),
-    ("# batch: B=4 T=1024 | steps: 8\n", MEDIAN, False),  # a signal: rung 15 prints its median then, too
+    ("# batch: B=4 T=1024 | steps: 8\n", MEDIAN, False),  # a signal: `preemption` prints its median then, too
     ("# batch: B=4 T=1024 | steps: 3\n", "\n", False),
     ("# batch: B=4 T=1024 | steps: 3\n", "\nstep : 4 | loss: 5 | dt: 1 ms", False),  # killed while it wrote this line
 ])
@@ -33,7 +33,7 @@ def test_the_warm_up_is_the_first_half_where_no_median_line_says_otherwise(steps
 
 def test_validations_are_no_steps_and_take_no_time(tmp_path):
     """Three steps of 100 ms, a validation after the second and the third."""
-    log = write_log(tmp_path / "rung_13_validation.log", ms=[100] * 3, losses=[9.0, 8.0, 7.0])
+    log = write_log(tmp_path / "3_distributed_validation.log", ms=[100] * 3, losses=[9.0, 8.0, 7.0])
     log.write_text(re.sub("(step : ([23]) .*)", r"\1\nval : step \2 | loss: 7.\2 | time: 60.00 s", log.read_text()))
     run = read_log(log)
     assert (run.losses, run.val_steps, run.val_losses) == ([9.0, 8.0, 7.0], [2, 3], [7.2, 7.3])
@@ -47,7 +47,7 @@ def test_mfu_counts_the_vocabulary_of_the_data(tokens, vocab_size, tmp_path):
                              f"# data: my text ({tokens} tokens) | loaded 9 tokens\n"))
     assert run.vocab_size == vocab_size
     share = mfu(run, {"float32": 1e12}, 1000)
-    run.name = "rung_32_grouped_query_attention"
+    run.name = "grouped_query_attention"
     assert mfu(run, {"float32": 1e12}, 1000) is None  # its flags change the matrices
     assert share == (vocab_size and flops_per_token("4x4x128", 64, vocab_size=vocab_size) * 1000 / 1e12)
 

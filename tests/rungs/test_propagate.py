@@ -55,11 +55,11 @@ def replaced(entry, *changes):
 
 
 NATURAL_FIX = [  # of the baseline; the text is the same in all rungs, though beside or in lines that some change
-    ("  # (n_tokens,)", "  # (n_tokens,), mapped"),  # rung 13, beside lines of 12 and 26
+    ("  # (n_tokens,)", "  # (n_tokens,), mapped"),  # distributed_validation, beside changed lines
     ('        self.line(f"# script: {SCRIPT.name}")\n', ""),
     ("class Block(", "def half(x):\n    return x / 2\n\n\nclass Block("),
     ("import os\nimport pickle\n", "import os\nimport pathlib\nimport pickle\n"),
-    ("tokens from a token file", "tokens of a file"),  # rungs 12 and 26
+    ("tokens from a token file", "tokens of a file"),  # prefetch and shuffled_windows
 ]
 
 
@@ -85,14 +85,14 @@ def test_a_fix_becomes_the_same_fix_in_all_later_rungs(repository):
 
 
 def test_other_branches_get_a_fix_that_stops_in_one(repository):
-    """26 changes how a batch is found; 30, which starts from 24, too, does not wait for it, nor does 26 for 30."""
+    """shuffled_windows changes how a batch is found; its siblings do not wait for it."""
     fix = "(i % self.n_batches) * self.B * self.T", "i % self.n_batches * self.B * self.T"
     edit(repository / BY_LABEL["validation"].file, fix)
     written, [stop] = propagate(BY_LABEL["validation"], repository)
-    waiting = [BY_LABEL[label] for label in ("26", "27", "28", "29")]
+    waiting = [BY_LABEL[label] for label in ("shuffled_windows", "best_checkpoint", "dropout", "documents_apart")]
     assert stop.startswith(f"{waiting[0].file}: the fix stops here, for 3 later rungs, too")
-    branch = [*map(str, range(18, 26)), "30", "31", "34", "39"]  # long_run has its loader from the other branch
-    assert list(written) == [BY_LABEL[label].file for label in branch]
+    # long_run has its loader from the other branch.
+    assert list(written) == [entry.file for entry in RUNGS if entry.track == "modern" and entry.label != "validation"]
     edit(repository / waiting[2].file, ("share of activations that", "of the activations that"))
     solved = waiting[0].path.read_text().replace("divmod(w, self.n_windows)", "divmod(w, self.n_windows + 0)")
     (repository / waiting[0].file).write_text(solved)
@@ -103,11 +103,12 @@ def test_other_branches_get_a_fix_that_stops_in_one(repository):
 
 
 @pytest.mark.parametrize("label, fix", [
-    ("12", ("(i % self.n_batches) * self.B * self.T", "i % self.n_batches * self.B * self.T")),  # 17's alone
-    ("23", ("F.silu(self.gate_proj(x))", "F.silu(self.gate_proj.forward(x))")),  # 24's alone
+    ("prefetch", ("(i % self.n_batches) * self.B * self.T", "i % self.n_batches * self.B * self.T")),  # the first's
+    ("swiglu", ("F.silu(self.gate_proj(x))", "F.silu(self.gate_proj.forward(x))")),  # the second's
     ("0", ("loads it\"", "reads it\"")),  # of both
-    ("13", ("range(first + rank, first + n_batches", "range(rank + first, first + n_batches")),  # of neither
-    ("18", ("of the blocks' matrices\")", "of matrices\")")),  # in another, beside a flag that the other has not
+    ("distributed_validation",
+     ("range(first + rank, first + n_batches", "range(rank + first, first + n_batches")),  # of neither
+    ("muon", ("of the blocks' matrices\")", "of matrices\")")),  # in another, beside a flag that the other has not
 ])
 def test_what_starts_from_two_gets_a_fix_from_each_once(label, fix, repository):
     edit(repository / BY_LABEL[label].file, fix)

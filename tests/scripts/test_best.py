@@ -1,4 +1,4 @@
-"""Rung 27: the model with the lowest validation loss is what --save holds, also after a crash; and patience."""
+"""best_checkpoint: the model with the lowest validation loss is what --save holds, after a crash, too; patience."""
 import numpy as np
 import pytest
 import torch
@@ -6,7 +6,7 @@ from conftest import (
     Crash, assert_same_weights, crash_in_step, files_in, losses, rung, saved_model, tokens_of, train, val_losses)
 from torch.nn import functional as F
 
-LOG = "rung_27_best_checkpoint.log"
+LOG = "2_best_checkpoint.log"
 T = 16
 # 400 tokens are memorized in a few steps: the lowest validation loss is that of step 12 of 30.
 FLAGS = ("-B", 4, "-T", T, "--steps", 30, "--val-every", 3, "--val-sequences", 0, "--max-lr", 1e-2, "--muon-lr", 2e-2)
@@ -22,7 +22,7 @@ def small(tmp_path_factory, tokens):
 
 def run_in(folder, data, *more, module=None):
     """Train in `folder`; returns it."""
-    module = module or rung("27")
+    module = module or rung("best_checkpoint")
     module.autocast_dtype = lambda device: torch.float32
     folder.mkdir(exist_ok=True)
     train(module, folder, data, *FLAGS, "--save", folder / "model.pt", *more)
@@ -45,7 +45,7 @@ def assert_same_model(file, truth):
     assert_same_weights(file, truth)
 
 
-def test_27_the_best_is_the_one_with_the_lowest_validation_loss(whole, small):
+def test_best_checkpoint_the_best_is_the_one_with_the_lowest_validation_loss(whole, small):
     """In the log, and computed here from val.bin. Of the ones before it no file is left."""
     found = val_losses(whole / LOG)
     assert list(found) == list(range(3, 31, 3)) and min(found, key=found.get) == 12
@@ -53,21 +53,21 @@ def test_27_the_best_is_the_one_with_the_lowest_validation_loss(whole, small):
     ids = torch.from_numpy(np.fromfile(small / "val.bin", dtype="<u2").astype(np.int64))
     n = (len(ids) - 1) // T
     with torch.no_grad():
-        logits = saved_model(rung("27"), whole / "model.pt")(ids[: n * T].view(n, T)).double()
+        logits = saved_model(rung("best_checkpoint"), whole / "model.pt")(ids[: n * T].view(n, T)).double()
     loss = F.cross_entropy(logits.flatten(0, 1), ids[1 : n * T + 1]).item()
     assert step_of(whole / "model.pt") == 12 and loss == pytest.approx(found[12], abs=1e-5)
     assert files_in(whole) == {LOG, "model.pt"}
 
 
-def test_27_a_crash_leaves_the_best_so_far(whole, small, tmp_path):
-    module = rung("27")
+def test_best_checkpoint_a_crash_leaves_the_best_so_far(whole, small, tmp_path):
+    module = rung("best_checkpoint")
     crash_in_step(module, 20)
     with pytest.raises(Crash):
         run_in(tmp_path / "run", small, module=module)
     assert_same_model(tmp_path / "run" / "model.pt", whole / "model.pt")
 
 
-def test_27_a_crash_while_the_file_is_written_leaves_the_one_before(small, tmp_path, monkeypatch):
+def test_best_checkpoint_a_crash_while_the_file_is_written_leaves_the_one_before(small, tmp_path, monkeypatch):
     """Of step 9, when the fourth is written."""
     save, calls = torch.save, []
 
@@ -84,7 +84,7 @@ def test_27_a_crash_while_the_file_is_written_leaves_the_one_before(small, tmp_p
     assert step_of(tmp_path / "run" / "model.pt") == 9
 
 
-def test_27_an_earlier_runs_model_is_set_aside(whole, small, tmp_path):
+def test_best_checkpoint_an_earlier_runs_model_is_set_aside(whole, small, tmp_path):
     """Once, not at each better model."""
     (tmp_path / "model.pt").write_text("an earlier one")
     run_in(tmp_path, small)
@@ -93,15 +93,15 @@ def test_27_an_earlier_runs_model_is_set_aside(whole, small, tmp_path):
     assert aside.read_text() == "an earlier one"
 
 
-def test_27_what_is_saved_without_save_or_validation(small, tmp_path):
+def test_best_checkpoint_what_is_saved_without_save_or_validation(small, tmp_path):
     """Nothing, and the last one."""
-    train(rung("27"), tmp_path / "none", small, *FLAGS)
+    train(rung("best_checkpoint"), tmp_path / "none", small, *FLAGS)
     assert files_in(tmp_path / "none") == {LOG} and "# best: step " in (tmp_path / "none" / LOG).read_text()
     folder = run_in(tmp_path / "run", small, "--val-every", 0)
     assert step_of(folder / "model.pt") == 30 and "# best" not in (folder / LOG).read_text()
 
 
-def test_27_patience_counts_validations(whole, small, tmp_path):
+def test_best_checkpoint_patience_counts_validations(whole, small, tmp_path):
     """Three without a lower loss than that of step 12; its steps are those of the run that goes on."""
     folder = run_in(tmp_path / "run", small, "--patience", 3)
     assert losses(folder / LOG) == losses(whole / LOG)[:21] and list(val_losses(folder / LOG))[-1] == 21
@@ -109,9 +109,9 @@ def test_27_patience_counts_validations(whole, small, tmp_path):
     assert_same_model(folder / "model.pt", whole / "model.pt")
 
 
-def test_27_a_new_lowest_loss_starts_the_count_again(small, tmp_path):
+def test_best_checkpoint_a_new_lowest_loss_starts_the_count_again(small, tmp_path):
     """Losses made up: the first validation, then one that is not lower, then ties, of which the first counts."""
-    module, made_up = rung("27"), iter([5.0, 6.0, 4.0, 4.0, 4.5, 3.0])
+    module, made_up = rung("best_checkpoint"), iter([5.0, 6.0, 4.0, 4.0, 4.5, 3.0])
     module.evaluate = lambda *args: next(made_up)
     folder = run_in(tmp_path / "run", small, "--patience", 2, module=module)
     assert list(val_losses(folder / LOG).values()) == [5, 6, 4, 4, 4.5]
@@ -119,7 +119,7 @@ def test_27_a_new_lowest_loss_starts_the_count_again(small, tmp_path):
     assert step_of(folder / "model.pt") == 9
 
 
-def test_27_patience_without_validation_is_refused(small, tmp_path):
+def test_best_checkpoint_patience_without_validation_is_refused(small, tmp_path):
     with pytest.raises(SystemExit, match="^error: --patience: .*--val-every 0 "):
         run_in(tmp_path / "run", small, "--patience", 2, "--val-every", 0)
     assert not (tmp_path / "run" / LOG).exists()

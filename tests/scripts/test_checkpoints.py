@@ -1,4 +1,4 @@
-"""Rungs 14 and 15: a run that was stopped, crashed or killed continues bit by bit, and nothing is lost or mixed up."""
+"""checkpoints, preemption: a stopped, crashed or killed run continues bit by bit, and nothing is lost or mixed up."""
 import errno
 import fcntl
 import gc
@@ -32,16 +32,16 @@ SIX = ("-B", 2, "-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-ever
        "--val-sequences", 4)
 ONE = ("-B", 1, "-T", 16, "--total-batch", 16, "--val-every", 0)
 STEP_4, STEP_6 = "step_0000004.pt", "step_0000006.pt"
-LOADS = rungs_that_change("Checkpoints", since="14")
+LOADS = rungs_that_change("Checkpoints", since="checkpoints")
 RESUMES = rungs_that_change(
-    "Checkpoints", "DataLoaderLite", "optimizer_step", "MuonAdamW", "GPT.__init__", "train", since="14")
+    "Checkpoints", "DataLoaderLite", "optimizer_step", "MuonAdamW", "GPT.__init__", "train", since="checkpoints")
 
 
 def log_name(label):
     return f"{BY_LABEL[label].name}.log"
 
 
-def six_steps(data, folder, label="15", *more):
+def six_steps(data, folder, label="preemption", *more):
     """A rung as a program, with all its files in `folder`."""
     folder.mkdir(exist_ok=True)
     return as_program(label, "--compile-mode", "none", "--data", data, *SIX, "--log-dir", folder, "--save",
@@ -60,7 +60,7 @@ def what_it_says(log):
     return [line for line in lines if not line.startswith(("# checkpoint", "# resumed", "# ended", "median"))]
 
 
-def assert_same_run(folder, whole, label="15"):
+def assert_same_run(folder, whole, label="preemption"):
     """Bit by bit: the losses of all steps, each once, the validation losses, the rest of the log, and the weights."""
     ours, truth = (what_it_says(path / log_name(label)) for path in (folder, whole))
     assert ours == truth and len(losses(folder / log_name(label))) > 0
@@ -69,7 +69,7 @@ def assert_same_run(folder, whole, label="15"):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, byte_tokens):
-    """The folder of a run of rung 15 that nothing disturbed."""
+    """The folder of a run of `preemption` that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     run = six_steps(byte_tokens, folder)
     assert run.returncode == 0, run.stderr
@@ -92,9 +92,9 @@ def copied(whole, tmp_path):
 
 def assert_resumes(data, whole, folder, step=4):
     """With the log that the whole run had when it wrote this checkpoint."""
-    text = (whole / log_name("15")).read_text()
-    (folder / log_name("15")).write_text(text.partition(f"# checkpoint: step {step + 2} ")[0])
-    run = six_steps(data, folder, "15", "--resume")
+    text = (whole / log_name("preemption")).read_text()
+    (folder / log_name("preemption")).write_text(text.partition(f"# checkpoint: step {step + 2} ")[0])
+    run = six_steps(data, folder, "preemption", "--resume")
     assert run.returncode == 0 and f"# resumed after step {step} of 6" in run.stdout, run.stderr
     assert_same_run(folder, whole)
     return run
@@ -102,12 +102,12 @@ def assert_resumes(data, whole, folder, step=4):
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # what DCP says of the crash's remains
 @pytest.mark.parametrize("label", RESUMES)
-def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
+def test_checkpoints_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     """Whatever a rung keeps, with another rung's flags, too.
 
     The log goes on at its end. Of the checkpoints the two newest stay.
     """
-    more = ["--recompute-blocks", 9] if builds_on(label, "16") else []
+    more = ["--recompute-blocks", 9] if builds_on(label, "gradient_checkpointing") else []
     assert six_steps(byte_tokens, tmp_path / "whole", label, *more).returncode == 0
     module, folder = rung(label), tmp_path / "crashed"
     crash_in_step(module, 6)
@@ -133,16 +133,16 @@ def test_14_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
     assert ours.complete and ours.first_counted_step == 6
 
 
-def test_14_a_moved_checkpoint_folder_keeps_the_log(byte_tokens, whole, copied, tmp_path):
+def test_checkpoints_a_moved_checkpoint_folder_keeps_the_log(byte_tokens, whole, copied, tmp_path):
     """Nor does it matter how its path is written."""
     copied(STEP_4).rename(tmp_path / "moved")
-    shutil.copy(whole / log_name("15"), tmp_path)
-    run = six_steps(byte_tokens, tmp_path, "15", "--resume", "--checkpoint-dir", tmp_path / "moved")
+    shutil.copy(whole / log_name("preemption"), tmp_path)
+    run = six_steps(byte_tokens, tmp_path, "preemption", "--resume", "--checkpoint-dir", tmp_path / "moved")
     assert run.returncode == 0, run.stderr
     assert_same_run(tmp_path, whole)
 
 
-def test_14_copies_among_the_checkpoints_are_left_alone(byte_tokens, whole, copied, tmp_path):
+def test_checkpoints_copies_among_the_checkpoints_are_left_alone(byte_tokens, whole, copied, tmp_path):
     """Whatever a user calls them, they are neither resumed from nor deleted."""
     folder = copied(STEP_4)
     names = ("step_keep.pt", "step_0000009_before.pt", "step_final.pt", "step_00000009.pt")
@@ -152,34 +152,35 @@ def test_14_copies_among_the_checkpoints_are_left_alone(byte_tokens, whole, copi
     assert [(folder / name).read_text() for name in names] == ["mine"] * len(names)
 
 
-def test_14_without_checkpoints_no_folder_is_needed(byte_tokens, copied, tmp_path):
+def test_checkpoints_without_checkpoints_no_folder_is_needed(byte_tokens, copied, tmp_path):
     """Nor is an earlier run's in the way; but --resume goes on from it."""
     (tmp_path / "file").write_text("not a folder")
-    run = six_steps(byte_tokens, tmp_path, "15", "--checkpoint-every", 0, "--checkpoint-dir", tmp_path / "file" / "x")
+    words = "--checkpoint-every", 0, "--checkpoint-dir", tmp_path / "file" / "x"
+    run = six_steps(byte_tokens, tmp_path, "preemption", *words)
     assert run.returncode == 0, run.stderr
     folder = copied(STEP_4)
-    assert "step : 1 " in six_steps(byte_tokens, tmp_path, "15", "--checkpoint-every", 0).stdout
-    resumed = six_steps(byte_tokens, tmp_path, "15", "--checkpoint-every", 0, "--resume")
+    assert "step : 1 " in six_steps(byte_tokens, tmp_path, "preemption", "--checkpoint-every", 0).stdout
+    resumed = six_steps(byte_tokens, tmp_path, "preemption", "--checkpoint-every", 0, "--resume")
     assert "# resumed after step 4" in resumed.stdout and files_in(folder) == {STEP_4}
 
 
-def test_14_a_finished_run_repeats_nothing(byte_tokens, whole, copied, tmp_path):
+def test_checkpoints_a_finished_run_repeats_nothing(byte_tokens, whole, copied, tmp_path):
     """Killed after its last checkpoint it still owes its log's end and --save's file; and again, if it is asked to."""
     copied(STEP_6)
     for _ in range(2):
         assert "step : " not in assert_resumes(byte_tokens, whole, tmp_path, 6).stdout
-    assert read_log(tmp_path / log_name("15")).complete
+    assert read_log(tmp_path / log_name("preemption")).complete
 
 
 @pytest.mark.parametrize("label, more, meta, reason", [
-    ("15", [], {}, f".*{STEP_4} is .*--resume .*--checkpoint-dir"),
-    ("16", ["--resume"], {}, "--resume: .* with script rung_15_preemption.py, not rung_16_gradient_checkpointing.py"),
-    ("long_run", ["--resume"], {}, "--resume: .* with script rung_15_preemption.py, not long_run.py"),
-    ("15", ["--resume", "--steps", 9], {}, "--resume: .* with steps 6, not 9; a new run .*--pretrained"),
-    ("15", ["--resume"], {"sha256": "0" * 64}, r"--resume: .* with text \w+ in bytes tokens, not 0000\w+ in bytes"),
-    ("15", ["--resume"], {"tokenizer": "gpt2"}, r"--resume: .* with text (\w+) in bytes tokens, not \1 in gpt2 tokens"),
+    ("preemption", [], {}, f".*{STEP_4} is .*--resume .*--checkpoint-dir"),
+    ("gradient_checkpointing", ["--resume"], {}, "--resume: .* with script 5_preemption.py, not 6_gradient_check"),
+    ("long_run", ["--resume"], {}, "--resume: .* with script 5_preemption.py, not long_run.py"),
+    ("preemption", ["--resume", "--steps", 9], {}, "--resume: .* with steps 6, not 9; a new run .*--pretrained"),
+    ("preemption", ["--resume"], {"sha256": "0" * 64}, r"--resume: .* with text \w+ in bytes tokens, not 0000"),
+    ("preemption", ["--resume"], {"tokenizer": "gpt2"}, r"--resume: .* text (\w+) in bytes tokens, not \1 in gpt2"),
 ])
-def test_14_a_different_run_is_not_resumed(label, more, meta, reason, copied, byte_tokens, tmp_path):
+def test_checkpoints_a_different_run_is_not_resumed(label, more, meta, reason, copied, byte_tokens, tmp_path):
     """Nor one on another text of as many tokens, nor by a rung that could go on longer. And its log is still there."""
     copied(STEP_4)
     data = shutil.copytree(byte_tokens, tmp_path / "data")
@@ -198,8 +199,8 @@ def another(value):
     return value + 1 if type(value) is int else value / 2 if type(value) is float else Path(f"{value or ''}.other")
 
 
-@pytest.mark.parametrize("label", rungs_that_change("Checkpoints", "add_flags", since="14"))
-def test_14_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte_tokens):
+@pytest.mark.parametrize("label", rungs_that_change("Checkpoints", "add_flags", since="checkpoints"))
+def test_checkpoints_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte_tokens):
     """Whatever flags a rung has."""
     module, made = rung(label), []
     Checkpoints = module.Checkpoints
@@ -224,7 +225,7 @@ def test_14_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte_tokens):
     assert refused == flags.keys() - FREE - {"resume"} and len(refused) >= 8
 
 
-@pytest.mark.parametrize("label", [label for label in LOADS if builds_on(label, "19")])
+@pytest.mark.parametrize("label", [label for label in LOADS if builds_on(label, "trapezoid_lr")])
 def test_a_run_stopped_before_the_decay_may_get_another_end(label, tmp_path, byte_tokens):
     """12 steps, stopped after 4 and resumed for 8, are 8 from the start. Not once the decay has begun, in either."""
     flags = (*ONE, "--checkpoint-every", 4, "--decay-share", 0.5)
@@ -244,8 +245,8 @@ def test_a_run_stopped_before_the_decay_may_get_another_end(label, tmp_path, byt
 
 
 @pytest.mark.parametrize("label", LOADS)
-def test_14_a_checkpoint_is_on_the_disk_before_it_gets_its_name(label, tmp_path, byte_tokens, monkeypatch):
-    """After a power cut a file that was renamed but not written through may be empty; so may one of dcp's folder."""
+def test_checkpoints_a_checkpoint_is_on_the_disk_before_it_gets_its_name(label, tmp_path, byte_tokens, monkeypatch):
+    """After a power cut a file that was renamed but not written through may be empty; so may one of a sharded one's."""
     synced, fsync, folder = [], os.fsync, tmp_path / "checkpoints"
 
     def watched_fsync(file):
@@ -260,8 +261,8 @@ def test_14_a_checkpoint_is_on_the_disk_before_it_gets_its_name(label, tmp_path,
     assert {size for size, _ in synced} == {file.stat().st_size for file in files}
 
 
-@pytest.mark.parametrize("label", [label for label in LOADS if label != "dcp"])
-def test_14_a_checkpoint_runs_no_code(label, tmp_path, byte_tokens):
+@pytest.mark.parametrize("label", [label for label in LOADS if label != "sharded_checkpoint"])
+def test_checkpoints_a_checkpoint_runs_no_code(label, tmp_path, byte_tokens):
     """As it could if it were unpickled without weights_only."""
     (tmp_path / "checkpoints").mkdir()
     torch.save({"step": Attack(tmp_path / "attacked")}, tmp_path / "checkpoints" / "step_0000001.pt")
@@ -270,8 +271,8 @@ def test_14_a_checkpoint_runs_no_code(label, tmp_path, byte_tokens):
     assert not (tmp_path / "attacked").exists()
 
 
-@pytest.mark.parametrize("label", [label for label in LOADS if label != "dcp"])
-def test_14_a_checkpoint_is_plain_and_holds_the_scaler(label, tmp_path, byte_tokens):
+@pytest.mark.parametrize("label", [label for label in LOADS if label != "sharded_checkpoint"])
+def test_checkpoints_a_checkpoint_is_plain_and_holds_the_scaler(label, tmp_path, byte_tokens):
     """float16, as on a T4: its scale comes back, or begins after bfloat16; and it serves as a saved model does."""
     module, flags = rung(label), [*ONE, "--steps", 2]
     module.autocast_dtype = lambda device: torch.bfloat16
@@ -295,8 +296,8 @@ def test_14_a_checkpoint_is_plain_and_holds_the_scaler(label, tmp_path, byte_tok
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", ["14", "long_run"])
-def test_15_twenty_kills_at_random_moments(label, tmp_path, byte_tokens):
+@pytest.mark.parametrize("label", ["checkpoints", "long_run"])
+def test_preemption_twenty_kills_at_random_moments(label, tmp_path, byte_tokens):
     """SIGKILL, also while a checkpoint is written: every run ends with the losses and weights of the whole one."""
     data = tokens_of(tmp_path / "tokens", np.fromfile(byte_tokens / "train.bin", dtype="<u2")[:400])  # 24 steps
     module, moments, kills, half_written = rung(label), random.Random(0), 0, set()
@@ -323,18 +324,18 @@ def test_15_twenty_kills_at_random_moments(label, tmp_path, byte_tokens):
 
 @pytest.mark.parametrize("damage", [
     cut_in_half, lambda path: path.write_bytes(b""), lambda path: torch.save({"script": "of --save"}, path)])
-def test_14_what_is_no_whole_checkpoint_is_named(damage, byte_tokens, whole, copied, tmp_path):
+def test_checkpoints_what_is_no_whole_checkpoint_is_named(damage, byte_tokens, whole, copied, tmp_path):
     newest = copied(STEP_4, STEP_6) / STEP_6
     damage(newest)
     line = f"error: --resume: {newest} is damaged, or no checkpoint; delete it to resume from the older one"
-    assert_refused(six_steps(byte_tokens, tmp_path, "15", "--resume"), line)
+    assert_refused(six_steps(byte_tokens, tmp_path, "preemption", "--resume"), line)
     newest.unlink()
     assert_resumes(byte_tokens, whole, tmp_path)
 
 
-def test_14_a_full_disk_or_a_deleted_folder_costs_a_checkpoint_not_the_run(byte_tokens, whole, tmp_path):
+def test_checkpoints_a_full_disk_or_a_deleted_folder_costs_a_checkpoint_not_the_run(byte_tokens, whole, tmp_path):
     """Step 2 finds a full disk, step 4 no folder: both are said or mended, and the run is what it would have been."""
-    module, folder = rung("15"), tmp_path / "checkpoints"
+    module, folder = rung("preemption"), tmp_path / "checkpoints"
     folder.mkdir()
     (folder / "partial").symlink_to("/dev/full")
     step = module.Log.step
@@ -356,17 +357,17 @@ def test_a_full_disk_costs_a_sharded_checkpoint_not_the_run(byte_tokens, tmp_pat
     """Here a file is in the way of the shards."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "shards.partial").write_text("a file")
-    log = train(rung("dcp"), tmp_path, byte_tokens, *ONE, "--steps", 1, "--save", tmp_path / "model.pt")
+    log = train(rung("sharded_checkpoint"), tmp_path, byte_tokens, *ONE, "--steps", 1, "--save", tmp_path / "model.pt")
     assert "# WARNING: no checkpoint of step 1: " in log.read_text() and (tmp_path / "model.pt").exists()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
-def test_14_a_drive_without_locks_keeps_checkpoints(error, byte_tokens, tmp_path, monkeypatch):
+def test_checkpoints_a_drive_without_locks_keeps_checkpoints(error, byte_tokens, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr("filelock.FileLock.acquire", fail)
-    run = six_steps(byte_tokens, tmp_path, "14")
+    run = six_steps(byte_tokens, tmp_path, "checkpoints")
     assert run.returncode == 0, run.stderr
     assert f"# WARNING: {tmp_path}/checkpoints has no lock, so start no second run in it: " in run.stdout
     assert files_in(tmp_path / "checkpoints") == {STEP_4, STEP_6}
@@ -386,24 +387,24 @@ def interrupt(monkeypatch, call, number=signal.SIGINT):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_15_a_signal_saves_and_ends_well(number, byte_tokens, whole, tmp_path, monkeypatch):
+def test_preemption_a_signal_saves_and_ends_well(number, byte_tokens, whole, tmp_path, monkeypatch):
     interrupt(monkeypatch, 15, number)  # in the third step, or the validation after it
     run = six_steps(byte_tokens, tmp_path)
     assert run.returncode == 0, run.stderr
-    stopped = len(losses(tmp_path / log_name("15")))
-    log = (tmp_path / log_name("15")).read_text()
+    stopped = len(losses(tmp_path / log_name("preemption")))
+    log = (tmp_path / log_name("preemption")).read_text()
     assert stopped in (3, 4) and f"# checkpoint: step {stopped} in " in log
     assert f"# ended by a signal after step {stopped}" in log and f"-{stopped}\n" in log[log.index("median : ") :]
     assert torch.load(tmp_path / "model.pt", weights_only=True)["step"] == stopped
     monkeypatch.undo()
-    run = six_steps(byte_tokens, tmp_path, "15", "--resume")
+    run = six_steps(byte_tokens, tmp_path, "preemption", "--resume")
     assert f"# resumed after step {stopped} of 6" in run.stdout
     assert_same_run(tmp_path, whole)
 
 
-def test_15_the_first_interrupt_says_what_comes_and_the_third_ends_the_run_at_once(capfd):
+def test_preemption_the_first_interrupt_says_what_comes_and_the_third_ends_the_run_at_once(capfd):
     """In a long validation, or where a rank hangs; a second one may be a slip. SIGTERM never: torchrun sends more."""
-    caught = rung("15").catch_signals()
+    caught = rung("preemption").catch_signals()
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
     assert caught == 3 * [signal.SIGTERM] + [signal.SIGINT]
@@ -415,24 +416,25 @@ def test_15_the_first_interrupt_says_what_comes_and_the_third_ends_the_run_at_on
 
 
 @pytest.mark.parametrize("nohup", [False, True])
-def test_15_nohup_outlives_a_hangup(nohup):
+def test_preemption_nohup_outlives_a_hangup(nohup):
     if nohup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    caught = rung("15").catch_signals()
+    caught = rung("preemption").catch_signals()
     os.kill(os.getpid(), signal.SIGHUP)
     assert caught == ([] if nohup else [signal.SIGHUP])
 
 
-def test_15_a_closed_terminal_saves(byte_tokens, tmp_path):
+def test_preemption_a_closed_terminal_saves(byte_tokens, tmp_path):
     """Though nothing can be printed any more: the log has the end, and a checkpoint the step."""
     terminal, script = pty.openpty()
-    command = [sys.executable, BY_LABEL["15"].path, "--model", "tiny", "--device", "cpu", "--compile-mode", "none",
+    command = [sys.executable, BY_LABEL["preemption"].path, "--model", "tiny", "--device", "cpu",
+               "--compile-mode", "none",
                "--data", byte_tokens, *ONE, "--steps", 10**6, "--log-dir", tmp_path, "--checkpoint-dir",
                tmp_path / "checkpoints"]
     run = subprocess.Popen([*map(str, command)], stdin=script, stdout=script, stderr=script, start_new_session=True,
                            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
     os.close(script)
-    log, deadline = tmp_path / log_name("15"), time.monotonic() + 60
+    log, deadline = tmp_path / log_name("preemption"), time.monotonic() + 60
     while not (log.exists() and "step : 2 " in log.read_text()):
         assert run.poll() is None and time.monotonic() < deadline
         os.read(terminal, 100_000)
@@ -443,43 +445,44 @@ def test_15_a_closed_terminal_saves(byte_tokens, tmp_path):
     assert files_in(tmp_path / "checkpoints") >= {f"step_{last:07}.pt"}
 
 
-def test_15_a_signal_in_the_first_step_saves_it(byte_tokens, tmp_path, monkeypatch):
+def test_preemption_a_signal_in_the_first_step_saves_it(byte_tokens, tmp_path, monkeypatch):
     interrupt(monkeypatch, 3)
     run = six_steps(byte_tokens, tmp_path)
     assert run.returncode == 0 and "# ended by a signal after step 1\n" in run.stdout, run.stderr
     assert "step_0000001.pt" in files_in(tmp_path / "checkpoints")
 
 
-def test_14_a_folder_that_cannot_be_written_ends_the_run_before_its_first_step(byte_tokens, tmp_path):
+def test_checkpoints_a_folder_that_cannot_be_written_ends_the_run_before_its_first_step(byte_tokens, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    run = six_steps(byte_tokens, tmp_path / "run", "15", "--checkpoint-dir", tmp_path / "file" / "checkpoints")
+    run = six_steps(byte_tokens, tmp_path / "run", "preemption", "--checkpoint-dir", tmp_path / "file" / "checkpoints")
     assert_refused(run, r"error: \[Errno 20\] Not a directory: '.*/file/checkpoints'")
-    assert not (tmp_path / "run" / log_name("15")).exists()
+    assert not (tmp_path / "run" / log_name("preemption")).exists()
 
 
-@pytest.mark.parametrize("label", rungs_that_change("Checkpoints.lock", since="14"))
-def test_14_the_folder_stays_locked_while_the_run_lives(label, byte_tokens, tmp_path):
+@pytest.mark.parametrize("label", rungs_that_change("Checkpoints.lock", since="checkpoints"))
+def test_checkpoints_the_folder_stays_locked_while_the_run_lives(label, byte_tokens, tmp_path):
     """After each step, and the checkpoint of the first, another run is refused; once it has ended, it is not."""
     module, tried = rung(label), []
-    step = module.Log.step
+    step, other = module.Log.step, (tmp_path / "other", "preemption", "--checkpoint-dir", tmp_path / "checkpoints")
 
     def step_and_try(log, number, *args, **more):
         step(log, number, *args, **more)
         gc.collect()
-        tried.append(six_steps(byte_tokens, tmp_path / "other", "15", "--checkpoint-dir", tmp_path / "checkpoints"))
+        tried.append(six_steps(byte_tokens, *other))
 
     module.Log.step = step_and_try
     train(module, tmp_path, byte_tokens, *ONE, "--steps", 2, "--checkpoint-every", 1)
     assert len(tried) == 2
     for run in tried:
         assert_refused(run, f"error: --checkpoint-dir {tmp_path}/checkpoints: in use by another run; give another")
-    run = six_steps(byte_tokens, tmp_path / "other", "15", "--checkpoint-dir", tmp_path / "checkpoints", "--resume")
+    run = six_steps(byte_tokens, *other, "--resume")
     assert "in use" not in run.stderr
 
 
-def test_14_a_folder_that_the_ranks_do_not_share_is_refused(copied, byte_tokens, tmp_path, group_of_one, monkeypatch):
+def test_checkpoints_a_folder_that_the_ranks_do_not_share_is_refused(copied, byte_tokens, tmp_path, group_of_one,
+                                                                     monkeypatch):
     """By the rank that cannot read what rank 0 has found; else the ranks would train different models."""
     missing = copied(STEP_6) / STEP_4
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda found: found.__setitem__(0, [missing]))
-    run = six_steps(byte_tokens, tmp_path, "15", "--resume")
+    run = six_steps(byte_tokens, tmp_path, "preemption", "--resume")
     assert_refused(run, fr"error: \[Errno 2\] No such file or directory: '{missing}'")

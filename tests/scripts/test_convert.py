@@ -19,7 +19,7 @@ from ladder.rungs.list import BY_LABEL
 BYTES = vocabulary.of_bytes()
 PROMPT = "\0 The value of an object"  # the id 0 must not be taken for padding
 # Untied, padded, without a cache; where the type in transformers or the shape's fields change, and without a type.
-LABELS = ["0", "10", "20", *rungs_that_change("GPTConfig")[1:], "30", "22"]
+LABELS = ["0", "10", "rope", *rungs_that_change("GPTConfig")[1:], "frequency_prior", "qk_norm"]
 NEITHER = [label for label in LABELS if BY_LABEL[label].exports_to is None]
 
 
@@ -94,11 +94,11 @@ def changed(path, target, **changes):
     return target
 
 
-@pytest.fixture(scope="module", params=["0", "10", "23"])
+@pytest.fixture(scope="module", params=["0", "10", "swiglu"])
 def exported(request, tmp_path_factory, real_text):
     """A rung's model, of a GPT-2 or a Qwen3, as a file and as a Hugging Face folder."""
     text = "naïve 日本語 🙂 's . , ! \r\n" + real_text[:20_000]
-    tokenizer = vocabulary.trained([text], 300) if request.param == "23" else BYTES
+    tokenizer = vocabulary.trained([text], 300) if request.param == "swiglu" else BYTES
     folder = tmp_path_factory.mktemp("exported")
     path = save(request.param, folder / "model.pt", tokenizer)
     load_module(ROOT / "convert.py").main([str(path), str(folder / "hf")])
@@ -174,7 +174,8 @@ def test_a_published_qwen3_becomes_a_rungs_start_and_its_checkpoint_comes_back(c
     convert.main([str(tmp_path / "theirs"), str(tmp_path / "theirs.pt")])
 
     data = data_with(tokenizer, "To be, or not to be? " * 999, tmp_path / "data")
-    train(rung("32"), tmp_path, data, "-T", 64, "--steps", 3, "--max-lr", 0, "--muon-lr", 0, "--total-batch", 64,
+    train(rung("grouped_query_attention"), tmp_path, data, "-T", 64, "--steps", 3, "--max-lr", 0, "--muon-lr", 0,
+          "--total-batch", 64,
           "--pretrained", tmp_path / "theirs.pt")
     path = next((tmp_path / "checkpoints").glob("step_*.pt"))
     assert sample(path, "--prompt", "To be", "--max-new-tokens", 8).startswith("To be")
@@ -188,16 +189,16 @@ def test_a_published_qwen3_becomes_a_rungs_start_and_its_checkpoint_comes_back(c
 
 
 @torch.no_grad()
-def test_34_the_factor_of_the_logits_goes_into_the_last_norms_gains(convert, tmp_path):
+def test_mup_the_factor_of_the_logits_goes_into_the_last_norms_gains(convert, tmp_path):
     """There and back; with a width of 64 it is 2."""
     from transformers import AutoModelForCausalLM
 
-    path, x = save("34", tmp_path / "model.pt"), torch.randint(0, 257, (1, 32))
-    expected = saved_model(rung("34"), path)(x)
+    path, x = save("mup", tmp_path / "model.pt"), torch.randint(0, 257, (1, 32))
+    expected = saved_model(rung("mup"), path)(x)
     convert.main([str(path), str(tmp_path / "hf")])
     assert torch.allclose(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(x).logits, expected, atol=1e-4)
-    convert.main([str(tmp_path / "hf"), str(tmp_path / "back.pt"), "--script", BY_LABEL["34"].file])
-    back = saved_model(rung("34"), tmp_path / "back.pt")
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "back.pt"), "--script", BY_LABEL["mup"].file])
+    back = saved_model(rung("mup"), tmp_path / "back.pt")
     assert back.logit_scale == 2 and torch.allclose(back(x), expected, atol=1e-4)
 
 
@@ -403,7 +404,7 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
 @pytest.mark.parametrize("script", ["this.py", "../baseline.py", "sample.py", "beyond/x.py"])
 def test_a_file_names_a_rung_and_no_other_module(script, saved, sample, tmp_path):
     sys.modules.pop("this", None)
-    path = changed(saved["22"], tmp_path / "model.pt", script=script)
+    path = changed(saved["qk_norm"], tmp_path / "model.pt", script=script)
     with pytest.raises(SystemExit, match=f"^error: {path}: {script} is not a script of the ladder"):
         sample(path)
     assert "this" not in sys.modules

@@ -139,7 +139,8 @@ def test_each_token_is_predicted_once_and_from_its_own_sequence(evaluate):
     assert count.tolist() == [len(range(i, 149, T)) for i in range(T)]
 
 
-@pytest.mark.parametrize("label, flags", [("13", []), ("20", []), ("29", ["--documents-apart"]), ("31", [])])
+@pytest.mark.parametrize("label, flags", [
+    ("distributed_validation", []), ("rope", []), ("documents_apart", ["--documents-apart"]), ("ngram_embeddings", [])])
 def test_the_loss_is_the_script_s_own(label, flags, evaluate, tmp_path, capsys):
     ids = encode(BYTES, [f"document {i} " * 3 for i in range(100)])[: 50 * 64 + 1]
     data = tokens_of(tmp_path / "data", ids, tokenizer=BYTES, documents=100)
@@ -150,7 +151,7 @@ def test_the_loss_is_the_script_s_own(label, flags, evaluate, tmp_path, capsys):
     assert loss == pytest.approx(val_losses(log)[10], abs=6e-5)
     if flags:
         assert abs(result(evaluate, capsys, "model.pt").loss - loss) > 1e-3
-    if label == "20":  # the script's own model keeps no documents apart
+    if label == "rope":  # the script's own model keeps no documents apart
         with pytest.raises(SystemExit, match="^error: --documents-apart: .*; leave it out$"):
             result(evaluate, capsys, "model.pt", "--documents-apart")
 

@@ -381,22 +381,22 @@ def test_ddp_without_torchrun_it_is_rung_10(run):
     assert losses(after.log) == losses(before.log)
 
 
-def test_11_micro_batches_add_up_to_the_gradient_of_one_batch(run):
+def test_gradient_accumulation_micro_batches_add_up_to_the_gradient_of_one_batch(run):
     """--total-batch 256 is one batch of 8 x 32 or four of 2 x 32: what scales each loss? When are gradients cleared?"""
-    one, parts = (run("11", B=B, total_batch=256, steps=1) for B in (8, 2))
+    one, parts = (run("gradient_accumulation", B=B, total_batch=256, steps=1) for B in (8, 2))
     assert [len(seen.inputs) for seen in (one, parts)] == [1, 4], "forward passes in a step"
     for expected, actual in zip(one.gradients[0], parts.gradients[0], strict=True):
         assert (actual - expected).norm() <= 1e-5 * expected.norm() + 1e-12
 
 
-def test_11_the_log_has_the_loss_and_the_norm_of_the_whole_batch(run):
+def test_gradient_accumulation_the_log_has_the_loss_and_the_norm_of_the_whole_batch(run):
     """The mean over the micro-batches, not the last one's; clipping comes once, after all of them."""
-    one, parts = (run("11", B=B, total_batch=256).steps for B in (8, 2))
+    one, parts = (run("gradient_accumulation", B=B, total_batch=256).steps for B in (8, 2))
     for key in ("loss", "norm"):
         assert [step[key] for step in parts] == pytest.approx([step[key] for step in one], abs=2e-4)
 
 
-def test_11_the_logged_loss_keeps_no_activations(run, monkeypatch):
+def test_gradient_accumulation_the_logged_loss_keeps_no_activations(run, monkeypatch):
     """A sum of losses that are not detached keeps the graphs of all micro-batches."""
     item, graphs = torch.Tensor.item, []
 
@@ -410,11 +410,11 @@ def test_11_the_logged_loss_keeps_no_activations(run, monkeypatch):
 
     monkeypatch.setattr(
         torch.Tensor, "item", lambda tensor: graphs.append(losses_behind(tensor.grad_fn)) or item(tensor))
-    run("11", total_batch=256, steps=1)
+    run("gradient_accumulation", total_batch=256, steps=1)
     assert graphs and max(graphs) <= 1
 
 
-def test_11_gradients_cross_the_ranks_once_a_step(run, group_of_one, monkeypatch):
+def test_gradient_accumulation_gradients_cross_the_ranks_once_a_step(run, group_of_one, monkeypatch):
     """DDP averages in each backward pass unless `no_sync` is on. In which micro-steps, and around which passes?"""
     forward, synchronized = DistributedDataParallel.forward, []
 
@@ -423,32 +423,33 @@ def test_11_gradients_cross_the_ranks_once_a_step(run, group_of_one, monkeypatch
         return forward(ddp, *args, **kwargs)
 
     monkeypatch.setattr(DistributedDataParallel, "forward", see)
-    run("11", B=1, T=16, total_batch=64, steps=2)
+    run("gradient_accumulation", B=1, T=16, total_batch=64, steps=2)
     assert synchronized == [False, False, False, True] * 2
 
 
-def test_13_the_loss_is_that_of_val_bin(run, tmp_path, byte_tokens):
+def test_distributed_validation_the_loss_is_that_of_val_bin(run, tmp_path, byte_tokens):
     """After the update of every second step and of the last: the mean over all of the file, --val-sequences 0."""
     text = np.fromfile(byte_tokens / "train.bin", dtype="<u2")
     folder = tokens_of(tmp_path / "tokens", text[:1000], text[1000:1257], vocab_size=257)
-    seen = run("13", data=folder, val_every=2, val_sequences=0, save=tmp_path / "model.pt")
+    seen = run("distributed_validation", data=folder, val_every=2, val_sequences=0, save=tmp_path / "model.pt")
     found = val_losses(seen.log)
     assert list(found) == [2, 3], "the steps that are validated after"
-    model, val = saved_model(rung("13"), tmp_path / "model.pt"), torch.from_numpy(text[1000:1257].astype(np.int64))
+    model = saved_model(rung("distributed_validation"), tmp_path / "model.pt")
+    val = torch.from_numpy(text[1000:1257].astype(np.int64))
     with torch.no_grad():
         expected = F.cross_entropy(model(val[:256].view(8, 32)).flatten(0, 1), val[1:])
     assert found[3] == pytest.approx(expected.item(), abs=1e-4)
 
 
-def test_13_it_runs_without_gradients_in_evaluation_mode(run):
+def test_distributed_validation_it_runs_without_gradients_in_evaluation_mode(run):
     """And training goes on in training mode."""
-    seen = run("13", val_every=1, val_sequences=2)
+    seen = run("distributed_validation", val_every=1, val_sequences=2)
     assert {kind[:2] for kind in seen.forward} == {(True, True), (False, False)}  # (training?, gradients?)
 
 
-def test_13_training_does_not_notice(run):
+def test_distributed_validation_training_does_not_notice(run):
     """The same batches, the same weights: does validation take a batch of training, or leave gradients?"""
-    plain, validated = (run("13", val_every=n, val_sequences=2) for n in (0, 1))
+    plain, validated = (run("distributed_validation", val_every=n, val_sequences=2) for n in (0, 1))
     assert losses(validated.log) == losses(plain.log)
     assert list(val_losses(plain.log)) == [] and len(val_losses(validated.log)) == 3
 
@@ -457,37 +458,37 @@ SIX = {"steps": 6, "checkpoint_every": 2}
 
 
 def crash(folder, data, step):
-    """A run of rung 14 that ends in a step, or in torch.save."""
-    module = script("14")
+    """A run of `checkpoints` that ends in a step, or in torch.save."""
+    module = script("checkpoints")
     crash_in_step(module, step)
     with pytest.raises(Crash):
         train(module, folder, data, *known_flags(module, **SMALL | SIX))
 
 
-def test_14_a_resumed_run_repeats_only_what_came_after_the_checkpoint(run, tmp_path, byte_tokens):
+def test_checkpoints_a_resumed_run_repeats_only_what_came_after_the_checkpoint(run, tmp_path, byte_tokens):
     """Which step is saved in a checkpoint of --checkpoint-every 2? With which does the loop go on after --resume?"""
     crash(tmp_path, byte_tokens, 5)
-    seen = run("14", "--resume", folder=tmp_path, **SIX)
+    seen = run("checkpoints", "--resume", folder=tmp_path, **SIX)
     assert [step["step"] for step in seen.steps][-2:] == [5, 6]
     assert len(seen.inputs) == 2, "how many steps it computes"
 
 
-def test_14_without_a_checkpoint_a_resumed_run_starts_at_step_1(run, tmp_path):
+def test_checkpoints_without_a_checkpoint_a_resumed_run_starts_at_step_1(run, tmp_path):
     """So that one command starts a run and continues it."""
-    seen = run("14", "--resume", folder=tmp_path, steps=2)
+    seen = run("checkpoints", "--resume", folder=tmp_path, steps=2)
     assert [step["step"] for step in seen.steps] == [1, 2]
 
 
-def test_14_a_resumed_run_ends_as_one_that_never_stopped(run, tmp_path, byte_tokens):
+def test_checkpoints_a_resumed_run_ends_as_one_that_never_stopped(run, tmp_path, byte_tokens):
     """To the last digit. What does the next step depend on beside the weights? Which batch comes next?"""
-    whole = run("14", folder=tmp_path / "whole", **SIX, save=tmp_path / "whole.pt")
+    whole = run("checkpoints", folder=tmp_path / "whole", **SIX, save=tmp_path / "whole.pt")
     crash(tmp_path, byte_tokens, 5)
-    seen = run("14", "--resume", folder=tmp_path, **SIX, save=tmp_path / "model.pt")
+    seen = run("checkpoints", "--resume", folder=tmp_path, **SIX, save=tmp_path / "model.pt")
     assert losses(seen.log)[-2:] == losses(whole.log)[-2:]
     assert_same_weights(tmp_path / "model.pt", tmp_path / "whole.pt")
 
 
-def test_14_a_crash_while_a_checkpoint_is_written_costs_only_that_one(run, tmp_path, byte_tokens, monkeypatch):
+def test_checkpoints_a_crash_while_a_checkpoint_is_written_costs_only_that_one(run, tmp_path, byte_tokens, monkeypatch):
     """Half of a file must never have the name that --resume looks for: write it aside, then rename it."""
     save, calls = torch.save, []
 
@@ -501,15 +502,15 @@ def test_14_a_crash_while_a_checkpoint_is_written_costs_only_that_one(run, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", half_of_the_second)
         crash(tmp_path, byte_tokens, 5)
-    seen = run("14", "--resume", folder=tmp_path, **SIX)
+    seen = run("checkpoints", "--resume", folder=tmp_path, **SIX)
     assert len(seen.inputs) == 4, "how many steps it computes after the first checkpoint, of step 2"
 
 
-# ---- 16 to 32 --------------------------------------------------------------------------------------------------------
+# ---- the others ----------------------------------------------------------------------------------------------------
 
 def block_calls(folder, data, **settings):
-    """Whether the model is in training at each call of a block, in a run of rung 16."""
-    module, seen = rung("16"), []
+    """Whether the model is in training at each call of a block, in a run of `gradient_checkpointing`."""
+    module, seen = rung("gradient_checkpointing"), []
     forward = module.Block.forward
     module.Block.forward = lambda block, *args: seen.append(block.training) or forward(block, *args)
     train(module, folder, data, *known_flags(module, **SMALL | settings))
@@ -517,12 +518,12 @@ def block_calls(folder, data, **settings):
 
 
 @pytest.mark.parametrize("blocks, calls", [(0, 2), (1, 3), (9, 4)])
-def test_16_each_checkpointed_block_runs_twice(blocks, calls, tmp_path, byte_tokens):
+def test_gradient_checkpointing_each_checkpointed_block_runs_twice(blocks, calls, tmp_path, byte_tokens):
     """Once in the forward pass, again in the backward pass; --recompute-blocks says how many, of two here."""
     assert block_calls(tmp_path, byte_tokens, steps=1, recompute_blocks=blocks) == [True] * calls
 
 
-def test_16_validation_recomputes_nothing(tmp_path, byte_tokens):
+def test_gradient_checkpointing_validation_recomputes_nothing(tmp_path, byte_tokens):
     """There is no backward pass."""
     seen = block_calls(tmp_path, byte_tokens, steps=2, recompute_blocks=2, val_every=1, val_sequences=1)
     assert seen == ([True] * 4 + [False] * 2) * 2
@@ -535,43 +536,43 @@ def peak(run, label, **settings):
     return bytes_held.peak, seen
 
 
-def test_16_memory_falls_and_gradients_do_not_change(run):
+def test_gradient_checkpointing_memory_falls_and_gradients_do_not_change(run):
     """A checkpointed block keeps only its input, (B, T, C). Is all of the block inside, and is it in training mode?"""
     big = {"B": 8, "T": 64, "total_batch": 512, "steps": 1}
-    (plain, one), (lean, other) = (peak(run, "16", **big, recompute_blocks=n) for n in (0, 2))
+    (plain, one), (lean, other) = (peak(run, "gradient_checkpointing", **big, recompute_blocks=n) for n in (0, 2))
     assert plain - lean > 8 * (8 * 64 * 64) * 4, "bytes saved: at least 8 tensors of (B, T, C)"
     for expected, actual in zip(one.gradients[0], other.gradients[0], strict=True):
         torch.testing.assert_close(actual, expected)
 
 
-def test_16_a_resumed_run_may_recompute_other_blocks(run, tmp_path):
+def test_gradient_checkpointing_a_resumed_run_may_recompute_other_blocks(run, tmp_path):
     """It changes what is kept in memory, not what is learned: which flags does --resume compare?"""
-    run("16", folder=tmp_path, steps=2, checkpoint_every=1)
-    run("16", "--resume", folder=tmp_path, steps=2, checkpoint_every=1, recompute_blocks=2)
+    run("gradient_checkpointing", folder=tmp_path, steps=2, checkpoint_every=1)
+    run("gradient_checkpointing", "--resume", folder=tmp_path, steps=2, checkpoint_every=1, recompute_blocks=2)
 
 
 @pytest.mark.parametrize("chunk", [24, 4096])
-def test_17_loss_and_gradients_are_those_of_all_logits_at_once(run, chunk):
+def test_chunked_cross_entropy_loss_and_gradients_are_those_of_all_logits_at_once(run, chunk):
     """The mean is over all tokens, not over a chunk's; padding gets no probability; backward() gets a factor."""
-    before = run("16", steps=1, total_batch=128)
-    after = run("17", steps=1, total_batch=128, loss_chunk=chunk)
+    before = run("gradient_checkpointing", steps=1, total_batch=128)
+    after = run("chunked_cross_entropy", steps=1, total_batch=128, loss_chunk=chunk)
     assert losses(after.log) == pytest.approx(losses(before.log), abs=2e-6)
     assert after.steps[0]["norm"] == pytest.approx(before.steps[0]["norm"], rel=1e-3)
     for expected, actual in zip(before.gradients[0], after.gradients[0], strict=True):
         assert (actual - expected).norm() <= 1e-4 * expected.norm() + 1e-9
 
 
-def test_17_memory_falls_with_loss_chunk(run, tokens):
+def test_chunked_cross_entropy_memory_falls_with_loss_chunk(run, tokens):
     """With --loss-chunk 16 the logits of 16 tokens exist at once. Does the backward pass still need those of others?"""
     big = {"data": tokens, "T": 64, "total_batch": 128, "steps": 1}
-    (plain, _), (lean, _) = (peak(run, "17", **big, loss_chunk=chunk) for chunk in (128, 16))
+    (plain, _), (lean, _) = (peak(run, "chunked_cross_entropy", **big, loss_chunk=chunk) for chunk in (128, 16))
     assert plain - lean > 112 * 50304 * 4, "bytes saved: at least the logits of 112 of 128 tokens"
 
 
 @pytest.fixture(scope="module")
 def muon(tmp_path_factory, byte_tokens):
     """{name: (weight before, after, as torch.optim.Muon or AdamW leaves it, first gradient, first update, rate)}."""
-    module, steps = script("18"), []
+    module, steps = script("muon"), []
 
     def before(optimizer, args, kwargs):
         parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
@@ -602,7 +603,7 @@ def is_muons(tensor):
     return tensor.dim() == 2 and len(tensor) not in (384, 1024)
 
 
-def test_18_the_update_of_a_blocks_matrix_is_orthogonal(muon):
+def test_muon_the_update_of_a_blocks_matrix_is_orthogonal(muon):
     """All singular values about 1, times 0.2 * max(m, n) ** 0.5: how many iterations, from a matrix of which norm?"""
     compared = [(gradient, update) for gradient, update, _ in first_updates(muon) if is_muons(update)]
     assert len(compared) >= 8
@@ -612,7 +613,7 @@ def test_18_the_update_of_a_blocks_matrix_is_orthogonal(muon):
         assert 0.65 < kept.min() and kept.max() < 1.25, f"singular values from {kept.min():.2f} to {kept.max():.2f}"
 
 
-def test_18_embeddings_and_vectors_stay_with_adamw(muon):
+def test_muon_embeddings_and_vectors_stay_with_adamw(muon):
     """Its first update is the sign of the gradient, whatever its size: which group are they in, at which rate?"""
     compared = [(update, rate) for _, update, rate in first_updates(muon) if not is_muons(update)]
     assert len(compared) >= 10
@@ -620,7 +621,7 @@ def test_18_embeddings_and_vectors_stay_with_adamw(muon):
         assert rate == pytest.approx(1e-3) and update.abs().max() == pytest.approx(1, abs=0.02)
 
 
-def test_18_three_steps_are_those_of_torch_muon(muon):
+def test_muon_three_steps_are_those_of_torch_muon(muon):
     """With momentum 0.95, Nesterov's, and adjust_lr_fn="match_rms_adamw". What is kept from one step to the next?"""
     for i, (p, start, _, first_rate) in enumerate(muon[0][1]):
         if not is_muons(start):
@@ -638,24 +639,24 @@ def test_18_three_steps_are_those_of_torch_muon(muon):
 TRAPEZOID = {"steps": 10, "warmup_steps": 2, "decay_share": 0.4, "muon_lr": 0.01, "max_lr": 1e-3}
 
 
-def test_19_after_the_warm_up_the_rate_stays_at_the_peak(run):
+def test_trapezoid_lr_after_the_warm_up_the_rate_stays_at_the_peak(run):
     """For how many of 10 steps, with --warmup-steps 2 and --decay-share 0.4?"""
-    found, _ = rates(run("19", **TRAPEZOID))
+    found, _ = rates(run("trapezoid_lr", **TRAPEZOID))
     assert found[:7] == [0.5, 1, 1, 1, 1, 1, 1]
 
 
-def test_19_then_it_falls_linearly_to_zero(run):
+def test_trapezoid_lr_then_it_falls_linearly_to_zero(run):
     """It would be zero after the last step, not in it: such a step would be wasted."""
-    found, _ = rates(run("19", **TRAPEZOID))
+    found, _ = rates(run("trapezoid_lr", **TRAPEZOID))
     assert found[7:] == [0.75, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("settings, expected", [
     ({"steps": 3, "warmup_steps": 1, "decay_share": 0.0}, [1, 1, 1]),
     ({"steps": 5, "warmup_steps": 5, "decay_share": 1.0}, [0.2, 0.4, 0.6, 0.4, 0.2])])
-def test_19_without_a_decay_and_where_rise_and_fall_meet(run, settings, expected):
+def test_trapezoid_lr_without_a_decay_and_where_rise_and_fall_meet(run, settings, expected):
     """--decay-share 0 must not divide by it; a rate is never above the rise, nor above the fall."""
-    found, _ = rates(run("19", **TRAPEZOID | settings))
+    found, _ = rates(run("trapezoid_lr", **TRAPEZOID | settings))
     assert found == expected
 
 
@@ -669,9 +670,9 @@ def one_token_everywhere(label):
     return [vectors[0, 0] for vectors in attended(model, ids(1, 1).expand(1, 64))[0]]
 
 
-def test_20_scores_depend_on_the_distance_alone():
+def test_rope_scores_depend_on_the_distance_alone():
     """One token at all positions: a query and a key, turned by the angles of their positions, in pairs of numbers."""
-    q, k, _ = one_token_everywhere("20")
+    q, k, _ = one_token_everywhere("rope")
     scores = q @ k.T
     along = [scores.diagonal(-distance) for distance in range(64)]
     for same in along:
@@ -679,137 +680,137 @@ def test_20_scores_depend_on_the_distance_alone():
     assert torch.stack([same[0] for same in along]).std() > 0.1, "they do not depend on it at all"
 
 
-def test_20_a_rotation_changes_no_length():
+def test_rope_a_rotation_changes_no_length():
     """cos for both numbers of a pair, sin with the sign of a rotation."""
-    for vectors in one_token_everywhere("20"):
+    for vectors in one_token_everywhere("rope"):
         torch.testing.assert_close(vectors.norm(dim=-1), vectors[0].norm().expand(64))
 
 
-def test_20_pairs_and_angles_are_those_of_the_text():
+def test_rope_pairs_and_angles_are_those_of_the_text():
     """The pair (i, i + hs/2) turns by position * 10000 ** (-2 i / hs): which numbers are a pair? Which is slowest?"""
     angles = torch.arange(64)[:, None] * 10000.0 ** (-torch.arange(16) / 16)  # (T, hs/2)
-    for vectors in one_token_everywhere("20")[:2]:
+    for vectors in one_token_everywhere("rope")[:2]:
         pairs = torch.complex(*vectors.chunk(2, dim=-1))  # (T, hs/2)
         turned = pairs[0] * torch.polar(torch.ones_like(angles), angles)
         torch.testing.assert_close(pairs, turned, rtol=1e-3, atol=1e-3 * pairs.abs().max().item())
 
 
 @torch.no_grad()
-def test_20_what_is_averaged_is_the_same_everywhere():
+def test_rope_what_is_averaged_is_the_same_everywhere():
     """One token at all positions: an average of equal vectors is that vector. What else has been turned?"""
-    model = tiny("20")
+    model = tiny("rope")
     draw_anew(model)
     logits = model(ids(1, 1).expand(1, 64))
     torch.testing.assert_close(logits, logits[:, :1].expand_as(logits), rtol=1e-3, atol=1e-3)
 
 
-def test_20_no_weight_belongs_to_a_position():
+def test_rope_no_weight_belongs_to_a_position():
     """What did the table of positions do that the rotation does now?"""
-    assert [name for name, weight in tiny("20").state_dict().items() if 1024 in weight.shape] == []
+    assert [name for name, weight in tiny("rope").state_dict().items() if 1024 in weight.shape] == []
 
 
 @torch.no_grad()
-def test_21_norms_divide_by_the_root_mean_square():
+def test_rmsnorm_norms_divide_by_the_root_mean_square():
     """Two in a block, one at the end; with eps=1e-6, and without subtracting the mean."""
-    norms = [part for part in tiny("21").modules() if "Norm" in type(part).__name__]
+    norms = [part for part in tiny("rmsnorm").modules() if "Norm" in type(part).__name__]
     assert len(norms) == 2 * 2 + 1
     x = torch.randn(2, 3, 64) * torch.tensor([1e-4, 1.0, 1e4])[:, None]  # eps matters for the smallest
     for norm in norms:
         torch.testing.assert_close(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt())
 
 
-def test_21_no_bias_is_left():
+def test_rmsnorm_no_bias_is_left():
     """In linear layers, too: only the norms still have a vector, their gains."""
-    model = tiny("21")
+    model = tiny("rmsnorm")
     norms = [part for part in model.modules() if "Norm" in type(part).__name__]
     vectors = [name for name, p in model.named_parameters() if p.dim() == 1]
     assert not [name for name in vectors if "bias" in name] and len(vectors) == len(norms)
 
 
-def test_22_queries_and_keys_have_a_root_mean_square_of_1():
+def test_qk_norm_queries_and_keys_have_a_root_mean_square_of_1():
     """Whatever the weights are: each head's vector by itself, over hs numbers."""
-    model = tiny("22")
+    model = tiny("qk_norm")
     draw_anew(model, std=10.0)
     found = attended(model, ids(2, 12))
     lengths = torch.stack([vectors.square().mean(-1).sqrt() for block in found for vectors in block[:2]])
     torch.testing.assert_close(lengths, torch.ones(4, 2, 2, 12), rtol=1e-3, atol=0)  # of two blocks: (B, nh, T)
 
 
-def test_22_the_norm_comes_before_the_rotation():
+def test_qk_norm_the_norm_comes_before_the_rotation():
     """Its gains differ from number to number: after a rotation they would depend on the position."""
-    for vectors in one_token_everywhere("22")[:2]:
+    for vectors in one_token_everywhere("qk_norm")[:2]:
         torch.testing.assert_close(vectors.norm(dim=-1), vectors[0].norm().expand(64), rtol=1e-3, atol=0)
 
 
-def test_22_each_block_has_a_gain_for_queries_and_one_for_keys():
+def test_qk_norm_each_block_has_a_gain_for_queries_and_one_for_keys():
     """Of hs numbers: all heads share them."""
-    before, after = ([p.shape for p in tiny(label).parameters() if p.dim() == 1] for label in ("21", "22"))
+    before, after = ([p.shape for p in tiny(label).parameters() if p.dim() == 1] for label in ("rmsnorm", "qk_norm"))
     assert sorted(after) == sorted([*before, *[torch.Size([32])] * 4])
 
 
 @torch.no_grad()
-def test_23_the_mlp_is_down_of_silu_of_gate_times_up():
+def test_swiglu_the_mlp_is_down_of_silu_of_gate_times_up():
     """gate_proj, up_proj and down_proj are Qwen3's names. On which of the two products does SiLU act?"""
-    mlp, x = tiny("23").transformer.h[0].mlp, torch.randn(2, 3, 64)
+    mlp, x = tiny("swiglu").transformer.h[0].mlp, torch.randn(2, 3, 64)
     for part in mlp.parameters():
         torch.nn.init.normal_(part)
     torch.testing.assert_close(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
 
 
-def test_23_what_ends_a_branch_still_starts_smaller():
+def test_swiglu_what_ends_a_branch_still_starts_smaller():
     """Rung 4's mark: which of the three matrices needs it?"""
-    found = {name: std for name, std in stds("23").items() if name.endswith(("c_proj.weight", "down_proj.weight"))}
+    found = {name: std for name, std in stds("swiglu").items() if name.endswith(("c_proj.weight", "down_proj.weight"))}
     assert found == pytest.approx(dict.fromkeys(found, 0.02 / 12**0.5), rel=0.03) and len(found) == 12
 
 
 @pytest.mark.parametrize("n_embd, hidden", [(64, 192), (768, 2048), (1024, 2752)])
-def test_23_three_matrices_have_as_many_weights_as_two_had(n_embd, hidden):
+def test_swiglu_three_matrices_have_as_many_weights_as_two_had(n_embd, hidden):
     """A width of 8/3 n_embd, rounded up to a multiple of 64."""
-    module = rung("23")
+    module = rung("swiglu")
     with torch.device("meta"):
         mlp = module.GPT(module.GPTConfig(vocab_size=257, n_layer=1, n_head=4, n_embd=n_embd)).transformer.h[0].mlp
     expected = [(hidden, n_embd), (hidden, n_embd), (n_embd, hidden)]
     assert sorted(tuple(p.shape) for p in mlp.parameters()) == sorted(expected)
 
 
-def test_24_every_block_starts_as_the_identity():
+def test_zero_init_every_block_starts_as_the_identity():
     """What goes into the stream at the end of each branch? Of the two, has one been missed?"""
-    model, pairs = tiny("24"), []
+    model, pairs = tiny("zero_init"), []
     for block in model.transformer.h:
         block.register_forward_hook(lambda part, args, output: pairs.append((args[0], output)))
     model(ids(2, 12))
     assert len(pairs) == 2 and all(torch.equal(*pair) for pair in pairs)
 
 
-def test_24_everything_else_starts_as_before_and_learns(run, tmp_path):
+def test_zero_init_everything_else_starts_as_before_and_learns(run, tmp_path):
     """With one seed the same random numbers: draw them also where they are then not used. And zeros get gradients."""
-    before, after = (dict(tiny(label).named_parameters()) for label in ("23", "24"))
+    before, after = (dict(tiny(label).named_parameters()) for label in ("swiglu", "zero_init"))
     same = [name for name in before if torch.equal(before[name], after[name])]
     assert len(before) - len(same) == 4, "the matrices that differ: two of each block"
-    run("24", save=tmp_path / "model.pt")
+    run("zero_init", save=tmp_path / "model.pt")
     trained = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
     ends = [name for name in before if name not in same]
     assert all(trained[name].any() for name in ends), "they stay zero"
 
 
 def grouped(n_kv_head):
-    """The attention of rung 32 with 4 heads of 16 numbers, of which keys and values have fewer."""
-    module = rung("32")
+    """The attention of `grouped_query_attention` with 4 heads of 16 numbers, of which keys and values have fewer."""
+    module = rung("grouped_query_attention")
     words = ["--model", "1x4x64", *known_flags(module, kv_heads=n_kv_head)]
     return module.GPT(module.model_config(module.parse_args(words), 257)).transformer.h[0].attn
 
 
 @pytest.mark.parametrize("n_kv_head", [1, 2, 4])
-def test_32_fewer_keys_and_values_are_computed(n_kv_head):
+def test_grouped_query_attention_fewer_keys_and_values_are_computed(n_kv_head):
     """--kv-heads: c_attn computes 4 heads of queries, and that many of keys and of values, one after the other."""
     assert grouped(n_kv_head).c_attn.weight.shape == ((4 + 2 * n_kv_head) * 16, 64)
 
 
 @pytest.mark.parametrize("n_kv_head", [1, 2])
 @torch.no_grad()
-def test_32_neighbours_among_the_query_heads_share_keys_and_values(n_kv_head):
-    """Of 4 query heads and 2 others, 0 and 1 use the first. As rung 24's attention does with rows that repeat."""
-    full, fewer = tiny("24", "1x4x64"), grouped(n_kv_head)
+def test_grouped_query_attention_neighbours_among_the_query_heads_share_keys_and_values(n_kv_head):
+    """Of 4 query heads and 2 others, 0 and 1 use the first. As `zero_init`'s attention does with rows that repeat."""
+    full, fewer = tiny("zero_init", "1x4x64"), grouped(n_kv_head)
     attention = full.transformer.h[0].attn
     for part in fewer.parameters():
         torch.nn.init.normal_(part, mean=float(part.dim() == 1), std=0.2)

@@ -8,11 +8,15 @@ from conftest import ROOT, builds_on, run_command, rungs_that_change
 
 from ladder.rungs.list import BY_LABEL, RUNGS
 
-LABELS = [entry.label for entry in RUNGS if entry.label not in ("fsdp", "dcp")]  # those two need several ranks
+def accumulates(label):
+    return builds_on(label, "gradient_accumulation")
+
+
+LABELS = [entry.label for entry in RUNGS if not builds_on(entry.label, "fsdp")]  # which needs several ranks
 COMPILED = LABELS[LABELS.index("5"):]
 # The rungs in which a step with the scaler differs from that of the rung before.
 SCALED = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW") if label in LABELS
-          and (not builds_on(label, "11") or label in rungs_that_change("optimizer_step", "MuonAdamW"))]
+          and (not accumulates(label) or label in rungs_that_change("optimizer_step", "MuonAdamW"))]
 # The rungs whose graph is not that of the rung before.
 GRAPHS = [label for label in COMPILED if label == "5" or label in rungs_that_change(
     "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward", "ChunkedCrossEntropy")]
@@ -23,9 +27,9 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guar
 
 def waits_of(label, float16):
     """In the timed part of a step: a copy of x and one of y, until 12 prefetches; the scaler, but for fused AdamW."""
-    copies = 0 if builds_on(label, "12") else 2 * (MICRO_STEPS if builds_on(label, "11") else 1)
+    copies = 0 if builds_on(label, "prefetch") else 2 * (MICRO_STEPS if accumulates(label) else 1)
     scales = float16 and builds_on(label, "3")
-    return copies + (scales and (builds_on(label, "18") or not builds_on(label, "10")))
+    return copies + (scales and (builds_on(label, "muon") or not builds_on(label, "10")))
 
 
 def runs(folder, backend, words):
@@ -51,11 +55,11 @@ def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(backe
         assert sum(run["waits"].values()) == waits_of(run["label"], run["float16"]), run
         assert not run["breaks"] and run["graphs"] == 2 * compiled  # forward and backward
         own = BY_LABEL[run["label"]].chunked
-        assert run["losses_in"] == ([] if own else ["torch.float32"])  # rung 17 has a loss of its own
+        assert run["losses_in"] == ([] if own else ["torch.float32"])  # `chunked_cross_entropy` has a loss of its own
         assert not run["rng"]  # the masks of dropout come from the default generator, which --seed sets
 
 
 @pytest.mark.slow
-def test_16_recomputes_also_where_ddp_splits_the_graph(tmp_path):
+def test_gradient_checkpointing_recomputes_also_where_ddp_splits_the_graph(tmp_path):
     for run in runs(tmp_path, "ddp", ["long_run", RECOMPUTED]):
         assert not run["breaks"] and run["graphs"] == 4

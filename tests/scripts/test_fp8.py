@@ -1,4 +1,4 @@
-"""Rung 25: float8 products on a CPU, which has torch's kernel for them, against torchao's and against bfloat16."""
+"""`fp8`: float8 products on a CPU, which has torch's kernel for them, against torchao's and against bfloat16."""
 import argparse
 
 import pytest
@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 @pytest.fixture
 def fp8(monkeypatch):
     """The rung on a CPU that it takes for a GPU of capability 8.9."""
-    module = rung("25")
+    module = rung("fp8")
     use_float8 = module.use_float8
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
@@ -28,7 +28,7 @@ def float8_layers(model):
 
 
 @pytest.mark.parametrize("size", ["tiny", "gpt2", "gpt2-xl"])
-def test_25_layers_are_those_of_torchaos_filter(size, fp8):
+def test_fp8_layers_are_those_of_torchaos_filter(size, fp8):
     """And they take 48 % of the arithmetic of the linear layers in gpt2, 95 % in gpt2-xl."""
     with torch.device("meta"):
         model, expected = new_gpt(fp8, size), new_gpt(fp8, size)
@@ -41,14 +41,14 @@ def test_25_layers_are_those_of_torchaos_filter(size, fp8):
     assert round(100 * share) == {"gpt2": 48, "gpt2-xl": 95}.get(size, round(100 * share))
 
 
-def test_25_the_parameters_are_the_same_ones(fp8):
+def test_fp8_the_parameters_are_the_same_ones(fp8):
     """So DDP, both optimizers and checkpoints find what they found before."""
     model = new_gpt(fp8)
     before = dict(model.named_parameters())
     assert fp8.use_float8(model, args_of(fp8, "--float8-from", 1)) == len(float8_layers(model)) == 2 * 5
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
-    assert model.state_dict().keys() == new_gpt(rung("24")).state_dict().keys()
+    assert model.state_dict().keys() == new_gpt(rung("zero_init")).state_dict().keys()
 
 
 @pytest.mark.parametrize("flags, cuda, capability", [
@@ -58,18 +58,18 @@ def test_25_the_parameters_are_the_same_ones(fp8):
     (["--float8-from", 0], "13.0", (12, 0)),
     (["--float8-from", 193], "13.0", (8, 9)),
 ])
-def test_25_otherwise_the_model_stays_as_it_is(flags, cuda, capability, fp8, monkeypatch):
+def test_fp8_otherwise_the_model_stays_as_it_is(flags, cuda, capability, fp8, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     model = new_gpt(fp8)
     assert fp8.use_float8(model, args_of(fp8, "--float8-from", 1, *flags)) == 0
     assert not float8_layers(model)
-    assert rung("25").use_float8(model, args_of(fp8, "--float8-from", 1)) == 0  # nor on a CPU
+    assert rung("fp8").use_float8(model, args_of(fp8, "--float8-from", 1)) == 0  # nor on a CPU
 
 
-def test_25_the_three_products_are_torchaos():
+def test_fp8_the_three_products_are_torchaos():
     """torchao's emulation rounds as it does on a GPU and multiplies in bfloat16; so output and gradients agree."""
-    module = rung("25")
+    module = rung("fp8")
     torch.manual_seed(0)
     theirs = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False))
     ours = module.Float8Linear(64, 96, bias=False)
@@ -94,9 +94,9 @@ def test_25_the_three_products_are_torchaos():
 
 
 @pytest.mark.parametrize("public", [True, False])
-def test_25_only_the_forward_product_accumulates_fast(public, monkeypatch):
+def test_fp8_only_the_forward_product_accumulates_fast(public, monkeypatch):
     """By torch's public function, and by the private one that an older torch has: with the same result."""
-    module, fast, found = rung("25"), [], []
+    module, fast, found = rung("fp8"), [], []
     owner, function = (torch.nn.functional, "scaled_mm") if public else (torch, "_scaled_mm")
     if not public:
         monkeypatch.delattr(torch.nn.functional, "scaled_mm")
@@ -117,7 +117,7 @@ def test_25_only_the_forward_product_accumulates_fast(public, monkeypatch):
         assert (y - truth).norm() < 0.06 * truth.norm()
 
 
-def test_25_compiled_in_one_graph(fp8):
+def test_fp8_compiled_in_one_graph(fp8):
     """As `train` runs it on a GPU: as eagerly, up to float8's own error."""
     torch.manual_seed(0)
     model, (x, y), found = new_gpt(fp8, "1x2x64", 257), torch.randint(0, 257, (2, 4, 32)), []
@@ -137,7 +137,7 @@ def test_25_compiled_in_one_graph(fp8):
     assert torch.allclose(found[0][0], found[1][0], rtol=1e-4)
 
 
-def test_25_train_uses_it(fp8, tmp_path, byte_tokens):
+def test_fp8_train_uses_it(fp8, tmp_path, byte_tokens):
     """A CPU's own product of E5M2 numbers is slow; here these multiply the same numbers in float32."""
     fp8.float8_product = lambda a, fa, b, fb, fast=False: ((a.float() @ b.float()) * (fa * fb)).bfloat16()
     fp8.autocast_dtype = lambda device: torch.bfloat16

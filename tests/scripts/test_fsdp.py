@@ -13,11 +13,11 @@ from ladder.count.flops import SHAPES, VOCAB_SIZE
 from ladder.count.memory import split_parameters
 from ladder.rungs.list import BY_LABEL
 
-LOG, LOG_OF_SHARDS = (f"{BY_LABEL[label].name}.log" for label in ("fsdp", "dcp"))
+LOG, LOG_OF_SHARDS = (f"{BY_LABEL[label].name}.log" for label in ("fsdp", "sharded_checkpoint"))
 RUN = ("-T", 16, "--val-every", 2, "--val-sequences", 3, "--checkpoint-every", 2)
 SIX = (*RUN, "--total-batch", 64, "--steps", 6)
 STEP_4, STEP_6 = "step_0000004", "step_0000006"
-KINDS = pytest.mark.parametrize("label, suffix", [("fsdp", ".pt"), ("dcp", "")])
+KINDS = pytest.mark.parametrize("label, suffix", [("fsdp", ".pt"), ("sharded_checkpoint", "")])
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def two_ranks(tmp_path_factory, byte_tokens, tokens):
     two = ["-B", 1, *RUN, "--total-batch", 64, "--steps", 2]
     printed = on_ranks(2, folder, byte_tokens, {
         "float32": ("fsdp", "float32", ["-B", 1, *SIX, "--save", folder / "model.pt"]),
-        "shards": ("dcp", "float32", ["-B", 1, *SIX, "--save", folder / "shards.pt"]),
+        "shards": ("sharded_checkpoint", "float32", ["-B", 1, *SIX, "--save", folder / "shards.pt"]),
         "compiled": ("fsdp", "float32", ["-B", 1, *SIX, "--compile-mode", "default", "--save", folder / "compiled.pt"]),
         "float16": ("fsdp", "float16", two),
         "bfloat16": ("fsdp", "bfloat16", [*two, "--val-every", 0, "--checkpoint-every", 0, "--data", tokens])})
@@ -40,7 +40,7 @@ def two_ranks(tmp_path_factory, byte_tokens, tokens):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, byte_tokens):
-    """The log of rung 24, alone with twice the batch, in float32: the truth; and its model beside it."""
+    """The log of `zero_init`, alone with twice the batch, in float32: the truth; and its model beside it."""
     folder = tmp_path_factory.mktemp("one")
     return train_in_float32("long_run", folder, byte_tokens, "-B", 2, *SIX, "--save", folder / "model.pt")
 
@@ -71,7 +71,7 @@ def test_the_other_types_track_float32(two_ranks, one_process, tmp_path, tokens)
 
 def assert_shares(folder, n, vocab_size):
     """4 bytes a number: 1 for the parameters and the gradients, 1 moment for matrices of blocks, 2 for the others."""
-    shapes = {name: p.shape for name, p in new_gpt(rung("24"), vocab_size=vocab_size).named_parameters()}
+    shapes = {name: p.shape for name, p in new_gpt(rung("zero_init"), vocab_size=vocab_size).named_parameters()}
     for rank in range(n):
         found = json.loads((folder / f"rank{rank}.json").read_text())
         kept = {name: 4 * shape.numel() // n for name, shape in shapes.items()}
@@ -149,7 +149,7 @@ def test_the_peak_is_what_docs_long_runs_md_counts(two_ranks, tmp_path, tokens):
 def test_a_checkpoint_before_the_first_update_resumes(tmp_path, byte_tokens, huge_scale):
     """With a scale far too large float16 skips the first steps: the optimizer has no moments yet."""
     for steps in (1, 2):
-        module = rung("dcp")
+        module = rung("sharded_checkpoint")
         module.autocast_dtype = lambda device: torch.float16
         log = train(module, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", steps,
                     "--decay-share", 0, "--checkpoint-every", 1, "--resume")
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_named(damage, two_ranks, tmp_path, byte_tokens)
     damage(newest)
     line = fr"error: --resume: {newest} cannot be read \(.+\); if it is damaged, delete it to resume from the older one"
     with pytest.raises(SystemExit, match=f"^{line}$"):
-        train_in_float32("dcp", tmp_path, byte_tokens, "-B", 2, *SIX, "--resume")
+        train_in_float32("sharded_checkpoint", tmp_path, byte_tokens, "-B", 2, *SIX, "--resume")
     assert not list(tmp_path.glob("*.log*"))
 
 

@@ -1,4 +1,4 @@
-"""Rungs 35 and 36, one GPU's last milliseconds, without one: on a CPU.
+"""bf16_residual and cuda_graphs, one GPU's last milliseconds, without one: on a CPU.
 
 That their compiled graphs are whole and what waits in them: test_fake_cuda.py.
 """
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 # ---- 35: the stream ----------------------------------------------------------------------------------------------
 
-def stream(dtype, label="35"):
+def stream(dtype, label="bf16_residual"):
     """The types between the blocks, and of the stream's gradients there."""
     model, seen = tiny(label), []
     for block in model.transformer.h:
@@ -29,13 +29,13 @@ def stream(dtype, label="35"):
     return {found for pair in seen for found in pair}
 
 
-def test_35_the_stream_and_its_gradient_are_bfloat16():
+def test_bf16_residual_the_stream_and_its_gradient_are_bfloat16():
     assert stream(torch.bfloat16) == {torch.bfloat16}
     assert stream(torch.bfloat16, label="10") == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_35_without_bfloat16_it_stays_float32(dtype):
+def test_bf16_residual_without_bfloat16_it_stays_float32(dtype):
     """float16 ends at 65,504."""
     assert stream(dtype) == {torch.float32}
 
@@ -107,27 +107,27 @@ def graphs(monkeypatch):
 SHORT = ["-B", 2, "-T", 32, "--steps", 8, "--max-lr", 2e-3, "--warmup-steps", 2]
 
 
-def test_36_replayed_steps_are_those_of_rung_35(graphs, tmp_path, byte_tokens):
+def test_cuda_graphs_replayed_steps_are_those_of_bf16_residual(graphs, tmp_path, byte_tokens):
     """Three eager steps, then one captured step, replayed with new batches and learning rates. Without waiting."""
-    module = rung("36")
+    module = rung("cuda_graphs")
     module.autocast_dtype, module.has_graphs = lambda device: torch.float32, lambda device: True
     log = train(module, tmp_path / "36", byte_tokens, *SHORT, "--save", tmp_path / "36.pt")
-    truth = train_in_float32("35", tmp_path / "35", byte_tokens, *SHORT, "--save", tmp_path / "35.pt")
+    truth = train_in_float32("bf16_residual", tmp_path / "35", byte_tokens, *SHORT, "--save", tmp_path / "35.pt")
     assert [tape.replays for tape in graphs] == [5]
     assert "# CUDA graph: of a whole step, from step 4 on\n" in log.read_text()
     assert_same_losses(log, truth)
     assert_same_weights(tmp_path / "36.pt", tmp_path / "35.pt", atol=3e-5)
 
 
-def test_36_in_float16_the_scaler_is_captured_too(graphs, tmp_path, byte_tokens, huge_scale):
+def test_cuda_graphs_in_float16_the_scaler_is_captured_too(graphs, tmp_path, byte_tokens, huge_scale):
     """A step whose gradients overflow changes no weight, and halves the scale."""
-    module = rung("36")
+    module = rung("cuda_graphs")
     module.autocast_dtype, module.has_graphs = lambda device: torch.float16, lambda device: True
     train(module, tmp_path, byte_tokens, "-B", 1, "-T", 8, "--steps", 5, "--save", tmp_path / "model.pt")
     assert [tape.replays for tape in graphs] == [2] and huge_scale[0].get_scale() == 2.0**55
     assert_untrained(module, tmp_path / "model.pt")
 
 
-def test_36_without_cuda_nothing_is_captured(graphs, tmp_path, byte_tokens):
-    log = train(rung("36"), tmp_path, byte_tokens, *SHORT)
+def test_cuda_graphs_without_cuda_nothing_is_captured(graphs, tmp_path, byte_tokens):
+    log = train(rung("cuda_graphs"), tmp_path, byte_tokens, *SHORT)
     assert graphs == [] and "# CUDA graph: none (no CUDA)\n" in log.read_text()

@@ -1,10 +1,10 @@
-"""The loader: the i-th batch is the i-th B*T tokens of the file; from rung 26 on, the windows of a random order."""
+"""The loader: the i-th batch is the i-th B*T tokens of the file; from shuffled_windows on, windows in random order."""
 import numpy as np
 import pytest
 import torch
 from conftest import builds_on, rung, rungs_that_change, tokens_of, train
 
-LOADERS = [label for label in rungs_that_change("DataLoaderLite") if label != "26"]
+LOADERS = [label for label in rungs_that_change("DataLoaderLite") if label != "shuffled_windows"]
 N = 1003  # the tokens of `numbers` are their own places in the file
 WAYS = ["mapped", "pinned"]
 
@@ -18,7 +18,7 @@ def numbers(tmp_path_factory):
 def loader_of(label, folder, B=4, T=8, way="mapped", **more):
     """The loader of a rung, as it reads the file on one of the two ways to the device."""
     module = rung(label)
-    device = ["cuda" if way == "pinned" else "cpu"] if builds_on(label, "12") else []
+    device = ["cuda" if way == "pinned" else "cpu"] if builds_on(label, "prefetch") else []
     return module.DataLoaderLite(folder, B, T, *device, **more)
 
 
@@ -32,9 +32,9 @@ def copies(monkeypatch):
 
 
 @pytest.mark.parametrize("label, split, way", [
-    *((label, "train", way) for label in LOADERS for way in (WAYS if builds_on(label, "12") else WAYS[:1])),
-    *((label, "val", way) for label in ("13", "validation", "26")
-      for way in (WAYS if label == "13" else WAYS[:1]))])
+    *((label, "train", way) for label in LOADERS for way in (WAYS if builds_on(label, "prefetch") else WAYS[:1])),
+    *((label, "val", way) for label in ("distributed_validation", "validation", "shuffled_windows")
+      for way in (WAYS if label == "distributed_validation" else WAYS[:1]))])
 def test_batches_are_the_text_in_order(label, split, way, numbers, copies):
     """On every way: val data really is val data there, and ids above 32,767 survive it."""
     loader = loader_of(label, numbers, way=way, **({"split": split} if split == "val" else {}))
@@ -59,7 +59,7 @@ def test_the_last_batch_needs_a_token_after_it(label, tmp_path):
         assert loader.n_batches == n_batches and loader.batch(n_batches - 1)[1][0, -1] == 17 * n_batches
         assert loader.tokens.mode == "r"  # a corpus that others share may be read-only
     with pytest.raises(SystemExit, match="a batch needs 19 train tokens; there are 18"):
-        loader_of(label, tmp_path / "18", B=1, T=18)
+        loader_of(label, tmp_path / "muon", B=1, T=18)
 
 
 class Corpus:
@@ -72,14 +72,14 @@ class Corpus:
         return np.arange(places.start, places.stop)
 
 
-@pytest.mark.parametrize("label", [*LOADERS, "26"])
+@pytest.mark.parametrize("label", [*LOADERS, "shuffled_windows"])
 def test_a_corpus_beyond_2_31_tokens_is_read_to_its_end(label, monkeypatch):
-    """Its last batch; of rung 26's windows, which come in any order, 40 of 32,766."""
+    """Its last batch; of `shuffled_windows`'s windows, which come in any order, 40 of 32,766."""
     module, T = rung(label), 2**18
     module.load_tokens = lambda *_: (Corpus(), {})
-    loader = module.DataLoaderLite("", 1, T, *(["cpu"] if builds_on(label, "12") else []))
+    loader = module.DataLoaderLite("", 1, T, *(["cpu"] if builds_on(label, "prefetch") else []))
     numbers, n_batches = [loader.n_batches - 1], 2**33 // T - 1
-    if label == "26":
+    if label == "shuffled_windows":
         loader = module.DataLoaderLite("", 1, T, seed=1337)
         numbers, n_batches = range(40), n_batches - 1
     starts = [loader.batch(i)[0][0, 0].item() for i in numbers]
@@ -87,9 +87,9 @@ def test_a_corpus_beyond_2_31_tokens_is_read_to_its_end(label, monkeypatch):
     assert min(starts) >= 0 and max(starts) > 2**32 and len(set(starts)) == len(numbers)
 
 
-def test_12_the_next_batch_is_fetched_before_the_wait_for_the_device(tmp_path, byte_tokens, monkeypatch):
+def test_prefetch_the_next_batch_is_fetched_before_the_wait_for_the_device(tmp_path, byte_tokens, monkeypatch):
     """In steps of four micro-steps."""
-    module, events = rung("12"), []
+    module, events = rung("prefetch"), []
     batch = module.DataLoaderLite.batch
     module.DataLoaderLite.batch = lambda self, i: (i in self.prefetched or events.append(i)) and None or batch(self, i)
     monkeypatch.setattr(torch.cpu, "synchronize", lambda *_: events.append("synchronize"))
@@ -97,14 +97,14 @@ def test_12_the_next_batch_is_fetched_before_the_wait_for_the_device(tmp_path, b
     assert events == [0, 1, 2, 3, 4, "synchronize", 5, 6, 7, 8, "synchronize", 9, 10, 11, 12, "synchronize"]
 
 
-# ---- rung 26: the windows of each epoch, in an order that is a function of the seed and the epoch's number -----------
+# ---- shuffled_windows: the windows of each epoch, in an order that follows from the seed and the epoch's number ----
 
 T = 8
 N_WINDOWS = (N - 1) // T - 1
 
 
 def shuffled(folder, B=4, seed=1337):
-    return loader_of("26", folder, B, T, seed=seed)
+    return loader_of("shuffled_windows", folder, B, T, seed=seed)
 
 
 def windows(loader, first, n):
@@ -114,7 +114,7 @@ def windows(loader, first, n):
     return x[first % loader.B :][:n]
 
 
-def test_26_every_epoch_has_every_window_once_in_its_own_order(numbers):
+def test_shuffled_windows_every_epoch_has_every_window_once_in_its_own_order(numbers):
     loader = shuffled(numbers)
     assert loader.n_batches == -(-N_WINDOWS // 4)
     orders, offsets = [], []
@@ -130,7 +130,7 @@ def test_26_every_epoch_has_every_window_once_in_its_own_order(numbers):
 
 @pytest.mark.parametrize("n_tokens, B, n_windows", [
     (T + 1, 1, 1), (2 * T, 1, 1), (2 * T + 1, 2, 1), (3 * T, 1, 1), (3 * T + 1, 1, 2), (4 * T + 1, 4, 3)])
-def test_26_each_token_of_the_smallest_files_is_reached(n_tokens, B, n_windows, tmp_path):
+def test_shuffled_windows_each_token_of_the_smallest_files_is_reached(n_tokens, B, n_windows, tmp_path):
     """The first and the last, too, in one epoch or another. A batch may hold windows of more than one epoch."""
     loader = shuffled(tokens_of(tmp_path / "tokens", range(n_tokens)), B)
     assert loader.n_batches == -(-n_windows // B)
@@ -140,7 +140,7 @@ def test_26_each_token_of_the_smallest_files_is_reached(n_tokens, B, n_windows, 
     assert len({x[0, 0].item() for x, _ in found}) == n_tokens - T  # all places where a window may start
 
 
-def test_26_the_order_is_the_seeds(numbers):
+def test_shuffled_windows_the_order_is_the_seeds(numbers):
     first, same, other = (windows(shuffled(numbers, seed=seed), 0, 3 * N_WINDOWS) for seed in (1, 1, 2))
     assert torch.equal(first, same)
     epochs = [{tuple(epoch.flatten().tolist()) for epoch in order.split(N_WINDOWS)} for order in (first, other)]
@@ -149,7 +149,7 @@ def test_26_the_order_is_the_seeds(numbers):
 
 
 @pytest.mark.parametrize("B", [1, 5, N_WINDOWS])
-def test_26_the_same_windows_whatever_the_batch_and_the_moment(B, numbers):
+def test_shuffled_windows_the_same_windows_whatever_the_batch_and_the_moment(B, numbers):
     """In order, and backwards: a batch does not depend on those before it. Targets follow their inputs."""
     expected = windows(shuffled(numbers), 0, 3 * N_WINDOWS)
     assert torch.equal(windows(shuffled(numbers, B), 0, 3 * N_WINDOWS), expected)

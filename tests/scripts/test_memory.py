@@ -1,4 +1,4 @@
-"""Rung 17, which keeps no logits of a whole batch: in 16 bits and compiled. What else it does: test_exercises.py."""
+"""chunked_cross_entropy, which keeps no logits of a whole batch: in 16 bits and compiled. More: test_exercises.py."""
 import pytest
 import torch
 from conftest import rung, tiny
@@ -15,7 +15,7 @@ def output_layer(n_tokens=50, n_embd=32, vocab_size=1000, n_rows=1024):
 
 def chunked(*args):
     """ChunkedCrossEntropy of (x, weight, targets, vocab_size, chunk)."""
-    return rung("17").ChunkedCrossEntropy.apply(*args)
+    return rung("chunked_cross_entropy").ChunkedCrossEntropy.apply(*args)
 
 
 def loss_and_gradients(loss, *leaves, scale=1.0):
@@ -24,7 +24,7 @@ def loss_and_gradients(loss, *leaves, scale=1.0):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-def test_17_under_autocast(dtype, tolerance):
+def test_chunked_cross_entropy_under_autocast(dtype, tolerance):
     """As close to float32 as the type is (8 and 11 bits), with float16's scaled loss, too."""
     x, weight, targets = output_layer()
     expected = loss_and_gradients(chunked(x, weight, targets, 1000, 20), x, weight)
@@ -35,7 +35,7 @@ def test_17_under_autocast(dtype, tolerance):
         assert ours.dtype == torch.float32 and (ours - truth).norm() <= tolerance * truth.norm()
 
 
-def test_17_float16_keeps_small_probabilities():
+def test_chunked_cross_entropy_float16_keeps_small_probabilities():
     """Divided by the number of tokens they would fall below float16's smallest number, 6e-8."""
     n_tokens, n_rows = 512, 8192
     x, weight = torch.ones(n_tokens, 4, requires_grad=True), torch.zeros(n_rows, 4, requires_grad=True)
@@ -44,7 +44,7 @@ def test_17_float16_keeps_small_probabilities():
     assert torch.allclose(torch.autograd.grad(loss, weight)[0][1:], torch.tensor(1 / n_rows), rtol=1e-3)
 
 
-def test_17_float16_does_not_overflow_when_all_targets_are_equal():
+def test_chunked_cross_entropy_float16_does_not_overflow_when_all_targets_are_equal():
     """The gradient of that target's row is a sum over the whole chunk: here 4,096 * 20, beyond float16's 65,504."""
     x = torch.full((4096, 4), 20.0, requires_grad=True)
     weight = torch.zeros(128, 4, requires_grad=True)
@@ -54,7 +54,7 @@ def test_17_float16_does_not_overflow_when_all_targets_are_equal():
     assert torch.allclose(torch.autograd.grad(loss, weight)[0], expected, rtol=1e-3)
 
 
-def test_17_validation_computes_no_gradients():
+def test_chunked_cross_entropy_validation_computes_no_gradients():
     """One product per chunk, not three; the loss is the same."""
     x, weight, targets = output_layer()
     expected = chunked(x, weight, targets, 1000, 25)
@@ -64,9 +64,9 @@ def test_17_validation_computes_no_gradients():
 
 
 @pytest.mark.slow
-def test_17_compiled_in_one_graph():
+def test_chunked_cross_entropy_compiled_in_one_graph():
     """The last chunk is smaller. Inductor 2.13 ignores alpha in `add_(a @ b, alpha=...)`, and the graph hides it."""
-    model = tiny("17")
+    model = tiny("chunked_cross_entropy")
     x, y = torch.randint(0, 257, (2, 4, 32))
     model.loss_chunk = 50
     counters.clear()

@@ -41,8 +41,10 @@ def stopped(byte_tokens, tmp_path):
     *(("0", f"-{name} {value}", f"{name}: {value} is not 1 or more") for name in ("B", "T", "-steps")
       for value in (0, -8)),
     *((label, f"{flag} {value}", f"argument {flag}: {value} is not 0 or more") for label, flag, value in (
-        ("29", "--val-sequences", -1), ("13", "--val-every", -5), ("14", "--checkpoint-every", -1),
-        ("17", "--loss-chunk", -1), ("19", "--decay-share", "nan"), ("9", "--max-lr", "inf"))),
+        ("documents_apart", "--val-sequences", -1), ("distributed_validation", "--val-every", -5),
+        ("checkpoints", "--checkpoint-every", -1),
+        ("chunked_cross_entropy", "--loss-chunk", -1), ("trapezoid_lr", "--decay-share", "nan"),
+        ("9", "--max-lr", "inf"))),
     *((label, f"--model {model}", f"error: --model {model}: ") for label in rungs_that_change("model_config")
       for model in ("gpt5", "4x4", "4x3x128", "0x2x16", "2x0x16")),
     ("0", "--step 5", "unrecognized arguments: --step"),  # not short for --steps
@@ -61,7 +63,7 @@ def test_wrong_words(label, words, named, stopped):
     ("0", lambda folder: cut_in_half(folder / "tokenizer.json"), "no token files (Unterminated"),
     ("0", lambda folder: os.truncate(folder / "train.bin", 20_000), "train.bin is damaged"),
     *((label, lambda folder: edit_json(folder / "meta.json", vocab_size=100), "train.bin is damaged, or has ids beyond")
-      for label in ("0", "29"))])
+      for label in ("0", "documents_apart"))])
 def test_token_files_that_are_not_whole(label, damage, named, stopped, byte_tokens, tmp_path):
     """A cut tokenizer.json would be noticed by sample.py only; ids beyond the vocabulary have padded rows from 7 on."""
     folder = shutil.copytree(byte_tokens, tmp_path / "tokens")
@@ -71,7 +73,7 @@ def test_token_files_that_are_not_whole(label, damage, named, stopped, byte_toke
 
 def test_started_from_another_folder(stopped, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = stopped("29", "--data", "data/tokens", *STEP)[1]
+    line = stopped("documents_apart", "--data", "data/tokens", *STEP)[1]
     assert "--data data/tokens: no token files " in line and "where baseline.py is, python data/prepare.py" in line
 
 
@@ -158,14 +160,15 @@ def test_a_model_is_trained_further(model_of, stopped, byte_tokens, tmp_path):
     Rung 0's model does not tie its two matrices, and those have the names and shapes of rung 1's.
     """
     first = train(rung("10"), tmp_path, byte_tokens, *STEP, "--pretrained", model_of("10"))
-    last = train(rung("19"), tmp_path, byte_tokens, *STEP, "--pretrained", model_of("10"), "--val-every", 0)
+    last = train(rung("trapezoid_lr"), tmp_path, byte_tokens, *STEP, "--pretrained", model_of("10"), "--val-every", 0)
     fresh = train(rung("10"), tmp_path / "fresh", byte_tokens, *STEP)
     assert losses(first) == pytest.approx(losses(last), abs=0.02) and losses(first)[0] < losses(fresh)[0] - 0.01
-    for label, source in [("0", "10"), ("1", "0"), ("10", "1"), ("24", "10"), ("24", "31"), ("10", "24")]:
+    for label, source in [("0", "10"), ("1", "0"), ("10", "1"), ("zero_init", "10"),
+                          ("zero_init", "ngram_embeddings"), ("10", "zero_init")]:
         line = stopped(label, *STEP, "--pretrained", model_of(source))[1]
         assert "--pretrained: not a model of this script; " in line and f"{BY_LABEL[source].path.name} loads it" in line
-    torch.save(saved_with_nan(model_of("24")), tmp_path / "nan.pt")
-    assert "the loss is nan at step 1" in stopped("24", *STEP, "--pretrained", tmp_path / "nan.pt")[1]
+    torch.save(saved_with_nan(model_of("zero_init")), tmp_path / "nan.pt")
+    assert "the loss is nan at step 1" in stopped("zero_init", *STEP, "--pretrained", tmp_path / "nan.pt")[1]
     line = stopped("10", *STEP, "-T", 1100, "--pretrained", model_of("10"))[1]
     assert "-T 1100: the model's longest sequence is 1024" in line
 
@@ -181,7 +184,7 @@ def test_a_pretrained_model_with_other_tokens_than_the_data(stopped, model_of, t
         assert "--pretrained: its tokenizer is not that of --data" in line and f"--tokenizer {path} takes it" in line
 
 
-@pytest.mark.parametrize("label", ["0", "14", "29"])
+@pytest.mark.parametrize("label", ["0", "checkpoints", "documents_apart"])
 def test_token_ids_of_ones_own(label, tmp_path):
     """As docs/own_text.md describes them."""
     text = (ROOT / "docs" / "own_text.md").read_text(encoding="utf-8")
@@ -280,7 +283,7 @@ def test_a_loss_that_is_not_finite(loss, stopped, tmp_path, monkeypatch):
     assert f"step : 1 | loss: {loss}" in (tmp_path / "logs" / "baseline.log").read_text()
 
 
-@pytest.mark.parametrize("label", ["13", "29"])
+@pytest.mark.parametrize("label", ["distributed_validation", "documents_apart"])
 def test_a_validation_loss_that_is_not_finite(label, stopped, tmp_path):
     """After an update that breaks the model: it is not saved."""
     line = stopped(label, *STEP, "--max-lr", 1e38, "--warmup-steps", 0, "--save", tmp_path / "model.pt")[1]

@@ -1,4 +1,4 @@
-"""Up to rung 19 the model is GPT-2, from 23 on Qwen3: against transformers' own models and closed-form counts.
+"""Up to trapezoid_lr the model is GPT-2, from swiglu on Qwen3: against transformers' models and closed-form counts.
 
 What the parts of the later ones are, test_transformer.py shows.
 """
@@ -15,8 +15,8 @@ from data import vocabulary
 from ladder.rungs.list import BY_LABEL
 
 OTHER_MODELS = rungs_that_change("CausalSelfAttention", "MLP", "Block", "GPT", "GPTConfig")  # than the one before
-GPT2 = [label for label in OTHER_MODELS if not builds_on(label, "20")]
-QWEN3 = [label for label in OTHER_MODELS if builds_on(label, "23")]  # what 30 and 31 add starts at zero
+GPT2 = [label for label in OTHER_MODELS if not builds_on(label, "rope")]
+QWEN3 = [label for label in OTHER_MODELS if builds_on(label, "swiglu")]  # what frequency_prior adds starts at zero
 SIZES = {  # {--model: (layers, heads, width, parameters)}: of the last four as OpenAI released them
     "tiny": (2, 2, 64, None), "mini": (6, 3, 192, None), "small": (6, 6, 384, None),
     "gpt2": (12, 12, 768, 124_439_808), "gpt2-medium": (24, 16, 1024, 354_823_168),
@@ -24,7 +24,7 @@ SIZES = {  # {--model: (layers, heads, width, parameters)}: of the last four as 
 }
 
 
-@pytest.mark.parametrize("label", ["1", "20", "32"])  # whose model_config is their own
+@pytest.mark.parametrize("label", ["1", "rope", "grouped_query_attention"])  # whose model_config is their own
 def test_the_sizes_are_those_of_the_released_models(label):
     module = rung(label)
     assert module.MODELS.keys() == SIZES.keys()
@@ -38,9 +38,9 @@ def test_the_sizes_are_those_of_the_released_models(label):
 
 @pytest.mark.parametrize("label", OTHER_MODELS)
 def test_04_the_first_weights(label):
-    """Matrices N(0, 0.02); from rung 4 on those that end a residual branch smaller, from 24 on zero. Gains 1, biases 0.
+    """Matrices N(0, 0.02); from rung 4 on those that end a branch smaller, from zero_init on zero. Gains 1, biases 0.
 
-    From rung 30 on the embedding is so small that a repeated token's logit starts at 1, at any width.
+    From `frequency_prior` on the embedding is so small that a repeated token's logit starts at 1, at any width.
     """
     module = rung(label)
     torch.manual_seed(0)
@@ -52,8 +52,8 @@ def test_04_the_first_weights(label):
             mean, std = float("bias" not in name), 0.0
         elif name.endswith(("attn.c_proj.weight", "mlp.c_proj.weight", "mlp.down_proj.weight")):
             ends += 1
-            std = 0.0 if builds_on(label, "24") else 0.02 / 6**0.5 if builds_on(label, "4") else 0.02
-        elif name in ("lm_head.weight", "transformer.wte.weight") and builds_on(label, "30"):
+            std = 0.0 if builds_on(label, "zero_init") else 0.02 / 6**0.5 if builds_on(label, "4") else 0.02
+        elif name in ("lm_head.weight", "transformer.wte.weight") and builds_on(label, "frequency_prior"):
             std = 1 / 128
         elif name in ("pairs.weight", "triples.weight"):
             std = 0.0
@@ -64,13 +64,13 @@ def test_04_the_first_weights(label):
 
 @pytest.mark.parametrize("label", OTHER_MODELS)
 @torch.no_grad()
-def test_21_norms_in_closed_form(label):
+def test_rmsnorm_norms_in_closed_form(label):
     """Of small inputs, in which eps matters."""
     norms = [part for part in tiny(label).modules() if "Norm" in type(part).__name__]
-    assert len(norms) == 2 * (4 if builds_on(label, "22") else 2) + 1
+    assert len(norms) == 2 * (4 if builds_on(label, "qk_norm") else 2) + 1
     for norm in norms:
         x = torch.randn(2, 3, *norm.normalized_shape) * torch.tensor([1e-4, 1.0, 1e4])[:, None]
-        centered, eps = (x, 1e-6) if builds_on(label, "21") else (x - x.mean(-1, keepdim=True), 1e-5)
+        centered, eps = (x, 1e-6) if builds_on(label, "rmsnorm") else (x - x.mean(-1, keepdim=True), 1e-5)
         expected = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
         assert torch.allclose(norm(x), expected, rtol=1e-4, atol=1e-5)
 
@@ -126,7 +126,7 @@ def test_logits_and_loss_equal_hugging_face(label, hf_folder, qwen3, truth, tmp_
     assert torch.allclose(model(x, y), F.cross_entropy(expected.flatten(0, 1), y.flatten()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("label", ["20", "22", "31"])
+@pytest.mark.parametrize("label", ["rope", "qk_norm", "ngram_embeddings"])
 def test_the_future_is_hidden(label):
     """Also where transformers has no such model."""
     model = tiny(label)
@@ -140,7 +140,7 @@ def test_the_future_is_hidden(label):
     assert not torch.allclose(before[:, 8:], after[:, 8:], atol=1e-3)
 
 
-@pytest.mark.parametrize("label", ["22", "34"])
+@pytest.mark.parametrize("label", ["qk_norm", "mup"])
 def test_what_a_rung_adds_leaves_the_other_weights_as_they_were(label):
     """Where the losses do not show it: test_train.py and test_transformer.py see the other rungs' weights."""
     before, after = tiny(BY_LABEL[label].start.label).state_dict(), tiny(label).state_dict()
@@ -174,20 +174,20 @@ def refusal(hf_folder, qwen3, tmp_path):
 def test_variants_are_refused(kind, name, value, refusal):
     """By their configuration, before an 8B model is loaded: most of them would load, and compute something else."""
     changes = {name: value, "use_sliding_window": True} if name == "sliding_window" else {name: value}
-    assert f"its {name} is " in refusal(kind, "0" if kind == "gpt2" else "23", Path.unlink, **changes)
+    assert f"its {name} is " in refusal(kind, "0" if kind == "gpt2" else "swiglu", Path.unlink, **changes)
 
 
 def test_other_kinds_of_models_are_refused(refusal, capfd):
     """With the rungs that they fit; without transformers' tables of missing weights."""
     capfd.readouterr()
     assert "neither a GPT-2 nor a Qwen3" in refusal("gpt2", "0", model_type="bert", architectures=["BertForMaskedLM"])
-    for label in ("0", "10", "22"):
-        assert "a Qwen3; it fits rung 23 and later" in refusal("qwen3", label)
-    assert "a GPT-2; it fits rungs 0 to 19" in refusal("gpt2", "23")
+    for label in ("0", "10", "qk_norm"):
+        assert "a Qwen3; it fits swiglu and what follows it" in refusal("qwen3", label)
+    assert "a GPT-2; it fits rung 10 and scripts before rope" in refusal("gpt2", "swiglu")
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("kind, label", [("gpt2", "0"), ("qwen3", "23")])
+@pytest.mark.parametrize("kind, label", [("gpt2", "0"), ("qwen3", "swiglu")])
 def test_damaged_folders_are_refused(kind, label, refusal):
     assert "cannot be loaded (" in refusal(kind, label, cut_in_half)
     other = {"no_such_weight": torch.ones(64)}

@@ -1,4 +1,4 @@
-"""Rung 18's Muon against its definition; in closed form rung 19's schedule, and rung 34's scales."""
+"""Muon against its definition; in closed form the trapezoid schedule, and muP's scales."""
 import pytest
 import torch
 from conftest import new_gpt, rung, rungs_that_change, tiny
@@ -15,7 +15,7 @@ def matrices_of(shape, singular_values, n=3):
 
 @pytest.mark.parametrize("label", rungs_that_change("orthogonalize")[1:])
 @pytest.mark.parametrize("shape", [(64, 64), (192, 64), (64, 256)])
-def test_18_the_update_is_orthogonal(label, shape, monkeypatch):
+def test_muon_the_update_is_orthogonal(label, shape, monkeypatch):
     """The same singular vectors, and every singular value in the band of the iteration, whatever it was before.
 
     Of each matrix of a batch: a small gradient is updated as a large one.
@@ -41,7 +41,7 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize("label", rungs_that_change("orthogonalize")[1:])
-def test_18_float16_keeps_gradients_that_it_cannot_hold(label):
+def test_muon_float16_keeps_gradients_that_it_cannot_hold(label):
     """Near 1e-9, where float16 has only 0: the entries' root mean square is that of an orthogonal matrix, 1/√n."""
     gradients = 1e-9 * torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0))
     updates = rung(label).orthogonalize(gradients.as_subclass(OnGpu)).float()
@@ -50,7 +50,7 @@ def test_18_float16_keeps_gradients_that_it_cannot_hold(label):
 
 
 @pytest.mark.parametrize("label", rungs_that_change("MuonAdamW")[1:])
-def test_18_three_steps_in_closed_form(label):
+def test_muon_three_steps_in_closed_form(label):
     """Momentum, Nesterov's, scale and decay, without the iteration: torch's Muon is as near as bfloat16."""
     module = rung(label)
     module.orthogonalize = lambda matrix: matrix
@@ -72,7 +72,7 @@ def test_18_three_steps_in_closed_form(label):
         torch.testing.assert_close(p.detach(), truth, rtol=1e-4, atol=1e-5)
 
 
-def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypatch):
+def test_muon_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypatch):
     factors, baddbmm = [], torch.baddbmm
 
     def watched(*tensors, **more):
@@ -82,10 +82,10 @@ def test_18_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypa
     monkeypatch.setattr(torch, "baddbmm", watched)
     for supported, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
-        rung("18").orthogonalize(torch.ones(1, 2, 4))
+        rung("muon").orthogonalize(torch.ones(1, 2, 4))
         assert {*factors} == {dtype}
         factors.clear()
-    rung("18").orthogonalize(torch.ones(1, 2, 4).as_subclass(OnGpu))
+    rung("muon").orthogonalize(torch.ones(1, 2, 4).as_subclass(OnGpu))
     assert {*factors} == {torch.float16}
 
 
@@ -100,7 +100,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("label", rungs_that_change("MuonAdamW", "orthogonalize")[1:])
-def test_18_matrices_of_one_shape_share_their_products(label):
+def test_muon_matrices_of_one_shape_share_their_products(label):
     """5 iterations of 3 products for each shape, up to 16 layers."""
     model = new_gpt(rung(label), "5x2x32", vocab_size=257)
     for p in model.parameters():
@@ -117,23 +117,24 @@ def test_18_matrices_of_one_shape_share_their_products(label):
     (4, 1.0, 1, 2.0, [0.5, 0.375, 0.25, 0.125]),  # the decay had begun before the run
     (5, 1.0, 0, 0.3, [1, 1, 1, 1, 2 / 3]),  # a decay of a step and a half
 ])
-def test_19_schedule_in_closed_form(max_steps, max_lr, warmup_steps, decay_share, expected):
-    found = [rung("19").get_lr(step, max_steps, max_lr, warmup_steps, decay_share) for step in range(1, max_steps + 1)]
+def test_trapezoid_lr_schedule_in_closed_form(max_steps, max_lr, warmup_steps, decay_share, expected):
+    get_lr = rung("trapezoid_lr").get_lr
+    found = [get_lr(step, max_steps, max_lr, warmup_steps, decay_share) for step in range(1, max_steps + 1)]
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (384, 128)])
-def test_34_a_wider_matrix_has_updates_of_the_same_norm(shape):
-    """At a width of 128 they are rung 24's. The norm of an orthogonal matrix is 1, so the factor is the norm."""
+def test_mup_a_wider_matrix_has_updates_of_the_same_norm(shape):
+    """At a width of 128 they are `zero_init`'s. The norm of an orthogonal matrix is 1, so the factor is the norm."""
     def factor(label, wider):
         module = rung(label)
         grad = torch.randn([wider * side for side in shape])
         module.orthogonalize = lambda update: update / update.norm()
         return module.muon_update([grad], [torch.zeros_like(grad)]).norm().item()
 
-    assert factor("34", 1) == pytest.approx(factor("24", 1), rel=1e-4)
-    assert factor("34", 2) == pytest.approx(0.2 * max(shape) ** 0.5, rel=1e-4)
-    assert factor("24", 2) == pytest.approx(0.2 * (2 * max(shape)) ** 0.5, rel=1e-4)
+    assert factor("mup", 1) == pytest.approx(factor("zero_init", 1), rel=1e-4)
+    assert factor("mup", 2) == pytest.approx(0.2 * max(shape) ** 0.5, rel=1e-4)
+    assert factor("zero_init", 2) == pytest.approx(0.2 * (2 * max(shape)) ** 0.5, rel=1e-4)
 
 
 def logits_at_width(label, width):
@@ -152,12 +153,12 @@ def logits_at_width(label, width):
     return own.mean().item(), (model(ids).detach() - first).std().item()
 
 
-def test_34_logits_change_as_much_at_any_width():
-    """The coordinate check of Yang et al. 2022. A token's own logit is 0.02 n_embd in rung 24, times 128 / n_embd."""
-    for label, growth in (("34", 1), ("24", 2)):
+def test_mup_logits_change_as_much_at_any_width():
+    """The coordinate check of Yang et al. 2022. A token's own logit: 0.02 n_embd in zero_init, times 128 / n_embd."""
+    for label, growth in (("mup", 1), ("zero_init", 2)):
         narrow, wide = (logits_at_width(label, width) for width in (128, 256))
         assert (narrow[0], wide[0]) == pytest.approx((2.56, growth * 2.56), rel=0.03)
-        assert (wide[1] < 1.1 * narrow[1]) if label == "34" else (wide[1] > 1.2 * narrow[1])
+        assert (wide[1] < 1.1 * narrow[1]) if label == "mup" else (wide[1] > 1.2 * narrow[1])
 
 
 def test_a_run_may_get_another_end_until_its_rate_falls():

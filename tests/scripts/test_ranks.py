@@ -16,10 +16,11 @@ from tensor_bytes import Watch
 from ladder.rungs.list import BY_LABEL
 
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
-# Everything of which ranks could disagree; ddp is in test_exercises.py, fsdp and dcp in test_fsdp.py.
-LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks", since="11")
+FIRST = "gradient_accumulation"
+# Everything of which ranks could disagree; ddp is in test_exercises.py, fsdp in test_fsdp.py.
+LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks", since=FIRST)
           if not builds_on(label, "fsdp")]
-COMPILED = ["11", "long_run"]
+COMPILED = ["gradient_accumulation", "long_run"]
 LOG_11 = f"{BY_LABEL['11'].name}.log"
 TOTAL = {"total_batch": 256, "val_every": 3, "val_sequences": 5, "checkpoint_every": 0}
 
@@ -35,7 +36,7 @@ def two_ranks(tmp_path_factory, byte_tokens):
     folder = tmp_path_factory.mktemp("two")
     runs = {label: (label, "float32", [*six_steps(label, 2), "--save", folder / f"{label}.pt"]) for label in LABELS}
     runs |= {f"saved {label}": (label, "float32", [*six_steps(label, 2), "--checkpoint-every", 3])
-             for label in ("long_run", "33")}
+             for label in ("long_run", "sharded_optimizer")}
     runs |= {f"compiled {label}": (label, "float32", [*six_steps(label, 2), "--compile-mode", "default", "--save",
                                                       folder / f"compiled {label}.pt"]) for label in COMPILED}
     printed = on_ranks(2, folder, byte_tokens, runs)
@@ -59,7 +60,7 @@ def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
     log = two_ranks / label / alone.name
     assert_same_losses(log, alone)
     assert len(losses(log)) == 6 and "# ranks: 2\n" in log.read_text()
-    assert list(val_losses(log)) == ([3, 6] if builds_on(label, "13") else [])
+    assert list(val_losses(log)) == ([3, 6] if builds_on(label, "distributed_validation") else [])
     assert_same_weights(two_ranks / f"{label}.pt", tmp_path / "alone.pt", atol=3e-5)
     assert_equal_ranks(two_ranks / label)
     # a second rank that writes, too, would set those of the first aside
@@ -68,9 +69,9 @@ def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
         assert step["tokens_per_second"] == pytest.approx(256 / (step["ms"] / 1000), rel=5e-3)  # ms has two digits
 
 
-def test_11_gradients_cross_the_ranks_once_a_step(tmp_path, byte_tokens, group_of_one):
-    """DDP's averaging is off in every micro-step but the last, also in rung 12's step (a group of one process)."""
-    module, synchronized = rung("12"), []
+def test_gradient_accumulation_gradients_cross_the_ranks_once_a_step(tmp_path, byte_tokens, group_of_one):
+    """DDP's averaging is off in every micro-step but the last, also in `prefetch`'s step (a group of one process)."""
+    module, synchronized = rung("prefetch"), []
 
     class CountingDDP(module.DDP):
         def forward(self, *args):
@@ -85,7 +86,7 @@ def test_11_gradients_cross_the_ranks_once_a_step(tmp_path, byte_tokens, group_o
 
 @pytest.mark.parametrize("label", rungs_that_change("train", "optimizer_step", "DataLoaderLite", since="ddp"))
 def test_a_rank_of_eight_fetches_each_of_its_batches_once_and_keeps_none(label, tmp_path, byte_tokens):
-    """Rank 5, in three steps of two micro-steps; from rung 12 on the one after the last is there already."""
+    """Rank 5, in three steps of two micro-steps; from `prefetch` on the one after the last is there already."""
     module, fetched, loaders = rung(label), [], set()
     batch = module.DataLoaderLite.batch
 
@@ -101,11 +102,11 @@ def test_a_rank_of_eight_fetches_each_of_its_batches_once_and_keeps_none(label, 
     if label == "ddp":  # no micro-steps yet
         assert fetched == [5, 13, 21]
     else:
-        assert fetched == [5, 13, 21, 29, 37, 45] + [53] * builds_on(label, "12")
-    assert sum(len(getattr(loader, "prefetched", ())) for loader in loaders) == builds_on(label, "12")
+        assert fetched == [5, 13, 21, 29, 37, 45] + [53] * builds_on(label, "prefetch")
+    assert sum(len(getattr(loader, "prefetched", ())) for loader in loaders) == builds_on(label, "prefetch")
 
 
-@pytest.mark.parametrize("label", rungs_that_change("train", "Checkpoints", since="15"))
+@pytest.mark.parametrize("label", rungs_that_change("train", "Checkpoints", since="preemption"))
 def test_a_rank_in_a_group(label, tmp_path, byte_tokens, group_of_one, monkeypatch):
     """The sums over the ranks say that another one has got a signal in the second of four steps: all stop after it.
 
@@ -125,17 +126,18 @@ def test_a_rank_in_a_group(label, tmp_path, byte_tokens, group_of_one, monkeypat
             tensor += len(sums) == 2
 
     module.autocast_dtype = lambda device: torch.bfloat16
-    if builds_on(label, "20"):
+    if builds_on(label, "rope"):
         module.rotate = watched_rotate
     monkeypatch.setattr(dist, "all_reduce", all_ranks)
     log = train(module, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--total-batch", 16, "--steps", 4, "--val-every", 0)
     assert len(losses(log)) == 2 and "# checkpoint: step 2 in " in log.read_text()
-    assert angles == ({torch.float32} if builds_on(label, "20") else set())
+    assert angles == ({torch.float32} if builds_on(label, "rope") else set())
 
 
 @pytest.mark.parametrize("label, device, nccl, expected", [
     *((label, *rest) for label in rungs_that_change("init_ranks")[1:] for rest in (
-        ("cuda", True, [1, "cpu:gloo,cuda:nccl" if label == "33" else "nccl"]), ("cuda", False, [1, "gloo"]),
+        ("cuda", True, [1, "cpu:gloo,cuda:nccl" if label == "sharded_optimizer" else "nccl"]),
+        ("cuda", False, [1, "gloo"]),
         ("cpu", True, ["gloo"])))])
 def test_the_backend_and_the_gpu_of_a_rank(label, device, nccl, expected, monkeypatch):
     """Of rank 9 of all, the second on its machine; torch for Windows has no NCCL."""
@@ -177,7 +179,7 @@ def test_torchrun_on_a_script_of_one_process_names_the_one_for_several(label, mo
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_no_cuda_graphs(mode, capsys):
-    """They do not take tied weights under DDP, and from rung 11 on they would overwrite gradients that accumulate."""
+    """They do not take tied weights under DDP, and later they would overwrite gradients that accumulate."""
     assert rung("10").parse_args(["--compile-mode", mode]).compile_mode == mode
     for label in rungs_that_change("add_flags", since="ddp"):
         with pytest.raises(SystemExit):
@@ -189,7 +191,7 @@ SIX = ["-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "-
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", ["15", "long_run", "dcp"])
+@pytest.mark.parametrize("label", ["preemption", "long_run", "sharded_checkpoint"])
 def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
     """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as an undisturbed one."""
     runs = {"run": (label, "float32", ["-B", 2, *SIX])}
@@ -208,7 +210,7 @@ def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
 def test_two_machines(two_ranks, byte_tokens, tmp_path):
     """Two torchrun agents that meet on loopback, one rank each: the losses of one with two ranks, digit for digit."""
     runs = json.loads((two_ranks / "runs.json").read_text())
-    (tmp_path / "runs.json").write_text(json.dumps({"11": runs["11"]}))
+    (tmp_path / "runs.json").write_text(json.dumps({"gradient_accumulation": runs["gradient_accumulation"]}))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
@@ -216,7 +218,7 @@ def test_two_machines(two_ranks, byte_tokens, tmp_path):
                "--local-addr=127.0.0.1", ROOT / "tests" / "rank.py", tmp_path]
     agents = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
     assert [agent.wait(timeout=300) for agent in agents] == [0, 0]
-    assert losses(tmp_path / "11" / LOG_11) == losses(two_ranks / "11" / LOG_11)
+    assert losses(tmp_path / "gradient_accumulation" / LOG_11) == losses(two_ranks / "gradient_accumulation" / LOG_11)
 
 
 @pytest.mark.parametrize("label", COMPILED)
@@ -228,9 +230,9 @@ def test_compiled_as_eagerly(label, two_ranks):
     assert_same_weights(two_ranks / f"compiled {label}.pt", two_ranks / f"{label}.pt", atol=3e-5)
 
 
-def test_33_each_parameter_is_updated_by_one_rank(two_ranks, tmp_path, byte_tokens):
+def test_sharded_optimizer_each_parameter_is_updated_by_one_rank(two_ranks, tmp_path, byte_tokens):
     """Bit for bit as by both; a checkpoint holds the moments of both, and one process continues from it."""
-    checkpoints = [two_ranks / f"saved {label}" / "checkpoints" for label in ("long_run", "33")]
+    checkpoints = [two_ranks / f"saved {label}" / "checkpoints" for label in ("long_run", "sharded_optimizer")]
     whole, shared = (torch.load(folder / "step_0000006.pt") for folder in checkpoints)
     groups = [saved["optimizer"].pop("param_groups") for saved in (shared, whole)]  # with names, which are no numbers
     assert groups[0] == groups[1]
@@ -238,13 +240,14 @@ def test_33_each_parameter_is_updated_by_one_rank(two_ranks, tmp_path, byte_toke
         torch.testing.assert_close(shared[name], whole[name], rtol=0, atol=0)
     (tmp_path / "checkpoints").mkdir()
     shutil.copy(checkpoints[1] / "step_0000003.pt", tmp_path / "checkpoints")
-    log = train_in_float32("33", tmp_path, byte_tokens, *six_steps("33", 8), "--checkpoint-every", 3, "--resume")
+    words = *six_steps("sharded_optimizer", 8), "--checkpoint-every", 3, "--resume"
+    log = train_in_float32("sharded_optimizer", tmp_path, byte_tokens, *words)
     assert losses(log) == pytest.approx(losses(two_ranks / "saved 33" / log.name)[3:], abs=1e-4)
 
 
-def test_33_the_moments_are_divided(group_of_one, monkeypatch):
+def test_sharded_optimizer_the_moments_are_divided(group_of_one, monkeypatch):
     """By size, the largest first; of a checkpoint that holds all, only its own ever reach a rank's device."""
-    module = rung("33")
+    module = rung("sharded_optimizer")
     dist.init_process_group("gloo")
     try:
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)

@@ -1,4 +1,4 @@
-"""Rung 39: the sampled softmax against the full one, of logits that differ by several nats."""
+"""`sampled_softmax`: the sampled softmax against the full one, of logits that differ by several nats."""
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +17,9 @@ def gradients(model, loss):
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
-def test_39_with_every_row_the_loss_is_the_full_one():
+def test_sampled_softmax_with_every_row_the_loss_is_the_full_one():
     """Its gradients, too. 257 tokens are fewer than 48 positions and 1,024 others; also where each is a target."""
-    model = with_large_logits(tiny("39"))
+    model = with_large_logits(tiny("sampled_softmax"))
     for start, T in ((0, 24), (97, 160)):
         x = torch.arange(start, start + 2 * T).view(2, T) % 257
         y = (x * 5 + 3) % 257
@@ -32,10 +32,10 @@ def test_39_with_every_row_the_loss_is_the_full_one():
 
 @pytest.mark.parametrize("targets", [[3, 3, 3, 5, 0], [1, 2, 3, 4, 9]])
 @torch.no_grad()
-def test_39_the_softmaxs_sum_is_right_on_average(targets):
+def test_sampled_softmax_the_softmaxs_sum_is_right_on_average(targets):
     """Of 12 tokens 8 are drawn in each step. All positions have the same hidden vector, so that exp(loss) is the sum
     times a constant, and its mean over the draws that of the full softmax."""
-    module = rung("39")
+    module = rung("sampled_softmax")
     module.EXTRA_ROWS, targets = 3, torch.tensor(targets)
     model = new_gpt(module, "1x1x32", vocab_size=12)
     torch.nn.init.normal_(model.lm_head.weight, std=0.3, generator=torch.Generator().manual_seed(2))
@@ -47,9 +47,9 @@ def test_39_the_softmaxs_sum_is_right_on_average(targets):
     assert abs(sums.mean() - full) < 4 * sums.std() / 4000**0.5 < 0.05 * full
 
 
-def test_39_a_compiled_step_is_the_eager_one():
+def test_sampled_softmax_a_compiled_step_is_the_eager_one():
     """With the same draws; and batches of many and of few different targets take the same graph."""
-    module = rung("39")
+    module = rung("sampled_softmax")
     module.EXTRA_ROWS = 40
     torch.manual_seed(0)
     model = with_large_logits(new_gpt(module, "1x1x32", vocab_size=257))
@@ -68,15 +68,15 @@ def test_39_a_compiled_step_is_the_eager_one():
 
 
 @torch.no_grad()
-def test_39_validation_uses_every_row():
-    """The loss of rung 24, where training has an estimate; and training goes on with the estimate."""
-    module = rung("39")
+def test_sampled_softmax_validation_uses_every_row():
+    """The loss of `zero_init`, where training has an estimate; and training goes on with the estimate."""
+    module = rung("sampled_softmax")
     module.EXTRA_ROWS = 16
     torch.manual_seed(0)
-    model, full = with_large_logits(new_gpt(module, vocab_size=257)), with_large_logits(tiny("24"))
+    model, full = with_large_logits(new_gpt(module, vocab_size=257)), with_large_logits(tiny("zero_init"))
     x = torch.randint(0, 257, (1, 24), generator=torch.Generator().manual_seed(7))
     loader = SimpleNamespace(batch=lambda i: (x, x.roll(i + 1)))
     found, expected = (part.evaluate(each, loader, 2, torch.autocast("cpu", enabled=False), "cpu")
-                       for part, each in ((module, model), (rung("24"), full)))
+                       for part, each in ((module, model), (rung("zero_init"), full)))
     assert found == expected and model.training
     assert abs(model(x, x.roll(1)) - full(x, x.roll(1))) > 1e-3

@@ -1,4 +1,4 @@
-"""Rungs 28 and 29, for a small text: dropout, documents apart. Rung 26 is in test_loader.py, 27 in test_best.py."""
+"""dropout and documents_apart, for a small text. shuffled_windows: test_loader.py; best_checkpoint: test_best.py."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ SHORT = ("-B", 1, "-T", 16, "--steps", 4, "--val-every", 0)
 
 
 def lively(module, dropout=0.0):
-    """A tiny model in training whose residual branches are not zero, as they are at first from rung 24 on."""
+    """A tiny model in training whose residual branches are not zero, as they are at first from `zero_init` on."""
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=VOCAB_SIZE), dropout)
     for name, parameter in model.named_parameters():
@@ -20,9 +20,9 @@ def lively(module, dropout=0.0):
 
 
 @torch.no_grad()
-def test_28_where_and_how_much():
+def test_dropout_where_and_how_much():
     """After the embedding and at the end of each branch, a share of the entries is zero and the others are scaled."""
-    model, ends, dropped = lively(rung("28"), dropout=0.25), [], []
+    model, ends, dropped = lively(rung("dropout"), dropout=0.25), [], []
     for end in (model.transformer.wte, *(end for block in model.transformer.h for end in (block.attn, block.mlp))):
         end.register_forward_hook(lambda part, inputs, output: ends.append(output))
     for part in model.modules():
@@ -36,9 +36,9 @@ def test_28_where_and_how_much():
     assert len(ends) == 5
 
 
-@pytest.mark.parametrize("label", rungs_that_change("train", since="28"))
+@pytest.mark.parametrize("label", rungs_that_change("train", since="dropout"))
 @pytest.mark.parametrize("p", [0.1, 0.3])
-def test_28_the_flag_reaches_every_block_and_the_embedding(p, label, byte_tokens, tmp_path):
+def test_dropout_the_flag_reaches_every_block_and_the_embedding(p, label, byte_tokens, tmp_path):
     module, built = rung(label), []
     module.new_model = lambda *args, new_model=module.new_model, **options: (
         built.append(new_model(*args, **options)) or built[-1])
@@ -48,7 +48,7 @@ def test_28_the_flag_reaches_every_block_and_the_embedding(p, label, byte_tokens
 
 def masks(folder, data, *flags):
     """What a run drops after the embedding, batch by batch, as bytes, also after a validation."""
-    module, seen = rung("28"), []
+    module, seen = rung("dropout"), []
     new_model = module.new_model
 
     def look(part, inputs, output):
@@ -64,7 +64,7 @@ def masks(folder, data, *flags):
     return seen
 
 
-def test_28_masks_are_new_in_each_step_and_those_of_the_seed(tmp_path, byte_tokens):
+def test_dropout_masks_are_new_in_each_step_and_those_of_the_seed(tmp_path, byte_tokens):
     """A run that is repeated drops the same, however often it validates."""
     first = masks(tmp_path / "first", byte_tokens)
     assert len(first) == len(set(first)) == 4
@@ -72,9 +72,9 @@ def test_28_masks_are_new_in_each_step_and_those_of_the_seed(tmp_path, byte_toke
     assert masks(tmp_path / "seed", byte_tokens, "--seed", 7)[0] not in first
 
 
-def test_28_not_a_probability(tmp_path, byte_tokens):
+def test_dropout_not_a_probability(tmp_path, byte_tokens):
     with pytest.raises(SystemExit, match="^error: --dropout 1.0: .*less than 1$"):
-        train(rung("28"), tmp_path, byte_tokens, *SHORT, "--dropout", 1.0)
+        train(rung("dropout"), tmp_path, byte_tokens, *SHORT, "--dropout", 1.0)
 
 
 ROWS = [(40, 1, 70, 89), (199, 1)]  # lengths of documents; the first of the first row has lost its beginning
@@ -92,9 +92,9 @@ def documents():
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), places
 
 
-def test_29_as_documents_run_one_by_one():
-    """Against rung 28's attention on each document alone, from position 0."""
-    model, (x, _, places) = lively(rung("29")), documents()
+def test_documents_apart_as_documents_run_one_by_one():
+    """Against `dropout`'s attention on each document alone, from position 0."""
+    model, (x, _, places) = lively(rung("documents_apart")), documents()
     model.end_of_text = END
     logits = model(x).detach()
     model.end_of_text, atol = None, 1e-4 * logits.abs().max()
@@ -105,16 +105,16 @@ def test_29_as_documents_run_one_by_one():
 
 @pytest.mark.parametrize("meta, expected", [
     ({"documents": 200, "end_of_text": 7}, 7), ({"documents": 1, "end_of_text": 256}, None)])
-def test_29_the_token_is_that_of_the_data(meta, expected, tmp_path):
+def test_documents_apart_the_token_is_that_of_the_data(meta, expected, tmp_path):
     """A single document is trained on as in the rung before, bit by bit; several are not, from the first step on."""
     ids = np.random.default_rng(0).integers(10, 256, size=4000)
     ids[::20] = expected or 256
     data = tokens_of(tmp_path / "data", ids, ids[:400], vocab_size=257, **meta)
-    module, built = rung("29"), []
+    module, built = rung("documents_apart"), []
     module.new_model = lambda *args, new_model=module.new_model, **options: (
         built.append(new_model(*args, **options)) or built[-1])
     flags = ("-B", 2, "-T", 64, "--steps", 3, "--val-every", 3, "--val-sequences", 1)
-    log, log_before = (train(each, tmp_path / each.__name__, data, *flags) for each in (module, rung("28")))
+    log, log_before = (train(each, tmp_path / each.__name__, data, *flags) for each in (module, rung("dropout")))
     assert built[0].end_of_text == expected
     assert (losses(log) == losses(log_before)) == (expected is None)
     assert (val_losses(log) == val_losses(log_before)) == (expected is None) and len(val_losses(log)) == 1

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 # The rungs in which a step with the scaler differs from that of the rung before; 3 and 8 have exercises.
 SCALED = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", since="9")
-          if not builds_on(label, "11") or label in rungs_that_change("optimizer_step", "MuonAdamW")]
+          if not builds_on(label, "gradient_accumulation") or label in rungs_that_change("optimizer_step", "MuonAdamW")]
 
 
 @pytest.mark.parametrize("label", SCALED)
@@ -57,7 +57,7 @@ def test_02_the_log_says_where_there_is_tf32(supported, said, byte_tokens, monke
     assert said in str(module.Log.call_args)
 
 
-@pytest.mark.parametrize("label", ["10", "ddp", "24"])  # what accumulates: test_ranks.py
+@pytest.mark.parametrize("label", ["10", "ddp", "zero_init"])  # what accumulates: test_ranks.py
 def test_05_the_model_is_one_graph(label, tmp_path, byte_tokens, monkeypatch):
     """With a backend that writes no C++; and what is saved has plain names. Validation compiles nothing."""
     module, compile_ = rung(label), torch.compile

@@ -67,11 +67,13 @@ BFLOAT16_TOLERANCE = 0.01
 
 # Of these the lesson is another loss. All others compute the very same on a CPU, eagerly: "high" changes no product;
 # nothing is compiled; one rank, one micro-step; the same batches; validation, checkpoints and recomputation change no
-# weight; float8 needs a GPU; nothing is dropped, and the text is one document. long_run learns as rung 24; so does 39,
-# which draws all 257 rows.
-OTHER_LOSSES = "0 1 4 7 8 9 18 19 20 21 22 23 24 26 30 31 32 34".split()
+# weight; float8 needs a GPU; nothing is dropped, and the text is one document. long_run learns as zero_init; so does
+# sampled_softmax, which draws all 257 rows.
+OTHER_LOSSES = ["0", "1", "4", "7", "8", "9", "muon", "trapezoid_lr", "rope", "rmsnorm", "qk_norm", "swiglu",
+                "zero_init", "shuffled_windows", "frequency_prior", "ngram_embeddings", "mup",
+                "grouped_query_attention"]
 # Or the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step.
-ROUNDED = ["3", "6", "17", "10", "long_run", "35", "36", "39"]
+ROUNDED = ["3", "6", "chunked_cross_entropy", "10", "long_run", "bf16_residual", "cuda_graphs", "sampled_softmax"]
 
 
 @pytest.mark.parametrize("label", [label for label in BY_LABEL if label not in OTHER_LOSSES])
@@ -114,7 +116,7 @@ def test_header_and_steps(label, short_run, byte_tokens):
     assert f"# batch: B={B} T={T} | steps: {N_STEPS} | seed: 7" in header
     n_tokens = (byte_tokens / "train.bin").stat().st_size // 2
     windows = (n_tokens - 1) // T - 1
-    epoch = math.ceil(windows / B) if builds_on(label, "26") else (n_tokens - 1) // (B * T)
+    epoch = math.ceil(windows / B) if builds_on(label, "shuffled_windows") else (n_tokens - 1) // (B * T)
     assert f"# data: made up (bytes tokens) | loaded {n_tokens} tokens | 1 epoch = {epoch} batches" in header
     assert [note for first, note in NOTES.items() if builds_on(label, first) and note not in header] == []
     assert [line for line in run.lines if "signal" in line] == []  # nor did anything stop it
@@ -125,9 +127,9 @@ def test_header_and_steps(label, short_run, byte_tokens):
 
 @EACH
 def test_what_the_model_is_given(label, short_run, byte_tokens):
-    """One batch after the other, in the order of the file, or in rung 26's; its types, the precision of its products.
+    """One batch after the other, in the file's order, or in shuffled_windows's; its types, the precision of products.
 
-    From rung 13 on, and in the modern trunk, a validation follows, under autocast without gradients.
+    From `distributed_validation` on, and in the modern trunk, a validation follows, under autocast without gradients.
     """
     dtype = torch.bfloat16 if builds_on(label, "3") else torch.float32
     precision = "highest" if label in ("0", "1") else "high"
@@ -136,8 +138,8 @@ def test_what_the_model_is_given(label, short_run, byte_tokens):
     assert short_run(label).forward == expected
     text = np.fromfile(byte_tokens / "train.bin", dtype="<u2").astype(np.int64)
     batches = torch.from_numpy(text[: N_STEPS * B * T]).view(-1, T)
-    if builds_on(label, "26"):
-        loader = rung("26").DataLoaderLite(byte_tokens, B, T, seed=7)
+    if builds_on(label, "shuffled_windows"):
+        loader = rung("shuffled_windows").DataLoaderLite(byte_tokens, B, T, seed=7)
         batches = torch.cat([loader.batch(i)[0] for i in range(N_STEPS)])
     assert torch.equal(torch.cat(short_run(label).inputs), batches)
 
@@ -148,7 +150,7 @@ def test_a_step_is_timed_from_its_batch_to_the_synchronized_device(label, short_
     run = short_run(label)
     expected = sum(STEP_SECONDS.values())
     for step in run.steps:
-        prefetches = STEP_SECONDS["batch"] * (builds_on(label, "12") and step["step"] == 1)  # also the next batch
+        prefetches = STEP_SECONDS["batch"] * (builds_on(label, "prefetch") and step["step"] == 1)  # also the next batch
         assert step["ms"] == (expected + prefetches) * 1000
         assert step["tokens_per_second"] == pytest.approx(B * T / (expected + prefetches), abs=0.005)
     rate = f"{B * T / expected:.2f}"
@@ -160,7 +162,7 @@ def test_a_step_is_timed_from_its_batch_to_the_synchronized_device(label, short_
 def test_the_gradient_is_clipped_and_its_norm_logged(label, short_run):
     before, run = short_run("7"), short_run(label)
     assert norm_of(before.gradients[0]) > 1.5  # there was something to clip
-    if not builds_on(label, "20"):  # the same model
+    if not builds_on(label, "rope"):  # the same model
         assert run.steps[0]["norm"] == pytest.approx(norm_of(before.gradients[0]), rel=1e-3)  # the norm before clipping
     norms = [norm_of(gradients) for gradients in run.gradients]
     assert all(0.9 < norm <= 1.0 + 1e-4 for norm in norms) and len(norms) == N_STEPS
@@ -169,7 +171,7 @@ def test_the_gradient_is_clipped_and_its_norm_logged(label, short_run):
 @EACH
 def test_the_optimizer_of_train(label, short_run):
     """GPT-3's betas from rung 8, its decay, on the matrices alone, and the fused kernel from rung 10 on."""
-    decays = [0.1, 0.0, 0.1] if builds_on(label, "18") else [0.1, 0.0] if builds_on(label, "10") else [0.01]
+    decays = [0.1, 0.0, 0.1] if builds_on(label, "muon") else [0.1, 0.0] if builds_on(label, "10") else [0.01]
     for groups in short_run(label).groups:
         assert [group["weight_decay"] for group in groups] == decays
         for group in groups:
@@ -184,13 +186,13 @@ TRAPEZOID = [1e-3, 2e-3, 2e-3, 2e-3 * 2 / 3, 2e-3 / 3]  # 0.6 of the steps decay
 
 @from_rung("9")
 def test_the_scheduled_rate_arrives(label, short_run):
-    """And is logged; Muon, the first group from rung 18 on, has five times as much here."""
-    run, expected = short_run(label), TRAPEZOID if builds_on(label, "19") else COSINE
+    """And is logged; Muon, the first group from `muon` on, has five times as much here."""
+    run, expected = short_run(label), TRAPEZOID if builds_on(label, "trapezoid_lr") else COSINE
     assert [step["lr"] for step in run.steps] == pytest.approx(expected, rel=1e-4)
     for groups, lr in zip(run.groups, expected, strict=True):
         factors = [group["lr"] / lr for group in groups]
-        digits = 1e-7 if label == "36" else 1e-9  # whose rate is a tensor, in float32
-        assert factors == pytest.approx([5, 1, 1] if builds_on(label, "18") else [1, 1][: len(factors)], rel=digits)
+        digits = 1e-7 if label == "cuda_graphs" else 1e-9  # whose rate is a tensor, in float32
+        assert factors == pytest.approx([5, 1, 1] if builds_on(label, "muon") else [1, 1][: len(factors)], rel=digits)
 
 
 DEFAULTS = {  # in all scripts that have the flag; --max-lr and --steps are in the README's words
@@ -214,7 +216,7 @@ def test_the_defaults(label):
 @pytest.mark.parametrize("device, ranks, micro_steps", [("cuda", 1, 128), ("cuda", 8, 16), ("cpu", 1, 4)])
 def test_the_default_batch_is_that_of_gpt3(device, ranks, micro_steps):
     """2**19 tokens: 128 micro-steps of 4 x 1024 on one GPU, 16 on eight; four of any size on a CPU."""
-    module = rung("11")
+    module = rung("gradient_accumulation")
     args = module.parse_args(["-B", "4", "-T", "1024"])
     args.device = device
     assert module.batches_per_step(args, ranks) == micro_steps * ranks
@@ -230,8 +232,8 @@ def flags_of(label):
 
 @pytest.mark.parametrize("label", rungs_that_change("add_flags")[1:])
 def test_a_flag_is_that_of_the_rung_before(label):
-    """Except for CUDA graphs, which several ranks cannot have and rung 36 replaces: there the choices are others."""
-    after, others = flags_of(label), {("10", "ddp"), ("24", "long_run"), ("35", "36")}
+    """Except for CUDA graphs, which several ranks cannot have and cuda_graphs replaces: those differ."""
+    after, others = flags_of(label), {("10", "ddp"), ("zero_init", "long_run"), ("bf16_residual", "cuda_graphs")}
     for start in BY_LABEL[label].starts:
         changed = [name for name, flag in flags_of(start.label).items() if after.get(name) != flag]
         assert changed == ["compile_mode"] * ((start.label, label) in others)
@@ -250,9 +252,10 @@ def test_the_compile_mode_arrives(label, byte_tokens, tmp_path, monkeypatch):
 
 
 NOTES = {  # {first rung: what the log's header says from there on}; the tool reads it
-    "5": "# compile: none", "ddp": "# ranks: 1", "11": f"# total batch: {B * T} tokens",
-    "13": "# validation: every 25 steps on 2 sequences", "validation": "# validation: every 25 steps on 2 sequences",
-    "16": "# recomputed blocks: 0 of 2", "29": "# documents: one",
+    "5": "# compile: none", "ddp": "# ranks: 1", "gradient_accumulation": f"# total batch: {B * T} tokens",
+    "distributed_validation": "# validation: every 25 steps on 2 sequences",
+    "validation": "# validation: every 25 steps on 2 sequences",
+    "gradient_checkpointing": "# recomputed blocks: 0 of 2", "documents_apart": "# documents: one",
 }
 
 

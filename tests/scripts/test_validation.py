@@ -1,4 +1,5 @@
-"""Rungs 11 and 13, beside their exercises: which sequences are validated, in how much memory, by which rank."""
+"""gradient_accumulation and distributed_validation, beside their exercises: which sequences, in how much memory, by
+which rank."""
 import numpy as np
 import pytest
 import torch
@@ -19,8 +20,8 @@ def mean_loss(module, model, loader, n, autocast, rank=0, ranks=1):
     return module.evaluate(model, loader, n, autocast, *where)
 
 
-@pytest.mark.parametrize("label", rungs_that_change("optimizer_step", since="11")[1:])
-def test_11_the_logged_loss_keeps_no_graph(label, byte_tokens, tmp_path, monkeypatch):
+@pytest.mark.parametrize("label", rungs_that_change("optimizer_step", since="gradient_accumulation")[1:])
+def test_gradient_accumulation_the_logged_loss_keeps_no_graph(label, byte_tokens, tmp_path, monkeypatch):
     """Else the activations of all micro-steps of a step are kept at once."""
     item, graphs = torch.Tensor.item, []
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: graphs.append(tensor.grad_fn) or item(tensor))
@@ -29,15 +30,15 @@ def test_11_the_logged_loss_keeps_no_graph(label, byte_tokens, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("total_batch", [100, 0])
-def test_11_total_batch_must_fit(total_batch, tmp_path, byte_tokens):
+def test_gradient_accumulation_total_batch_must_fit(total_batch, tmp_path, byte_tokens):
     reason = rf"^error: --total-batch {total_batch}: not a multiple of B \* T \* ranks = 64"
     with pytest.raises(SystemExit, match=reason):
-        train(rung("11"), tmp_path, byte_tokens, "-B", 2, "-T", 32, "--total-batch", total_batch)
+        train(rung("gradient_accumulation"), tmp_path, byte_tokens, "-B", 2, "-T", 32, "--total-batch", total_batch)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("label", FORWARDS)
-def test_13_validates_on_the_same_sequences_whatever_the_number_of_ranks(label, byte_tokens):
+def test_distributed_validation_validates_on_the_same_sequences_whatever_the_number_of_ranks(label, byte_tokens):
     """One at a time, so that it takes no more memory than a step of training.
 
     Of 5 three ranks read 2, 2 and 1; FSDP's all 2, since every rank must take part.
@@ -49,7 +50,7 @@ def test_13_validates_on_the_same_sequences_whatever_the_number_of_ranks(label, 
     model.register_forward_hook(lambda model, inputs, loss: shapes.append(inputs[0].shape))
     assert mean_loss(module, model, loader, 5, autocast) == pytest.approx(expected, abs=1e-5)
     assert shapes == [(1, 32)] * 5 and model.training
-    if builds_on(label, "13"):
+    if builds_on(label, "distributed_validation"):
         shares, read = [], []
         for rank in range(3):
             del shapes[:]
@@ -59,8 +60,8 @@ def test_13_validates_on_the_same_sequences_whatever_the_number_of_ranks(label, 
         assert read == ([2, 2, 2] if builds_on(label, "fsdp") else [2, 2, 1])
 
 
-@pytest.mark.parametrize("label", ["13", "validation"])
-def test_13_too_little_text_to_validate(label, tmp_path):
+@pytest.mark.parametrize("label", ["distributed_validation", "validation"])
+def test_distributed_validation_too_little_text_to_validate(label, tmp_path):
     folder = tokens_of(tmp_path / "tokens", range(100), range(10))
     with pytest.raises(SystemExit, match="a batch needs 33 val tokens; there are 10"):
         train(rung(label), tmp_path, folder, "-B", 1, "-T", 32)

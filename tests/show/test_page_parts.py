@@ -19,10 +19,11 @@ from ladder.show.tutorial import HERE
 def test_the_parts_hold_each_rung_once_and_indent_branches():
     found = [(part.id, [one.label for one in rungs]) for part, rungs in tree.parts()]
     assert [label for _, labels in found for label in labels] == [one.label for one in RUNGS]
-    assert dict(found)["cards"] == ["33", "fsdp", "dcp"]
+    assert dict(found)["cards"] == ["sharded_optimizer", "fsdp", "sharded_checkpoint"]
     assert [part for part, _ in found] == [one.id for one in tree.PARTS]
-    depths = {label: tree.depth(BY_LABEL[label]) for label in ("0", "10", "11", "24", "25", "long_run", "fsdp", "dcp")}
-    assert depths == {"0": 0, "10": 0, "11": 1, "24": 1, "25": 2, "long_run": 2, "fsdp": 3, "dcp": 3}
+    expected = {"0": 0, "10": 0, "gradient_accumulation": 1, "zero_init": 1, "fp8": 2, "long_run": 2, "fsdp": 3,
+                "sharded_checkpoint": 3}
+    assert {label: tree.depth(BY_LABEL[label]) for label in expected} == expected
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -32,7 +33,7 @@ def test_the_parts_hold_each_rung_once_and_indent_branches():
     ("(docs/results.md, like", '(<a href="../docs/results.md">docs/results.md</a>, like'),
     ("See docs/no.md.", "See docs/no.md."),
     ("experiments/README.md#a-b).", '<a href="../experiments/README.md#a-b">experiments/README.md#a-b</a>).'),
-    ("like fsdp_run.py does", "like fsdp_run.py does"),
+    ("like fsdp.py does", "like fsdp.py does"),
     ("use sample.py.", 'use <a href="../sample.py">sample.py</a>.'),
     ("(pytorch issue 169545)", '(<a href="https://github.com/pytorch/pytorch/issues/169545">pytorch issue 169545</a>)'),
     ("Gain: less.", "<b>Gain:</b> less."),
@@ -61,20 +62,21 @@ def test_the_memory_of_a_step_is_the_memory_models():
     """Its peak, without weights, gradients and moments: 12 blocks, or their inputs, and the logits."""
     B, T, n_embd = 16, 1024, 768
     inputs, logits = 12 * B * T * 4 * n_embd, 4 * VOCAB_SIZE * B * T
-    peaks = {"15": step_bytes("gpt2", B, T, "15") - step_bytes("gpt2", 0, T, "15"), "16": inputs + logits,
-             "17": inputs + logits / 4}
-    blocks = B * T * BY_LABEL["17"].memory[0] * n_embd  # rung 17's peak is where a block is recomputed
-    peaks["17"] = max(peaks["17"], inputs + blocks)
-    for key, label in (("16", "15"), ("16", "16"), ("17", "16"), ("17", "17")):
-        assert f"rung {label}: {peaks[label] / 1e9:.1f} GB" in texts_of(key)
+    first, recomputed, chunked = "preemption", "gradient_checkpointing", "chunked_cross_entropy"
+    blocks = B * T * BY_LABEL[chunked].memory[0] * n_embd  # with chunks the peak is where a block is recomputed
+    peaks = {first: step_bytes("gpt2", B, T, first) - step_bytes("gpt2", 0, T, first), recomputed: inputs + logits,
+             chunked: inputs + max(logits / 4, blocks)}
+    words = {first: "all kept", recomputed: "recomputed", chunked: "in chunks"}
+    for key, label in ((recomputed, first), (recomputed, recomputed), (chunked, recomputed), (chunked, chunked)):
+        assert f"{words[label]}: {peaks[label] / 1e9:.1f} GB" in texts_of(key)
 
 
 def test_the_cards_hold_what_the_scripts_keep():
     embedding, block, n_layer = split_parameters("gpt2")
     state = 16 * embedding + 12 * block * n_layer
     with torch.device("meta"):
-        model = new_gpt(rung("33"), "gpt2")
-    owned, moments = [0] * 4, [0] * 4  # parameters, bytes: the owners that rung 33 gives them
+        model = new_gpt(rung("sharded_optimizer"), "gpt2")
+    owned, moments = [0] * 4, [0] * 4  # parameters, bytes: the owners that `sharded_optimizer` gives them
     for p in sorted(model.parameters(), key=torch.numel, reverse=True):
         owner = owned.index(min(owned))
         owned[owner] += p.numel()

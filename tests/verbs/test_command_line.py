@@ -35,7 +35,7 @@ def test_diff_shows_text_change_and_effect(call):
     for part in ("Rung 6, flash attention", "+ y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
                  "- att = F.softmax(att, dim=-1)", "Measured, ", "ms/step"):
         assert part in output
-    assert "+ " in call("diff", "ddp", "rung_12_prefetch.py")[1] and "@@" not in call("diff", "0")[1]
+    assert "+ " in call("diff", "ddp", "2_prefetch.py")[1] and "@@" not in call("diff", "0")[1]
 
 
 def test_rungs_are_chosen_by_label_range_or_file():
@@ -43,13 +43,26 @@ def test_rungs_are_chosen_by_label_range_or_file():
         return [entry.label for entry in parse_rungs(text)]
 
     assert labels("0-2,10") == ["0", "1", "2", "10"]
-    assert labels("ddp, 11,9-11") == ["ddp", "11", "9", "10"]  # each once: a second one would overwrite the first's log
-    for wrong in ("99", "3-1", "a", "", "-1", "0-99", "1-2-3", "3-"):
+    assert labels("ddp, 10,9-10") == ["ddp", "10", "9"]  # each once: a second one would overwrite the first's log
+    assert labels("gpu/,muon,gpu") == ["bf16_residual", "cuda_graphs", "muon"]
+    assert labels("long_run") == ["long_run"] and {"prefetch", "long_run"} <= {*labels("long_run/")}
+    for wrong in ("99", "3-1", "a", "", "-1", "0-99", "1-2-3", "3-", "9-11", "11-17", "muon-rope", "ddp/"):
         with pytest.raises(UserError, match="--rungs"):
             parse_rungs(wrong)
     for word in ("7", "07", "speedup_07_vocab_pad.py", "/x/speedup_07_vocab_pad.py"):
         assert find_rung(word) is BY_LABEL["7"]
     assert find_rung("0") is BY_LABEL["0"] and find_rung("ddp") is BY_LABEL["ddp"]
+    for word in ("muon", "1_muon.py", "beyond/modern/1_muon.py", "rung_18_muon", "beyond/modern/rung_18_muon.py"):
+        assert find_rung(word) is BY_LABEL["muon"]
+
+
+@pytest.mark.parametrize("word, reason", [
+    ("18", "18 is called muon today"), ("dcp", "dcp is called sharded_checkpoint today"),
+    ("checkpoint", "perhaps checkpoints or "), ("muom", "perhaps muon"), ("xyz", "no rung xyz")])
+def test_an_unknown_name_gets_the_nearest_ones(word, reason):
+    for look_up in (find_rung, parse_rungs):
+        with pytest.raises(UserError, match=reason):
+            look_up(word)
 
 
 @pytest.mark.parametrize("words, reasons", [
@@ -58,7 +71,7 @@ def test_rungs_are_chosen_by_label_range_or_file():
     (["report", "x", "--readme"], ["--readme: shows all folders of logs/reference"]),
     (["compare", "/no/a.log", "/no/b.log"], ["a.log"]),
     *((["floor", "--gpu", card], [f"--gpu {card}"]) for card in ("nonsense", "mine:1,2", "mine:1,2,3,-4")),
-    (["floor", "--rungs", "ddp,25"], ["--rungs ddp,25: floors are of"]), (["floor", "-T", "2048"], ["-T 2048"]),
+    (["floor", "--rungs", "ddp,fp8"], ["--rungs ddp,fp8: floors are of"]), (["floor", "-T", "2048"], ["-T 2048"]),
     (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
     (["diff", "1", "2", "3"], ["one rung, or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),
     (["run", "--save=x"], ["--save"]), (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),

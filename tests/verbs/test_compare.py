@@ -56,8 +56,9 @@ NEARLY = (10.0001, 9.001, 8.0)
     ("0", "0", (10, 9, 8), "The same losses"), ("0", "0", (10, 9, 8.0001), "NOT the same losses"),
     ("0", "0", (10.000001, 9.000001, 8.000001), "The same losses"),  # a unit of the last digit
     ("1", "2", NEARLY, "The same losses"), ("1", "3", NEARLY, "The same losses"),
-    ("16", "11", NEARLY, "The same losses"),  # in either order
-    ("13", "14", (10, 9, 7), "NOT the same losses"), ("4", "5", (10, 9, float("nan")), "NOT the same losses"),
+    ("gradient_checkpointing", "gradient_accumulation", NEARLY, "The same losses"),  # in either order
+    ("distributed_validation", "checkpoints", (10, 9, 7), "NOT the same losses"),
+    ("4", "5", (10, 9, float("nan")), "NOT the same losses"),
     ("0", "1", NEARLY, "may change them"), ("3", "4", NEARLY, "may change them"),
     ("10", "ddp", NEARLY, "may change them"),
 ])
@@ -276,53 +277,54 @@ def shifted(*shifts):
 
 
 @pytest.mark.parametrize("losses, said", [
-    (shifted(-0.05, -0.06, -0.05, -0.04, -0.05), "mine.py ends lower than 24: −0.050 nats (95 % interval −0.059 to −0"),
-    (shifted(0.05, 0.06, 0.05, 0.04, 0.05), "mine.py ends higher than 24: +0.050 nats"),
-    (shifted(-0.01, 0.02, 0.01, -0.02, 0.01), "No significant difference between mine.py and 24: +0.002 nats"),
-    (BASE, "the same losses as 24, to the last digit"),
+    (shifted(-0.05, -0.06, -0.05, -0.04, -0.05), "mine.py ends lower than zero_init: −0.050 nats (95 % interval −0.05"),
+    (shifted(0.05, 0.06, 0.05, 0.04, 0.05), "mine.py ends higher than zero_init: +0.050 nats"),
+    (shifted(-0.01, 0.02, 0.01, -0.02, 0.01), "No significant difference between mine.py and zero_init: +0.002 nats"),
+    (BASE, "the same losses as zero_init, to the last digit"),
     (BASE[:4], "mine.py finished 4 of 5 seeds; where some diverge"),
     ([*BASE[:4], math.inf], "or one that diverged; no interval"),
 ])
 def test_one_sentence_says_what_a_comparison_found(losses, said):
-    texts, [sentence, *_] = verdict_of(record_of({"rung_24_zero_init": BASE, "mine": losses}))
+    texts, [sentence, *_] = verdict_of(record_of({"7_zero_init": BASE, "mine": losses}))
     assert said in sentence and ("*" in texts["p"][1]) == ("ends lower" in said or "ends higher" in said)
 
 
 def test_fewer_seeds_get_no_star():
-    texts, [sentence, *_] = verdict_of(record_of({"rung_24_zero_init": BASE[:4], "mine": [1, 1.01, 0.99, 1]}))
+    texts, [sentence, *_] = verdict_of(record_of({"7_zero_init": BASE[:4], "mine": [1, 1.01, 0.99, 1]}))
     assert "fewer than 5 seeds, too few to call it a difference" in sentence and texts["p"][1] == "< 0.001"
 
 
 def test_several_files_against_one_are_a_family():
     """p is Holm's over the files, each against the first, not against the one before."""
-    losses = {"rung_24_zero_init": BASE, "mine": shifted(-0.05, -0.04, -0.05, -0.06, -0.07),
+    losses = {"7_zero_init": BASE, "mine": shifted(-0.05, -0.04, -0.05, -0.06, -0.07),
               "other": shifted(-0.05, -0.03, -0.04, -0.06, -0.07)}
     texts, sentences = verdict_of(record_of(losses))
     raw = {name: paired_effect(BASE, losses[name]).p for name in ("mine", "other")}
     for name, p in holm(raw).items():
         row = texts[texts[""] == f"{name}.py"].iloc[0]
         assert row["p"].rstrip("*") == ("< 0.001" if p < 0.001 else f"{p:.2g}") and p > raw[name] * 0.999
-    assert holm(raw)["mine"] == pytest.approx(2 * raw["mine"]) and "other.py ends lower than 24" in sentences[1]
+    assert holm(raw)["mine"] == pytest.approx(2 * raw["mine"]) and "other.py ends lower than zero_init" in sentences[1]
 
 
 def test_times_are_paired_by_round():
     """A drift of the machine that both have does not hide a tenth; the seconds are to a loss that both reach."""
     drift = numpy.array([100, 200, 150, 120, 180])
-    record = record_of({"rung_24_zero_init": BASE, "mine": shifted(*[-0.5] * 5)},
-                       {"rung_24_zero_init": drift, "mine": 1.1 * drift + [1, -1, 0, 1, -1]})
+    record = record_of({"7_zero_init": BASE, "mine": shifted(*[-0.5] * 5)},
+                       {"7_zero_init": drift, "mine": 1.1 * drift + [1, -1, 0, 1, -1]})
     texts, [sentence, *limits] = verdict_of(record)
-    assert "A step takes 1.10 times as long (1.09 to 1.11)" in sentence and texts["/ 24's (95 %)"][1].startswith("1.10")
-    assert "To 2.01 nats: mine.py " in sentence and "and 24 15.0 s" in sentence
+    assert "A step takes 1.10 times as long (1.09 to 1.11)" in sentence
+    assert texts["/ zero_init's (95 %)"][1].startswith("1.10")
+    assert "To 2.01 nats: mine.py " in sentence and "and zero_init 15.0 s" in sentence
     assert any("0.90M parameters, 100 steps, 0.10M tokens of text (bytes tokens) in windows of 64" in text
                for text in limits)
 
 
 def test_a_machine_that_slows_within_a_round_does_not_favor_the_script_that_it_spares():
     """Slow in three rounds of five for one, in two for the other: the medians differ by 30 %, the scripts by 10 %."""
-    record = record_of({"rung_24_zero_init": BASE, "mine": BASE},
-                       {"rung_24_zero_init": [130, 130, 130, 100, 100], "mine": [143, 143, 110, 110, 110]})
+    record = record_of({"7_zero_init": BASE, "mine": BASE},
+                       {"7_zero_init": [130, 130, 130, 100, 100], "mine": [143, 143, 110, 110, 110]})
     ms = record.step_ms()
-    assert ms["mine"] / ms["rung_24_zero_init"] == pytest.approx(1.1)
+    assert ms["mine"] / ms["7_zero_init"] == pytest.approx(1.1)
 
 
 CROSS = {(0.5, 1): 2.01, (1, 0.5): 2.01, (1, 1): 2.0, (1, 2): 2.01, (2, 1): 2.01}  # {rates: loss}, the middle the best
@@ -338,7 +340,7 @@ def searched(record, name, losses, seeds=TUNING_SEEDS):
 
 def test_a_script_that_finished_no_seed_is_named():
     """With the rates of its search all of its rounds diverged, or they are still to come."""
-    texts, sentences = verdict_of(searched(record_of({"rung_24_zero_init": BASE}), "mine", CROSS))
+    texts, sentences = verdict_of(searched(record_of({"7_zero_init": BASE}), "mine", CROSS))
     assert len(texts) == 1 and sentences[0] == "mine.py finished 0 of 5 seeds."
 
 
@@ -348,30 +350,30 @@ def test_a_script_that_finished_no_seed_is_named():
     (CROSS | {(0.5, 1): 1.5}, ["are at the edge of the 5 tried"]),  # of one of the two rates
 ])
 def test_rates_that_a_search_did_not_settle_are_doubted(losses, said):
-    record = searched(record_of({"rung_24_zero_init": BASE}), "rung_24_zero_init", losses)
-    assert [*doubts(record)] == [("rung_24_zero_init", words) for words in said]
+    record = searched(record_of({"7_zero_init": BASE}), "7_zero_init", losses)
+    assert [*doubts(record)] == [("7_zero_init", words) for words in said]
 
 
 @pytest.mark.parametrize("seeds, said", [(TUNING_SEEDS, "1336 and 1337"), ([1337], "1337")])
 def test_the_searches_seeds_are_those_of_the_record(seeds, said):
     """An older record's has one."""
-    record = searched(record_of({"rung_24_zero_init": BASE}), "rung_24_zero_init", CROSS, seeds)
+    record = searched(record_of({"7_zero_init": BASE}), "7_zero_init", CROSS, seeds)
     assert any(f"searches with other seeds ({said});" in text for text in verdict_of(record)[1])
 
 
 def test_what_would_go_unnoticed_is_that_of_the_script_whose_seeds_differ_most():
-    losses = {"rung_24_zero_init": BASE, "calm": shifted(-0.01, 0.01, 0, 0.01, 0),
+    losses = {"7_zero_init": BASE, "calm": shifted(-0.01, 0.01, 0, 0.01, 0),
               "wild": shifted(-0.3, 0.3, 0, 0.2, 0)}
     most = detectable(paired_effect(BASE, losses["wild"]))
     assert any(f"Differences below about {most:.2g} nats" in text for text in verdict_of(record_of(losses))[1])
 
 
 def test_the_picture_has_the_means_of_the_seeds(tmp_path):
-    losses = {"rung_24_zero_init": BASE, "mine": shifted(*[-0.5] * 5), "worse": BASE[:4]}
+    losses = {"7_zero_init": BASE, "mine": shifted(*[-0.5] * 5), "worse": BASE[:4]}
     picture = verdict_picture(record_of(losses))
     save(picture, tmp_path / "a.png")
     [panel] = picture["panels"]
-    assert [curve["title"] for curve in panel["curves"]] == ["24", "mine.py", "worse.py"]
+    assert [curve["title"] for curve in panel["curves"]] == ["zero_init", "mine.py", "worse.py"]
     for curve, ends in zip(panel["curves"], losses.values(), strict=True):
         end = sum(ends) / len(ends)
         assert curve["steps"] == [50, 100] and curve["loss"] == pytest.approx([(3 + end) / 2, end])
@@ -382,9 +384,9 @@ def test_the_picture_has_the_means_of_the_seeds(tmp_path):
 
 @pytest.fixture
 def mine(tmp_path):
-    """mine(old, new): a copy of rung 24 with a change."""
+    """mine(old, new): a copy of `zero_init` with a change."""
     def write(old="", new="", name="mine.py"):
-        source = BY_LABEL["24"].path.read_text(encoding="utf-8")
+        source = BY_LABEL["zero_init"].path.read_text(encoding="utf-8")
         assert old in source
         path = tmp_path / name
         path.write_text(source.replace(old, new, 1), encoding="utf-8")
@@ -394,11 +396,11 @@ def mine(tmp_path):
 
 
 def test_a_file_is_no_rung_though_it_has_its_name(mine, tmp_path):
-    copy = fairness.script_of(str(mine(name="rung_24_zero_init.py")))
-    rung = BY_LABEL["24"]
-    assert copy.label == "" and fairness.script_of(str(rung.path)) is rung is fairness.script_of("24")
-    one, other = fairness.copied([BY_LABEL["24"], copy], tmp_path / "scripts")
-    assert one is BY_LABEL["24"] and other.name == "rung_24_zero_init_yours"
+    copy = fairness.script_of(str(mine(name="7_zero_init.py")))
+    rung = BY_LABEL["zero_init"]
+    assert copy.label == "" and fairness.script_of(str(rung.path)) is rung is fairness.script_of("zero_init")
+    one, other = fairness.copied([BY_LABEL["zero_init"], copy], tmp_path / "scripts")
+    assert one is BY_LABEL["zero_init"] and other.name == "7_zero_init_yours"
     assert other.path.read_bytes() == copy.path.read_bytes()
 
 
@@ -407,18 +409,18 @@ def test_each_script_gets_the_flags_that_it_has(mine):
     own = fairness.script_of(str(mine(flag, f'    flag("--idea", type=float, default=1.0)\n{flag}')))
     words = ["--steps", "3", "--idea", "3", "-B", "2", "--muon-lr=3"]
     assert known_flags(own, words) == words
-    assert known_flags(BY_LABEL["24"], words) == ["--steps", "3", "-B", "2", "--muon-lr=3"]
+    assert known_flags(BY_LABEL["zero_init"], words) == ["--steps", "3", "-B", "2", "--muon-lr=3"]
     assert known_flags(BY_LABEL["validation"], words) == ["--steps", "3", "-B", "2"]
 
 
 @pytest.mark.parametrize("what, words, reasons", [
-    (["24", "10"], [], ["speedup_10_fused_adamw.py: has no --val-every"]),
-    (["24", "18"], ["--seed", "3"], ["--seed: a comparison sets it itself"]),
-    (["24", "18"], ["--ideas", "3"], ["--ideas: none of these scripts has this flag"]),
-    (["24", "18"], ["--val-every", "0"], ["--val-every 0"]),
-    (["24", "nosuch"], [], ["no rung nosuch"]), (["24", "nosuch.py"], [], ["nosuch.py: no such script"]),
-    (["24"], [], ["compare 24: give two"]),
-    (["24", "long_run"], ["--total-batch", "128"], ["tokens a step", "has 128 and zero-initialized projections 32"]),
+    (["zero_init", "10"], [], ["speedup_10_fused_adamw.py: has no --val-every"]),
+    (["zero_init", "muon"], ["--seed", "3"], ["--seed: a comparison sets it itself"]),
+    (["zero_init", "muon"], ["--ideas", "3"], ["--ideas: none of these scripts has this flag"]),
+    (["zero_init", "muon"], ["--val-every", "0"], ["--val-every 0"]),
+    (["zero_init", "nosuch"], [], ["no rung nosuch"]), (["zero_init", "nosuch.py"], [], ["nosuch.py: no such script"]),
+    (["zero_init"], [], ["compare zero_init: give two"]),
+    (["zero_init", "long_run"], ["--total-batch", "128"], ["tokens a step", "128 and zero-initialized projections 32"]),
 ])
 def test_what_cannot_be_compared_is_refused_before_a_folder_is_made(what, words, reasons, tokens, tmp_path, call):
     answer = call("compare", *what, "--logs", tmp_path / "logs", *flags(tokens), *words)
@@ -435,7 +437,7 @@ def test_what_cannot_be_compared_is_refused_before_a_folder_is_made(what, words,
     ("def add_flags(parser):", "def add_flags(parser", ["line", "was never closed"]),
 ])
 def test_an_unfair_file_is_refused_by_name(old, new, reasons, mine, tokens, tmp_path, call):
-    answer = call("compare", "24", mine(old, new), "--logs", tmp_path / "logs", *flags(tokens))
+    answer = call("compare", "zero_init", mine(old, new), "--logs", tmp_path / "logs", *flags(tokens))
     assert is_one_error(answer, *reasons) and not (tmp_path / "logs").exists()
 
 
@@ -462,15 +464,16 @@ def test_a_comparison_for_real(mine, tokens, tmp_path, call):
     """The same command resumes and repeats nothing; another one, or a changed file, is refused; the folder is shown."""
     logs, file = tmp_path / "logs", mine("import argparse", "import helper\nimport argparse")
     (tmp_path / "helper.py").write_text("")  # beside the file, whose copy runs
-    words = ["compare", "24", file, "--logs", logs, "--seeds", "3", "--tries", "2", *flags(tokens), "--val-every", "2",
+    words = ["compare", "zero_init", file, "--logs", logs, "--seeds", "3", "--tries", "2", *flags(tokens),
+             "--val-every", "2",
              "--val-sequences", "2"]
     code, out, error = call(*words)
     assert code == 0, error
-    assert "mine.py ends with the same losses as 24, to the last digit, with every seed." in out
+    assert "mine.py ends with the same losses as zero_init, to the last digit, with every seed." in out
     n_search = 2 * len(TUNING_SEEDS)  # two tries
     assert (logs / "compare.png").exists() and len(list(logs.rglob("*.log"))) == 2 * (n_search + 3 + TIMINGS)
     again = call("compare", logs)[1]
-    assert "the same losses as 24" in again and "Doubtful: 4 steps are too few" in again
+    assert "the same losses as zero_init" in again and "Doubtful: 4 steps are too few" in again
     gone = logs / "round_2" / "mine.log"
     gone.unlink()
     kept = {path: path.stat().st_mtime_ns for path in logs.rglob("*.log")}

@@ -1,0 +1,803 @@
+"""Chunked cross-entropy: the logits of a whole batch never exist at once.
+Starts from 6_gradient_checkpointing.py.
+
+With 50,257 logits per token, the output layer needs more memory than all blocks together once these
+are recomputed (`gradient_checkpointing`). But the loss is a mean over tokens, and the gradient of a
+token's loss with respect to its logits depends on no other token: it is the softmax, minus 1 at the
+target. So the forward pass takes --loss-chunk tokens at a time and, while a chunk's logits exist,
+also adds its share to the gradients of the output matrix and of the hidden vectors. The backward
+pass only scales those. With --loss-chunk 0 the loss is F.cross_entropy, as before: use that if you
+change the loss. A batch of up to --loss-chunk tokens, as -B 4 -T 1024 is, saves little memory; try
+
+    python beyond/long_run/7_chunked_cross_entropy.py -B 16
+
+Gain: memory, not speed. That of the logits no longer grows with B or T: a 12M model on
+micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured on a CPU; for a GPU it is
+only counted yet: experiments/README.md).
+Cost: no extra matrix products: the existing three are split into chunks, which must stay large
+enough to be efficient. The gradient of the output matrix exists from the forward pass on.
+Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al.
+2024, "Liger Kernel".
+"""
+import argparse
+import contextlib
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+import filelock
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils.checkpoint
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+SCRIPT = Path(__file__)
+MODELS = {  # layers x heads x width
+    "tiny": "2x2x64", "mini": "6x3x192", "small": "6x6x384", "gpt2": "12x12x768",
+    "gpt2-medium": "24x16x1024", "gpt2-large": "36x20x1280", "gpt2-xl": "48x25x1600",
+}
+DEVICES = ["cpu"]  # what this machine can train on, the fastest first
+if torch.cuda.is_available():
+    DEVICES.insert(0, "cuda")
+if torch.mps.is_available():
+    DEVICES.insert(0, "mps")
+DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
+
+
+def add_flags(parser):
+    """The flags of this script; --help shows each default."""
+    flag = parser.add_argument
+    flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
+    flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
+    flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
+    flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
+    flag("--steps", type=int, default=50, help="optimizer steps")
+    flag("--loss-chunk", type=int, default=4096, help="tokens whose logits exist at once; 0: all")
+    flag("--recompute-blocks", type=int, default=0, help="blocks to recompute, from the first")
+    flag("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
+    flag("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
+    flag("--resume", action="store_true", help="continue from the newest checkpoint, if any")
+    flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
+    flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
+    flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
+    # twice rung 8's constant rate: warm-up and decay make that safe
+    flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
+    flag("--seed", type=int, default=1337, help="random seed of the initial weights")
+    flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
+    flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
+    flag("--log-dir", type=Path, default="logs", help="folder of the log")
+    # no CUDA graphs: they do not work under DDP, nor where gradients accumulate
+    flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
+         default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
+    flag("--save", type=Path, help="write the trained model to this file")
+
+
+# Flags that --resume does not compare: they change speed, rounding, or what is written.
+MAY_CHANGE = {
+    "B", "device", "compile_mode", "data", "log_dir", "save",
+    "checkpoint_every", "checkpoint_dir", "resume", "val_every", "val_sequences",
+    "recompute_blocks", "loss_chunk",
+}
+
+
+@dataclass
+class GPTConfig:
+    """The shape of the model; the defaults are GPT-2 (124M)."""
+    block_size: int = 1024  # longest sequence
+    vocab_size: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+
+
+def model_config(args, vocab_size):
+    """The shape that --model names, for a vocabulary of this size."""
+    shape = MODELS.get(args.model, args.model)
+    try:
+        n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
+    except ValueError:
+        names = ", ".join(MODELS)
+        sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
+    if min(n_layer, n_head, n_embd) < 1 or n_embd % n_head != 0:
+        sys.exit(f"error: --model {args.model}: all above 0, the width a multiple of heads")
+    return GPTConfig(
+        block_size=max(1024, args.T),  # GPT-2's, or longer
+        vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
+    )
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head self-attention: (B, T, C) -> (B, T, C).
+
+    Each token attends to itself and to the tokens before it.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_proj.ends_residual_branch = True
+        self.n_head = config.n_head
+
+    def forward(self, x):
+        B, T, C = x.shape  # batch, sequence, n_embd
+        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        # nh heads of size hs each
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        # (B, nh, T, hs); the (T, T) scores exist only in tiles
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    """The position-wise feed-forward network: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.gelu = nn.GELU(approximate="tanh")  # GPT-2 was trained with the tanh approximation
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_proj.ends_residual_branch = True
+
+    def forward(self, x):
+        return self.c_proj(self.gelu(self.c_fc(x)))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer, two residual branches: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
+
+    x (N, C), weight (n_rows, C), targets (N,). The forward pass computes the gradients, too, while
+    the logits exist.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, chunk):
+        total = torch.zeros((), device=x.device)
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:  # not in evaluate()
+            x_grad = torch.empty_like(x)
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        rows = torch.arange(len(weight), device=x.device)
+        for i in range(0, len(x), chunk):
+            x_part = x[i : i + chunk]  # (chunk, C)
+            ids = targets[i : i + chunk]  # (chunk,)
+            logits = F.linear(x_part, weight)  # (chunk, C) -> (chunk, n_rows)
+            logits[:, vocab_size:] = -torch.inf  # no probability for padding
+            log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
+            is_target = rows == ids[:, None]  # (chunk, n_rows)
+            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
+            # the end, and keep the logits of all until then.
+            target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
+            total += (log_sum - target_logits).sum()
+            if weight_grad is not None:
+                # the gradient of a token's loss by its logits: softmax, minus 1 at the target
+                probs = (logits.float() - log_sum[:, None]).exp_()
+                logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
+                x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
+                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
+                weight_grad += logits_grad.T @ (x_part / 64)
+        ctx.save_for_backward(x_grad, weight_grad)
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx, loss_grad):
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
+        scale = loss_grad / len(x_grad)
+        return x_grad * scale, weight_grad * (64 * scale), None, None, None
+
+
+class GPT(nn.Module):
+    """GPT-2, with the parameter names of the Hugging Face checkpoints."""
+
+    def __init__(self, config, recompute_blocks=0, loss_chunk=0):
+        super().__init__()
+        self.config = config
+        self.recompute_blocks = min(recompute_blocks, config.n_layer)
+        self.loss_chunk = loss_chunk
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
+        # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(n_rows, config.n_embd),
+            wpe=nn.Embedding(config.block_size, config.n_embd),
+            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            ln_f=nn.LayerNorm(config.n_embd),
+        ))
+        self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
+        # one parameter (n_rows, n_embd) under two names
+        self.transformer.wte.weight = self.lm_head.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            std = 0.02
+            if hasattr(module, "ends_residual_branch"):
+                # 2 * n_layer branches: so their sum does not grow with the depth
+                std *= (2 * self.config.n_layer) ** -0.5
+            nn.init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, idx, targets=None):
+        """Token ids (B, T) -> logits (B, T, vocab_size).
+
+        With targets (B, T): only the mean cross-entropy, in nats per token.
+        """
+        B, T = idx.shape
+        pos = torch.arange(T, device=idx.device)  # (T,)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
+        for i, block in enumerate(self.transformer.h):
+            if self.training and i < self.recompute_blocks:
+                # keeps only x, (B, T, C), and computes the block again in the backward pass
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        x = self.transformer.ln_f(x)
+        if targets is not None and self.loss_chunk > 0:
+            x, targets = x.view(B * T, -1), targets.view(B * T)  # (B*T, C), (B*T,)
+            return ChunkedCrossEntropy.apply(
+                x, self.lm_head.weight, targets, self.config.vocab_size, self.loss_chunk)
+        logits = self.lm_head(x)  # (B, T, n_rows)
+        if targets is None:
+            return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
+        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        # Masked, not cut off, so that the rows stay aligned; exp(-inf) is 0: no probability
+        padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
+        padding[self.config.vocab_size :] = -torch.inf
+        logits = logits + padding  # (B, T, n_rows) + (n_rows,)
+        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
+
+    def configure_optimizers(self, lr, weight_decay):
+        """Fused AdamW, which decays only matrices: embeddings and linear layers."""
+        # decay pulls weights towards zero, so that no single one grows large
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
+        others = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        # fused: one pass through memory, instead of about ten for each tensor; rung 8's betas
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
+                                 fused=True)
+
+
+class DataLoaderLite:
+    """Batches of consecutive tokens from a token file, on the device."""
+
+    def __init__(self, folder, B, T, device, split="train"):
+        self.B, self.T, self.device = B, T, device
+        self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
+        self.n_batches = (len(self.tokens) - 1) // (B * T)
+        self.prefetched = {}  # {i: the i-th batch}
+
+    def prefetch(self, i):
+        """Fetch the i-th batch now, so that batch(i) will give it without a wait."""
+        self.prefetched[i] = self.batch(i)
+
+    def batch(self, i):
+        """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
+
+        It wraps around at the end of the file, and keeps no position.
+        """
+        if i in self.prefetched:
+            return self.prefetched.pop(i)
+        start = (i % self.n_batches) * self.B * self.T
+        chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
+        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
+        if self.device == "cuda":
+            chunk = chunk.pin_memory()  # the GPU copies from it by itself, while Python goes on
+        chunk = chunk.to(self.device, non_blocking=self.device == "cuda")
+        return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
+
+
+@torch.no_grad()
+def evaluate(model, loader, n_sequences, autocast, rank, world_size):
+    """The mean loss on the first sequences of a loader with B=1, in nats per token.
+
+    The ranks take the sequences in turn.
+    """
+    total = torch.zeros((), device=loader.device)
+    model.eval()
+    with autocast:
+        for i in range(rank, n_sequences, world_size):
+            x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
+            total += model(x, y)
+    model.train()
+    if dist.is_initialized():
+        dist.all_reduce(total)  # the sum of all ranks, on each of them
+    loss = total.item() / n_sequences
+    if not math.isfinite(loss):
+        sys.exit(f"error: the validation loss is {loss}; see NaN in docs/running.md")
+    return loss
+
+
+class Checkpoints:
+    """The run on disk: each file holds all that the next step depends on."""
+
+    def __init__(self, args, loader, model, optimizer, scaler):
+        self.args = args
+        self.loader = loader
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.folder = args.checkpoint_dir
+        # what makes it this run and no other: the script, the text, the flags
+        text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
+        self.run = {"script": SCRIPT.name, "text": text}
+        for name, value in vars(args).items():
+            if name not in MAY_CHANGE:
+                self.run[name] = str(value) if isinstance(value, Path) else value
+
+    def paths(self):
+        """The checkpoints, the newest last."""
+        return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
+
+    def lock(self):
+        """Keep other runs out of the folder until this process ends; exit if one is in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder_lock = filelock.FileLock(self.folder / "lock")
+        try:
+            self.folder_lock.acquire(timeout=0)
+        except filelock.Timeout:
+            sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
+        except (OSError, NotImplementedError) as error:  # some network drives have no locks
+            if isinstance(error, PermissionError):
+                raise
+            print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
+
+    def load(self):
+        """Restore the newest checkpoint and return its step; 0 if none is there or wanted."""
+        found = [self.paths()]
+        if dist.is_initialized():
+            # rank 0's, so that all resume after the same step, or fail without a shared folder
+            dist.broadcast_object_list(found)
+        [paths] = found
+        if paths and not self.args.resume and self.args.checkpoint_every:
+            sys.exit(f"error: {paths[-1]} is from an earlier run: --resume continues it,"
+                     " another --checkpoint-dir starts over")
+        if not paths or not self.args.resume:
+            return 0
+        newest = paths[-1]
+        try:
+            saved = torch.load(newest, map_location="cpu", weights_only=True)
+            self.refuse_other_run(newest, saved)
+        except (EOFError, KeyError, RuntimeError):  # half of it, or a file of --save
+            sys.exit(f"error: --resume: {newest} is damaged, or no checkpoint;"
+                     " delete it to resume from the older one")
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if saved["scaler"]:  # empty unless that part of the run was in float16
+            self.scaler.load_state_dict(saved["scaler"])
+        return saved["step"]
+
+    def refuse_other_run(self, path, saved):
+        """Exit if the checkpoint is not one of this run."""
+        for name, value in self.run.items():
+            theirs = saved["run"].get(name)
+            if theirs != value:
+                sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value};"
+                         " a new run from its weights needs --pretrained, another --checkpoint-dir")
+
+    def save(self, step, log):
+        """Write a checkpoint, delete all but the newest two. A full disk costs only this one."""
+        log.line(f"# checkpoint: step {step} in {self.folder}")
+        # no data position and no RNG state: all that a step reads or draws follows from its number
+        saved = model_file(self.model, self.loader, step)
+        # its moments: without them the first resumed steps would go astray
+        saved["optimizer"] = self.optimizer.state_dict()
+        saved["scaler"] = self.scaler.state_dict()
+        saved["run"] = self.run
+        # aside, then renamed: no kill leaves half a file under its name
+        partial = self.folder / "partial"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+            with open(partial, "wb") as file:
+                torch.save(saved, file)
+                os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+            partial.replace(self.folder / f"step_{step:07}.pt")
+        except (OSError, RuntimeError) as error:  # torch's, of a full disk
+            partial.unlink(missing_ok=True)
+            log.line(f"# WARNING: no checkpoint of step {step}: {error}")
+        for older in self.paths()[:-2]:
+            older.unlink()
+
+
+def get_lr(step, max_steps, max_lr, warmup_steps):
+    """The learning rate of a step, from 1 to max_steps."""
+    if step <= warmup_steps:  # small steps while AdamW's averages hold few gradients
+        return max_lr * step / warmup_steps
+    # then ever smaller ones, so that the loss can settle
+    progress = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
+    min_lr = max_lr / 10
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (max_lr - min_lr)
+
+
+PRECISION = {  # for the log
+    torch.bfloat16: "bfloat16 autocast", torch.float16: "float16 autocast",
+    torch.float32: "float32 (no bfloat16 on this CPU)",
+}
+
+
+def autocast_dtype(device):
+    """The type that matrix products are computed in: bfloat16, where the hardware has it."""
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16  # T4, V100 and older
+    if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+    return torch.bfloat16
+
+
+def check_compiler(device):
+    """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        if os.environ.get(name) == "1":
+            sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
+    try:
+        torch.compile(torch.sin)(torch.ones(1, device=device))
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        sys.exit(f"error: torch.compile does not work here ({reason}): --compile-mode none trains"
+                 " without it; python -m ladder check says what is missing")
+
+
+def on_any_rank(condition, device):
+    """Whether this is true on at least one rank."""
+    count = torch.tensor(int(condition), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    return count.item() > 0
+
+
+def catch_signals():
+    """From now on, collect the signals that ask this process to end in the list returned."""
+    caught = []
+
+    def catch(number, frame):
+        caught.append(number)
+        if number != signal.SIGINT:
+            return
+        with contextlib.suppress(OSError):  # print could be what was interrupted
+            os.write(2, b"\nends after this step and saves; a third Ctrl-C ends at once, without\n")
+        if caught.count(number) == 2:  # a second one is often a slip
+            signal.signal(number, signal.SIG_DFL)
+
+    # SIGTERM comes before a cluster takes the machine away
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP"):  # the terminal was closed; Windows has no such signal
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, catch)
+    return caught
+
+
+def init_ranks(device):
+    """Join the other processes of torchrun: this one's rank, and how many there are; else 0, 1."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    if device == "mps":
+        sys.exit("error: --device mps: Apple GPUs have no torch.distributed; use --device cpu")
+    backend = "gloo"
+    if device == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
+        n_gpus = torch.cuda.device_count()
+        if local_rank >= n_gpus:
+            sys.exit(f"error: --nproc_per_node: there are {n_gpus} GPUs; use at most as many")
+        torch.cuda.set_device(local_rank)
+        if dist.is_nccl_available():  # not on Windows
+            backend = "nccl"
+    dist.init_process_group(backend)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def batches_per_step(args, world_size):
+    """How many batches of B * T tokens a step takes, on all ranks together: from --total-batch."""
+    tokens = args.B * args.T * world_size  # of one batch of every rank
+    if args.total_batch is None:
+        args.total_batch = 4 * tokens if args.device == "cpu" else 524288
+    if args.total_batch < 1 or args.total_batch % tokens != 0:
+        sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
+                 f" B * T * ranks = {tokens}; change one")
+    return args.total_batch // (args.B * args.T)
+
+
+def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
+    """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
+    optimizer.zero_grad()
+    loss = torch.zeros((), device=loader.device)
+    for i in numbers:
+        x, y = loader.batch(i)  # (B, T) each
+        # DDP averages the gradients of the ranks once, in the last backward pass
+        averages_later = contextlib.nullcontext()  # does nothing
+        if dist.is_initialized() and i != numbers[-1]:
+            averages_later = model.no_sync()
+        with averages_later:
+            with autocast:
+                micro_loss = model(x, y) / len(numbers)  # gradients add up to those of the mean
+            scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach()
+        loader.prefetch(i + world_size)  # this rank's next batch, while the device is busy
+    scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    # clip, or one odd batch would dominate the running averages for many steps
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
+    scaler.step(optimizer)
+    scaler.update()
+    return loss, norm
+
+
+def train(args):
+    """Train for args.steps steps; print and log each one."""
+    device = args.device
+    rank, world_size = init_ranks(device)
+    n_batches = batches_per_step(args, world_size)
+    torch.manual_seed(args.seed)
+    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    torch.set_float32_matmul_precision("high")
+    amp_dtype = autocast_dtype(device)
+    # matrix products in this type; the weights, their gradients and the loss stay float32
+    autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
+    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
+    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
+
+    loader = DataLoaderLite(args.data, args.B, args.T, device)
+    options = {"recompute_blocks": args.recompute_blocks, "loss_chunk": args.loss_chunk}
+    model = new_model(args, loader, **options).to(device)
+    # torch's default weight decay is 0.01
+    optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
+    step_model = model  # will share its weights: `model` itself is what is saved
+    if dist.is_initialized():
+        # backward() will also average the gradients over the ranks, so that their weights stay the
+        # same; it leaves them as views of the buckets in which they travel, not as copies
+        step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    if args.compile_mode != "none":
+        check_compiler(device)
+        # fewer kernels: many intermediate results skip memory, and no Python runs in between
+        step_model = torch.compile(step_model, mode=args.compile_mode)
+    notes = {"compile": args.compile_mode, "ranks": world_size}
+    notes["total_batch"] = f"{args.total_batch} tokens"
+    notes["recomputed_blocks"] = f"{model.recompute_blocks} of {model.config.n_layer}"
+    if args.val_every:
+        # held-out text: on what it trains on, the loss also falls while a model only memorizes
+        val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
+        n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
+        notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
+    checkpoints = Checkpoints(args, loader, model, optimizer, scaler)
+    if args.checkpoint_every and rank == 0:
+        checkpoints.lock()
+    step = checkpoints.load()
+    if rank == 0:
+        log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype],
+                  append=step > 0, **notes)
+        if step > 0:  # readers of the log drop the later steps above this line
+            log.line(f"# resumed after step {step} of {args.steps}")
+
+    steps_left = range(step + 1, args.steps + 1)
+    signals = catch_signals()
+    for step in steps_left:
+        t0 = time.perf_counter()
+        lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        # the batches of this step; the ranks take them in turn
+        first = (step - 1) * n_batches
+        numbers = range(first + rank, first + n_batches, world_size)
+        loss, norm = optimizer_step(
+            step_model, optimizer, scaler, loader, numbers, world_size, autocast)
+        # kernels launch asynchronously: wait for them, then read the clock
+        torch.get_device_module(device).synchronize()
+        dt = time.perf_counter() - t0
+        loss = loss / world_size
+        if dist.is_initialized():
+            dist.all_reduce(loss)  # after the clock: only the log needs the mean over the ranks
+        # all must end after the same step, or they would wait for each other forever
+        stop = on_any_rank(len(signals) > 0, device)
+        if rank == 0:
+            log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
+        last = step == args.steps
+        if args.val_every and (step % args.val_every == 0 or last):
+            t0 = time.perf_counter()
+            # the uncompiled model: it has the same weights, and needs no second compilation
+            loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
+            seconds = time.perf_counter() - t0
+            if rank == 0:
+                log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
+        last = last or stop  # save now: the steps since the last checkpoint would be lost
+        if args.checkpoint_every and (step % args.checkpoint_every == 0 or last) and rank == 0:
+            checkpoints.save(step, log)
+        if stop and rank == 0:
+            log.line(f"# ended by a signal after step {step}")
+        if last:
+            break
+
+    if rank == 0:
+        if log.seconds:  # else no step was left
+            log.finish(step)
+        save_model(args.save, model, loader, step)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process
+
+
+# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+def load_tokens(folder, split, n_needed):
+    """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
+    if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
+        subprocess.run([sys.executable, "data/prepare.py"])  # the default text
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        tokens = np.memmap(folder / f"{split}.bin", meta.get("dtype", "<u2"), mode="r")
+        path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
+        meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
+        json.loads(meta["tokenizer_json"] or "{}")  # half a file is noticed now, not after the run
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: --data {folder}: no token files ({error}); where baseline.py is,"
+                 f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
+    if len(tokens) != meta.get(f"{split}_tokens") or tokens[:10**7].max() >= meta["vocab_size"]:
+        sys.exit(f"error: --data {folder}: {split}.bin is damaged, or has ids beyond vocab_size")
+    if len(tokens) < n_needed:
+        sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are {len(tokens)}")
+    return tokens, meta
+
+
+def new_model(args, loader, **options):
+    """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
+    if args.pretrained is None:
+        return GPT(model_config(args, loader.meta["vocab_size"]), **options)
+    try:
+        saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
+        config, weights = saved["config"], saved["model"]
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's has only a name
+    except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
+        sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
+    if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
+        sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
+                 f" data/prepare.py --tokenizer {args.pretrained} takes it")
+    if config["block_size"] < args.T:
+        sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
+    try:
+        model = GPT(GPTConfig(**config), **options)
+        model.load_state_dict(weights)
+    except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
+        sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
+    return model
+
+
+def model_file(model, loader, step):
+    """What the file of a model holds."""
+    return {
+        "script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
+        "step": step, "T": loader.T, "end_of_text": loader.meta.get("end_of_text"),
+        "tokenizer": loader.meta["tokenizer"], "tokenizer_json": loader.meta["tokenizer_json"],
+    }
+
+
+def save_model(path, model, loader, step):
+    """Write the model's file, if a path is given: under a temporary name, then renamed."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+        partial = path.with_name(path.name + ".partial")
+        try:
+            torch.save(model_file(model, loader, step), partial)
+        except RuntimeError as error:  # torch's, of a full disk
+            partial.unlink(missing_ok=True)
+            sys.exit(f"error: --save {path}: not written; is the disk full? ({error})")
+        set_aside(path)
+        partial.replace(path)
+
+
+def set_aside(path):
+    """Rename an earlier file of this name: it gets the date as a suffix."""
+    if path.exists():
+        path.replace(f"{path}.{datetime.now():%Y-%m-%d_%H.%M.%S.%f}")
+
+
+class Log:
+    """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
+
+    def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
+        self.device, self.tokens_per_step = args.device, tokens_per_step
+        self.seconds = []  # of each step
+        args.log_dir.mkdir(parents=True, exist_ok=True)
+        path = args.log_dir / f"{SCRIPT.stem}.log"
+        if not append:
+            set_aside(path)
+        self.file = open(path, "a", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+        chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
+        n_parameters = sum(p.numel() for p in model.parameters())
+        self.line(f"# script: {SCRIPT.name}")
+        self.line(f"# model: {args.pretrained or args.model} | parameters: {n_parameters:,}")
+        self.line(f"# device: {chip} | torch: {torch.__version__} | precision: {precision}")
+        if DEVICES == ["cpu"] and shutil.which("nvidia-smi"):
+            self.line("# WARNING: torch cannot use the GPU here; python -m ladder check says why")
+        for key, note in notes.items():
+            self.line(f"# {key.replace('_', ' ')}: {note}")
+        self.line(f"# batch: B={args.B} T={args.T} | steps: {args.steps} | seed: {args.seed}")
+        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
+                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
+
+    def line(self, text):
+        try:
+            self.file.write(text + "\n")
+        except OSError as error:  # a full disk: the run goes on
+            text += f" | not logged: {error}"
+        with contextlib.suppress(OSError, UnicodeError):  # `| head`, a closed terminal, cp1252: too
+            print(text, flush=True)
+
+    def step(self, step, loss, dt, **more):
+        """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
+        self.seconds.append(dt)
+        text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
+        text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
+        if not math.isfinite(loss):
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
+
+    def finish(self, step):
+        """Log the median of the second half of the steps; in the first the device warms up."""
+        counted = self.seconds[len(self.seconds) // 2 :]
+        dt = np.median(counted)
+        text = f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        if self.device == "cuda":
+            text += f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+        self.line(f"{text} | steps {step - len(counted) + 1}-{step}")
+
+
+def parse_args(argv=None):
+    """The command line; a wrong value ends in argparse's two lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        least = 1 if name in ("B", "T", "steps") else 0
+        if isinstance(value, (int, float)) and not least <= value < math.inf:
+            parser.error(f"argument --{name.replace('_', '-')}: {value} is not {least} or more")
+    if args.save and (args.save.is_dir() or not os.access(f"{args.save.parent}/", os.W_OK)):
+        parser.error(f"argument --save: {args.save}: give a file name in a writable folder")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        train(parse_args())
+    except KeyboardInterrupt:
+        sys.exit("stopped: the log keeps the finished steps")
+    except OSError as error:  # no permission, a file in the way, a full disk
+        sys.exit(f"error: {error}")
+    except RuntimeError as error:  # torch's own, cuBLAS's, or one that wraps it
+        if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
+            raise
+        sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")
