@@ -11,7 +11,7 @@ from ladder.records.race import FILE
 from ladder.records.recipes import read_csv
 from ladder.records.summary import build_report
 from ladder.rungs.list import ROOT
-from ladder.show.plots import colors_of, save
+from ladder.show.plots import colors_of, heading, save
 from ladder.show.standings import KEY, race_texts, with_range
 from ladder.show.tables import NOTHING, batch_of, data_of, machine_of, markdown, write_between
 
@@ -76,11 +76,11 @@ def races_picture(reports):
     """The bars of races side by side, those of the same rung in one row."""
     raced = list(dict.fromkeys(racer.name for report in reports for racer in report.race.racers))
     names = sorted(raced, key=[*ORDER, *raced].index)
-    rows = [f"{stage_of(name).title}  {stage_of(name).label}" for name in names]
+    rows = [heading({"title": stage_of(name).title, "label": stage_of(name).label}) for name in names]
     panels = []
     for report in reports:
-        heading = race_name(report).replace(" (", "\n(").replace(", ", "\n")
-        panels.append(race_panel(report, names) | {"rows": rows, "heading": heading})
+        above = race_name(report).replace(" (", "\n(").replace(", ", "\n")
+        panels.append(race_panel(report, names) | {"rows": rows, "heading": above})
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in reports))
     return {"title": "Seconds to the same loss, rung by rung", "height": 1.5 + 0.28 * len(rows), "panels": panels,
             "caption": "The share of the first rung's seconds, the median of the seeds; thin lines: lowest to highest, "

@@ -56,6 +56,11 @@ class Rung:
         return f"rung {self.label}" if self.label.isdigit() else self.label
 
     @property
+    def row(self):
+        """What a row of a table calls it: "6 flash attention", "muon", and by the title what is no rung."""
+        return self.label if self.track else f"{self.label} {self.title}".strip()
+
+    @property
     def track(self):
         """The folder of beyond/ that it lies in; "" for the others."""
         return self.path.parent.name if self.file.startswith("beyond/") else ""

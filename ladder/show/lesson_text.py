@@ -34,7 +34,7 @@ def print_hunks(hunks, console):
 def show_diffs(rung, file, console):
     """What a reader has changed in the rung before, and what the rung itself changes."""
     _, old, old_first = split_docstring(rung.start.path.read_text(encoding="utf-8"))
-    titles = {file: f"{file.name}, against rung {rung.start.label}", rung.path: f"ours: {rung.file}"}
+    titles = {file: f"{file.name}, against {rung.start.called}", rung.path: f"ours: {rung.file}"}
     for path, title in titles.items():
         console.print(f"\n{title}", style="bold")
         _, new, new_first = split_docstring(path.read_text(encoding="utf-8-sig"))

@@ -37,7 +37,7 @@ def colors_of(names):
 
 
 def heading(bar):
-    return f"{bar['title']}  {bar['label']}"
+    return f"{bar['title']}  {bar['label'] if bar['label'].isdigit() else ''}".strip()
 
 
 def draw_bars(axes, bars, xlabel, rows=None):

@@ -41,7 +41,7 @@ def change_text(change):
 def racer_texts(racer, first, target):
     """A rung of the standings as {heading: text}; `first` is the first rung."""
     return {
-        "rung": f"{racer.label} {racer.title}".strip(),
+        "rung": stage_of(racer.name).row,
         "label": racer.label,
         "the one change": f"[{racer.title}]({stage_of(racer.name).file})",
         "learning rates": show_rates(racer.rates),

@@ -40,7 +40,7 @@ def main(args, console):
 def floor_texts(row, cards):
     """One rung as {heading: text}: what was counted, the floor on each card; for a single one also its parts."""
     alone = cards[0].name if len(cards) == 1 else None
-    texts = {"rung": f"{row['label']} {row['title']}"}
+    texts = {"rung": BY_LABEL[row['label']].row}
     if alone:
         texts["TFLOP"] = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
     texts["GB"] = f"{row['gb']:,.1f}"
