@@ -212,17 +212,16 @@ def todays_rows(report):
 
 
 def short_table(report):
-    """README.md's: each rung's step with its spread, beside its counted floor, where there is one."""
-    rows, floors = [], floors_of(report)
+    """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
+    rows = []
     for row in todays_rows(report):
         texts = cells(row)
-        rows.append({"file": texts["file"], "the one change": texts["the one change"],
+        rows.append({"rung": texts[""], "the one change": f"[{row.title}]({stage_of(row.name).file})",
                      "ms/step": f"{texts['ms/step']} ({texts['spread']})", "× before": texts["× before"],
                      "× baseline": texts["× baseline"]})
-        if floors:
-            rows[-1]["floor, counted ms"] = formats.ms(floors.get(texts[""]))
     rounds = max(row.rounds for row in report.rows)
-    return (f"{markdown(rows, 2)}\n\n{where(report)}; the median of {rounds} rounds, lowest to highest. {STARS}.")
+    return (f"{markdown(rows, 2)}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant "
+            f"gain over the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction).")
 
 
 def long_table(report):
