@@ -26,6 +26,23 @@ from ladder.measure.machine_check import NO_TORCHRUN, compile_problem, nvidia_pr
 from ladder.records.logs import STEP_LINE, read_log
 from ladder.rungs.list import BY_LABEL, ROOT, load_script
 
+QUICK_DATA = Path("data/bytes")
+
+
+def quick(args):
+    """The arguments of `run --quick`, whose text it prepares; flags that are given count.
+
+    In a small model the output layer takes most of a step, and on most CPUs no rung makes it faster: so the tokens are
+    bytes. On a long sequence attention takes most of the rest, which rung 6 makes faster on any machine.
+    """
+    if not QUICK_DATA.exists():
+        prepare = [sys.executable, ROOT / "data" / "prepare.py", "--tokenizer", "bytes", "--out", QUICK_DATA]
+        if subprocess.run(prepare).returncode:
+            raise UserError("--quick: data/prepare.py could not prepare its text; see its message above")
+    args.rungs = "0,5,6"
+    args.flags = [*f"--model 2x4x128 -B 1 -T 4096 --steps 20 --data {QUICK_DATA}".split(), *args.flags]
+    return args
+
 
 def split_flags(flags, *names):
     """(the values of the flags called `names`, all other flags)."""

@@ -177,8 +177,8 @@ def print_profile(profile, console):
                 f"B={profile['B']} T={profile['T']}", caption, padding=(0, 1, 0, 0), pad_edge=False)
 
 
-def print_end(runner, console):
-    """The table, and what failed."""
+def print_end(runner, console, quick):
+    """The table, and what failed; after a quick look, what comes next."""
     if has_steps(runner.log_dir):
         print_report(build_report(runner.log_dir), console)
         console.print(f"logs: {runner.log_dir}")
@@ -189,6 +189,8 @@ def print_end(runner, console):
         console.print(f"{len(failed)} of {runner.n_jobs} runs did not finish:", style="red")
         for outcome in failed:
             console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}")
+    elif quick:
+        console.print("\nThat was a small model. python -m ladder check recommends a command for GPT-2 (124M) here.")
 
 
 def print_largest(found, console):

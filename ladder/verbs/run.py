@@ -6,7 +6,8 @@ from ladder.errors import UserError
 from ladder.files import new_folder
 from ladder.measure.max_batch import largest_batches
 from ladder.measure.peer import find_peers
-from ladder.measure.runner import Runner, check_flags, check_together, eager_flags, locked, plan, split_flags
+from ladder.measure.runner import (Runner, check_flags, check_together, eager_flags, locked, plan, quick,
+                                   split_flags)
 from ladder.records.logs import RUNS, newest_run
 from ladder.records.machine import read_machine
 from ladder.rungs.list import BY_LABEL, parse_rungs
@@ -24,6 +25,7 @@ def add_flags(parser):
          "everything switched on, and from FOLDER model.py of github.com/karpathy/nanoGPT and train_gpt2.py of "
          "github.com/karpathy/build-nanogpt")
     flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
+    flag("--quick", action="store_true", help="a first look: rungs 0, 5 and 6 of a small model on a long sequence")
     flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
     flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
     flag("--processes", type=COUNT, default=2, help="of ddp and the scripts of several_cards/ (default: %(default)s)")
@@ -47,6 +49,7 @@ def as_started(args):
 def main(args, console):
     """Do what the parsed `args` say; returns the exit code."""
     args = as_started(args) if args.resume else args
+    args = quick(args) if args.quick else args
     logs = args.logs or new_folder(RUNS)
     rungs = parse_rungs(args.rungs)
     check_together(args, rungs)
@@ -54,8 +57,7 @@ def main(args, console):
     compiled = [*rungs, BY_LABEL["10"]] if peers else rungs  # each peer is another rung 10
     args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
-        found = largest_batches(rungs, args.flags, args.time_limit, args.processes, console)
-        return print_largest(found, console)
+        return print_largest(largest_batches(rungs, args.flags, args.time_limit, args.processes, console), console)
     if args.at_once > 1:  # else each starts as many processes to compile as there are cores
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // args.at_once)))
     rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes, args.at_once)
@@ -72,7 +74,7 @@ def main(args, console):
         except KeyboardInterrupt:
             interrupted = True
             console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", soft_wrap=True)
-    print_end(runner, console)
+    print_end(runner, console, args.quick)
     if interrupted:
         return 130
     return 1 if runner.failed() else 0

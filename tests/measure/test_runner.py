@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import command_for, eager_flags, split_flags
 from ladder.records.logs import PEER, newest_run, read_log
 from ladder.records.summary import build_report
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import BY_LABEL, load_script
 
 LOSS = re.compile(r"loss: ([\d.]+)")
 
@@ -259,3 +260,24 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
             assert int(values[1]) == int(values[0]) * 1024 * ranks  # one micro-step
         else:
             assert len(values) == 1
+
+
+def test_a_quick_look_prepares_its_text_and_says_what_comes_next(byte_tokens, tmp_path, monkeypatch, call):
+    """With its own flags, unless others are given."""
+    monkeypatch.chdir(tmp_path)
+    started, prepared = [], []
+
+    def prepare(command):
+        prepared.append([str(word) for word in command])
+        shutil.copytree(byte_tokens, command[-1])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(runner.subprocess, "run", prepare)
+    monkeypatch.setattr(runner, "run_jobs", lambda jobs, *rest: started.extend(job.command for job in jobs))
+    for number in (1, 2):
+        code, output, error = call("run", "--quick", "-T", 64, "--device", "cpu", "--logs", tmp_path / str(number))
+        assert code == 0 and "python -m ladder check" in output, error
+    assert [words[-4:] for words in prepared] == [["--tokenizer", "bytes", "--out", "data/bytes"]]
+    assert [Path(command[1]).stem for command in started] == 2 * [BY_LABEL[label].name for label in ("0", "5", "6")]
+    settings = load_script(BY_LABEL["6"]).parse_args(started[2][2:])
+    assert (settings.T, settings.model, settings.data) == (64, "2x4x128", Path("data/bytes"))
