@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, load_module
 
-from ladder.__main__ import parse_args
+from ladder.__main__ import VERBS, parse_args
+from ladder.errors import UserError
 from ladder.rungs.list import BY_NAME, load_script, parse_rungs
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), ROOT / "logs" / "reference" / "README.md"]
@@ -62,17 +63,23 @@ def refusal(command):
             parse(words)
         except SystemExit as end:
             return f"{end.code} {said.getvalue()}" if end.code else ""
+        except UserError as error:
+            return str(error)
     return ""
 
 
 def parse(words):
     if words[:2] == ["-m", "ladder"]:
+        if len(words) == 3:
+            assert words[2] in VERBS, f"no verb {words[2]}"
+            return  # in a sentence that is its name
         args = parse_args(words[2:])
         if "rungs" in args and args.verb == "run" and "--resume" not in words:
             for rung in parse_rungs(args.rungs):
                 load_script(rung).parse_args(args.flags)
     elif words[0] == "-m":
-        assert importlib.util.find_spec(words[1]), f"no module {words[1]}"
+        ours = re.match(r"(ladder|experiments)\.[a-z]", words[1])
+        assert not ours or importlib.util.find_spec(words[1]), f"no module {words[1]}"
     elif Path(words[0]).stem in BY_NAME:
         assert (ROOT / words[0]).exists(), f"no file {words[0]}"
         load_script(BY_NAME[Path(words[0]).stem]).parse_args(words[1:])
