@@ -1,4 +1,6 @@
 """ladder/count/memory.py, flops.py: the models of a step's memory and arithmetic, against what is kept and measured."""
+import math
+
 import pytest
 import torch
 from conftest import ROOT, new_gpt, rung, table_of
@@ -80,10 +82,11 @@ def largest_batch(gigabytes, needed):
 
 
 def test_the_batches_that_running_md_recommends():
-    """In 80 % of the memory."""
-    sizes, *rows = table_of("docs/running.md", "| | 16 GB | 24 GB |")
+    """In 80 % of the memory, with fewer logits than many kernels can index."""
+    sizes, *rows = table_of("docs/running.md", "| | 6 GB | 8 GB |")
     for (name, *cells), labels in zip(rows, (RUN_BY_DEFAULT, ["10"]), strict=True):
         needed = [max(step_bytes("gpt2", B, 1024, label) for label in labels) for B in POWERS]
+        needed = [n if B * 1024 * 50304 < 2**31 else math.inf for B, n in zip(POWERS, needed, strict=True)]
         for cell, size in zip(cells, sizes[1:], strict=True):
             assert cell == largest_batch(0.8 * float(size.removesuffix(" GB")), needed), (name, size)
 
