@@ -48,7 +48,7 @@ def commands_of(text):
     for line in lines:
         for part in re.split(r"&& |; (?=done|python)|[>|] ", re.sub(r"\s# .*", "", " ".join(line.split()))):
             part = IN_FRONT.sub("", re.sub(r"^ladder (?!\()", "python -m ladder ", part.strip()))
-            part = re.sub(r"\$\w+|…|\.\.\.$", "1", part).strip(" ;")
+            part = re.sub(r"\$\w+|…", "1", part.removesuffix("...")).strip(" ;")
             if re.match(r"(python|python3) (-m [\w.]+|[\w./]+\.py)( |$)|[\w./]+\.py ", part) and "<" not in part:
                 yield part
 
@@ -70,9 +70,9 @@ def refusal(command):
 
 def parse(words):
     if words[:2] == ["-m", "ladder"]:
-        if len(words) == 3:
-            assert words[2] in VERBS, f"no verb {words[2]}"
-            return  # in a sentence that is its name
+        if len(words) <= 3:  # its name, in a sentence
+            assert {*words[2:]} <= {*VERBS}, f"no verb {words[2]}"
+            return
         args = parse_args(words[2:])
         if "rungs" in args and args.verb == "run" and "--resume" not in words:
             for rung in parse_rungs(args.rungs):

@@ -182,7 +182,7 @@ def test_a_gain_is_named_where_a_paired_test_over_five_rounds_says_so(tmp_path, 
     shown = call("report", tmp_path / "machine")[1]
     assert "1.03*" in shown and shown.count("*") == 2  # the other explains it
     monkeypatch.setattr("ladder.records.logs.REFERENCE", tmp_path)
-    assert "no significant difference: p = 1)" in call("diff", 12)[1]
+    assert "no significant difference: p = 1)" in call("diff", "prefetch")[1]
     assert f"tokens/sec; {formats.p_is(3 * alone)})" in call("diff", 13)[1]  # the table's
     shutil.rmtree(tmp_path / "machine" / "round_5")
     assert all(row.p_before is None for row in build_report(tmp_path / "machine").rows)
