@@ -23,7 +23,7 @@ than float32, and without AVX-512 tens of times slower (pytorch pull request 865
 experiments/cpu_bfloat16).
 
 Sources: Micikevicius et al. 2018, "Mixed Precision Training"; PyTorch's "Automatic Mixed Precision"
-documentation.
+documentation. nanochat does without autocast: it casts explicitly, F.linear(x, w.to(x.dtype)).
 """
 import argparse
 import contextlib

@@ -9,13 +9,12 @@ The extra rows belong to no token: they are never an input and never a target. `
 logits off when it returns them. For the loss it adds -inf instead, so that they get no probability
 and no gradient: cut off there, too, the rows would be odd again, and the gain lost.
 
-Gain, on GPUs: faster kernels for the output projection and the loss, 96 -> 93 ms in Karpathy's
-lecture on an A100. Today's torch.compile pads rung 6's logits by itself, to rows of 50304 numbers.
-But its loss still reads them 2 bytes at a time, and writes their gradients to a second tensor, of
-1.6 GB at B=16; here it reads 8 bytes at a time and overwrites the logits (in the code that it
-generates for an H100). On an H200 it took 36.7 ms a step and 9.1 GB, rung 6 38.4 ms and 12.3 GB
-(two rounds, too few to name a gain). An earlier form of this rung, which cut the padding off before
-the loss, gained nothing on an H100.
+Gain, on GPUs: 96 -> 93 ms in Karpathy's lecture on an A100. On an H200 a step took 36.7 ms and 9.1
+GB, in rung 6 38.4 ms and 12.3 GB (two rounds, too few to name a gain). Aligned rows let the loss
+read four logits at a time, not one, and put their gradients in their place. Without them the
+gradients need a second tensor, of 1.6 GB at B=16 (seen in the code that torch.compile generates for
+an H100). An earlier form of this rung, which cut the padding off before the loss, gained nothing on
+an H100.
 Cost: 36,096 parameters that do nothing.
 Changing the shape changes the random initialization, so this rung starts from different weights
 than rung 6 with the same seed.

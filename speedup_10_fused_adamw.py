@@ -13,8 +13,7 @@ linear layers and embeddings: the two-dimensional tensors. Biases and LayerNorm 
 a gain belongs near one, and decay would pull it to zero.
 
 Gain: a shorter optimizer step, so that on an H100 a step takes 39.5 ms instead of 41.9, on two Xeon
-cores 12 % less (measured). The decay changes what long
-runs learn, not the time of a step.
+cores 12 % less (measured). The decay changes what long runs learn, not the time of a step.
 Cost: none. torch has the fused kernel for CUDA, Apple GPUs and CPUs.
 
 Sources: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization"; Brown et al. 2020

@@ -1,24 +1,24 @@
 """CUDA graphs: the kernels of a whole step, launched as one. Starts from 1_bf16_residual.py.
 
-Each kernel is launched by Python, some 600 in a step. Where the GPU is done before the next launch
-arrives, it waits. A CUDA graph is a recording of launches: the first steps run as before, on a
-stream of their own; then a step is captured, which computes nothing; from there on it is replayed
-by a single launch. A replay repeats the recorded launches with the addresses and the numbers that
-they had. So what differs from step to step has to be in tensors that stay in their place: the
-batch, the learning rate, loss and norm (read after the step). And nothing in a step may wait for
-the GPU: an .item() in it, or an `if` on a tensor, is an error while capturing.
+Python launches each kernel, some 600 in a step. Where the GPU is done before the next launch
+arrives, it waits. A CUDA graph is a recording of launches. The first three steps run as before. The
+fourth is captured: its kernels are recorded, not run. From there on a single launch replays all.
+A replay repeats the launches with the addresses and the numbers that they had. So what differs
+from step to step has to be in tensors that stay in their place: the batch, the learning rate, the
+loss and the norm. And nothing in a step may wait for the GPU: an .item(), or an `if` on a tensor,
+is an error while capturing.
 
-Gain: not a matter of FLOPs or bytes, so the floor stays. Gaps between kernels, with the wait for
-the batch, take 2.7 of rung 10's 39.6 ms on an H100 (one profile, no log kept). Measured once, on an
-H200 (torch 2.11): 33.8 -> 32.4 ms, two rounds, too few to name a gain.
-Others' losses: an RTX 4090 2 %, and in torch 2.10 an H100 took 7 times as long per launch of a
-graph (sources).
+Gain: the gaps between kernels. FLOPs and bytes, and with them the floor, stay as they are. On an
+H200 (torch 2.11) a step went from 33.8 to 32.4 ms: two rounds, too few to name a gain. torchtitan's
+core trainer captures the whole step, too (its pull request 3559).
+Elsewhere graphs made a step slower: by 2 % on an RTX 4090, and by far with torch 2.10 on an H100,
+where each launch of a graph took 7 times as long (sources).
 Cost: shapes are fixed, and memory that the graph uses is never given back. --compile-mode
 reduce-overhead, which this replaces, makes a graph of the forward and one of the backward pass, and
 copies their inputs; clipping and the update are launched as before.
 
-Sources: "CUDA semantics" in PyTorch's documentation (whole-network capture); the losses: issues
-6 of karpathy/build-nanogpt, 174575 of pytorch/pytorch.
+Sources: "CUDA semantics" in PyTorch's documentation (whole-network capture); slower: issues 6 of
+karpathy/build-nanogpt, 174575 of pytorch/pytorch.
 """
 import argparse
 import contextlib

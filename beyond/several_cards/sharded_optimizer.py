@@ -4,8 +4,8 @@
 
 Under DDP all ranks have the same gradients, and until here all of them compute the same update from
 the same moments. Here each parameter has one owner, which keeps its moments and updates it, Muon's
-products included; then the owners send their new weights to the others. That is the first stage of
-ZeRO; fsdp.py also shards gradients and weights.
+products included; then each owner sends its new weights to the others, all in one message. That is
+the first stage of ZeRO; fsdp.py also shards gradients and weights.
 
 Gain: the optimizer's memory and time are shared, by size: the owner of the embedding gets fewer of
 Muon's matrices.
