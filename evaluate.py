@@ -8,6 +8,9 @@ predicted once, from the tokens before it in its sequence. So the numbers depend
 of the model's training: give the same -T for models that you compare. Bits per byte may be compared
 across tokenizers: a model with a tokenizer other than the data's gets the same text in its own
 tokens. Everything is computed in float32; matrix products on CUDA in TF32.
+
+GPT-2's published perplexities on WikiText do not compare with these. They are per word of a
+detokenized text: the same total loss, divided by the number of words, not of tokens.
 """
 import argparse
 import json

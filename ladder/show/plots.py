@@ -140,14 +140,14 @@ def step_picture(report):
     floors = floors_of(report)
     measured = list(step_bars(report, floors))
     rows = [heading(bar) for bar in measured]
-    marks = "black: the floor, counted" if floors else "thin lines: lowest to highest"
+    marks = "black: the computed floor" if floors else "thin lines: lowest to highest"
     a100 = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
     published = [{"title": rung.title, "label": rung.label, "parts": [rung.lecture_ms or 0],
                   "floor": a100[rung.label], "end": str(rung.lecture_ms or "")} for rung in LADDER]
     return {"title": "A training step, rung by rung", "height": 1.6 + 0.3 * len(rows), "panels": [
         {"heading": f"{report.setting['device']}, {batch_of(report)}\nmeasured; {marks}",
          "bars": measured, "xlabel": "ms a step", "rows": rows},
-        {"heading": "One A100, B=16 T=1024, another scale\npublished; black: our floor, counted",
+        {"heading": "One A100, B=16 T=1024, different scale\npublished; black: the computed floor",
          "bars": published, "xlabel": "ms a step", "rows": rows},
     ], "caption": f"Left: {where(report)}. "
                   "Right: GPT-2 (124M), the lecture's scripts; it has no time for rungs 1, 4, 8 and 9."}
