@@ -5,7 +5,6 @@ import pytest
 import torch
 from conftest import ROOT, new_gpt, rung, table_of
 
-from experiments.growth.__main__ import recomputing_bytes
 from ladder.count.flops import flops_per_token
 from ladder.count.memory import RUN_BY_DEFAULT, recommend, step_bytes
 from ladder.records.logs import read_folder
@@ -54,11 +53,9 @@ def test_memory_model_against_what_autograd_keeps():
     assert sum(storage.nbytes() for storage in kept.values()) == pytest.approx(expected, rel=0.02)
 
 
-def test_with_chunks_the_logits_of_a_chunk_count():
+def test_from_rung_17_on_the_logits_of_a_chunk_count():
     """Twice the batch keeps twice the activations, 36 bytes a token, layer and width, and no more logits."""
-    whole = 4 * 4096 * 50257
-    for label, logits in (("gradient_checkpointing", whole), ("chunked_cross_entropy", 0), ("zero_init", whole),
-                          ("long_run", 0), ("fsdp", 0)):
+    for label, logits in (("16", 4 * 4096 * 50257), ("17", 0), ("24", 4 * 4096 * 50257), ("long_run", 0), ("fsdp", 0)):
         more = step_bytes("gpt2", 8, 1024, label) - step_bytes("gpt2", 4, 1024, label)
         assert more == 4096 * 36 * 12 * 768 + logits, label
 
@@ -89,17 +86,3 @@ def test_the_batches_that_running_md_recommends():
         needed = [n if B * 1024 * 50304 < 2**31 else math.inf for B, n in zip(POWERS, needed, strict=True)]
         for cell, size in zip(cells, sizes[1:], strict=True):
             assert cell == largest_batch(0.8 * float(size.removesuffix(" GB")), needed), (name, size)
-
-
-def test_the_batches_that_own_text_md_names():
-    """In 90 %; in brackets with all blocks recomputed."""
-    sizes, *rows = table_of("docs/own_text.md", "| | 8 GB | 12 GB |")
-    for name, *cells in rows:
-        model = name.split()[0]
-        kept, recomputed = ([count(model, B, 1024, "chunked_cross_entropy") for B in POWERS]
-                            for count in (step_bytes, recomputing_bytes))
-        for cell, size in zip(cells, sizes[1:], strict=True):
-            memory = 0.9 * float(size.removesuffix(" GB"))
-            expected = f"{largest_batch(memory, kept)} ({largest_batch(memory, recomputed)})"
-            assert cell == expected.removesuffix(" (–)"), (model, size)
-    assert len(rows) == 3
