@@ -53,9 +53,11 @@ def test_memory_model_against_what_autograd_keeps():
     assert sum(storage.nbytes() for storage in kept.values()) == pytest.approx(expected, rel=0.02)
 
 
-def test_from_rung_17_on_the_logits_of_a_chunk_count():
+def test_with_chunks_the_logits_of_a_chunk_count():
     """Twice the batch keeps twice the activations, 36 bytes a token, layer and width, and no more logits."""
-    for label, logits in (("16", 4 * 4096 * 50257), ("17", 0), ("24", 4 * 4096 * 50257), ("long_run", 0), ("fsdp", 0)):
+    whole = 4 * 4096 * 50257
+    for label, logits in (("gradient_checkpointing", whole), ("chunked_cross_entropy", 0), ("zero_init", whole),
+                          ("long_run", 0), ("fsdp", 0)):
         more = step_bytes("gpt2", 8, 1024, label) - step_bytes("gpt2", 4, 1024, label)
         assert more == 4096 * 36 * 12 * 768 + logits, label
 
