@@ -216,7 +216,7 @@ def crash_and_resume(module, steps):
     return first, second[-steps // 2 :], n_bytes
 
 
-def exercise_14():
+def exercise_checkpoints():
     forgets = ('        self.optimizer.load_state_dict(saved["optimizer"])\n', "")
     for name, edits in (("as it is", []), ("moments not restored", [forgets])):
         first, second, n_bytes = crash_and_resume(script("checkpoints", *edits), steps=20)
@@ -224,7 +224,7 @@ def exercise_14():
               "resumed:", second[0], second[1], second[9])
 
 
-def exercise_16():
+def exercise_gradient_checkpointing():
     module = script("gradient_checkpointing")
     block = module.Block(module.GPTConfig(n_layer=2, n_head=2, n_embd=64))
     x = torch.zeros(1, 256, 64, requires_grad=True)
@@ -244,7 +244,7 @@ def exercise_16():
         print(f"{blocks} of 2 blocks recomputed: {flops.get_total_flops() / 1e6:.1f} MFLOP in a step")
 
 
-def exercise_18():
+def exercise_muon():
     torch.manual_seed(0)
     matrix = torch.randn(64, 192)
     for n in (1, 3, 5, 10):
@@ -272,7 +272,7 @@ def largest_score(label, factor):
     return max(scores)
 
 
-def exercise_22():
+def exercise_qk_norm():
     for factor in (1, 10, 100):
         print(f"c_attn times {factor}: largest score {largest_score('21', factor):.2f}, with the norms"
               f" {largest_score('22', factor):.2f}")
@@ -289,7 +289,7 @@ def growth_of_mlp(label, *edits):
         return (mlp(10 * x).norm() / mlp(x).norm()).item()
 
 
-def exercise_23():
+def exercise_swiglu():
     gate = "F.silu(self.gate_proj(x))"
     rows = {"GELU, qk_norm": ("qk_norm",), "SwiGLU": ("swiglu",),
             "gate without SiLU": ("swiglu", (gate, "self.gate_proj(x)")),
