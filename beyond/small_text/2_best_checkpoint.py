@@ -13,7 +13,7 @@ Gain: on 72 kB of text, read 23 times, 1.65 nats per byte at the best step, afte
 of 3.24 at the end (experiments/own_text). Where a model does not overfit, none: the last model
 is the best.
 Cost: the time to write a file, at every validation that is the best so far. When --patience stops a
-run, its learning rate may not have decayed yet: docs/modern.md says what to do then.
+run, its learning rate may not have decayed yet: docs/own_text.md says what to do then.
 
 Source: Prechelt 1998, "Early Stopping - But When?".
 """
