@@ -39,7 +39,7 @@ def prefix(rung):
 def exercise_of(rung):
     """{test: hint} of a rung's exercise. Raises UserError if it has none."""
     if not TESTS.exists() or not importlib.util.find_spec("pytest"):
-        raise UserError("try: needs tests/ of the repository and pytest; pip install -r requirements-dev.txt")
+        raise UserError("try: needs tests/ of the repository and pytest; pip install pytest")
     body = ast.parse(TESTS.read_text(encoding="utf-8")).body
     tests = {node.name: ast.get_docstring(node) for node in body if getattr(node, "name", "").startswith("test_")}
     found = {name: hint for name, hint in tests.items() if name.startswith(prefix(rung))}
