@@ -6,8 +6,7 @@ from ladder.errors import UserError
 from ladder.files import new_folder
 from ladder.measure.max_batch import largest_batches
 from ladder.measure.peer import find_peers
-from ladder.measure.runner import (Runner, check_flags, check_together, eager_flags, locked, plan, quick,
-                                   split_flags)
+from ladder.measure.runner import Runner, check_flags, check_together, eager_flags, locked, plan, quick, split_flags
 from ladder.records.logs import RUNS, newest_run
 from ladder.records.machine import read_machine
 from ladder.rungs.list import BY_LABEL, parse_rungs
