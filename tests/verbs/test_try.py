@@ -203,7 +203,7 @@ def test_one_line_where_there_is_nothing_to_try(label, text, reasons, call, tmp_
 
 def test_without_pytest_it_says_what_to_install(call, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert is_one_error(call("try", 6, BY_LABEL["5"].path), "pytest; pip install -r requirements-dev.txt")
+    assert is_one_error(call("try", 6, BY_LABEL["5"].path), "pytest; pip install pytest")
 
 
 def rounds(*ms, loss=4.0):
