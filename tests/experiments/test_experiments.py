@@ -55,7 +55,7 @@ def test_network_prints_the_rates_of_its_times(alone, monkeypatch, capsys):
     rates = {1e6: 1e9, 25e6: 2e9}  # those of the second size, DDP's, are what a step's gradients take
     monkeypatch.setattr(network, "all_reduce_seconds", lambda n_bytes, device: n_bytes / rates[n_bytes])
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    network.main(["1", "fp8"])
+    network.main(["1", "25"])
     out = capsys.readouterr().out
     assert "    25     12.50    2.000      3.000" in out  # each of four sends 3/4 of the buffer twice
     assert f"gpt2 {497.9:18.1f} {497.9 / 2000:8.3f}" in out
