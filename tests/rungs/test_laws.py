@@ -52,7 +52,7 @@ def test_train_is_readable(entry):
 def test_scripts_are_short():
     """Lines, docstring included: whoever opens the first file should see nothing that it does not need."""
     lines = {entry.label: len(SOURCES[entry.file].splitlines()) for entry in RUNGS}
-    most = {"0": 393, "10": 485, "ddp": 520, "zero_init": 600, "documents_apart": 720}
+    most = {"0": 393, "10": 485, "ddp": 520, "zero_init": 620, "documents_apart": 720}
     assert {label: lines[label] for label in most if lines[label] > most[label]} == {}
 
 
@@ -111,7 +111,8 @@ def test_lessons_are_short():
     assert statistics.median(lengths[str(number)] for number in range(1, 11)) <= 8, lengths
     most = {str(number): 28 for number in range(1, 11)}
     # Where a class is born or grows:
-    most |= dict.fromkeys(["muon", "fp8", "sharded_optimizer", "cuda_graphs", "sharded_checkpoint"], 70)
+    most |= {"muon": 80}  # a class is born, and works in batches
+    most |= dict.fromkeys(["fp8", "sharded_optimizer", "cuda_graphs", "sharded_checkpoint"], 70)
     most |= {"checkpoints": 103, "fsdp": 104}  # in functions that can be read alone
     assert {label: n for label, n in lengths.items() if n > most.get(label, 52)} == {}
 
