@@ -208,6 +208,11 @@ add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream"
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", "bf16_residual",
     "imports", "add_flags", "GPT.configure_optimizers", "optimizer_step", "has_graphs", "GraphedStep", "train",
     same_losses=0.01, brings="a step's kernels launched as one")
+add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", "cuda_graphs", "MODELS", "GPTConfig",
+    brings="half as many exponentials (computed)")
+add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", "heads_of_128",
+    "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT.__init__", "GPT._init_weights",
+    "GPT.configure_optimizers", exports_to=None, brings="fewer kernels and bytes (computed)")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 TRACKS = list(dict.fromkeys(rung.track for rung in RUNGS if rung.track))  # in the order of the list

@@ -1,4 +1,4 @@
-"""bf16_residual and cuda_graphs, one GPU's last milliseconds, without one: on a CPU.
+"""The scripts of gpu/, one GPU's last milliseconds, without one: on a CPU.
 
 That their compiled graphs are whole and what waits in them: test_fake_cuda.py.
 """
@@ -8,9 +8,12 @@ from unittest import mock
 import pytest
 import torch
 from conftest import (
-    assert_same_losses, assert_same_weights, assert_untrained, rung, tiny, train, train_in_float32)
+    assert_same_losses, assert_same_weights, assert_untrained, new_gpt, rung, tiny, train, train_in_float32)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2LMHeadModel
+
+MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # whose transpose transformers has
 
 
 # ---- 35: the stream ----------------------------------------------------------------------------------------------
@@ -131,3 +134,50 @@ def test_cuda_graphs_in_float16_the_scaler_is_captured_too(graphs, tmp_path, byt
 def test_cuda_graphs_without_cuda_nothing_is_captured(graphs, tmp_path, byte_tokens):
     log = train(rung("cuda_graphs"), tmp_path, byte_tokens, *SHORT)
     assert graphs == [] and "# CUDA graph: none (no CUDA)\n" in log.read_text()
+
+
+# ---- heads of 128, no biases -------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def test_heads_of_128_the_shapes():
+    """Every named model whose width allows it; the same parameters, and the function of six heads in the script before.
+
+    transformers' GPT-2 with six heads computes the same logits.
+    """
+    module, before = rung("heads_of_128"), rung("cuda_graphs")
+    for name in module.MODELS:
+        ours, theirs = (one.model_config(one.parse_args(["--model", name]), 257) for one in (module, before))
+        assert (ours.n_layer, ours.n_embd) == (theirs.n_layer, theirs.n_embd)
+        assert ours.n_embd % ours.n_head == 0
+        assert ours.n_embd // ours.n_head == 128 or ours.n_head == theirs.n_head and ours.n_embd % 128
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(vocab_size=257, n_layer=1)).eval()
+    assert model.config.n_head == 6
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=model.lm_head.out_features, n_layer=1, n_head=6)).eval()
+    weights = {name: p.T if name.endswith(MATRICES) else p for name, p in model.state_dict().items()}
+    other.load_state_dict(weights)
+    ids = torch.randint(257, (1, 40))
+    torch.testing.assert_close(model(ids), other(ids).logits[..., :257], rtol=1e-4, atol=1e-4)
+
+
+def test_no_biases_the_parameters():
+    """GPT-2's, but for 11 n_embd in a block: 3 + 1 + 4 + 1 of the linear layers, 2 of the LayerNorms; and the last."""
+    for name, (n_layer, n_embd) in {"tiny": (2, 64), "gpt2": (12, 768)}.items():
+        with torch.device("meta"):
+            n, before = (sum(p.numel() for p in new_gpt(rung(label), name).parameters())
+                         for label in ("no_biases", "heads_of_128"))
+        assert before - n == 11 * n_embd * n_layer + n_embd
+        assert n == (50304 + 1024) * n_embd + n_layer * (12 * n_embd**2 + 2 * n_embd) + n_embd
+
+
+@torch.no_grad()
+def test_no_biases_is_the_function_with_biases_of_zero():
+    model, before, ids = tiny("no_biases"), tiny("heads_of_128"), torch.randint(257, (2, 16))
+    for norm in (part for part in model.modules() if isinstance(part, torch.nn.LayerNorm)):
+        torch.nn.init.normal_(norm.weight, 1.0, 0.1)
+    missing, unexpected = before.load_state_dict(model.state_dict(), strict=False)
+    assert unexpected == [] and len(missing) == 2 * 6 + 1 and {name.rpartition(".")[2] for name in missing} == {"bias"}
+    torch.testing.assert_close(model(ids), before(ids))
+    for name in missing:
+        torch.nn.init.ones_(before.get_parameter(name))
+    assert not torch.allclose(model(ids), before(ids), atol=0.1)

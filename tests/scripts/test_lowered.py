@@ -24,7 +24,7 @@ def lowered(card, *words):
     ("sm_90", GRAPHS[:10]), ("sm_90", GRAPHS[10:]),  # an H100
     ("sm_75", in_float16(["5", "chunked_cross_entropy", "zero_init", "ngram_embeddings"])),  # a T4
     ("sm_120", ["zero_init"]),  # an RTX 5090
-    ("sm_80", ["bf16_residual"]), ("sm_100", ["bf16_residual"]),  # an A100, a B200
+    ("sm_80", ["bf16_residual", "no_biases"]), ("sm_100", ["bf16_residual", "no_biases"]),  # an A100, a B200
 ])
 def test_every_kernel_compiles_for_a_gpu_and_fits_into_its_shared_memory(card, words):
     """And from rung 6 on no scores of attention are stored."""

@@ -15,7 +15,7 @@ from data import vocabulary
 from ladder.rungs.list import BY_LABEL
 
 OTHER_MODELS = rungs_that_change("CausalSelfAttention", "MLP", "Block", "GPT", "GPTConfig")  # than the one before
-GPT2 = [label for label in OTHER_MODELS if not builds_on(label, "rope")]
+GPT2 = [label for label in OTHER_MODELS if BY_LABEL[label].exports_to == "gpt2"]
 QWEN3 = [label for label in OTHER_MODELS if builds_on(label, "swiglu")]  # what frequency_prior adds starts at zero
 SIZES = {  # {--model: (layers, heads, width, parameters)}: of the last four as OpenAI released them
     "tiny": (2, 2, 64, None), "mini": (6, 3, 192, None), "small": (6, 6, 384, None),

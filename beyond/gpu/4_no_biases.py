@@ -1,0 +1,536 @@
+"""No biases: linear layers and LayerNorms add no vectors. Starts from 3_heads_of_128.py.
+
+In the forward pass a bias is free: it is added while the product is written. But its gradient is
+the sum of the output's gradients over all B * T tokens. For that, each of a block's four linear
+layers reads its output's gradients once more, in a kernel of its own. The biases of linear layers
+and LayerNorms are 0.1 % of the parameters.
+
+Gain, counted for B=16 T=1024: 435 launches a step instead of 606 and 48.7 GB moved instead of 51.5.
+The floor of a step falls from 21.7 to 20.8 ms on an H100, from 55.9 to 54.6 on an A100 (80 GB) and
+from 107.4 to 104.7 on an RTX 4090. Not measured on a GPU yet.
+Cost: published GPT-2 weights have biases, and do not load. The losses were not compared here.
+
+Source: nanoGPT (bias=False: "a bit better and faster"); most models since PaLM.
+"""
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+SCRIPT = Path(__file__)
+MODELS = {  # layers x heads x width
+    # heads of 128 where the width is a multiple of it: half as many softmaxes as with 64
+    "tiny": "2x2x64", "mini": "6x3x192", "small": "6x3x384", "gpt2": "12x6x768",
+    "gpt2-medium": "24x8x1024", "gpt2-large": "36x10x1280", "gpt2-xl": "48x25x1600",
+}
+DEVICES = ["cpu"]  # what this machine can train on, the fastest first
+if torch.cuda.is_available():
+    DEVICES.insert(0, "cuda")
+if torch.mps.is_available():
+    DEVICES.insert(0, "mps")
+DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
+
+
+def add_flags(parser):
+    """The flags of this script; --help shows each default."""
+    flag = parser.add_argument
+    flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
+    flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
+    flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
+    flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
+    flag("--steps", type=int, default=50, help="optimizer steps")
+    # twice rung 8's constant rate: warm-up and decay make that safe
+    flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
+    flag("--seed", type=int, default=1337, help="random seed of the initial weights")
+    flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
+    flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
+    flag("--log-dir", type=Path, default="logs", help="folder of the log")
+    # not the modes that make CUDA graphs of their own, of parts of a step
+    flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
+         default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
+    flag("--save", type=Path, help="write the trained model to this file")
+
+
+@dataclass
+class GPTConfig:
+    """The shape of the model; the defaults are GPT-2 (124M) with half its heads."""
+    block_size: int = 1024  # longest sequence
+    vocab_size: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
+    n_layer: int = 12
+    n_head: int = 6
+    n_embd: int = 768
+
+
+def model_config(args, vocab_size):
+    """The shape that --model names, for a vocabulary of this size."""
+    shape = MODELS.get(args.model, args.model)
+    try:
+        n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
+    except ValueError:
+        names = ", ".join(MODELS)
+        sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
+    if min(n_layer, n_head, n_embd) < 1 or n_embd % n_head != 0:
+        sys.exit(f"error: --model {args.model}: all above 0, the width a multiple of heads")
+    return GPTConfig(
+        block_size=max(1024, args.T),  # GPT-2's, or longer
+        vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
+    )
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head self-attention: (B, T, C) -> (B, T, C).
+
+    Each token attends to itself and to the tokens before it.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        # No biases: the gradient of each is a sum over all tokens, a kernel of its own.
+        # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.c_proj.ends_residual_branch = True
+        self.n_head = config.n_head
+
+    def forward(self, x):
+        B, T, C = x.shape  # batch, sequence, n_embd
+        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        # nh heads of size hs each
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        # (B, nh, T, hs); the (T, T) scores exist only in tiles
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    """The position-wise feed-forward network: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.gelu = nn.GELU(approximate="tanh")  # GPT-2 was trained with the tanh approximation
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.c_proj.ends_residual_branch = True
+
+    def forward(self, x):
+        return self.c_proj(self.gelu(self.c_fc(x)))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer, two residual branches: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=False)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=False)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class GPT(nn.Module):
+    """GPT-2, with the parameter names of the Hugging Face checkpoints."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        n_rows = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: full tiles in products
+        # the embeddings of tokens and of positions, the blocks ("hidden"), the last norm
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(n_rows, config.n_embd),
+            wpe=nn.Embedding(config.block_size, config.n_embd),
+            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            ln_f=nn.LayerNorm(config.n_embd, bias=False),
+        ))
+        self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
+        # one parameter (n_rows, n_embd) under two names
+        self.transformer.wte.weight = self.lm_head.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            std = 0.02
+            if hasattr(module, "ends_residual_branch"):
+                # 2 * n_layer branches: so their sum does not grow with the depth
+                std *= (2 * self.config.n_layer) ** -0.5
+            nn.init.normal_(module.weight, mean=0.0, std=std)
+
+    def forward(self, idx, targets=None):
+        """Token ids (B, T) -> logits (B, T, vocab_size).
+
+        With targets (B, T): only the mean cross-entropy, in nats per token.
+        """
+        B, T = idx.shape
+        pos = torch.arange(T, device=idx.device)  # (T,)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
+        device = idx.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            # autocast leaves embeddings in float32, and with them every sum of the residual stream;
+            # between products a GPU waits for memory, often for this stream: half as many bytes
+            x = x.bfloat16()  # and so is every x + attn(...) and x + mlp(...)
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+        logits = self.lm_head(x)  # (B, T, n_rows)
+        if targets is None:
+            return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
+        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        # Masked, not cut off, so that the rows stay aligned; exp(-inf) is 0: no probability
+        padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
+        padding[self.config.vocab_size :] = -torch.inf
+        logits = logits + padding  # (B, T, n_rows) + (n_rows,)
+        return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
+
+    def configure_optimizers(self, lr, weight_decay):
+        """Fused AdamW, which decays only matrices: embeddings and linear layers."""
+        # decay pulls weights towards zero, so that no single one grows large
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        # LayerNorms: a gain belongs near one, and decay would pull it to zero
+        others = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        # A tensor, which kernels read: a number would be that of the captured step forever.
+        # capturable: so is AdamW's number of steps.
+        lr = torch.tensor(lr, device=matrices[0].device)
+        # fused: one pass through memory, instead of about ten for each tensor; rung 8's betas
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
+                                 fused=True, capturable=True)
+
+
+class DataLoaderLite:
+    """Batches of consecutive tokens from a token file, memory-mapped: it may exceed the memory."""
+
+    def __init__(self, folder, B, T):
+        self.B, self.T = B, T
+        self.tokens, self.meta = load_tokens(folder, "train", B * T + 1)  # (n_tokens,)
+        self.n_batches = (len(self.tokens) - 1) // (B * T)
+
+    def batch(self, i):
+        """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
+
+        It wraps around at the end of the file, and keeps no position.
+        """
+        start = (i % self.n_batches) * self.B * self.T
+        chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
+        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
+        return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
+
+
+def get_lr(step, max_steps, max_lr, warmup_steps):
+    """The learning rate of a step, from 1 to max_steps."""
+    if step <= warmup_steps:  # small steps while AdamW's averages hold few gradients
+        return max_lr * step / warmup_steps
+    # then ever smaller ones, so that the loss can settle
+    progress = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
+    min_lr = max_lr / 10
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (max_lr - min_lr)
+
+
+PRECISION = {  # for the log
+    torch.bfloat16: "bfloat16 autocast", torch.float16: "float16 autocast",
+    torch.float32: "float32 (no bfloat16 on this CPU)",
+}
+
+
+def autocast_dtype(device):
+    """The type that matrix products are computed in: bfloat16, where the hardware has it."""
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16  # T4, V100 and older
+    if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+    return torch.bfloat16
+
+
+def check_compiler(device):
+    """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        if os.environ.get(name) == "1":
+            sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
+    try:
+        torch.compile(torch.sin)(torch.ones(1, device=device))
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        sys.exit(f"error: torch.compile does not work here ({reason}): --compile-mode none trains"
+                 " without it; python -m ladder check says what is missing")
+
+
+def optimizer_step(model, optimizer, scaler, autocast, x, y):
+    """One step on a batch: its loss, the gradients' norm before clipping. Nothing here waits."""
+    optimizer.zero_grad()  # to None: the recorded backward() writes gradients, not adds to them
+    with autocast:
+        loss = model(x, y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    # clip, or one odd batch would dominate the running averages for many steps
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.detach(), norm
+
+
+def has_graphs(device):
+    return device == "cuda"
+
+
+# A CUDA graph is a recording of kernels, with the addresses and numbers that they had; a replay
+# launches them again, without Python.
+class GraphedStep:
+    """Runs `step()`: as it is at first, then as a CUDA graph."""
+
+    # steps that compile, and make the optimizer's state and workspaces: not to be recorded
+    WARM_UP = 3
+
+    def __init__(self, step):
+        self.step = step
+        self.stream = torch.cuda.Stream()
+        self.n_eager = 0  # steps so far
+        self.graph = None
+
+    def __call__(self):
+        """What `step` returns; of a graph the same tensors each time, with new numbers in them."""
+        if self.n_eager < self.WARM_UP:
+            self.n_eager += 1
+            return self.run_on_stream()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.results = self.step()  # only records; each replay overwrites these results
+        # one launch for all kernels: the GPU no longer waits for Python to launch each
+        self.graph.replay()
+        return self.results
+
+    def run_on_stream(self):
+        """The step on the stream of the recording, for which libraries then have a workspace."""
+        main_stream = torch.cuda.current_stream()
+        self.stream.wait_stream(main_stream)  # or the two would run at the same time
+        with torch.cuda.stream(self.stream):
+            results = self.step()
+        main_stream.wait_stream(self.stream)
+        return results
+
+
+def train(args):
+    """Train for args.steps steps; print and log each one."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun started several of them
+        sys.exit("error: this script trains in one process; torchrun starts ddp_run.py")
+    device = args.device
+    torch.manual_seed(args.seed)
+    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    torch.set_float32_matmul_precision("high")
+    amp_dtype = autocast_dtype(device)
+    # matrix products in this type; the weights, their gradients and the loss stay float32
+    autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
+    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
+    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
+
+    loader = DataLoaderLite(args.data, args.B, args.T)
+    model = new_model(args, loader).to(device)
+    # torch's default weight decay is 0.01
+    optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
+    step_model = model  # will share its weights: `model` itself is what is saved
+    if args.compile_mode != "none":
+        check_compiler(device)
+        # fewer kernels: many intermediate results skip memory, and no Python runs in between
+        step_model = torch.compile(model, mode=args.compile_mode)
+    x = torch.zeros(args.B, args.T, dtype=torch.int64, device=device)
+    y = torch.zeros_like(x)
+    step_on_xy = functools.partial(optimizer_step, step_model, optimizer, scaler, autocast, x, y)
+    notes = {"compile": args.compile_mode, "CUDA graph": "none (no CUDA)"}
+    if has_graphs(device):
+        step_on_xy = GraphedStep(step_on_xy)
+        notes["CUDA graph"] = f"of a whole step, from step {GraphedStep.WARM_UP + 1} on"
+    log = Log(args, model, loader, args.B * args.T, PRECISION[amp_dtype], **notes)
+
+    for step in range(1, args.steps + 1):
+        t0 = time.perf_counter()
+        ids, targets = loader.batch(step - 1)  # (B, T) each
+        x.copy_(ids)  # to the addresses that a replay reads
+        y.copy_(targets)
+        lr = get_lr(step, args.steps, args.max_lr, args.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"].fill_(lr)
+        loss, norm = step_on_xy()
+        # kernels launch asynchronously: wait for them, then read the clock
+        torch.get_device_module(device).synchronize()
+        dt = time.perf_counter() - t0
+        log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
+
+    log.finish(step)
+    save_model(args.save, model, loader, step)
+
+
+# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+def load_tokens(folder, split, n_needed):
+    """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
+    if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
+        subprocess.run([sys.executable, "data/prepare.py"])  # the default text
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        tokens = np.memmap(folder / f"{split}.bin", meta.get("dtype", "<u2"), mode="r")
+        path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
+        meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
+        json.loads(meta["tokenizer_json"] or "{}")  # half a file is noticed now, not after the run
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: --data {folder}: no token files ({error}); where baseline.py is,"
+                 f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
+    if len(tokens) != meta.get(f"{split}_tokens") or tokens[:10**7].max() >= meta["vocab_size"]:
+        sys.exit(f"error: --data {folder}: {split}.bin is damaged, or has ids beyond vocab_size")
+    if len(tokens) < n_needed:
+        sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are {len(tokens)}")
+    return tokens, meta
+
+
+def new_model(args, loader, **options):
+    """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
+    if args.pretrained is None:
+        return GPT(model_config(args, loader.meta["vocab_size"]), **options)
+    try:
+        saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
+        config, weights = saved["config"], saved["model"]
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's has only a name
+    except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
+        sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
+    if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
+        sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
+                 f" data/prepare.py --tokenizer {args.pretrained} takes it")
+    if config["block_size"] < args.T:
+        sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
+    try:
+        model = GPT(GPTConfig(**config), **options)
+        model.load_state_dict(weights)
+    except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
+        sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
+    return model
+
+
+def model_file(model, loader, step):
+    """What the file of a model holds."""
+    return {
+        "script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
+        "step": step, "T": loader.T, "end_of_text": loader.meta.get("end_of_text"),
+        "tokenizer": loader.meta["tokenizer"], "tokenizer_json": loader.meta["tokenizer_json"],
+    }
+
+
+def save_model(path, model, loader, step):
+    """Write the model's file, if a path is given: under a temporary name, then renamed."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+        partial = path.with_name(path.name + ".partial")
+        try:
+            torch.save(model_file(model, loader, step), partial)
+        except RuntimeError as error:  # torch's, of a full disk
+            partial.unlink(missing_ok=True)
+            sys.exit(f"error: --save {path}: not written; is the disk full? ({error})")
+        set_aside(path)
+        partial.replace(path)
+
+
+def set_aside(path):
+    """Rename an earlier file of this name: it gets the date as a suffix."""
+    if path.exists():
+        path.replace(f"{path}.{datetime.now():%Y-%m-%d_%H.%M.%S.%f}")
+
+
+class Log:
+    """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
+
+    def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
+        self.device, self.tokens_per_step = args.device, tokens_per_step
+        self.seconds = []  # of each step
+        args.log_dir.mkdir(parents=True, exist_ok=True)
+        path = args.log_dir / f"{SCRIPT.stem}.log"
+        if not append:
+            set_aside(path)
+        self.file = open(path, "a", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+        chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
+        n_parameters = sum(p.numel() for p in model.parameters())
+        self.line(f"# script: {SCRIPT.name}")
+        self.line(f"# model: {args.pretrained or args.model} | parameters: {n_parameters:,}")
+        self.line(f"# device: {chip} | torch: {torch.__version__} | precision: {precision}")
+        if DEVICES == ["cpu"] and shutil.which("nvidia-smi"):
+            self.line("# WARNING: torch cannot use the GPU here; python -m ladder check says why")
+        for key, note in notes.items():
+            self.line(f"# {key.replace('_', ' ')}: {note}")
+        self.line(f"# batch: B={args.B} T={args.T} | steps: {args.steps} | seed: {args.seed}")
+        self.line(f"# data: {loader.meta['source']} ({loader.meta['tokenizer']} tokens)"
+                  f" | loaded {len(loader.tokens)} tokens | 1 epoch = {loader.n_batches} batches")
+
+    def line(self, text):
+        try:
+            self.file.write(text + "\n")
+        except OSError as error:  # a full disk: the run goes on
+            text += f" | not logged: {error}"
+        with contextlib.suppress(OSError, UnicodeError):  # `| head`, a closed terminal, cp1252: too
+            print(text, flush=True)
+
+    def step(self, step, loss, dt, **more):
+        """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
+        self.seconds.append(dt)
+        text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
+        text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        self.line(text + "".join(f" | {key}: {value}" for key, value in more.items()))
+        if not math.isfinite(loss):
+            sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
+
+    def finish(self, step):
+        """Log the median of the second half of the steps; in the first the device warms up."""
+        counted = self.seconds[len(self.seconds) // 2 :]
+        dt = np.median(counted)
+        text = f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
+        if self.device == "cuda":
+            text += f" | peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+        self.line(f"{text} | steps {step - len(counted) + 1}-{step}")
+
+
+def parse_args(argv=None):
+    """The command line; a wrong value ends in argparse's two lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        least = 1 if name in ("B", "T", "steps") else 0
+        if isinstance(value, (int, float)) and not least <= value < math.inf:
+            parser.error(f"argument --{name.replace('_', '-')}: {value} is not {least} or more")
+    if args.save and (args.save.is_dir() or not os.access(f"{args.save.parent}/", os.W_OK)):
+        parser.error(f"argument --save: {args.save}: give a file name in a writable folder")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        train(parse_args())
+    except KeyboardInterrupt:
+        sys.exit("stopped: the log keeps the finished steps")
+    except OSError as error:  # no permission, a file in the way, a full disk
+        sys.exit(f"error: {error}")
+    except RuntimeError as error:  # torch's own, cuBLAS's, or one that wraps it
+        if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
+            raise
+        sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")
