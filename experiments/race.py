@@ -1,16 +1,15 @@
-"""How many tokens and seconds does each rung need to reach the same validation loss?
+"""Which of the scripts lowers the validation loss, each compared with the one before it?
 
-    python -m experiments.race logs/race --seeds 8 --jobs 2 --rungs modern/ --data data/bytes \
+    python -m experiments.race logs/race --jobs 2 --rungs modern/ --data data/bytes \
         --model 4x4x128 -B 16 -T 64 --steps 600 --val-every 75 --val-sequences 1024
 
-A faster step shows in its milliseconds, a better one only in the loss it reaches. All rungs train a model of the same
+A faster step shows in its milliseconds, a better one only in the loss it reaches. All scripts train a model of the same
 size, on the same data, with the same batch and number of steps, and are compared as `python -m ladder compare` does it
-(the rule: ladder/measure/contest.py), each with the rung before. The target is the median of the first rung's final
-losses, rounded up to two digits.
+(the rule: ladder/measure/contest.py), each with the one before.
 
 Rerun the same command to resume; with --untimed it ends before the timing, for which the machine must be idle. At its
-end, or when it is stopped, race.csv has all that the logs say about the race, so that they can go; race.json and
-race.png have the standings, and python -m ladder report shows them.
+end, or when it is stopped, race.csv has all that the logs say about the race, so that they can go; race.png shows the
+effects, and python -m ladder report the standings.
 """
 import argparse
 import sys
@@ -19,13 +18,12 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.race_docs import races_picture
-from experiments.race_record import FILE, write_standings
 from ladder.errors import UserError
 from ladder.measure.contest import MOST_TRIES, TIMINGS, Contest, hold, read_about
 from ladder.measure.fairness import check_fair, check_logs, check_scripts
 from ladder.measure.runner import eager_flags, locked
-from ladder.records import race as race_file
-from ladder.records.recipes import read_logs, write_csv
+from ladder.records.race import FILE
+from ladder.records.recipes import SEEDS, read_logs, write_csv
 from ladder.records.summary import build_report
 from ladder.rungs.list import parse_rungs
 from ladder.show.plots import save
@@ -33,13 +31,13 @@ from ladder.show.tables import print_end
 
 
 def keep(folder, names):
-    """Write what has ended: race.csv and, with a round, race.json and race.png; why other logs do not count."""
+    """Write what has ended: race.csv and, with a round, race.png; why other logs do not count."""
     record, skipped = read_logs(folder, names)
     if len(record.points):
         write_csv(record, folder / FILE)
-    if record.names:
-        write_standings(record, folder / race_file.FILE)
-        save(races_picture([build_report(folder)]), folder / "race.png")
+    report = record.names and build_report(folder)
+    if report and report.race.table.change.notna().any():
+        save(races_picture([report]), folder / "race.png")
     return skipped
 
 
@@ -49,7 +47,7 @@ def main(argv=None):
                                      allow_abbrev=False)  # or --seed would be --seeds
     parser.add_argument("logs", type=Path, help="a folder")
     parser.add_argument("--rungs", required=True, help="for example modern/; they must validate")
-    parser.add_argument("--seeds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="(default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="scripts at a time, each on its share of the cores; "
                         "the timing always runs one (default: %(default)s)")
     parser.add_argument("--tries", type=int, default=MOST_TRIES, help="of each search, at most (default: %(default)s)")

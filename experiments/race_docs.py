@@ -1,19 +1,17 @@
-"""What do the races in logs/reference/ say? Writes the standings of each, and the tables and pictures of PAGE.
+"""What do the races in logs/reference/ say? Writes the tables and the picture of PAGE.
 
     python -m experiments.race_docs
 """
 import argparse
-import math
 
-from experiments import race_record
 from ladder.records.logs import ORDER, stage_of
 from ladder.records.race import FILE
-from ladder.records.recipes import read_csv
 from ladder.records.summary import build_report
 from ladder.rungs.list import ROOT
+from ladder.show import formats
 from ladder.show.plots import colors_of, heading, save
-from ladder.show.standings import KEY, race_texts, with_range
-from ladder.show.tables import NOTHING, batch_of, data_of, machine_of, markdown, write_between
+from ladder.show.standings import KEY, between, race_texts
+from ladder.show.tables import batch_of, data_of, machine_of, markdown, write_between
 
 PAGE = "docs/results.md"
 RACES = "races.png"
@@ -28,63 +26,59 @@ def races_of(folders):
     """The reports of races: those of the same kind of tokens together, today's and those of many rungs first."""
     races = [build_report(folder) for folder in folders]
     return sorted(races, key=lambda race: (
-        data_of(race).partition(" (")[2], is_older(race), -len(race.race.racers),
+        data_of(race).partition(" (")[2], is_older(race), -len(race.race.table),
         race.setting["model"]))
 
 
 def race_table(report):
     texts, caption = race_texts(report)
-    rows = texts.drop(columns="rung").rename(columns={"label": ""}).to_dict("records")
+    rows = texts.drop(columns="script").rename(columns={"label": ""}).to_dict("records")
     return (f"### {race_name(report)}\n\n{markdown(rows, 2)}\n\n"
             f"{machine_of(report)}, {batch_of(report)}. {caption}")
 
 
 def older_table(older, newer):
-    """A row for each older race: the losses of its first rung, of the newer races' last, and of those they lack."""
-    known = {racer.name: racer for race in newer for racer in race.race.racers}
-    shown = {}  # by name; the columns
-    for race in older:
-        first, *others = race.race.racers
-        shown |= {racer.name: racer for racer in [first, *others]
-                  if racer is first or racer.name not in known or racer.name == [*known][-1]}
+    """A row for each older race: the losses of its first script, of the newer races' last, and of those they lack."""
+    known = [name for race in newer for name in race.race.table.name]
+    shown = list(dict.fromkeys(
+        name for race in older for place, name in enumerate(race.race.table.name)
+        if place == 0 or name not in known or name == known[-1]))
     rows = []
     for race in older:
-        losses = {racer.name: with_range(racer.val_loss, "{:.3f}") for racer in race.race.racers}
-        rows.append({"text": race_name(race), "seeds": race.race.caption.partition(" seed")[0],
-                     **{f"`{racer.label}`": losses.get(name, NOTHING) for name, racer in shown.items()}})
+        losses = {row.name: formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss)
+                  for row in race.race.table.itertuples()}
+        seeds = race.race.record.tested.seed.nunique()
+        rows.append({"text": race_name(race), "seeds": formats.number(seeds),
+                     **{f"`{stage_of(name).label}`": losses.get(name, formats.NOTHING) for name in shown}})
     return f"### Older races\n\n{markdown(rows, 1)}"
 
 
-def race_bar(racer, whole, color):
-    """A rung's share of the first one's seconds; `whole` is that of a run which never gets to the target."""
-    middle, low, high = [min(percent, whole) for percent in racer.percent]
-    reached = math.isfinite(racer.percent[0])
-    return {"title": racer.title, "label": racer.label, "parts": [middle], "low": low, "high": high, "color": color,
-            "open": racer.percent[2] == math.inf, "pale": not reached,
-            "end": f"{middle:.0f} %" if reached else "not reached"}
-
-
-def race_panel(report, names):
-    """The bars of a race; colored as in `names`."""
-    racers, colors = report.race.racers, colors_of(names)
-    seconds = racers[0].seconds[0]
-    bars = [race_bar(racer, racer.steps[-1] * racer.ms / 10 / seconds, colors[racer.name]) for racer in racers]
-    return {"bars": bars, "xlabel": f"% of {seconds:,.0f} s\nto {report.race.target:.2f} nats"}
+def race_bar(row, color):
+    """How a script's loss differs from the row before, and the interval."""
+    rung, effect = stage_of(row.name), row.change
+    return {"title": rung.title, "label": rung.label, "parts": [effect.mean], "low": effect.low, "high": effect.high,
+            "color": color, "end": between(effect, formats.difference)}
 
 
 def races_picture(reports):
-    """The bars of races side by side, those of the same rung in one row."""
-    raced = list(dict.fromkeys(racer.name for report in reports for racer in report.race.racers))
-    names = sorted(raced, key=[*ORDER, *raced].index)
+    """The effects in races side by side, those of the same script in one row."""
+    tables = [report.race.table for report in reports]
+    tables = [table[table.change.notna()] for table in tables]
+    names = sorted({name for table in tables for name in table.name}, key=[*ORDER, *names_of(tables)].index)
     rows = [heading({"title": stage_of(name).title, "label": stage_of(name).label}) for name in names]
-    panels = []
-    for report in reports:
+    colors, panels = colors_of(names), []
+    for report, table in zip(reports, tables, strict=True):
         above = race_name(report).replace(" (", "\n(").replace(", ", "\n")
-        panels.append(race_panel(report, names) | {"rows": rows, "heading": above})
+        panels.append({"bars": [race_bar(row, colors[row.name]) for row in table.itertuples()], "rows": rows,
+                       "heading": above, "xlabel": "nats; negative is better"})
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in reports))
-    return {"title": "Seconds to the same loss, rung by rung", "height": 1.5 + 0.28 * len(rows), "panels": panels,
-            "caption": "The share of the first rung's seconds, the median of the seeds; thin lines: lowest to highest, "
-            f"with an arrow where a seed never got there. No bar: not raced. Measured on {machines}."}
+    return {"title": "The validation loss less that of the row before", "height": 1.8 + 0.28 * len(rows),
+            "panels": panels, "caption": "Means over the seeds; lines: 99 % intervals that hold for all rows at once. No "
+            f"bar: not raced. Trained on {machines}."}
+
+
+def names_of(tables):
+    return [name for table in tables for name in table.name]
 
 
 def is_older(race):
@@ -105,14 +99,11 @@ def write_tables(races, root=ROOT):
 
 def main():
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    records = sorted((ROOT / "logs" / "reference").glob(f"*/{race_record.FILE}"))
-    for path in records:
-        race_record.write_standings(read_csv(path), path.with_name(FILE))
-    races = races_of(path.parent for path in records)
+    races = races_of(path.parent for path in sorted((ROOT / "logs" / "reference").glob(f"*/{FILE}")))
     write_tables(races)
     for name, picture in pictures(races).items():
         save(picture, ROOT / "docs" / name)
-    print(f"{len(records)} times {FILE}, {PAGE}, {RACES}: rewritten")
+    print(f"{PAGE}, {RACES}: rewritten from {len(races)} times {FILE}")
 
 
 if __name__ == "__main__":

@@ -2,23 +2,24 @@
 
 The rule, by which every comparison of recipes here is made:
 
-1. The learning rates of both are searched, with the same number of tries; a try's loss is the mean over two seeds that
-   are not tested. Each search begins at the script's own rates and tries a quarter and four times of each, the others
-   fixed. It moves to the best of all tried and repeats that until no neighbor is better, then with half and twice. The
-   longest search sets the number of tries; the others spend the rest on finer steps. The rates are then the lowest
-   point of a parabola through the tries within a factor of two of the best.
-2. The number of seeds is fixed beforehand. All scripts train with each seed, in interleaved rounds.
-3. Effect and p come from one estimator: the mean over the seeds of the difference of the last validation losses, its
-   95 % interval, and p of the paired t-test of that mean.
-4. Within a family, several scripts against one or a race's neighbors, p is Holm's. A star means p < 0.01 after that,
-   with five seeds or more. A script that diverges with a seed is not tested.
-5. Times are measured apart: short runs in interleaved rounds, each alone on the machine.
+1. The number of seeds is fixed beforehand. All scripts train with each seed, in interleaved rounds.
+2. The learning rates of all are searched, with the same number of tries and as many seeds as are tested, others than
+   these. Each search begins at the script's own rates and tries a quarter and four times of each, the others fixed. It
+   moves to the try with the best mean over the seeds and repeats that until no neighbor is better, then with half and
+   twice. The longest search sets the number of tries; the others spend the rest on finer steps.
+3. Each tested seed trains with the rates that one seed of the search found: the lowest point of a parabola through that
+   seed's tries within a factor of two of the best. So the luck of the search is part of what the seeds differ by.
+4. Effect, interval and p come from one estimator: the mean over the seeds of the difference of the last validation
+   losses, and the paired t-test of that mean.
+5. Within a family, several scripts against one or a race's neighbors, p is Holm's, and the 99 % intervals hold for all
+   at once. A star means p < 0.01 after that, with five seeds or more. A script that diverges with a seed is not tested.
+6. Times are measured apart: short runs, alone on the machine, of the two scripts that are compared, in the order A B B
+   A. Their ratio has an interval over these rounds.
 
-What p does not hold: the luck of the search, or a search in shorter runs, whose rates need not be the best of longer
-ones (in the race on bytes that gave SwiGLU its star). It is that of two scripts with the rates found. Where a factor of
-two in a rate costs more than seeds differ by, equal scripts find equal rates, and p is flat (test_compare.py);
-where it costs less, p is too low: in 40 contests of zero_init with itself, one block of width 32, 6 had p < 0.05, 1
-below 0.01 (experiments/fair_comparison). Take p < 0.01 seriously, and nothing above it.
+What p does not hold: that a search in shorter runs finds rates that are not the best of longer ones (in the race on
+bytes that gave SwiGLU its star), and anything about other sizes and texts. With rates that are given, not searched, p
+is conditional on them. In older records one pair of rates served all seeds, so p is conditional on it, too, and too low
+where a factor of two in a rate costs less than seeds differ by (experiments/fair_comparison).
 
 Losses do not depend on what else the machine does, so that several scripts may run at once where no time is measured.
 """
@@ -43,11 +44,11 @@ from ladder.measure.jobs import MEMORY_SHARE, Job
 from ladder.measure.rates import describe
 from ladder.measure.runner import Runner, command_for, defaults, settings_of
 from ladder.records.machine import read_json
-from ladder.records.recipes import MOST_TRIES, RATES, TUNING_SEEDS, last_val_loss, read_rates, show_rates
+from ladder.records.recipes import MOST_TRIES, RATES, TUNING_SEEDS, last_val_loss, pairs_of, read_rates, show_rates
 from ladder.rungs.list import load_script
 
 SEED = max(TUNING_SEEDS) + 1  # of the first round
-TIMINGS = 5  # rounds that measure the time of a step
+TIMINGS = 3  # of each pair of scripts that is compared, in the order A B B A
 TIMED_STEPS_ON_A_CPU, TIMED_STEPS = 30, 200
 RATE_FLAGS = {"max_lr": "--max-lr", "muon_lr": "--muon-lr"}  # AdamW's, and Muon's where a script has Muon
 
@@ -56,7 +57,11 @@ class Search:
     """A pattern search over learning rates; a point is where it stands, in octaves (factors of 2) from the start."""
 
     def __init__(self, start):
-        self.start, self.losses, self.step = start, {}, 2.0
+        self.start, self.step = start, 2.0
+        self.losses, self.by_seed = {}, {}  # {point: the mean over its seeds}, {point: {seed: loss}}
+
+    def add(self, point, by_seed):
+        self.by_seed[point], self.losses[point] = by_seed, statistics.fmean(by_seed.values())
 
     def rates(self, point):
         return tuple(float(f"{rate * 2**octaves:.4g}") for rate, octaves in zip(self.start, point, strict=True))
@@ -76,10 +81,11 @@ class Search:
                 return new[: max(0, most - len(self.losses))]
             self.step /= 2
 
-    def chosen(self):
-        """The rates at the lowest point of a parabola through the tries within an octave of the best."""
+    def chosen(self, seed):
+        """The rates at the lowest point of a parabola through a seed's tries within an octave of the best of all."""
         best = numpy.array(self.best)
-        tries = [(numpy.array(point) - best, loss) for point, loss in self.losses.items() if math.isfinite(loss)]
+        losses = {point: by_seed[seed] for point, by_seed in self.by_seed.items()}
+        tries = [(numpy.array(point) - best, loss) for point, loss in losses.items() if math.isfinite(loss)]
         tries = [(offset, loss) for offset, loss in tries if abs(offset).max() <= 1]
         if len(tries) < 1 + 2 * len(best):
             return self.rates(self.best)
@@ -93,6 +99,11 @@ class Search:
 def neighbors(point, step):
     """A step down and up in each direction, the others fixed."""
     return [(*point[:i], octaves + move, *point[i + 1 :]) for i, octaves in enumerate(point) for move in (-step, step)]
+
+
+def tuning_seeds(n):
+    """The seeds of the searches of a contest of n rounds: one for each, and none that is tested."""
+    return range(SEED - 1, SEED - 1 - n, -1)
 
 
 def default_rates(rung):
@@ -126,6 +137,7 @@ class Contest:
     most_tries: int = MOST_TRIES  # 0: the rates that the flags name, or the scripts' own
     search_steps: int | None = None  # the length of the runs of the search; None: that of the rounds
     timings: int = TIMINGS
+    against_first: bool = False  # else each script is compared with the one before
     check: Callable = lambda logs: None  # called with the logs of jobs that ran together
     planned: Callable = lambda n_jobs: None  # called with the number of jobs, as soon as it is known
     env: dict = field(default_factory=dict)  # variables for all jobs
@@ -159,12 +171,13 @@ class Contest:
                 rates = self.searches[rung.name].rates(point)
                 folder = self.folder / "sweep" / show_rates(rates, "_")
                 runs = [self.job(rung, folder / str(seed), rates, seed, "--steps", steps, "--val-every", steps)
-                        for seed in TUNING_SEEDS]
+                        for seed in tuning_seeds(self.seeds)]
                 jobs += runs
                 tries.append((rung, point, runs))
         self.run_shared(jobs)
         for rung, point, runs in tries:
-            self.searches[rung.name].losses[point] = statistics.fmean(last_val_loss(run.log) for run in runs)
+            losses = map(last_val_loss, (run.log for run in runs))
+            self.searches[rung.name].add(point, dict(zip(tuning_seeds(self.seeds), losses, strict=True)))
 
     def search_until(self, most, finest):
         """Go on with all searches side by side, until each has as many tries as it may have, or none is wanted."""
@@ -179,19 +192,21 @@ class Contest:
                     raise UserError(f"no run of {rung.file} ended with a loss; its logs are in {self.folder}/sweep/")
 
     def find_rates(self):
-        """{script: its rates}; a contest that is resumed keeps those that it has found."""
+        """{script: its rates in each round}; a contest that is resumed keeps those that it has found."""
         chosen = read_rates(self.folder)
         if chosen:
             return chosen
         for rung in self.scripts:
             settings = vars(self.settings(rung))
-            chosen[rung.name] = tuple(settings[name] for name in RATE_FLAGS if name in settings)
-            self.searches[rung.name] = Search(chosen[rung.name])
+            given = tuple(settings[name] for name in RATE_FLAGS if name in settings)
+            chosen[rung.name] = [given] * self.seeds
+            self.searches[rung.name] = Search(given)
         if self.most_tries:
             self.search_until(self.most_tries, finest=1.0)
             n_tries = max(len(search.losses) for search in self.searches.values())
             self.search_until(n_tries, finest=0.0)
-            chosen = {name: search.chosen() for name, search in self.searches.items()}
+            chosen = {name: [search.chosen(seed) for seed in tuning_seeds(self.seeds)]
+                      for name, search in self.searches.items()}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / RATES, json.dumps(chosen))
         return chosen
@@ -200,18 +215,18 @@ class Contest:
         """The search, the rounds, the timing."""
         chosen = self.find_rates()
         n_tries = sum(len(search.losses) for search in self.searches.values())
-        self.planned(n_tries * len(TUNING_SEEDS) + (self.seeds + self.timings) * len(self.scripts))
+        self.planned(n_tries * self.seeds + self.seeds * len(self.scripts)
+                     + sum(map(len, timed_pairs(self))))
         for number in range(self.seeds):
             folder = self.folder / f"round_{number + 1}"
-            self.run_shared([self.job(rung, folder, chosen[rung.name], SEED + number)
+            self.run_shared([self.job(rung, folder, chosen[rung.name][number], SEED + number)
                              for rung in in_turns(self.scripts, number)])
         settings, timing = self.settings(self.scripts[0]), []
         most = TIMED_STEPS_ON_A_CPU if settings.device == "cpu" else TIMED_STEPS
         more = ["--steps", str(min(settings.steps, most)), "--val-every", "0"]
-        for number in range(self.timings):
+        for number, pair in enumerate(timed_pairs(self)):
             folder = self.folder / "timing" / f"round_{number + 1}"
-            timing += [self.job(rung, folder, chosen[rung.name], SEED, *more)
-                       for rung in in_turns(self.scripts, number)]
+            timing += [self.job(rung, folder, chosen[rung.name][0], SEED, *more) for rung in pair]
         self.run(timing)
 
 
@@ -220,10 +235,16 @@ def in_turns(scripts, number):
     return scripts[::-1] if number % 2 else scripts
 
 
+def timed_pairs(contest):
+    """The scripts of each round of the timing: pairs that are compared, next to each other, in the order A B, B A."""
+    pairs = pairs_of(contest.scripts, contest.against_first) or [tuple(contest.scripts)]
+    return [order for _ in range(contest.timings) for pair in pairs for order in (pair, pair[::-1])]
+
+
 def n_jobs(contest):
     """How many jobs a contest has about: a search is rarely shorter."""
     tries = sum(min(contest.most_tries, 3 + 3 * len(default_rates(rung))) for rung in contest.scripts)
-    return tries * len(TUNING_SEEDS) + (contest.seeds + contest.timings) * len(contest.scripts)
+    return (tries + len(contest.scripts)) * contest.seeds + sum(map(len, timed_pairs(contest)))
 
 
 # ---- a contest in a folder -------------------------------------------------------------------------------------------

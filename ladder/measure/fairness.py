@@ -126,6 +126,7 @@ def held(args, console):
     with locked(folder, args.resume):
         scripts = copied(scripts, folder / "scripts")
         contest = Contest(scripts, flags, folder, args.seeds, at_once=at_once, most_tries=args.tries, check=check_logs,
+                          against_first=True,
                           env={"PYTHONPATH": os.pathsep.join([*beside, os.environ.get("PYTHONPATH", "")])})
         try:
             return folder, hold(contest, about, settings.device, args.time_limit, console)

@@ -18,7 +18,8 @@ from ladder.records.significance import holm_effects, paired_effect
 from ladder.rungs.list import today
 
 FOLDERS = Path("logs/compare")  # of comparisons, each in one
-CSV = "compare.csv"
+CSV, DIFFERENCES = "compare.csv", "differences.csv"
+SEEDS = 8  # that are tested, unless a user asks for others
 MOST_TRIES = 24  # of learning rates, for each script of a search
 TUNING_SEEDS = (1336, 1337)  # of the searches; rounds that have one, in older races, are not tested
 RATES = "rates.json"  # the learning rates that the searches have found
@@ -59,14 +60,14 @@ class Record:
         return self.tested.groupby(["rung", "seed"], sort=False).tail(1).set_index(["rung", "seed"])
 
     @property
-    def is_timed(self):
-        """Whether every script was timed, alone on the machine; else the rounds tell the times of all."""
-        return {*self.names} <= {*self.part("timing").rung}
+    def timed(self):
+        """A row for each run that was timed, alone on the machine."""
+        return self.part("timing").drop_duplicates(["rung", "round"], keep="last")
 
     @property
-    def timed(self):
-        """A row for each run whose times count."""
-        return self.part("timing" if self.is_timed else "round").drop_duplicates(["rung", "round"], keep="last")
+    def own_searches(self):
+        """Whether each tested seed has learning rates from a seed of its own, so that p holds the searches' luck."""
+        return self.part("search").seed.nunique() >= self.tested.seed.nunique()
 
     @property
     def sweep(self):
@@ -76,25 +77,6 @@ class Record:
         for run in lasts.groupby(point, sort=False, dropna=False).val_loss.mean().reset_index().itertuples():
             sweep.setdefault(run.rung, {})[rates_of(run)] = run.val_loss
         return {name: dict(sorted(losses.items())) for name, losses in sweep.items()}
-
-    def step_ms(self):
-        """A Series: the time of each script's step, the median over the rounds.
-
-        In units of its round's median, and then of the rounds': a shared machine is slower in some rounds than in
-        others, and the median of each script by itself would compare one's slow rounds with another's fast ones.
-        """
-        table = self.timed.set_index(["rung", "round"]).ms.unstack()
-        rounds = table.median()
-        return table.div(rounds).median(axis="columns") * rounds.median()
-
-    def target(self, name):
-        """A validation loss that half of a script's seeds reach: the median of its last ones, rounded up."""
-        loss = self.ends.val_loss[name].quantile(interpolation="higher")
-        return math.ceil(round(100 * loss, 6)) / 100
-
-    def steps_to(self, loss):
-        """A Series by script and seed: the steps to a validation loss."""
-        return self.tested.groupby(["rung", "seed"], sort=False).apply(steps_to, loss)
 
 
 def rates_of(run):
@@ -107,18 +89,6 @@ def show_rates(rates, between=", "):
     return between.join(f"{rate:g}" for rate in rates)
 
 
-def steps_to(points, loss):
-    """Steps until the validation loss reaches `loss`, interpolated between two validations; inf if it never does."""
-    last_step, last_loss = 0, math.inf
-    for step, now in zip(points.step, points.val_loss, strict=True):
-        if now <= loss and last_loss == math.inf:
-            return step
-        if now <= loss:
-            return last_step + (step - last_step) * (last_loss - loss) / (last_loss - now)
-        last_step, last_loss = step, now
-    return math.inf
-
-
 # ---- effects ---------------------------------------------------------------------------------------------------------
 
 
@@ -127,15 +97,55 @@ def pairs_of(names, against_first):
     return [(names[0], name) for name in names[1:]] if against_first else [*itertools.pairwise(names)]
 
 
-def effects(values, against_first):
-    """{name: Effect} of a Series by script and seed (or round), with Holm's p; one without all seeds gets None.
+def effects(values, pairs, whole=True):
+    """{after: Effect} for pairs (before, after), of a Series by script and seed (or round), with Holm's p.
 
-    To leave out the seeds in which a script diverged would flatter it.
+    A script without all seeds gets None: to leave out those with which it diverged would flatter it. Unless all are
+    needed (`whole`), as for times, a pair counts the rounds that have both.
     """
-    table = values.unstack(sort=False)
-    found = {after: paired_effect(table.loc[before], table.loc[after])
-             for before, after in pairs_of([*table.index], against_first)}
+    table, found = values.unstack(sort=False), {}
+    for before, after in pairs:
+        pair = table.reindex([before, after])
+        found[after] = paired_effect(*(pair if whole else pair.dropna(axis="columns")).to_numpy())
     return holm_effects(found)
+
+
+def standings(record, against_first):
+    """A DataFrame, a row for each script that finished a round: what every table and sentence about recipes shows.
+
+    `change` is the Effect on the last validation loss, `times` that on the logarithm of a step's time.
+    """
+    pairs, timed, rows = pairs_of(record.names, against_first), record.timed, []
+    change = effects(record.ends.val_loss, pairs)
+    times = effects(timed.set_index(["rung", "round"]).ms.map(math.log), pairs, whole=False)
+    for name in record.names:
+        ends, ms = record.ends.loc[name], timed.ms[timed.rung == name]
+        rows.append({
+            "name": name, "rates": rates_of(ends[["max_lr", "muon_lr"]].median()),
+            "tries": len(record.sweep.get(name, ())), "seeds": len(ends), "val_loss": ends.val_loss.mean(),
+            "val_low": ends.val_loss.min(), "val_high": ends.val_loss.max(), "change": change.get(name),
+            "ms": ms.median(), "ms_low": ms.min(), "ms_high": ms.max(), "times": times.get(name),
+            "parameters": int(ends.parameters.iloc[0])})
+    return pandas.DataFrame(rows).set_index("name", drop=False)
+
+
+def curves_of(record):
+    """Yields (the script, a DataFrame by step: mean, low and high of the seeds' validation losses)."""
+    for name, runs in record.tested.groupby("rung", sort=False):
+        yield name, runs.groupby("step").val_loss.agg(["mean", "min", "max"])
+
+
+def by_seed(record, against_first):
+    """A DataFrame for a spreadsheet: a row for each script and seed, with the difference, the interval and p."""
+    losses, change, rows = record.ends.val_loss.unstack(sort=False), standings(record, against_first).change, []
+    for before, after in pairs_of(record.names, against_first):
+        effect = change[after]
+        found = {"mean": effect.mean, "low_99": effect.low, "high_99": effect.high, "p": effect.p} if effect else {}
+        for seed in losses.columns:
+            one, other = losses.loc[before, seed], losses.loc[after, seed]
+            rows.append({"script": after, "against": before, "seed": int(seed), "val_loss": other,
+                         "val_loss_against": one, "difference": other - one} | found)
+    return pandas.DataFrame(rows)
 
 
 def doubts(record):
@@ -187,9 +197,10 @@ def rows_of(run):
 
 
 def read_rates(folder):
-    """{script: the learning rates of its rounds} as far as they are chosen: a contest that is resumed keeps them."""
-    rates = read_json(Path(folder) / RATES, dict, "delete it to search again")
-    return {name: tuple(found) for name, found in rates.items()}
+    """{script: its learning rates in each round} as far as they are chosen: a contest that is resumed keeps them."""
+    rates = read_json(Path(folder) / RATES, lambda rates: [rate[0][0] for rate in rates.values()],
+                      "delete it to search again")
+    return {name: [tuple(of_round) for of_round in found] for name, found in rates.items()}
 
 
 def place_of(part, path, chosen):
@@ -197,7 +208,8 @@ def place_of(part, path, chosen):
     if part == "search":
         rates, number = [float(rate) for rate in path.parts[-3].split("_")], int(path.parent.name)  # the seed
     else:
-        rates, number = chosen[path.stem], int(path.parent.name.removeprefix("round_"))
+        number = int(path.parent.name.removeprefix("round_"))
+        rates = chosen[path.stem][number - 1 if part == "round" else 0]
     muon_lr = rates[1] if len(rates) > 1 else math.nan
     return {"part": part, "rung": path.stem, "max_lr": rates[0], "muon_lr": muon_lr, "round": number}
 

@@ -1,9 +1,10 @@
 """Is a difference significant? Paired t-tests over rounds or seeds, and Holm's correction for several at once."""
 import math
+import statistics
 import warnings
 from dataclasses import dataclass, replace
 
-BEYOND_CHANCE = 0.01  # a p below it: the NanoGPT speedrun's rule for a new record
+BEYOND_CHANCE = 0.01  # a p below it; the intervals hold with the rest of the probability, 99 %
 FEWEST_ROUNDS = 5  # of a ladder: three against three do not overlap by chance one time in ten
 FEWEST_SEEDS = 5  # for a star; with fewer, only the numbers are shown
 FEWEST_PAIRS = 3  # for an interval: with two it says next to nothing
@@ -11,17 +12,48 @@ FEWEST_PAIRS = 3  # for an interval: with two it says next to nothing
 
 @dataclass
 class Effect:
-    """What a change brings: the mean of paired differences, its 95 % interval, and p of the t-test of that mean."""
+    """The mean of paired differences, and p of the paired t-test of that mean."""
 
     mean: float
-    low: float
-    high: float
-    p: float  # after Holm's correction where it is of a family
+    error: float  # the standard error of the mean
+    p: float  # after Holm's correction where it belongs to a family
     pairs: int
+    family: int = 1  # how many effects are tested together
 
     @property
     def significant(self):
         return self.pairs >= FEWEST_SEEDS and self.p < BEYOND_CHANCE
+
+    def quantile(self, level):
+        from scipy.stats import t
+
+        return float(t.ppf(level, self.pairs - 1))
+
+    @property
+    def margin(self):
+        """Half of the 99 % interval, which holds for all effects of the family at once (Bonferroni)."""
+        return self.quantile(1 - BEYOND_CHANCE / self.family / 2) * self.error
+
+    @property
+    def low(self):
+        return self.mean - self.margin
+
+    @property
+    def high(self):
+        return self.mean + self.margin
+
+    @property
+    def largest(self):
+        """The largest difference, in either direction, that the interval does not exclude."""
+        return abs(self.mean) + self.margin
+
+    def detectable(self, power=0.8):
+        """The difference that a test of so many pairs and effects, with this spread, finds with such a probability."""
+        from scipy.optimize import brentq
+        from scipy.stats import nct
+
+        freedom, limit = self.pairs - 1, self.quantile(1 - BEYOND_CHANCE / self.family / 2)
+        return self.error * brentq(lambda errors: nct.sf(limit, freedom, errors) - power, 0, 10 * limit)
 
 
 def paired_effect(before, after):
@@ -29,22 +61,22 @@ def paired_effect(before, after):
     from scipy.stats import ttest_rel
 
     differences = [b - a for a, b in zip(before, after, strict=True)]
-    if len(differences) < FEWEST_PAIRS or not all(map(math.isfinite, differences)):
+    pairs = len(differences)
+    if pairs < FEWEST_PAIRS or not all(map(math.isfinite, differences)):
         return None
-    mean = math.fsum(differences) / len(differences)
+    mean = math.fsum(differences) / pairs
     if max(differences) == min(differences):  # the same script twice, whose t would be 0 / 0
-        return Effect(mean, mean, mean, 0.0 if mean else 1.0, len(differences))
+        return Effect(mean, 0.0, 0.0 if mean else 1.0, pairs)
     with warnings.catch_warnings():  # about differences that are nearly the same
         warnings.simplefilter("ignore")
-        test = ttest_rel(after, before)
-        low, high = test.confidence_interval(0.95)
-    return Effect(mean, float(low), float(high), float(test.pvalue), len(differences))
+        p = float(ttest_rel(after, before).pvalue)
+    return Effect(mean, statistics.stdev(differences) / math.sqrt(pairs), p, pairs)
 
 
 def paired_p(before, after, fewest):
     """p of a two-sided paired t-test of two lists of numbers; None for fewer than `fewest` pairs, or the same twice."""
     effect = paired_effect(before, after)
-    return None if effect is None or effect.pairs < fewest or effect.low == effect.high else effect.p
+    return None if effect is None or effect.pairs < fewest or not effect.error else effect.p
 
 
 def speed_p(rounds, before, after):
@@ -71,4 +103,5 @@ def holm(ps):
 def holm_effects(effects):
     """{name: Effect} of one family, with corrected p; what could not be tested is None and does not count."""
     corrected = holm({name: effect.p for name, effect in effects.items() if effect})
-    return {name: effect and replace(effect, p=corrected[name]) for name, effect in effects.items()}
+    return {name: effect and replace(effect, p=corrected[name], family=len(corrected))
+            for name, effect in effects.items()}

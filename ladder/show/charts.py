@@ -5,6 +5,7 @@ text at its end), perhaps low and high (its spread), floor (a mark), pale (a dou
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
 from ladder.records.logs import stage_of
+from ladder.records.recipes import curves_of
 from ladder.records.work import KINDS, is_reliable
 from ladder.rungs.list import BY_NAME, LADDER
 from ladder.show import formats
@@ -60,9 +61,9 @@ def profile_bars(profile):
 def curves(report):
     """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
     if report.race:
-        for racer in report.race.racers:  # the means over the seeds
-            yield {"title": racer.title, "steps": racer.steps, "loss": racer.losses,
-                   "seconds": [step * racer.ms / 1000 for step in racer.steps]}
+        for name, curve in curves_of(report.race.record):
+            yield {"title": stage_of(name).title, "steps": curve.index.tolist(), "loss": curve["mean"].tolist(),
+                   "low": curve["min"].tolist(), "high": curve["max"].tolist()}
         return
     for row in report.rows:
         run = report.runs[row.name][0]

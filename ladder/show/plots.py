@@ -18,7 +18,7 @@ from matplotlib.ticker import EngFormatter, NullFormatter
 
 from ladder.count.cards import CARDS
 from ladder.count.roofline import floor_data
-from ladder.records.logs import PEERS
+from ladder.records.logs import PEERS, stage_of
 from ladder.rungs.list import LADDER
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.tables import batch_of, conditions, floors_of, where
@@ -51,7 +51,7 @@ def draw_bars(axes, bars, xlabel, rows=None):
             start += part
         if "high" in bar:
             axes.hlines(place, bar["low"], bar["high"], color="black", linewidth=1, alpha=0.5)
-            start = max(start, bar["high"])
+            start = max(start, bar["high"], 0)
         if bar.get("open"):
             axes.plot(start, place, ">", color="0.4", markersize=4)
         if "floor" in bar:  # a black line with white edges
@@ -77,6 +77,8 @@ def draw_curves(axes, curves, x, xlabel, ylabel="loss (nats)", xscale="linear"):
         style = {"color": curve["color"], "linestyle": curve.get("style", "-")}
         if curve.get("val"):
             style = {"color": "black", "linestyle": ":", "marker": "o", "markersize": 3}
+        if "low" in curve:
+            axes.fill_between(curve[x], curve["low"], curve["high"], color=curve["color"], alpha=0.15, linewidth=0)
         axes.plot(curve[x], curve["loss"], label=curve["title"], linewidth=1.2, **style)
         if "end" in curve:
             end = curve[x][-1], curve["loss"][-1]
@@ -154,14 +156,15 @@ def step_picture(report):
 
 
 def loss_picture(report):
-    """The loss against steps and against seconds of training."""
-    colors = colors_of(report.runs)
-    by_title = {row.title: colors[row.name] for row in report.rows}
+    """The loss against steps and, where they were timed, against seconds of training."""
+    colors = colors_of(report.race.record.names if report.race else report.runs)
+    by_title = {stage_of(name).title: color for name, color in colors.items()}
+    by_title |= {row.title: colors[row.name] for row in report.rows}
     shown = [curve | {"color": by_title.get(curve["title"])} for curve in curves(report)]
-    return {"title": "Loss", "caption": conditions(report), "height": 4.2, "panels": [
-        {"curves": shown, "x": "steps", "xlabel": "step"},
-        {"curves": shown, "x": "seconds", "xlabel": "seconds of training, the first step included"},
-    ], "legend": "curves"}
+    panels = [{"curves": shown, "x": "steps", "xlabel": "step"}]
+    if not report.race:
+        panels.append({"curves": shown, "x": "seconds", "xlabel": "seconds of training, the first step included"})
+    return {"title": "Loss", "caption": conditions(report), "height": 4.2, "panels": panels, "legend": "curves"}
 
 
 def pictures_of(report):

@@ -1,86 +1,129 @@
-"""A race's standings: how many tokens and seconds each rung needs to reach the same validation loss.
-
-`python -m experiments.race` runs a race, and writes what is shown here to race.json.
-"""
+"""Training recipes in one table: a race, each script beside the row before, or a comparison, each beside the first."""
 import math
-import textwrap
 
 import pandas
 
 from ladder.records.logs import stage_of
-from ladder.records.recipes import show_rates
-from ladder.records.significance import BEYOND_CHANCE
-from ladder.show.terminal import WIDE, print_texts
+from ladder.records.recipes import TUNING_SEEDS, doubts, show_rates
+from ladder.records.significance import BEYOND_CHANCE, FEWEST_SEEDS
+from ladder.rungs.list import today
+from ladder.show import formats
+from ladder.show.terminal import print_texts
 
-IN_A_LINK = ["label", "the one change"]  # columns of the standings in Markdown; elsewhere "rung" says it
-
-
-def number_or_never(value, pattern):
-    return pattern.format(value) if math.isfinite(value) else "never"
-
-
-def with_range(values, pattern):
-    """The median, and in brackets the lowest and highest."""
-    middle, low, high = [number_or_never(value, pattern) for value in values]
-    return middle if low == high else f"{middle} ({low}–{high})"
+IN_A_LINK = ["label", "the one change"]  # columns of a race in Markdown; elsewhere "script" says it
+REFUTED = "†"  # at a star that a check removed
+FIRST_TO_GO = ["tries", "learning rates", "parameters", "ms/step", "ms /", "val loss"]  # of a narrow terminal
 
 
-def p_text(racer):
-    if racer.p_loss is None:
-        return "–"
-    return ("<0.001" if racer.p_loss < 0.001 else f"{racer.p_loss:.3f}") + "*" * racer.significant
+def called(name):
+    """What a reader calls a script: its label, or the file."""
+    return stage_of(name).label or f"{name}.py"
 
 
-def change_text(change):
-    if change is None:
-        return "–"
-    mean, low, high = (f"{value:+.3f}".replace("-", "−") for value in change)
-    return f"{mean} ({low} to {high})"
+def exactly(logarithm):
+    """A ratio, from its logarithm."""
+    return formats.ratio(math.exp(logarithm))
 
 
-def racer_texts(racer, first, target):
-    """A rung of the standings as {heading: text}; `first` is the first rung."""
-    return {
-        "rung": stage_of(racer.name).row,
-        "label": racer.label,
-        "the one change": f"[{racer.title}]({stage_of(racer.name).file})",
-        "learning rates": show_rates(racer.rates),
-        "val loss": with_range(racer.val_loss, "{:.3f}"),
-        "change (95 %)": change_text(racer.change),
-        "p": p_text(racer),
-        f"tokens to {target:.2f}": number_or_never(racer.tokens[0], "{:,.0f}"),
-        "ms/step": f"{racer.ms:,.0f}" if racer.ms >= 100 else f"{racer.ms:.1f}",
-        "seconds": number_or_never(racer.seconds[0], "{:,.0f}" if first.seconds[0] >= 20 else "{:.1f}"),
-        f"% of {first.called}'s": with_range(racer.percent, "{:.0f}"),
-        "parameters": f"{racer.parameters / 1e6:.2f}M",
-    }
+def between(effect, form):
+    """An effect's mean and its interval."""
+    return formats.with_interval(effect.mean, effect.low, effect.high, form) if effect else formats.NOTHING
 
 
-def race_texts(report):
-    """(the standings as short strings: a DataFrame with one row per rung, the caption)."""
-    race = report.race
-    texts = [racer_texts(racer, race.racers[0], race.target) for racer in race.racers]
-    return pandas.DataFrame(texts), race.caption
+def p_of(effect, refuted=False):
+    if not effect:
+        return formats.NOTHING
+    return formats.p(effect.p) + "*" * effect.significant + REFUTED * refuted
 
+
+def recipe_texts(table, beside, refuted=()):
+    """The standings as short texts; `beside` is what each script is compared with, in the headings."""
+    rows = []
+    for row in table.itertuples():
+        rung = stage_of(row.name)
+        rows.append({
+            "script": rung.row if rung.label else called(row.name),
+            "label": f"`{called(row.name)}`",
+            "the one change": f"[{rung.title}]({rung.file})",
+            "learning rates": show_rates(float(f"{rate:.3g}") for rate in row.rates),
+            "tries": str(row.tries),
+            "val loss (range)": formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss),
+            f"− {beside} (99 %)": between(row.change, formats.difference),
+            "p": p_of(row.change, row.name in refuted),
+            "ms/step (range)": (formats.with_spread(row.ms, row.ms_low, row.ms_high) if math.isfinite(row.ms)
+                                else formats.NOTHING),
+            f"ms / {beside} (99 %)": between(row.times, exactly),
+            "parameters": formats.number(row.parameters),
+        })
+    texts = pandas.DataFrame(rows)
+    times = [heading for heading in texts if heading.startswith("ms")]
+    return texts if table.ms.notna().any() else texts.drop(columns=times)
+
+
+def how_sure(record):
+    """In a sentence, whether p holds the luck of the searches."""
+    if not len(record.part("search")):
+        return "p and the intervals hold for the learning rates given."
+    if record.own_searches:
+        return "p and the intervals include the luck of the searches: each seed has its own rates, shown by their median."
+    return ("p and the intervals hold for the learning rates found. They leave out the luck of the search, so p is too "
+            "low where a factor of two in a rate costs less than seeds differ by.")
+
+
+# ---- a race ----------------------------------------------------------------------------------------------------------
 
 KEY = (
-    "Each rung has learning rates of its own (AdamW's, and Muon's if it has Muon), from as many tries as the others "
-    "have, with seeds that are not tested (in older races: the best of the tries that the caption counts). val loss: "
-    "the mean over the seeds, in brackets the lowest and highest. change: from the row before, the mean of the "
-    "differences with the same seed, and its 95 % interval; p: of the paired t-test of that mean, by Holm over the "
-    f"race; * marks p < {BEYOND_CHANCE}, the NanoGPT speedrun's rule, with five seeds or more. The target is the "
-    "median of the first rung's final losses, rounded up. Tokens, seconds and percentages are medians, and not "
-    "tested. Tokens to the target are interpolated between two validations; a run that is there at the first may have "
-    "been sooner. Seconds are steps times ms/step: compiling and validating do not count."
+    "Each script has learning rates of its own (AdamW's, and Muon's if it has Muon), from as many tries as the others, "
+    "with seeds that are not tested (older races: the best of the tries that the caption counts). val loss: the mean "
+    "over the seeds. − the row before: the mean of the differences with the same seed. p: of the paired t-test of that "
+    f"mean, by Holm over the race; * marks p < {BEYOND_CHANCE} with {FEWEST_SEEDS} seeds or more. Brackets hold the "
+    "lowest and the highest (range), or an interval (99 %, for all rows at once). ms/step: the median of its timed runs. "
+    "Its ratio to the row before is from runs next to each other; compiling and validating do not count."
 )
 
 
+def caption(report):
+    """What a reader of a race needs to know beside KEY."""
+    record, table = report.race.record, report.race.table
+    rounds, search = record.tested, record.part("search")
+    searched = "rates given"
+    if len(search):
+        tries = sorted({*table.tries})
+        searched = f"{' to '.join(str(n) for n in dict.fromkeys((tries[0], tries[-1])))} tries of rates"
+        if search.step.max() < rounds.step.max():
+            searched += f" in {search.step.max():,} steps"
+    n_seeds = rounds.seed.nunique()
+    seeds = "1 seed" if n_seeds == 1 else f"{n_seeds} seeds"
+    if record.part("round").seed.isin(TUNING_SEEDS).any():
+        seeds += f" without {TUNING_SEEDS[-1]}, the search's"
+    if n_seeds < FEWEST_SEEDS:
+        seeds += ", too few for a star"
+    rounds_of_time = max((effect.pairs for effect in table.times if effect), default=0)
+    timed = f"timed in {rounds_of_time} rounds, alone" if rounds_of_time else "not timed"
+    modern = any(stage_of(name).file.startswith("beyond/modern/") for name in record.names)
+    parts = [f"{seeds}; {searched}; {timed}."]
+    if modern and "total batch" in record.facts:
+        parts.append("Long trunk: do not compare with newer races.")
+    if table.change.notna().any():
+        parts.append(how_sure(record))
+    unsure = [f"the rates of {called(name)}, which {why}" if name else why for name, why in doubts(record)]
+    if unsure:
+        parts.append(f"Doubtful: {'; '.join(unsure)}.")
+    return " ".join(parts + [f"{REFUTED} {why}." for why in refuted_in(report).values()])
+
+
+def refuted_in(report):
+    """{script: why its star does not stand} of a race, which its machine.json says."""
+    return {today(name): why for name, why in report.machine.get("refuted", {}).items()}
+
+
+def race_texts(report):
+    """(the standings as short texts, the caption)."""
+    return recipe_texts(report.race.table, "the row before", refuted_in(report)).drop(columns="tries"), caption(report)
+
+
 def print_race(report, console):
-    """The standings in a terminal; a narrow one gets no ranges."""
-    texts, caption = race_texts(report)
-    texts = texts.drop(columns=IN_A_LINK)
-    if console.width < WIDE:
-        texts = texts[[heading for heading in texts if not heading.startswith(("ms", "parameters", "tokens"))]]
-        texts = texts.replace({r" \(.*": "", ", ": ",\n"}, regex=True)
-    texts = texts.rename(columns=lambda heading: textwrap.fill(heading, 7, break_long_words=False))
-    print_texts(texts, console, f"{report.name}: to the same validation loss", f"{caption} {KEY}", min_width=16)
+    """The standings in a terminal."""
+    texts, below = race_texts(report)
+    print_texts(texts.drop(columns=IN_A_LINK), console, f"{report.name}: a race", f"{below} {KEY}",
+                first_to_go=FIRST_TO_GO)

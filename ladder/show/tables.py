@@ -77,6 +77,11 @@ def fastest(report):
     return f"Fastest matrix products measured: {rate / 1e12:.2f} TFLOP/s in {best}. {CONVENTION}."
 
 
+def remarks_of(report):
+    """What a reader of the table must know about the record beside the rule: as its machine.json says it."""
+    return "".join(f" {remark}" for remark in report.machine.get("remarks", ()))
+
+
 def conditions(report):
     """Where and on what the numbers were measured, and what MFU is a share of."""
     return f"{where(report)}. {fastest(report)}".strip()
@@ -138,7 +143,7 @@ def print_report(report, console, card=None):
     texts = shown_texts(report)
     left_out = ("spread", "× before", "causal", "1st step", "val loss") if console.width < WIDE else ()
     texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
-    print_texts(texts, console, report.name, f"{conditions(report)} {HEADINGS}.", min_width=16)
+    print_texts(texts, console, report.name, f"{conditions(report)} {HEADINGS}.{remarks_of(report)}", min_width=16)
     for warning in warnings(report, card):
         console.print(f"! {warning}", style="yellow")
     if report.profile:

@@ -19,8 +19,8 @@ from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show import formats
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
 from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose, read_exercises
-from ladder.show.standings import IN_A_LINK, KEY, p_text, race_texts, with_range
-from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, mfu_of, shown_texts, times_before,
+from ladder.show.standings import IN_A_LINK, KEY, between, p_of, race_texts, refuted_in
+from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, mfu_of, remarks_of, shown_texts, times_before,
                                 where)
 from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
@@ -79,10 +79,13 @@ def measured_row(rung, report):
 
 def race_row(rung, report):
     """What a rung reached in a report's race, {column: text}; None where it was not in one."""
-    racer = next((racer for racer in report.race.racers if racer.name == rung.name), None) if report.race else None
-    return racer and {"race": f"{data_of(report)}, {report.setting['model']}",
-                      "validation loss": with_range(racer.val_loss, "{:.3f}"), "p of the loss": p_text(racer),
-                      "% of the first rung's seconds": with_range(racer.percent, "{:.0f}")}
+    if not report.race or rung.name not in report.race.table.index:
+        return None
+    row = report.race.table.loc[rung.name]
+    return {"race": f"{data_of(report)}, {report.setting['model']}",
+            "validation loss (range)": formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss),
+            "− the row before (99 %)": between(row.change, formats.difference),
+            "p of the loss": p_of(row.change, rung.name in refuted_in(report))}
 
 
 def table(rows):
@@ -126,7 +129,7 @@ def race_view(report):
 def machine_view(report):
     """One machine's table for the template."""
     rows = table(shown_texts(report).to_dict("records"))
-    return rows | {"id": report.name, "name": where(report), "describe": f"{fastest(report)} {HEADINGS}".strip(),
+    return rows | {"id": report.name, "name": where(report), "describe": f"{fastest(report)} {HEADINGS}.{remarks_of(report)}".strip(),
                    "warnings": list(warnings(report)), "race": race_view(report)}
 
 

@@ -3,8 +3,9 @@ from pathlib import Path
 
 from ladder.count.cards import find_card
 from ladder.errors import UserError
+from ladder.files import write_whole
 from ladder.records.logs import read_log
-from ladder.records.recipes import CSV, FOLDERS, MOST_TRIES, read_csv
+from ladder.records.recipes import CSV, DIFFERENCES, FOLDERS, MOST_TRIES, SEEDS, by_seed, read_csv
 from ladder.show.tables import print_comparison
 
 
@@ -12,7 +13,7 @@ def add_flags(parser):
     flag = parser.add_argument
     flag("what", nargs="+", metavar="WHAT", help="rungs or files: the first, and what is compared with it; or a folder "
          "of such a comparison, to show it again; or two logs")
-    flag("--seeds", type=int, default=5, metavar="N", help="that are tested (default: %(default)s)")
+    flag("--seeds", type=int, default=SEEDS, metavar="N", help="that are tested (default: %(default)s)")
     flag("--tries", type=int, default=MOST_TRIES, metavar="N", help="of learning rates for each, at most; 0: take "
          "those that the flags or the scripts name (default: %(default)s)")
     flag("--jobs", type=int, metavar="N",
@@ -55,7 +56,8 @@ def compare_recipes(args, console):
     record = read_csv(folder / CSV)
     if not record.names:
         raise UserError(f"{folder}: no run ended with a validation loss; see its logs")
+    write_whole(folder / DIFFERENCES, by_seed(record, against_first=True).to_csv(index=False))
     save(verdict_picture(record), folder / "compare.png")
     show(folder, console)
-    console.print(f"{folder}: {CSV}, compare.png; python -m ladder compare {folder} shows this again", soft_wrap=True)
+    console.print(f"{folder}: {CSV}, {DIFFERENCES}, compare.png; python -m ladder compare {folder} shows this again", soft_wrap=True)
     return 1 if runner.failed() else 0

@@ -3,6 +3,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import PIL.Image
 import pandas
@@ -14,22 +15,22 @@ from scipy.stats import ttest_rel
 from experiments import race as race_module
 from experiments import race_docs
 from experiments.race import keep
-from experiments.race_record import write_standings
 from ladder.errors import UserError
-from ladder.measure.contest import SEED, Contest, default_rates
-from ladder.records.recipes import TUNING_SEEDS, read_csv, read_logs, steps_to
+from ladder.measure.contest import SEED, Contest, default_rates, tuning_seeds
+from ladder.records.race import Race
+from ladder.records.recipes import read_csv, read_logs, write_csv
+from ladder.records.logs import stage_of
 from ladder.records.summary import build_report
 from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show.charts import curves
 from ladder.show.plots import digest, save
-from ladder.show.standings import race_texts
+from ladder.show.standings import how_sure, race_texts
 
 ADAMW, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("gradient_checkpointing", "muon", "trapezoid_lr"))
 ORDER = [ADAMW.name, MUON.name, "an_idea"]
 STEPS = (10, 20, 30, 40)  # of the validations
 MS = {MUON.name: 110.0}  # a step of the others takes 100
 BEST = {ADAMW.name: (1.2e-3,), MUON.name: (1.2e-3, 4e-3), TRAPEZOID.name: (2.4e-3, 4e-3)}  # of the parabolas
-# Three seeds of AdamW end at 6.1, 6.0 and 5.9; Muon passes 6.0 at steps 15, 25 and 30.
 VAL_LOSSES = {ADAMW.name: [6.1, 6.0, 5.9], MUON.name: [(7, 5, 4, 3.9), (8, 7, 5, 4), (8, 7, 6, 4)]}
 HEADER = """# script: {0.name}.py
 # model: tiny | parameters: 1,250,000
@@ -38,11 +39,6 @@ HEADER = """# script: {0.name}.py
 # batch: B=2 T=32 | steps: 40 | seed: {1}
 # data: text
 """
-
-
-def standings(report):
-    """(The target, a Racer for each rung) of a race."""
-    return report.race.target, report.race.racers
 
 
 def flag_of(job, flag):
@@ -78,6 +74,7 @@ def rates_of(job):
 def run_race(folder, entries, seeds=2, best=BEST, slow=(), search_steps=None, tries=24, **val_losses):
     """Drive a race whose runs end the better, the closer log2 of each rate is to that of `best[name]`; its jobs.
 
+    A seed of the search finds AdamW's rate the lower, the higher it is; their mean is `best`.
     `val_losses` are those of each round, or a function of (the loss of the search, the job) for all runs. In the
     folders `slow` the machine takes 1.2 times as long.
     """
@@ -88,8 +85,9 @@ def run_race(folder, entries, seeds=2, best=BEST, slow=(), search_steps=None, tr
         for job in jobs:
             pairs = zip(rates_of(job), best[job.name], strict=True)
             end = 4 + sum(math.log2(float(rate) / middle) ** 2 for rate, middle in pairs)
-            if part_of([job], "sweep"):  # the mean over the seeds is right, each alone is not
-                end += (int(flag_of(job, "--seed")) - 1336.5) * math.log2(float(rates_of(job)[0]) / 3e-4)
+            if part_of([job], "sweep"):
+                middle = sum(tuning_seeds(seeds)) / seeds
+                end += 0.2 * (int(flag_of(job, "--seed")) - middle) * math.log2(float(rates_of(job)[0]) / 3e-4)
             own = val_losses.get(job.name)
             if callable(own):
                 end = own(end, job)
@@ -101,7 +99,7 @@ def run_race(folder, entries, seeds=2, best=BEST, slow=(), search_steps=None, tr
     words = ["--model", "tiny", "--steps", "40"]
     Contest(entries, words, folder, seeds, run, at_once=2, most_tries=tries, search_steps=search_steps).hold()
     record, _ = read_logs(folder, [entry.name for entry in entries])
-    write_standings(record, folder / "race.json")
+    write_csv(record, folder / "race.csv")
     return done
 
 
@@ -115,22 +113,34 @@ def searched(jobs, entry):
     return [rates_of(job) for job in part_of(jobs, "sweep") if job.name == entry.name]
 
 
-def test_the_tuning_seeds_are_never_tested_and_rounds_are_interleaved(tmp_path):
+def test_each_tested_seed_has_a_seed_of_the_search_and_the_rates_that_it_found(tmp_path):
+    """A slope k in the loss moves the lowest point of (x - b)^2 by -k / 2 octaves: 0.1 down and up."""
     entries = [ADAMW, MUON, TRAPEZOID]
     jobs = run_race(tmp_path, entries)
     assert {(flag_of(job, "--seed"), flag_of(job, "--val-every")) for job in part_of(jobs, "sweep")} == {
-        (str(seed), "40") for seed in TUNING_SEEDS}
-    names = [entry.name for entry in entries]
-    for part, number, seeds in (("round", 2, [1338, 1339]), ("timing", 5, [1338])):
-        some = part_of(jobs, part)
-        assert [job.name for job in some] == [name for i in range(number) for name in names[:: -1 if i % 2 else 1]]
-        assert sorted({int(flag_of(job, "--seed")) for job in some}) == seeds and not {*seeds} & {*TUNING_SEEDS}
-        assert {(job.name, rates_of(job)) for job in some} == {
-            (name, tuple(f"{rate:g}" for rate in rates)) for name, rates in BEST.items()}
-    assert {(flag_of(job, "--steps"), flag_of(job, "--val-every")) for job in part_of(jobs, "timing")} == {("30", "0")}
+        ("1337", "40"), ("1336", "40")}
+    rounds, names = part_of(jobs, "round"), [entry.name for entry in entries]
+    assert [job.name for job in rounds] == [*names, *names[::-1]]
+    assert [int(flag_of(job, "--seed")) for job in rounds] == [1338] * 3 + [1339] * 3
+    for job in rounds:
+        moved = 2 ** (-0.05 if flag_of(job, "--seed") == "1338" else 0.05)
+        first, *others = map(float, rates_of(job))
+        assert first == pytest.approx(BEST[job.name][0] * moved, rel=1e-3) and tuple(others) == BEST[job.name][1:]
     record, _ = read_logs(tmp_path)
-    assert record.sweep[MUON.name][1.2e-3, 4e-3] == pytest.approx(4.0) and {*record.tested.seed} == {SEED, SEED + 1}
-    assert [tuple(racer.rates) for racer in standings(build_report(tmp_path))[1]] == [*BEST.values()]
+    assert record.own_searches and {*record.tested.seed} == {SEED, SEED + 1}
+    assert record.sweep[MUON.name][1.2e-3, 4e-3] == pytest.approx(4.0)
+    rates = build_report(tmp_path).race.table.rates
+    assert [rates[name] for name in names] == [pytest.approx(BEST[name], rel=1e-3) for name in names]
+
+
+def test_neighbors_are_timed_next_to_each_other_in_the_order_abba(tmp_path):
+    jobs = part_of(run_race(tmp_path, [ADAMW, MUON, TRAPEZOID]), "timing")
+    assert {(flag_of(job, "--steps"), flag_of(job, "--val-every"), flag_of(job, "--seed")) for job in jobs} == {
+        ("30", "0", "1338")}
+    names = [job.name for job in jobs]
+    abba = [name for a, b in pairwise([ADAMW.name, MUON.name, TRAPEZOID.name]) for name in (a, b, b, a)]
+    assert names == 3 * abba
+    assert [len(list(folder.iterdir())) for folder in tmp_path.glob("timing/*")] == [2] * 12
 
 
 def test_each_rung_gets_as_many_tries_as_the_longest_search_took(tmp_path):
@@ -164,71 +174,46 @@ def test_a_run_that_diverges_is_never_the_best_and_a_resumed_race_keeps_its_rate
         run_race(tmp_path / "all", [ADAMW], **{ADAMW.name: lambda end, job: "inf"})
 
 
-@pytest.mark.parametrize("val_losses, loss, steps", [
-    ((9, 8, 7, 6), 7.5, 25), ((9, 8, 7, 6), 7, 30), ((9, 8, 7, 6), 9.5, 10), ((9, 8, 7, 6), 5.9, math.inf),
-    ((9, 6, 8, 5), 7, 10 + 10 * 2 / 3), ((math.inf, 7, 7, 6), 7.5, 20),
-])
-def test_steps_to_a_loss_lie_between_two_validations(val_losses, loss, steps):
-    assert steps_to(pandas.DataFrame({"step": STEPS, "val_loss": val_losses}), loss) == pytest.approx(steps)
-
-
-def test_standings_are_medians_over_the_seeds_and_means_of_the_losses(tmp_path):
+def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 3, slow=["round_3"], **VAL_LOSSES)
     report = build_report(tmp_path)
-    target, [first, second] = standings(report)
-    assert target == 6.0 and (first.rates, second.rates) == ([0.0012], [0.0012, 0.004])
-    assert first.val_loss == [6.0, 5.9, 6.1] and first.tokens[0] == 40 * 64 and first.tokens[2] == math.inf
-    assert first.tokens[1] == pytest.approx(64 * (30 + 10 / 1.1))
-    assert second.val_loss == pytest.approx([11.9 / 3, 3.9, 4]) and second.tokens == [25 * 64, 15 * 64, 30 * 64]
-    assert second.seconds == pytest.approx([2.75, 1.65, 3.3])  # as fast in all rounds, whatever the machine did
-    assert report.race.rows[0]["peak_memory_gb"] == 4
+    first, second = report.race.table.itertuples()
+    assert (first.val_loss, first.val_low, first.val_high) == (6.0, 5.9, 6.1)
+    assert (second.val_loss, second.val_low, second.val_high) == pytest.approx((11.9 / 3, 3.9, 4))
+    assert (first.ms, first.ms_low, first.ms_high) == (100, 100, 120)  # one round of six was slow
+    assert math.exp(second.times.mean) == pytest.approx(1.1)  # of both, so that the ratio holds
     curve = [*curves(report)][1]
     assert (curve["title"], curve["steps"]) == ("Muon", [*STEPS])
-    assert curve["seconds"] == pytest.approx([1.1, 2.2, 3.3, 4.4])
     assert curve["loss"] == pytest.approx([23 / 3, 19 / 3, 5, 11.9 / 3])
+    assert (curve["low"][0], curve["high"][0]) == (7, 8)
     texts, caption = race_texts(report)
-    assert list(texts["% of gradient_checkpointing's"]) == ["100 (98–never)", "69 (41–82)"]
-    assert list(texts["learning rates"]) == ["0.0012", "0.0012, 0.004"]
-    assert "3 seeds, too few for a star; 18 tries" in caption and "timed 5 times, alone" in caption
-
-
-@pytest.mark.parametrize("ends, target", [([6.1, 6.0], 6.1), ([6.104] * 2, 6.11), ([1.1] * 2, 1.1)])
-def test_the_target_is_the_median_rounded_up(ends, target, tmp_path):
-    """Of two seeds the higher, so that both reach it. 100 * 1.1 is a little more than 110 in floating point."""
-    run_race(tmp_path, [ADAMW], **{ADAMW.name: ends})
-    found, [racer] = standings(build_report(tmp_path))
-    assert found == target and racer.tokens[2] < math.inf
+    assert list(texts["val loss (range)"]) == ["6.000 (5.900–6.100)", "3.967 (3.900–4.000)"]
+    assert "3 seeds, too few for a star; 18 tries" in caption and "timed in 6 rounds, alone" in caption
 
 
 def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES)
+    assert keep(tmp_path, ORDER) == [] and (tmp_path / "race.png").exists()
     cut(tmp_path / "round_2" / f"{MUON.name}.log", 30)
-    assert [f"round_2/{MUON.name}.log" in reason for reason in keep(tmp_path, ORDER)] == [True]
-    target, [_, muon] = standings(build_report(tmp_path))
-    assert target == 6.0 and muon.tokens == [22.5 * 64, 15 * 64, 30 * 64]
-    assert (tmp_path / "race.csv").exists() and (tmp_path / "race.png").exists()
+    cut(tmp_path / "timing" / "round_3" / f"{MUON.name}.log", 10)
+    assert ["round_2" in reason or "round_3" in reason for reason in keep(tmp_path, ORDER)] == [True, True]
+    muon = build_report(tmp_path).race.table.loc[MUON.name]
+    assert muon.val_loss == pytest.approx(3.95) and muon.change is None and muon.times.pairs == 5
     for path in tmp_path.glob("round_*/*.log"):
         cut(path, 8)
     assert read_logs(tmp_path)[0].names == []  # nothing to compare yet
 
 
-def test_the_timing_counts_for_seconds_and_the_rounds_only_where_it_is_missing(tmp_path):
-    """A rung that has not been timed alone is not compared with one that has: then no timing counts."""
+def test_times_are_only_those_of_runs_alone(tmp_path):
+    """Runs of the rounds share the machine."""
     run_race(tmp_path, [ADAMW, MUON], 3, slow=["timing"], **VAL_LOSSES)
-    odd = tmp_path / "timing" / "round_1" / f"{ADAMW.name}.log"  # the median of the three does not mind
-    odd.write_text(odd.read_text().replace("dt: 120.0 ms", "dt: 12.0 ms"))
-    keep(tmp_path, ORDER)
-    report = build_report(tmp_path)
-    _, racers = standings(report)
-    assert [racer.ms for racer in racers] == [row["ms"] for row in report.race.rows] == pytest.approx([120, 132])
-    assert racers[1].seconds == pytest.approx([3.3, 1.98, 3.96])
-    assert report.race.rows[0]["first_step_s"] == 0.12
-    for path in tmp_path.glob(f"timing/*/{MUON.name}.log"):
+    assert [*build_report(tmp_path).race.table.ms] == pytest.approx([120, 132])
+    for path in tmp_path.glob("timing/*/*.log"):
         cut(path, 20)
     keep(tmp_path, ORDER)
     report = build_report(tmp_path)
-    assert [racer.ms for racer in standings(report)[1]] == [100, 110]
-    assert "ms/step of the same runs" in race_texts(report)[1]
+    texts, caption = race_texts(report)
+    assert report.race.table.ms.isna().all() and "not timed" in caption and not any("ms" in heading for heading in texts)
 
 
 def test_a_rung_is_compared_with_the_row_before(tmp_path):
@@ -237,14 +222,15 @@ def test_a_rung_is_compared_with_the_row_before(tmp_path):
     ends = {ADAMW.name: [6.0, 6.01, 6.02, 6.0, 6.03], MUON.name: [5.0, 5.01, 5.03, 5.02, 5.01],
             TRAPEZOID.name: [5.01, 5.0, 5.02, 5.01, 5.02]}
     run_race(tmp_path, entries, 5, **ends)
-    _, [first, muon, trapezoid] = standings(build_report(tmp_path))
-    assert first.p_loss is first.change is None and not first.significant
+    first, muon, trapezoid = build_report(tmp_path).race.table.change
     pairs = [ttest_rel(ends[b.name], ends[a.name]) for a, b in ((ADAMW, MUON), (MUON, TRAPEZOID))]
-    assert muon.p_loss == pytest.approx(2 * pairs[0].pvalue) and trapezoid.p_loss == pytest.approx(pairs[1].pvalue)
-    assert muon.change == pytest.approx([-0.998, *pairs[0].confidence_interval(0.95)])
+    assert first is None and muon.p == pytest.approx(2 * pairs[0].pvalue)
+    assert trapezoid.p == pytest.approx(pairs[1].pvalue)
+    for effect, pair in zip((muon, trapezoid), pairs, strict=True):  # two tests of 0.5 % each
+        assert (effect.low, effect.high) == pytest.approx(pair.confidence_interval(0.995))
     texts, _ = race_texts(build_report(tmp_path))
     assert list(texts["p"])[:2] == ["–", "<0.001*"] and "*" not in texts["p"][2]
-    assert texts["change (95 %)"][1].startswith("−0.998 (−1.0")
+    assert texts["− the row before (99 %)"][1].startswith("−0.998 (−1.0")
     few = {name: losses[:3] for name, losses in ends.items()}
     run_race(tmp_path / "few", entries, 3, **few)
     texts, caption = race_texts(build_report(tmp_path / "few"))
@@ -258,10 +244,10 @@ def test_a_seed_that_chose_the_rates_is_not_tested(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 5, **{MUON.name: [1.0, 3.0, 3.01, 3.02, 3.03]})
     record, _ = read_logs(tmp_path)
     record.points.loc[(record.points.part == "round"), "seed"] -= 1
-    write_standings(record, tmp_path / "race.json")
-    _, [_, muon] = standings(build_report(tmp_path))
-    texts, caption = race_texts(build_report(tmp_path))
-    assert muon.val_loss == pytest.approx([3.015, 3.0, 3.03]) and texts["p"][1] == "<0.001"
+    write_csv(record, tmp_path / "race.csv")
+    report = build_report(tmp_path)
+    muon, (texts, caption) = report.race.table.loc[MUON.name], race_texts(report)
+    assert (muon.val_loss, muon.val_low) == pytest.approx((3.015, 3.0)) and texts["p"][1] == "<0.001"
     assert "4 seeds without 1337, the search's, too few for a star" in caption
 
 
@@ -270,8 +256,26 @@ def test_a_rung_that_diverges_with_a_seed_is_not_tested(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 5, **{MUON.name: [3.0, 3.0, 3.01, 3.02, 3.03]})
     (tmp_path / "round_2" / f"{MUON.name}.log").unlink()
     keep(tmp_path, ORDER)
-    _, [_, muon] = standings(build_report(tmp_path))
-    assert muon.p_loss is muon.change is None and not muon.significant
+    assert build_report(tmp_path).race.table.change[MUON.name] is None
+
+
+def test_a_star_that_a_check_removed_is_marked(tmp_path):
+    ends = {ADAMW.name: [6.0, 6.01, 6.02, 6.0, 6.03], MUON.name: [5.0, 5.01, 5.03, 5.02, 5.01]}
+    run_race(tmp_path, [ADAMW, MUON], 5, **ends)
+    (tmp_path / "machine.json").write_text(json.dumps({"rates": {}, "refuted": {MUON.name: "not with other rates"}}))
+    texts, caption = race_texts(build_report(tmp_path))
+    assert texts["p"][1] == "<0.001*†" and caption.endswith("† not with other rates.")
+
+
+@pytest.mark.parametrize("tries, seeds, said", [(3, 2, "include the luck"), (3, 1, "leave out the luck"),
+                                                (0, 2, "for the learning rates given")])
+def test_it_is_said_whether_p_holds_the_luck_of_the_search(tries, seeds, said, tmp_path):
+    """It does not where one pair of rates serves all seeds, as in older races."""
+    run_race(tmp_path, [ADAMW, MUON], 4, tries=tries, **{MUON.name: [5.0, 5.01, 5.03, 5.02]})
+    record, _ = read_logs(tmp_path)
+    search = record.points.part == "search"
+    left = record.points[~search | record.points.seed.isin(range(1338 - 2 * seeds, 1338))]
+    assert said in how_sure(replace(record, points=left))
 
 
 def test_the_record_says_what_the_logs_do(tmp_path):
@@ -283,58 +287,50 @@ def test_the_record_says_what_the_logs_do(tmp_path):
     (tmp_path / "rates.json").write_text(json.dumps(rates | {"an_idea": rates[MUON.name]}))
     cut(tmp_path / "sweep" / "0.0012_0.002" / "1336" / "an_idea.log", 1)
     keep(tmp_path, ORDER)
-    by_logs = (tmp_path / "race.json").read_text()
-    record = read_csv(tmp_path / "race.csv")
-    assert record.sweep["an_idea"][1.2e-3, 2e-3] == math.inf
-    write_standings(record, tmp_path / "race.json")
-    assert (tmp_path / "race.json").read_text() == by_logs
-    _, [_, muon, idea] = standings(build_report(tmp_path))
-    assert idea.name == "an_idea" and (idea.tokens, idea.rates) == (muon.tokens, [1.2e-3, 4e-3])
-    record = replace(record, points=record.points[record.points.part != "search"])
-    write_standings(record, tmp_path / "race.json")
+    record, known = read_csv(tmp_path / "race.csv"), read_logs(tmp_path, ORDER)[0]
+    pandas.testing.assert_frame_equal(record.points, known.points, check_dtype=False)
+    assert record.facts == known.facts and record.sweep["an_idea"][1.2e-3, 2e-3] == math.inf
+    table = build_report(tmp_path).race.table
+    assert table.val_loss["an_idea"] == table.val_loss[MUON.name] and table.rates["an_idea"] == table.rates[MUON.name]
+    write_csv(replace(record, points=record.points[record.points.part != "search"]), tmp_path / "race.csv")
     assert "too few for a star; rates given;" in race_texts(build_report(tmp_path))[1]
 
 
-def test_the_pictures_of_a_race_in_which_a_rung_never_gets_to_the_target(tmp_path):
-    run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES | {MUON.name: [(9, 9, 9, 9)] * 3})
+def test_the_picture_of_races_has_the_effects_and_their_intervals(tmp_path):
+    run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES)
     report = build_report(tmp_path)
     report.setting["data"] = "text (bytes tokens)"
-    older = replace(report, race=replace(report.race, facts=dict(report.race.facts)))
-    del report.race.facts["total batch"]
-    larger = replace(report, name="b", setting=report.setting | {"model": "x9x9"})
-    pictures = race_docs.pictures([report, older, larger])
+    record = report.race.record
+    older, newer = (replace(report, race=Race(replace(record, facts=facts)))
+                    for facts in (record.facts, {"model": "tiny"}))
+    larger = replace(newer, name="b", setting=report.setting | {"model": "x9x9"})
+    pictures = race_docs.pictures([newer, older, larger])
     for name, picture in pictures.items():
         save(picture, tmp_path / name)
     panels = pictures["races.png"]["panels"]
     assert [panel["heading"] for panel in panels] == [
         f"text\n(bytes tokens)\n{model}" for model in ("tiny", "x9x9")]
-    for first, never in (panel["bars"] for panel in panels):
-        assert first["parts"] == [100] and first["end"] == "100 %"
-        assert never["pale"] and never["open"] and never["end"] == "not reached"
+    effect = report.race.table.change[MUON.name]
+    for [bar] in (panel["bars"] for panel in panels):  # nothing stands before the first row
+        assert (bar["parts"], bar["low"], bar["high"]) == ([effect.mean], effect.low, effect.high)
 
 
 def test_the_table_of_older_races_has_the_losses_of_some_rungs(tmp_path):
     """The first one's, those of the newer races' last one, and of the rungs that no newer race has."""
     run_race(tmp_path, [ADAMW, MUON, TRAPEZOID], 3, **VAL_LOSSES | {TRAPEZOID.name: [5.0, 5.1, 5.2]})
     older = build_report(tmp_path)
-    first, muon, trapezoid = older.race.racers
-    newer = replace(older, race=replace(older.race, racers=[first, muon]))
+    first, muon, trapezoid = (stage_of(name) for name in older.race.table.name)
+    record = older.race.record
+    newer = replace(older, race=Race(replace(record, points=record.points[record.points.rung != TRAPEZOID.name])))
     lines = race_docs.older_table([older], [newer]).splitlines()
     assert lines[2] == f"| text | seeds | `{first.label}` | `{muon.label}` | `{trapezoid.label}` |"
     assert lines[-1].endswith(" | 3 | 6.000 (5.900–6.100) | 3.967 (3.900–4.000) | 5.100 (5.000–5.200) |")
-    newer = replace(older, race=replace(older.race, racers=[first, muon, trapezoid]))
-    heading = race_docs.older_table([older], [newer]).splitlines()[2]
+    heading = race_docs.older_table([older], [older]).splitlines()[2]
     assert heading == f"| text | seeds | `{first.label}` | `{trapezoid.label}` |"
 
 
 def test_what_docs_shows_of_races_is_up_to_date(tmp_path):
-    """Their standings are what the records say, and the table and the pictures what the standings say."""
-    records = sorted(ROOT.glob("logs/reference/*/race.csv"))
-    for path in records:
-        write_standings(read_csv(path), tmp_path / "race.json")
-        same = (tmp_path / "race.json").read_bytes() == path.with_name("race.json").read_bytes()
-        assert same, f"{path}: run python -m experiments.race_docs"
-    races = race_docs.races_of(path.parent for path in records)
+    races = race_docs.races_of(path.parent for path in sorted(ROOT.glob("logs/reference/*/race.csv")))
     (tmp_path / "docs").mkdir()
     page = race_docs.PAGE
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -349,15 +345,14 @@ def test_what_docs_shows_of_races_is_up_to_date(tmp_path):
 @pytest.mark.slow
 def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):
     """The same command resumes, and repeats nothing of the three parts; with others the folder is refused."""
-    monkeypatch.setattr(race_module, "TIMINGS", 2)
+    monkeypatch.setattr(race_module, "TIMINGS", 1)
     logs, name = tmp_path / "race", ADAMW.name
     words = [str(logs), "--seeds", "1", "--jobs", "2", "--tries", "3", "--rungs", ADAMW.label, *flags(tokens),
              "--total-batch", "32",
              "--val-every", "2", "--val-sequences", "2", "--compile-mode", "none", "--warmup-steps", "0"]
     assert race_module.main(words) == 0
-    [racer] = build_report(logs).race.racers
-    assert racer.steps == [2, 4] and "3 tries of rates; timed 2 times" in build_report(logs).race.caption
-    assert "to the same validation loss" in call("report", logs)[1]
+    assert {*build_report(logs).race.record.tested.step} == {2, 4}
+    assert "1 seed, too few for a star; 3 tries of rates" in " ".join(call("report", logs)[1].split())
     gone = [logs / "round_1" / f"{name}.log", logs / "timing" / "round_2" / f"{name}.log"]
     for path in gone:
         path.unlink()
