@@ -164,24 +164,25 @@ add("fp8", "beyond/modern/fp8.py", "FP8", "zero_init", "add_flags", "to_float8",
     "Float8Product", "Float8Linear", "use_float8", "CausalSelfAttention.__init__", "MLP.__init__", "train",
     brings="for large models on Ada, Hopper or newer; not timed yet")
 add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", "zero_init",
-    "GPT", "count_log_frequencies", "train", exports_to=None, brings="a faster start with GPT-2's tokens")
+    "GPT", "count_log_frequencies", "train", exports_to=None,
+    brings="perhaps a faster start with GPT-2's tokens (four seeds)")
 add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embeddings", "frequency_prior",
     "GPTConfig", "GPT.__init__", "GPT.forward", "GPT.configure_optimizers",
-    brings="a lower loss on bytes (four seeds), less so in a larger model")
+    brings="perhaps a lower loss on bytes (four seeds)")
 add("mup", "beyond/modern/mup.py", "rates that carry over", "zero_init",
     "BASE_WIDTH", "GPT.__init__", "GPT.forward", "muon_update",
-    brings="the learning rates of width 128 also fit width 512")
+    brings="perhaps the learning rates of width 128 also fit width 512")
 add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", "zero_init",
     "EXTRA_ROWS", "GPT.forward", "GPT.sampled_loss",
     brings="a lower loss in the same time, for a small model with GPT-2's tokens")
 # A model worth keeping from a small text.
 add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", "zero_init",
-    "DataLoaderLite", "train", brings="a lower loss (three seeds)")
+    "DataLoaderLite", "train", brings="perhaps a lower loss (three seeds)")
 add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoint", "shuffled_windows",
     "add_flags", "Best", "train", same_losses=0.01, brings="the model from before it overfit")
 add("dropout", "beyond/small_text/3_dropout.py", "dropout", "best_checkpoint",
     "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train",
-    brings="a lower loss on a text that is read many times (three seeds)")
+    brings="perhaps a lower loss on a text that is read many times (three seeds)")
 add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", "dropout",
     "document_mask", "CausalSelfAttention", "Block.forward", "GPT.__init__", "GPT.forward", "train",
     brings="no significant difference")
