@@ -342,7 +342,7 @@ def main(argv=None):
     for label, kernels in count_all(counted_rungs(parse_rungs(args.rungs), console), STORED, console).items():
         rungs[label] = {"lesson": lesson_hash(label), "torch": torch.__version__, "kernels": kernels}
     lines = []
-    for label in sorted(rungs, key=COUNTED.index):
+    for label in [label for label in COUNTED if label in rungs]:
         kernels = [[n, *kernel] for kernel, n in sorted(rungs[label]["kernels"].items())]
         lines.append(f" {json.dumps(label)}: {json.dumps(rungs[label] | {'kernels': kernels})}")
     write_whole(STORE, f"{json.dumps(STORED)[:-1]}, \"rungs\": {{\n" + ",\n".join(lines) + "\n}}\n")

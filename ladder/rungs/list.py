@@ -116,28 +116,6 @@ add("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", "9", "GPT
 LADDER = list(RUNGS)  # up to here each rung makes a step faster or the loss fall faster, on one device
 add("ddp", "ddp_run.py", "DistributedDataParallel", "10",
     "imports", "add_flags", "init_ranks", "train", torchrun=True)
-# A long run: any number of ranks, batches of any size, through crashes, in little memory.
-add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", "ddp",
-    "add_flags", "batches_per_step", "optimizer_step", "train",
-    brings="any batch size, in the memory of one micro-batch")
-add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", "gradient_accumulation",
-    "DataLoaderLite", "optimizer_step", "train", same_losses=0.01,
-    brings="the next batch arrives while the device works")
-add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", "prefetch",
-    "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01,
-    brings="the loss on text that was not trained on")
-add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", "distributed_validation",
-    "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01,
-    brings="a crash costs only the steps since the last checkpoint")
-add("preemption", "beyond/long_run/5_preemption.py", "preemption", "checkpoints",
-    "imports", "on_any_rank", "catch_signals", "train", same_losses=0.01,
-    brings="a signal, such as Ctrl-C, costs no step")
-add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing", "preemption",
-    "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "train", same_losses=0.1,
-    brings="only one block's activations in memory")
-add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chunked cross-entropy",
-    "gradient_checkpointing", "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train",
-    same_losses=0.1, chunked=True, brings="only one chunk's logits in memory")
 # From GPT-2 to a modern transformer: fewer tokens to the same loss. One process, one batch a step.
 add("validation", "beyond/modern/0_validation.py", "a validation loss", "10",
     "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01,
@@ -186,6 +164,28 @@ add("dropout", "beyond/small_text/3_dropout.py", "dropout", "best_checkpoint",
 add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", "dropout",
     "document_mask", "CausalSelfAttention", "Block.forward", "GPT.__init__", "GPT.forward", "train",
     brings="no significant difference")
+# A long run: any number of ranks, batches of any size, through crashes, in little memory.
+add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", "ddp",
+    "add_flags", "batches_per_step", "optimizer_step", "train",
+    brings="any batch size, in the memory of one micro-batch")
+add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", "gradient_accumulation",
+    "DataLoaderLite", "optimizer_step", "train", same_losses=0.01,
+    brings="the next batch arrives while the device works")
+add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", "prefetch",
+    "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01,
+    brings="the loss on text that was not trained on")
+add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", "distributed_validation",
+    "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01,
+    brings="a crash costs only the steps since the last checkpoint")
+add("preemption", "beyond/long_run/5_preemption.py", "preemption", "checkpoints",
+    "imports", "on_any_rank", "catch_signals", "train", same_losses=0.01,
+    brings="a signal, such as Ctrl-C, costs no step")
+add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing", "preemption",
+    "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "train", same_losses=0.1,
+    brings="only one block's activations in memory")
+add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chunked cross-entropy",
+    "gradient_checkpointing", "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train",
+    same_losses=0.1, chunked=True, brings="only one chunk's logits in memory")
 # Both trunks in one, and the shape of published models.
 add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run", ("chunked_cross_entropy", "zero_init"),
     "imports", "add_flags", "GPT.__init__", "GPT.forward", "Checkpoints.refuse_other_run", "last_step_at_max_lr",

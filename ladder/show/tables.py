@@ -13,11 +13,12 @@ from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.records.summary import build_report, warnings
 from ladder.records.two_logs import compare
 from ladder.records.work import KINDS, UNRELIABLE, is_reliable
-from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT
+from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show import formats
 from ladder.show.formats import NOTHING
 from ladder.show.standings import print_race
 from ladder.show.terminal import WIDE, print_texts
+from ladder.show.tree import tree_lines
 
 NO_TEST = "?"  # after a ratio that too few rounds tell from chance
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
@@ -271,8 +272,17 @@ def write_between(path, name, tables):
     write_whole(path, f"{parts[0]}{text}\n{parts[1]}")
 
 
+def scripts_table():
+    """beyond/README.md's: the tree from rung 10 on, and what each script brings."""
+    lines = list(tree_lines())
+    branch = "\n".join(line for line, _ in lines[[rung.label for _, rung in lines].index("10"):])
+    rows = [{"script": f"[`{rung.label}`]({rung.file.removeprefix('beyond/')})", "the idea": rung.title,
+             "what it brings": rung.brings} for rung in RUNGS if rung.track]
+    return f"```\n{branch}\n```\n\n{markdown(rows, 3)}"
+
+
 def write_tables(reports, root=ROOT):
-    """Put the tables between their marks in README.md, of the machine where the ladder gains the most, and in docs/.
+    """Put the tables between their marks: in README.md of the machine where the ladder gains the most, docs/, beyond/.
 
     docs/ shows machines with the whole ladder in enough rounds to test a gain; `report` shows the others.
     """
@@ -283,6 +293,7 @@ def write_tables(reports, root=ROOT):
              and min(row.rounds for row in report.rows) >= FEWEST_ROUNDS]
     write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in whole])
     write_between(root / "docs" / "results.md", "published", [published_table()])
+    write_between(root / "beyond" / "README.md", "scripts", [scripts_table()])
 
 
 def as_json(reports):

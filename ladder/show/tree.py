@@ -1,5 +1,4 @@
-"""The tree of rungs as the page shows it: its parts, how far a rung is indented, and a path of two evenings."""
-import itertools
+"""The tree of rungs: as text; and as the page shows it, in parts, indented, with a path of two evenings."""
 from dataclasses import dataclass
 
 from ladder.rungs.list import RUNGS
@@ -7,46 +6,35 @@ from ladder.rungs.list import RUNGS
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the page: the rungs from those that start it up to those that start another one."""
+    """A part of the page: the scripts of a folder of beyond/, or the others."""
 
-    id: str
+    id: str  # the folder's name, or "ladder"
     title: str
-    starts: tuple  # the labels of its first rungs
     intro: str  # in the docstrings' Markdown
 
 
 PARTS = [
-    Part("ladder", "The ladder", ("0",),
+    Part("ladder", "The ladder",
          "Each lesson is the script's own explanation, an exercise, the change, folded until you ask for it, and what "
          "the change did on the machines that ran it."),
-    Part("long-runs", "A long run", ("gradient_accumulation",),
-         "These rungs are not about speed: they add what a long training run needs."),
-    Part("memory", "Memory", ("gradient_checkpointing",),
-         "The same losses in less memory: first the activations of the blocks, then the logits."),
-    Part("modern", "From GPT-2 to Qwen3", ("validation",),
-         "A branch of its own, from rung 10 on: one process, one batch a step. These scripts change the optimizer, "
-         "the schedule and the architecture: one by one they turn GPT-2 into a Qwen3. A step does not get faster; what "
-         "counts is the time to a validation loss, each rung with its own best learning rates."),
-    Part("larger", "Larger models", ("fp8",), "FP8 for the matrix products that are large enough."),
-    Part("past-qwen3", "Past Qwen3", ("frequency_prior",),
-         "Fewer tokens to the same loss, in models that transformers does not have."),
-    Part("rates", "A wide model's learning rates", ("mup",),
-         "What is found in a cheap run of a narrow model is used in a wide one."),
-    Part("vocabulary", "A small model's vocabulary", ("sampled_softmax",),
-         "GPT-2's 50,257 tokens take most of a small model's step, in its output layer."),
-    Part("small-text", "A small text", ("shuffled_windows",), "What a model needs that reads its text many times."),
-    Part("both", "A long run of a modern model", ("long_run",),
-         "The two trunks meet: the long run of `chunked_cross_entropy` and the model of `zero_init`."),
-    Part("published-qwen3s", "The published Qwen3s", ("grouped_query_attention",),
-         "`zero_init` has the parts of a Qwen3; this rung gives it the shape of those that are published."),
-    Part("cards", "Several cards", ("sharded_optimizer", "fsdp"),
+    Part("modern", "From GPT-2 to Qwen3, and past it",
+         "A branch of its own, from rung 10 on: one process, one batch a step. The scripts from `muon` to `zero_init` "
+         "change the optimizer, the schedule and the architecture: one by one they turn GPT-2 into a Qwen3. A step "
+         "does not get faster; what counts is the time to a validation loss, each script with its own best learning "
+         "rates. The others start from `zero_init`: for larger models, for fewer tokens to the same loss, for learning "
+         "rates that fit a wider model, and for a small model with a large vocabulary."),
+    Part("small_text", "A small text", "What a model needs that reads its text many times."),
+    Part("long_run", "A long run",
+         "These scripts are not about speed. They add what a long training run needs, then lower its memory: first the "
+         "activations of the blocks, then the logits. `long_run` joins `chunked_cross_entropy` with the model of "
+         "`zero_init`, and `grouped_query_attention` gives it the shape of the published Qwen3s."),
+    Part("several_cards", "Several cards",
          "Under DDP every card holds the whole model and its optimizer. Here the cards share them: `sharded_optimizer` "
          "the optimizer's work and moments, FSDP also the parameters and gradients, for a model that does not fit on "
          "one card."),
-    Part("gpu", "The last milliseconds on a GPU", ("bf16_residual",),
+    Part("gpu", "The last milliseconds on a GPU",
          "From rung 10 on: what is left of a step when the usual means are used up."),
 ]
-STARTS = {label: part for part in PARTS for label in part.starts}
 
 # A learner's path; every other lesson is reference.
 EVENINGS = {"first": ("0", "1", "2", "3", "5", "6"), "second": ("8", "10", "gradient_accumulation", "muon", "rope")}
@@ -55,11 +43,26 @@ EXERCISES = {"first": ("0", "1", "6"), "second": ("9", "gradient_accumulation")}
 
 def parts():
     """Yields (Part, its rungs), in the order of the list of rungs."""
-    part, part_of = None, {}
-    for rung in RUNGS:
-        part = part_of[rung] = STARTS.get(rung.label, part)
-    for part, rungs in itertools.groupby(RUNGS, part_of.get):
-        yield part, list(rungs)
+    for part in PARTS:
+        yield part, [rung for rung in RUNGS if (rung.track or "ladder") == part.id]
+
+
+def tree_lines():
+    """Yields (a line of the tree: a label behind its branches, the rung), from rung 0 on.
+
+    A rung starts from the line above it; from a line with several branches start several.
+    """
+    return lines_from(RUNGS[0], "", "")
+
+
+def lines_from(rung, before, mark):
+    """The lines of a rung and of all that come from it; `before` are the branches that pass it, `mark` is its own."""
+    more = f" (and {', '.join(start.label for start in rung.starts[1:])})" if rung.starts[1:] else ""
+    yield before + mark + rung.label + more, rung
+    before += {"": "", "├─ ": "│  ", "└─ ": "   "}[mark]
+    children = [other for other in RUNGS if other.start is rung]
+    for child in children:
+        yield from lines_from(child, before, "" if len(children) == 1 else "└─ " if child is children[-1] else "├─ ")
 
 
 def after(rung):

@@ -1,4 +1,4 @@
-"""`python -m ladder diff`: one lesson: the text, the change, the measured effect."""
+"""`python -m ladder diff`: one lesson: the text, the change, the measured effect; or the tree of all rungs."""
 from ladder.errors import UserError
 from ladder.records.logs import reference_folders
 from ladder.records.significance import BEYOND_CHANCE, speed_p
@@ -8,15 +8,20 @@ from ladder.rungs.list import find_rung
 from ladder.show import formats
 from ladder.show.lesson_text import print_lesson
 from ladder.show.tables import where
+from ladder.show.tree import tree_lines
 
 
 def add_flags(parser):
-    parser.add_argument("rungs", nargs="+", metavar="N", help="a rung, or two")
+    parser.add_argument("rungs", nargs="*", metavar="RUNG", help="a rung, or two; without one the tree of all")
 
 
 def main(args, console):
     if len(args.rungs) > 2:
         raise UserError("diff takes one rung, or two")
+    if not args.rungs:
+        for line, rung in tree_lines():
+            console.print(f"{line:<36} {rung.brings or rung.title}", soft_wrap=True)
+        return
     rung = find_rung(args.rungs[-1])
     before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else rung.start
     old = before.path.read_text(encoding="utf-8") if before else None

@@ -16,7 +16,8 @@ from ladder.rungs.list import BY_LABEL
 
 OTHER_MODELS = rungs_that_change("CausalSelfAttention", "MLP", "Block", "GPT", "GPTConfig")  # than the one before
 GPT2 = [label for label in OTHER_MODELS if BY_LABEL[label].exports_to == "gpt2"]
-QWEN3 = [label for label in OTHER_MODELS if builds_on(label, "swiglu")]  # what frequency_prior adds starts at zero
+QWEN3 = [label for label in OTHER_MODELS if BY_LABEL[label].exports_to == "qwen3"]
+QWEN3 += ["frequency_prior", "ngram_embeddings"]  # what they add starts at zero
 SIZES = {  # {--model: (layers, heads, width, parameters)}: of the last four as OpenAI released them
     "tiny": (2, 2, 64, None), "mini": (6, 3, 192, None), "small": (6, 6, 384, None),
     "gpt2": (12, 12, 768, 124_439_808), "gpt2-medium": (24, 16, 1024, 354_823_168),

@@ -289,15 +289,16 @@ def test_a_ratio_has_the_mark_of_its_test(ratio, p, text):
 
 def test_every_generated_table_is_up_to_date(tmp_path, reference):
     """All that `report --readme` rewrites is what the committed logs say. The races: test_race.py."""
-    (tmp_path / "docs").mkdir()
-    marked = [path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-              if re.search("^<!-- (ladder|published):begin -->", path.read_text(encoding="utf-8"), re.M)]
+    for folder in ("docs", "beyond"):
+        (tmp_path / folder).mkdir()
+    marked = [path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "beyond/README.md"]
+              if re.search("^<!-- (ladder|published|scripts):begin -->", path.read_text(encoding="utf-8"), re.M)]
     for file in marked:
         text = (ROOT / file).read_text(encoding="utf-8")
-        text = re.sub(r"(?ms)(^<!-- (?:ladder|published):begin -->\n).*?^(<!-- )", r"\1\2", text)
+        text = re.sub(r"(?ms)(^<!-- (?:ladder|published|scripts):begin -->\n).*?^(<!-- )", r"\1\2", text)
         (tmp_path / file).write_text(text, encoding="utf-8")
     write_tables(reference, tmp_path)
-    assert len(marked) == 2
+    assert len(marked) == 3
     for file in marked:
         same = (tmp_path / file).read_text(encoding="utf-8") == (ROOT / file).read_text(encoding="utf-8")
         assert same, f"{file}: run python -m ladder report --readme"
