@@ -274,8 +274,8 @@ def largest_score(label, factor):
 
 def exercise_qk_norm():
     for factor in (1, 10, 100):
-        print(f"c_attn times {factor}: largest score {largest_score('21', factor):.2f}, with the norms"
-              f" {largest_score('22', factor):.2f}")
+        print(f"c_attn times {factor}: largest score {largest_score('rmsnorm', factor):.2f}, with the norms"
+              f" {largest_score('qk_norm', factor):.2f}")
 
 
 def growth_of_mlp(label, *edits):

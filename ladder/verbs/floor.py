@@ -58,7 +58,7 @@ def print_floors(kernels, cards, setting, console):
     texts = [floor_texts(floor_row(label, counted, cards), cards) for label, counted in kernels.items()]
     least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
     called = BY_LABEL[label].called
-    caption = f"The most memory takes {called}, about {least / 1e9:.0f} GB; a card with less needs a smaller -B.\n"
+    caption = f"At this batch {called} takes about {least / 1e9:.0f} GB; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
     title = "Floors, counted: {model}, B={B} T={T}".format(**setting)

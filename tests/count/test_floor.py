@@ -190,7 +190,7 @@ def test_command_prints_what_is_stored_for_several_cards(capsys):
     assert main(["floor", "--gpu", "a100", "mine:19.5,156,312,1555", "--rungs", "0,10"]) == 0
     out = capsys.readouterr().out
     assert "0 baseline" in out and "10 fused" in out and "mine, ms" in out
-    assert "Rung 0 takes about 32 GB at this batch" in out
+    assert "At this batch rung 0 takes about 32 GB" in out
     row = roofline.floor_data([CARDS["A100"]])["rungs"][0]
     assert out.count(f"{row['ms']['A100']['floor']:,.1f}") == 2
 

@@ -21,7 +21,7 @@ FIRST = "gradient_accumulation"
 LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks", since=FIRST)
           if not builds_on(label, "fsdp")]
 COMPILED = ["gradient_accumulation", "long_run"]
-LOG_11 = f"{BY_LABEL['11'].name}.log"
+LOG_11 = f"{BY_LABEL[FIRST].name}.log"
 TOTAL = {"total_batch": 256, "val_every": 3, "val_sequences": 5, "checkpoint_every": 0}
 
 

@@ -58,7 +58,7 @@ def test_rungs_are_chosen_by_label_range_or_file():
 
 @pytest.mark.parametrize("word, reason", [
     ("18", "18 is called muon today"), ("dcp", "dcp is called sharded_checkpoint today"),
-    ("checkpoint", "perhaps checkpoints or "), ("muom", "perhaps muon"), ("xyz", "no rung xyz")])
+    ("checkpoint", "perhaps best_checkpoint or checkpoints or "), ("muom", "perhaps muon"), ("xyz", "no rung xyz")])
 def test_an_unknown_name_gets_the_nearest_ones(word, reason):
     for look_up in (find_rung, parse_rungs):
         with pytest.raises(UserError, match=reason):
