@@ -65,7 +65,7 @@ def how_sure(record):
     if not len(record.part("search")):
         return "p and the intervals hold for the learning rates given."
     if record.own_searches:
-        return "p and the intervals include the luck of the searches: each seed has its own rates, shown by their median."
+        return "p and the intervals hold most of the searches' luck: each seed has its own rates, shown by their median."
     return ("p and the intervals hold for the learning rates found. They leave out the luck of the search, so p is too "
             "low where a factor of two in a rate costs less than seeds differ by.")
 

@@ -267,7 +267,7 @@ def test_a_star_that_a_check_removed_is_marked(tmp_path):
     assert texts["p"][1] == "<0.001*†" and caption.endswith("† not with other rates.")
 
 
-@pytest.mark.parametrize("tries, seeds, said", [(3, 2, "include the luck"), (3, 1, "leave out the luck"),
+@pytest.mark.parametrize("tries, seeds, said", [(3, 2, "hold most of the searches' luck"), (3, 1, "leave out the luck"),
                                                 (0, 2, "for the learning rates given")])
 def test_it_is_said_whether_p_holds_the_luck_of_the_search(tries, seeds, said, tmp_path):
     """It does not where one pair of rates serves all seeds, as in older races."""
