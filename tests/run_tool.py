@@ -24,7 +24,8 @@ def ladder(*words, timeout=300, **environment):
 def call(monkeypatch, capsys):
     """call(words) gives (exit code, stdout in one line, stderr)."""
     monkeypatch.setattr(console, "width", 200)
-    monkeypatch.setattr(runner, "run_module", lambda name, *words: json.dumps({"rates": {"float32": 1e12}}))
+    rates = json.dumps({"rates": {"float32": 1e12}, "bytes_per_second": 1e10})
+    monkeypatch.setattr(runner, "run_module", lambda name, *words: rates)
     monkeypatch.setattr(runner, "compile_problem", lambda device: None)  # to try takes ten seconds
 
     def call(*words):

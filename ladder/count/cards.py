@@ -46,8 +46,12 @@ USUAL_WORDS = {"NVIDIA", "Tesla", "GeForce", "SXM", "SXM2", "SXM4", "HBM3", "16G
 
 
 def find_card(text):
-    """The card called `text`, or given by its numbers as NAME:FLOAT32,TF32,16BIT,GB/s; UserError for anything else."""
+    """The card called `text` ("RTX 4090", "rtx4090", "4090"), or given by its numbers as NAME:FLOAT32,TF32,16BIT,GB/s.
+
+    UserError for anything else.
+    """
     by_name = {name.lower().replace(" ", ""): card for name, card in CARDS.items()}
+    by_name |= {name.removeprefix("rtx"): card for name, card in by_name.items()}
     name, colon, numbers = text.partition(":")
     if not colon and text.lower().replace(" ", "") in by_name:
         return by_name[text.lower().replace(" ", "")]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.nn.attention import SDPBackend
 
 from ladder.count.memory import free_memory, recommend
@@ -99,7 +100,7 @@ def check_formats(device):
         capability, cuda = torch.cuda.get_device_capability(), bool(torch.version.cuda)
     tf32 = cuda and capability >= (8, 0) and "GeForce" not in torch.cuda.get_device_name()
     yield finding(tf32, "TF32", "rung 2 gains", "none here, or (GeForce, by its datasheet) no "
-                  "faster than float32: rung 2 gains nothing")
+                  "faster than float32: rung 2 gains little")
     without = {
         torch.float16: "none in hardware: rung 3 and up use float16 with a GradScaler",
         torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",
@@ -107,6 +108,43 @@ def check_formats(device):
     yield finding(without is None, "bfloat16", "rung 3 gains", without)
     yield finding(cuda and capability >= (8, 9), "float8", "fp8 gains with wide layers",
                   "fp8 has no effect on this device")
+
+
+# One step of a small rung 10, eager and compiled: the loss and the norm of its gradients.
+COMPARED = """
+import torch
+from ladder.rungs.list import BY_LABEL, load_script
+rung_10 = load_script(BY_LABEL["10"])
+found = []
+for compiled in False, True:
+    torch.manual_seed(1337)
+    model = rung_10.GPT(rung_10.GPTConfig(vocab_size=1024, n_layer=2, n_head=2, n_embd=128)).to(DEVICE)
+    idx, targets = torch.randint(1024, (2, 4, 256), device=DEVICE)
+    run = torch.compile(model) if compiled else model
+    with torch.autocast(DEVICE, dtype=rung_10.autocast_dtype(DEVICE)):
+        loss = run(idx, targets)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    found.append(torch.stack([loss.detach(), norm]))
+eager, compiled = found
+torch.testing.assert_close(compiled, eager, rtol=0.02, atol=0.0)
+"""
+
+
+def check_compiled(device):
+    """Whether a compiled step computes what an eager one does: on some GPUs torch's fusions were wrong, silently."""
+    problem = problem_of(f"DEVICE = {device!r}{COMPARED}")
+    return finding(problem is None, "compiled step", "its loss and gradients are those of an eager step",
+                   f"its loss or gradients differ from an eager step's; use --compile-mode none (pytorch issue 191433 "
+                   f"tells of RTX 50 cards): {problem}", BAD)
+
+
+def check_cache():
+    """Libraries that a compiler had not finished when it was killed; every later run of their rung fails."""
+    empty = [path for path in Path(cache_dir()).glob("**/*.so") if path.stat().st_size == 0]
+    if empty:
+        yield Finding(BAD, "torch's cache", f"{len(empty)} empty libraries, as of a run that was killed while it "
+                      f"compiled: rm -r {cache_dir()}")
 
 
 def check_kernels(device):
@@ -122,6 +160,8 @@ def check_kernels(device):
             remedy = ""
         yield finding(problem is None, "torch.compile", "works, for rung 5 and up",
                       f"does not work, {lacks}{remedy}", BAD)
+        if problem is None and device == "cuda":
+            yield check_compiled(device)
         # (B, nh, T, hs)
         q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))
         kernel = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
@@ -166,6 +206,6 @@ def check_machine(device=None):
     """All findings, and the command recommended for this machine."""
     device = device or rung_10.parse_args([]).device
     findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
-                *check_files()]
+                *check_cache(), *check_files()]
     model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
     return findings, f"python -m ladder run --model {model} -B {B} -T {T} --steps {10 if device == 'cpu' else 200}"

@@ -1,12 +1,39 @@
-"""The largest batch of a rung: where the memory model says, and from there by trying."""
+"""The largest batch of a rung: where the memory model says, and from there by trying; or what the model says alone."""
 import tempfile
 from functools import partial
 from pathlib import Path
 
 from ladder.count.memory import largest_fitting
+from ladder.errors import UserError
 from ladder.measure.jobs import MEMORY_SHARE, Job, run_job
 from ladder.measure.runner import command_for, run_module, settings_of, split_flags
 from ladder.records.logs import read_log
+
+
+ENOUGH = 16  # sequences in a batch where no -B is given: what the tables of GPUs have
+
+
+def fit_batch(args, rungs, settings, console):
+    """The rungs that fit into a GPU's memory; adds the largest -B that fits them all to the flags, and says so.
+
+    Where a -B is given, and on a CPU, where a larger one only makes a step longer, all stays as it is.
+    """
+    if settings.device == "cpu" or split_flags(args.flags, "-B", "--batch-size")[0]:
+        return rungs
+    free = int(run_module("ladder.count.memory", settings.device))
+    largest = {rung: largest_fitting(settings.model, settings.T, [rung.label], MEMORY_SHARE * free) for rung in rungs}
+    fit = [rung for rung in rungs if largest[rung]]
+    left_out = ", ".join(rung.called for rung in rungs if rung not in fit)
+    if left_out:
+        console.print(f"left out: {left_out}: -B 1 does not fit into {free / 1e9:.1f} GB of free memory",
+                      soft_wrap=True)
+    if not fit:
+        raise UserError(f"-T {settings.T}: no rung fits into the memory; give a smaller -T or --model")
+    B = str(min(ENOUGH, *(largest[rung] for rung in fit)))
+    console.print(f"-B {B}: the largest that fits every rung, {ENOUGH} at most; -B sets another", soft_wrap=True)
+    args.flags = [*args.flags, "-B", B]
+    args.argv = [*args.argv, "--rungs", ",".join(rung.label for rung in fit), "-B", B]  # what --resume reads
+    return fit
 
 
 def largest_batch(rung, flags, seconds, processes, say):

@@ -5,8 +5,8 @@
     python ladder/measure/peer.py FOLDER/train_gpt2.py -B 1 -T 1024     # github.com/karpathy/build-nanogpt's
 
 A peer is rung 10 with a different model: the same data, autocast and GradScaler, compilation, fused AdamW, clipping,
-learning rate, clock and log. Rung 10 should not be slower. A fetched model has the form that it is trained in at home,
-with 50,304 rows and a loss over all of them; nanoGPT's GELU is not the tanh approximation.
+learning rate, clock and log. Rung 10 should not be slower. Each has 50,304 rows in its embedding, as the fetched models
+have at home, and a loss over all of them; nanoGPT's GELU is not the tanh approximation.
 """
 import ast
 import inspect
@@ -31,6 +31,11 @@ IMPORTED = {"dataclass": dataclass, "inspect": inspect, "math": math, "torch": t
             "F": nn.functional}  # what their classes use
 
 
+def padded(vocab_size):
+    """Rows of an embedding that suit a GPU's kernels: 50257 -> 50304."""
+    return math.ceil(vocab_size / 128) * 128
+
+
 class Peer(nn.Module):
     """transformers' GPT-2 with random weights, called as rung 10 calls its own model."""
 
@@ -51,7 +56,7 @@ class Peer(nn.Module):
         # For an attention with a name of our own transformers makes no mask, and the same function is causal.
         AttentionInterface.register("plain_sdpa", sdpa_attention_forward)
         model = GPT2LMHeadModel(GPT2Config(
-            vocab_size=shape.vocab_size, n_positions=shape.block_size,
+            vocab_size=padded(shape.vocab_size), n_positions=shape.block_size,
             n_embd=shape.n_embd, n_layer=shape.n_layer, n_head=shape.n_head,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="plain_sdpa",
         ))
@@ -70,7 +75,7 @@ def fetched_peer(file):
         def build(self, shape):
             theirs = load_classes(file)
             return theirs.GPT(theirs.GPTConfig(
-                vocab_size=math.ceil(shape.vocab_size / 128) * 128,  # 50257 -> 50304
+                vocab_size=padded(shape.vocab_size),
                 block_size=shape.block_size, n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
                 **MORE[file.name],
             ))

@@ -1,9 +1,9 @@
-"""Measure this device's matrix-product rates and name the machine; prints JSON. Run by `python -m ladder run`.
+"""Measure this device's matrix-product rates and its memory's, and name the machine; prints JSON. Run by `python -m ladder run`.
 
     python -m ladder.measure.rates --device cpu
 
 The products have the shape of GPT-2's own layers, (4096, 768) @ (768, 3072), and of larger squares; the best of several
-tries counts, since the question is what the chip can do.
+tries counts, since the question is what the chip can do. Memory is measured by a copy far larger than any cache.
 """
 import argparse
 import json
@@ -20,6 +20,7 @@ from ladder.rungs.list import BY_LABEL, ROOT, load_script
 rung_10 = load_script(BY_LABEL["10"])
 SHAPES = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
 SECONDS = 1.0  # of measuring, for each shape and format
+COPIED = {"cuda": 2**30, "mps": 2**28, "cpu": 2**28}  # bytes
 
 
 def best_rate(device, dtype, shape):
@@ -28,6 +29,14 @@ def best_rate(device, dtype, shape):
     a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
     timer = benchmark.Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
     return 2 * m * k * n / min(timer.blocked_autorange(min_run_time=SECONDS).times)
+
+
+def best_bandwidth(device):
+    """The highest bytes/s at which memory is read and written, of repeated copies."""
+    source = torch.ones(COPIED[device], device=device, dtype=torch.uint8)
+    timer = benchmark.Timer("target.copy_(source)", globals={"source": source, "target": torch.empty_like(source)},
+                            num_threads=torch.get_num_threads())
+    return 2 * source.numel() / min(timer.blocked_autorange(min_run_time=SECONDS).times)
 
 
 def measure(device):
@@ -81,7 +90,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     device = parser.parse_args().device
-    print(json.dumps({"rates": measure(device), **describe(device)}, indent=2))
+    measured = {"rates": measure(device), "bytes_per_second": best_bandwidth(device)}
+    print(json.dumps(measured | describe(device), indent=2))
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def run_module(name, *words):
 
 
 def write_machine(folder, device, **more):
-    """Measure the machine and write its matrix-product rates, its names and `more` to folder/machine.json.
+    """Measure the machine and write its rates, its names and `more` to folder/machine.json.
 
     If the file exists, only higher rates replace its own: a shared machine is not always at its best.
     """
@@ -173,6 +173,7 @@ def write_machine(folder, device, **more):
     machine = json.loads(path.read_text(encoding="utf-8")) if path.exists() else measured
     for name, rate in measured["rates"].items():
         machine["rates"][name] = max(rate, machine["rates"].get(name, 0))
+    machine["bytes_per_second"] = max(measured["bytes_per_second"], machine.get("bytes_per_second", 0))
     write_whole(path, json.dumps(machine, indent=2) + "\n")
 
 

@@ -4,16 +4,16 @@ import re
 
 import pandas
 
-from ladder.count.cards import card_of
+from ladder.count.cards import CARDS, card_of
 from ladder.count.roofline import STORED, floor_data
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.records.logs import has_steps, stage_of
+from ladder.records.logs import has_steps, reference_folders, stage_of
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.records.summary import build_report, warnings
 from ladder.records.two_logs import compare
 from ladder.records.work import KINDS, UNRELIABLE, is_reliable
-from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
+from ladder.rungs.list import BY_LABEL, BY_NAME, LADDER, ROOT, RUNGS
 from ladder.show import formats
 from ladder.show.formats import NOTHING
 from ladder.show.standings import print_race
@@ -40,6 +40,18 @@ def floors_of(report):
     stored = all(report.setting[key] == value for key, value in STORED.items())
     rungs = floor_data([card])["rungs"] if card and stored else []
     return {row["label"]: row["ms"][card.name]["floor"] for row in rungs}
+
+
+def measured_over_floors():
+    """(lowest, highest): how many times its floor a step took, of the GPUs' records and the lecture's A100."""
+    lecture = CARDS["A100"]
+    floors = {row["label"]: row["ms"][lecture.name]["floor"] for row in floor_data([lecture])["rungs"]}
+    ratios = [rung.lecture_ms / floors[rung.label] for rung in LADDER if rung.lecture_ms]
+    for report in map(build_report, reference_folders()):
+        floors = floors_of(report)
+        ratios += [row.ms / floors[stage_of(row.name).label] for row in todays_rows(report)
+                   if stage_of(row.name).label in floors]
+    return min(ratios), max(ratios)
 
 
 def data_of(report):

@@ -1,4 +1,6 @@
 """`python -m ladder floor`: the least a step can cost on any GPU, counted; no GPU is needed."""
+from pathlib import Path
+
 import pandas
 
 from ladder.count.cards import find_card
@@ -6,15 +8,18 @@ from ladder.count.flops import SHAPES
 from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.count.roofline import STORED, counted_rungs, floor_row, read_store
 from ladder.errors import UserError
+from ladder.records.machine import measured_card
 from ladder.rungs.list import BY_LABEL, parse_rungs
 from ladder.show import formats
+from ladder.show.tables import measured_over_floors
 from ladder.show.terminal import COUNT, print_texts
 
 
 def add_flags(parser):
     flag = parser.add_argument
-    flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 'RTX 4090' …, or one by its numbers, "
-         "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s (default: A100)")
+    flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 4090 …; one by its numbers, "
+         "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s; or a run's folder, for the rates measured in it (default: "
+         "A100)")
     flag("--rungs", default="0-10", help="for example 0-10,modern/ (default: %(default)s)")
     flag("--model", default=STORED["model"], choices=SHAPES, help="(default: %(default)s)")
     flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s); with another --model, -B or -T kernels "
@@ -23,7 +28,7 @@ def add_flags(parser):
 
 
 def main(args, console):
-    cards = [find_card(name) for name in args.gpu or ["A100"]]
+    cards = [measured_card(name) if Path(name).is_dir() else find_card(name) for name in args.gpu or ["A100"]]
     labels = counted_rungs(parse_rungs(args.rungs), console)
     setting = {"model": args.model, "B": args.B, "T": args.T}
     if args.T > BLOCK_SIZE:
@@ -37,8 +42,11 @@ def main(args, console):
     print_floors(kernels, cards, setting, console)
 
 
-def floor_texts(row, cards):
-    """One rung as {heading: text}: what was counted, the floor on each card; for a single one also its parts."""
+def floor_texts(row, cards, low, high):
+    """One rung as {heading: text}: what was counted, the floor on each card; for a single one also its parts.
+
+    A measured step takes `low` to `high` times its floor.
+    """
     alone = cards[0].name if len(cards) == 1 else None
     texts = {"rung": BY_LABEL[row['label']].row}
     if alone:
@@ -50,15 +58,21 @@ def floor_texts(row, cards):
     if alone:
         texts["products"] = formats.ms(row['ms'][alone]['products'])
         texts["traffic"] = formats.ms(row['ms'][alone]['traffic'])
+        floor = row['ms'][alone]['floor']
+        texts["expect, ms"] = formats.spread(low * floor, high * floor, formats.number)
     return texts
 
 
 def print_floors(kernels, cards, setting, console):
     """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
-    texts = [floor_texts(floor_row(label, counted, cards), cards) for label, counted in kernels.items()]
+    low, high = measured_over_floors()
+    texts = [floor_texts(floor_row(label, counted, cards), cards, low, high) for label, counted in kernels.items()]
     least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
     called = BY_LABEL[label].called
-    caption = f"At this batch {called} takes about {least / 1e9:.0f} GB; a card with less needs a smaller -B.\n"
+    caption = "" if len(cards) > 1 else (
+        "expect: measured steps (the GPUs of logs/reference, the lecture's A100) took "
+        f"{low:.1f} to {high:.1f} times their floors.\n")
+    caption += f"{called} needs the most memory, about {least / 1e9:.0f} GB; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
     title = "Floors, counted: {model}, B={B} T={T}".format(**setting)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
-from ladder.measure.max_batch import largest_batches
+from ladder.measure.max_batch import fit_batch, largest_batches
 from ladder.measure.peer import find_peers
 from ladder.measure.runner import Runner, check_flags, check_together, eager_flags, locked, plan, quick, split_flags
 from ladder.records.logs import RUNS, newest_run
@@ -57,6 +57,7 @@ def main(args, console):
     args.flags = eager_flags(compiled, args.flags, settings.device, console)
     if args.max_batch:
         return print_largest(largest_batches(rungs, args.flags, args.time_limit, args.processes, console), console)
+    rungs = fit_batch(args, rungs, settings, console)
     if args.at_once > 1:  # else each starts as many processes to compile as there are cores
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // args.at_once)))
     rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes, args.at_once)

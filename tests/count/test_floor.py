@@ -1,5 +1,6 @@
 """Floors and cards: what is counted equals closed forms, and no floor lies above what was measured."""
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ladder.__main__ import main
 from ladder.count import kernels, roofline
-
 from ladder.count.cards import CARDS, card_of, find_card
 from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
+from ladder.errors import UserError
 from ladder.records.impossible import fastest_ms
 from ladder.records.logs import read_log
+from ladder.records.machine import measured_card
 from ladder.rungs.list import BY_LABEL, LADDER
 
 B, T = 2, 64
@@ -85,6 +87,22 @@ def test_what_is_not_read_or_written_does_not_count():
     views = aten.view.default, aten.t.default, aten._unsafe_view.default, aten.detach.default, aten.expand.default
     assert not any(map(kernels.is_kernel, views))
     assert all(map(kernels.is_kernel, (aten.clone.default, aten.mul_.Tensor, aten._fused_adamw_.default)))
+
+
+def test_a_card_by_the_word_that_tells_it_from_others():
+    assert find_card("4090") is find_card("rtx 4090") is CARDS["RTX 4090"]
+    with pytest.raises(UserError, match="no such card"):
+        find_card("40")
+
+
+def test_a_run_s_folder_is_a_card_with_the_rates_measured_in_it(tmp_path, call):
+    rates = {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}
+    (tmp_path / "machine.json").write_text(json.dumps({"name": "mine", "rates": rates, "bytes_per_second": 1e12}))
+    assert find_card("mine:1,2,4,1000").rate("tf32") == measured_card(tmp_path).rate("tf32") == 2e12
+    assert measured_card(tmp_path).bandwidth == 1000
+    code, output, _ = call("floor", "--gpu", tmp_path, "--rungs", "10")
+    alone = call("floor", "--gpu", "mine:1,2,4,1000", "--rungs", "10")[1]
+    assert code == 0 and output.partition("expect:")[0] == alone.partition("expect:")[0]
 
 
 def test_floor_is_the_slower_of_arithmetic_and_memory_kernel_by_kernel():
@@ -190,7 +208,6 @@ def test_command_prints_what_is_stored_for_several_cards(capsys):
     assert main(["floor", "--gpu", "a100", "mine:19.5,156,312,1555", "--rungs", "0,10"]) == 0
     out = capsys.readouterr().out
     assert "0 baseline" in out and "10 fused" in out and "mine, ms" in out
-    assert "At this batch rung 0 takes about 32 GB" in out
     row = roofline.floor_data([CARDS["A100"]])["rungs"][0]
     assert out.count(f"{row['ms']['A100']['floor']:,.1f}") == 2
 

@@ -159,6 +159,34 @@ def test_a_mac_s_chip_has_a_name(monkeypatch):
     assert rates.device_name("mps") == "Apple M3 Max GPU" and rates.device_name("cpu").startswith("Apple M3 Max (")
 
 
+def test_a_copy_reads_and_writes_each_byte(monkeypatch):
+    monkeypatch.setattr(rates, "COPIED", {"cpu": 1000})
+    monkeypatch.setattr(rates.benchmark.Timer, "blocked_autorange",
+                        lambda timer, min_run_time: SimpleNamespace(times=[0.5, 0.25]))
+    assert rates.best_bandwidth("cpu") == 2 * 1000 / 0.25
+
+
+@pytest.mark.parametrize("compiled, mark", [
+    ("model", "+"), ("lambda idx, targets: 1.05 * model(idx, targets)", "x"),
+    # the loss is right, the gradients are not
+    ("lambda idx, targets: (loss := model(idx, targets)).detach() + 2 * (loss - loss.detach())", "x")])
+def test_a_wrongly_compiled_step_is_found(compiled, mark, monkeypatch):
+    code = machine_check.COMPARED.replace("torch.compile(model) if", f"({compiled}) if")
+    assert code != machine_check.COMPARED
+    monkeypatch.setattr(machine_check, "COMPARED", code)
+    assert machine_check.check_compiled("cpu").mark == mark
+
+
+def test_an_empty_library_in_torchs_cache_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "whole.so").write_bytes(b"ELF")
+    assert not [*machine_check.check_cache()]
+    (tmp_path / "ab" / "cut.so").touch()
+    [found] = machine_check.check_cache()
+    assert found.mark == "x" and f"rm -r {tmp_path}" in found.detail
+
+
 def test_a_product_has_two_operations_for_each_multiplication(monkeypatch):
     """(8, 16) @ (16, 32); and the fastest counts."""
     monkeypatch.setattr(rates.benchmark.Timer, "blocked_autorange",

@@ -20,12 +20,14 @@ from rich.console import Console
 from run_tool import LADDER, files_in, flags, is_one_error
 
 from ladder.count.memory import step_bytes
+from ladder.errors import UserError
 from ladder.measure import jobs, machine_check, max_batch, runner
 from ladder.measure.jobs import Job, run_job
 from ladder.measure.runner import command_for, eager_flags, split_flags
 from ladder.records.logs import PEER, newest_run, read_log
 from ladder.records.summary import build_report
 from ladder.rungs.list import BY_LABEL, load_script
+from ladder.rungs.list import LADDER as RUNGS_0_TO_10
 
 LOSS = re.compile(r"loss: ([\d.]+)")
 
@@ -127,9 +129,11 @@ def test_windows_has_no_torchrun(words, tokens, monkeypatch, call):
 
 def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):
     for rate in (2e12, 3e12, 1e12):
-        monkeypatch.setattr(runner, "run_module", lambda *_, rate=rate: json.dumps({"rates": {"float32": rate}}))
+        found = json.dumps({"rates": {"float32": rate}, "bytes_per_second": rate / 10})
+        monkeypatch.setattr(runner, "run_module", lambda *_, found=found: found)
         runner.write_machine(tmp_path, "cpu", arguments=["run"])
-    assert json.loads((tmp_path / "machine.json").read_text()) == {"rates": {"float32": 3e12}, "arguments": ["run"]}
+    assert json.loads((tmp_path / "machine.json").read_text()) == {
+        "rates": {"float32": 3e12}, "bytes_per_second": 3e11, "arguments": ["run"]}
 
 
 def test_a_run_shows_the_table_and_can_be_resumed(tokens, tmp_path, call):
@@ -229,6 +233,27 @@ def test_a_run_that_is_stopped_keeps_what_it_has(fake_run):
     keeps = True
     code, output, _ = fake_run(interrupt, "--logs", "second")
     assert code == 130 and "run --resume --logs second continues" in output and "baseline" in output
+
+
+@pytest.mark.parametrize("gigabytes, B, left_out", [
+    (80, 16, ""), (24, 10, ""), (8, 2, ""), (6, 1, ""), (5, 1, "left out: rung 0:"), (2, None, "")])
+def test_without_a_batch_size_a_gpu_gets_one_that_fits(gigabytes, B, left_out, monkeypatch, capsys):
+    monkeypatch.setattr(max_batch, "run_module", lambda *_: gigabytes * 1e9)
+    settings = SimpleNamespace(device="cuda", model="gpt2", T=1024)
+    args = SimpleNamespace(flags=[], argv=["run"])
+    if B is None:
+        with pytest.raises(UserError, match="no rung fits"):
+            max_batch.fit_batch(args, RUNGS_0_TO_10, settings, Console())
+        return
+    fit = max_batch.fit_batch(args, RUNGS_0_TO_10, settings, Console(width=200))
+    said = capsys.readouterr().out
+    assert args.flags == ["-B", str(B)] and f"-B {B}:" in said
+    assert left_out in said if left_out else "left out" not in said
+    for rung in fit:
+        assert step_bytes("gpt2", B, 1024, rung.label) <= jobs.MEMORY_SHARE * gigabytes * 1e9
+    assert args.argv == ["run", "--rungs", ",".join(rung.label for rung in fit), "-B", str(B)]  # as --resume reads it
+    args.flags = ["-B", "3"]
+    assert max_batch.fit_batch(args, RUNGS_0_TO_10, settings, Console()) == RUNGS_0_TO_10 and args.flags == ["-B", "3"]
 
 
 @pytest.mark.parametrize("label, limit", [
