@@ -8,25 +8,22 @@ from ladder.count.cards import CARDS, card_of
 from ladder.count.roofline import STORED, floor_data
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.records.logs import has_steps, reference_folders, stage_of
+from ladder.records.logs import has_steps, reference_folders
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.records.summary import build_report, warnings
 from ladder.records.two_logs import compare
 from ladder.records.work import KINDS, UNRELIABLE, is_reliable
 from ladder.rungs.list import BY_LABEL, BY_NAME, LADDER, ROOT, RUNGS
 from ladder.show import formats
+from ladder.show.columns import (CAUSAL, CONVENTION, README_COLUMNS, RESULTS_COLUMNS, all_columns, last_steps,
+                                 markdown_of, texts_of)
 from ladder.show.formats import NOTHING
 from ladder.show.standings import print_race
-from ladder.show.terminal import WIDE, print_texts
+from ladder.show.terminal import print_texts
 from ladder.show.tree import tree_lines
 
-NO_TEST = "?"  # after a ratio that too few rounds tell from chance
-CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does; causal, the half that a causal kernel computes"
-STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
-         f"{FEWEST_ROUNDS} rounds or more), ? too few rounds to tell; without a mark no significant difference")
 DIGITS = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
           "A / B": "{:.2f}"}
-HEADINGS = f"{STARS}. 1st step: with compilation, unless its graphs were in torch's cache"
 
 
 def gain(report):
@@ -87,7 +84,7 @@ def fastest(report):
     if not report.machine:
         return ""
     best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
-    return f"Fastest matrix products measured: {rate / 1e12:.2f} TFLOP/s in {best}. {CONVENTION}."
+    return f"Fastest matrix products measured: {rate / 1e12:.2f} TFLOP/s in {best}."
 
 
 def remarks_of(report):
@@ -100,65 +97,27 @@ def conditions(report):
     return f"{where(report)}. {fastest(report)}".strip()
 
 
-def mfu_of(row):
-    return formats.share(row.mfu) + " (!)" * (row.mfu is not None and row.mfu > 1)
-
-
-def times_before(row):
-    """The ratio to the rung before, with what a paired test says of it."""
-    if row.times_before is None:
-        return NOTHING
-    mark = NO_TEST if row.p_before is None else "*" if row.p_before < BEYOND_CHANCE else ""
-    return formats.ratio(row.times_before) + mark
-
-
-def cells(row):
-    """What the tables of README.md, docs/results.md, a terminal and the page say of a rung, {heading: text}."""
-    file = stage_of(row.name).file
-    link = f"[`{file}`]({file})" if (ROOT / file).exists() else f"`{file}`"  # of a rung that is gone
-    return {
-        "": stage_of(row.name).label, "file": link, "the one change": row.title,
-        "ms/step": formats.ms(row.ms), "spread": formats.spread(row.ms_low, row.ms_high),
-        "tokens/sec": formats.number(row.tokens_per_second),
-        "× before": times_before(row), "× baseline": formats.ratio(row.times_baseline),
-        "MFU": mfu_of(row), "causal": formats.share(row.mfu_causal),
-        "peak GB": formats.gigabytes(row.peak_memory_gb), "loss": formats.loss(row.last_loss),
-    }
-
-
-def last_steps(report):
-    return "/".join(map(str, sorted({row.last_step for row in report.rows})))
-
-
-def shown_texts(report):
-    """What a terminal and the page show: a DataFrame of short strings, without columns that have no value."""
-    rows = []
-    for row in report.rows:
-        texts = cells(row)
-        rows.append({"rung": texts["the one change"], "ms/step": texts["ms/step"], "spread": texts["spread"],
-                     "tokens/s": texts["tokens/sec"], "× base": texts["× baseline"], "× before": texts["× before"],
-                     "MFU": texts["MFU"], "causal": texts["causal"], "GB": texts["peak GB"],
-                     f"loss @{last_steps(report)}": texts["loss"],
-                     "1st step s": formats.seconds(row.first_step_s),
-                     "val loss": formats.loss(row.last_val_loss) if row.last_val_loss else NOTHING})
-    texts = pandas.DataFrame(rows)
-    return texts.loc[:, (texts != NOTHING).any()]
+def few_rounds(report):
+    """How many rounds a report has, and what that many cannot say; "" where they are enough."""
+    rounds = max((row.rounds for row in report.rows), default=FEWEST_ROUNDS)
+    return f"{rounds} round{'s' * (rounds > 1)}: too few to name a gain" if rounds < FEWEST_ROUNDS else ""
 
 
 def print_report(report, console, card=None):
-    """A report in a terminal: its table, and its profile if it has one; or a race.
+    """A report in a terminal: its warnings, its table, and its profile if it has one; or a race.
 
-    A narrow terminal gets the columns that fit, the others are in `--csv`. `card` is the GPU of logs that name none.
+    `card` is the GPU of logs that name none.
     """
     if report.race:
         print_race(report, console)
         return
-    texts = shown_texts(report)
-    left_out = ("spread", "× before", "causal", "1st step", "val loss") if console.width < WIDE else ()
-    texts = texts[[heading for heading in texts if not heading.startswith(left_out)]]
-    print_texts(texts, console, report.name, f"{conditions(report)} {HEADINGS}.{remarks_of(report)}", min_width=16)
     for warning in warnings(report, card):
         console.print(f"! {warning}", style="yellow")
+    columns = all_columns(report)
+    goes = sorted((column for column in columns if column.goes), key=lambda column: -column.goes)
+    print_texts(texts_of(report.rows, columns), console, " — ".join(filter(None, [report.name, few_rounds(report)])),
+                f"{conditions(report)}{remarks_of(report)}", explains={column.heading: column.explains for column in columns},
+                first_to_go=[column.heading for column in goes])
     if report.profile:
         print_profile(report.profile, console)
 
@@ -173,7 +132,7 @@ def print_comparison(one, other, console, card=None):
         texts[name] = rows[name].map(form.format)
     texts.insert(0, "step", [*result.rows["step"].map(str), "median"])
     texts.iloc[-1, 1:3] = ""
-    print_texts(texts, console, f"{one.path}  against  {other.path}")
+    print_texts(texts, console, f"{one.path}  against  {other.path}", first_to_go=("loss A", "loss B", "ms A", "ms B"))
     for sentence in result.sentences:
         console.print(sentence)
 
@@ -215,7 +174,7 @@ def print_largest(found, console):
     """The largest batch of each rung, as max_batch.py found it; returns the exit code."""
     texts = [{"rung": rung.title, "largest B": str(best), "tokens/s": formats.number(speed),
               "what stopped the next one tried": why} for rung, (best, speed, why) in found.items()]
-    print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth")
+    print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth", wraps=(0, 3))
     return 0 if all(best for best, _, _ in found.values()) else 1
 
 
@@ -233,29 +192,18 @@ def todays_rows(report):
 
 def short_table(report):
     """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
-    rows = []
-    for row in todays_rows(report):
-        texts = cells(row)
-        rows.append({"rung": texts[""], "the one change": f"[{row.title}]({stage_of(row.name).file})",
-                     "ms/step": f"{texts['ms/step']} ({texts['spread']})", "× before": texts["× before"],
-                     "× baseline": texts["× baseline"]})
     rounds = max(row.rounds for row in report.rows)
-    return (f"{markdown(rows, 2)}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant "
-            f"gain over the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction).")
+    return (f"{markdown_of(todays_rows(report), README_COLUMNS)}\n\n{where(report)}. Median of {rounds} rounds, lowest to "
+            f"highest; * marks a significant gain over the rung before (paired test, p < {BEYOND_CHANCE} after Holm's "
+            "correction).")
 
 
 def long_table(report):
     """docs/results.md's; the document says what its columns are."""
-    rows = []
-    for row in todays_rows(report):
-        texts = cells(row)
-        left = {"": texts[""], "the one change": f"[{row.title}]({stage_of(row.name).file})"}
-        kept = ("ms/step", "spread", "tokens/sec", "× before", "× baseline", "MFU", "peak GB", "loss")
-        rows.append(left | {heading: texts[heading] for heading in kept})
     rounds, commit = max(row.rounds for row in report.rows), report.machine.get("commit", "unknown")
     best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
-    return (f"{markdown(rows, 2)}\n\n*{where(report)}, {rounds} rounds, commit {commit}. Measured peak: "
-            f"{rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}.*")
+    return (f"{markdown_of(todays_rows(report), RESULTS_COLUMNS)}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
+            f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}.*")
 
 
 def published_table():
@@ -296,13 +244,15 @@ def scripts_table():
 def write_tables(reports, root=ROOT):
     """Put the tables between their marks: in README.md of the machine where the ladder gains the most, docs/, beyond/.
 
-    docs/ shows machines with the whole ladder in enough rounds to test a gain; `report` shows the others.
+    Both show only machines with the whole ladder in enough rounds to test a gain; `report` shows the others.
     """
-    ladder = [report for report in reports if BY_LABEL["10"].name in report.runs]
-    ladder.sort(key=gain, reverse=True)
-    write_between(root / "README.md", "ladder", [short_table(report) for report in ladder[:1]])
-    whole = [report for report in ladder if BY_LABEL["0"].name in report.runs
+    whole = [report for report in reports if {BY_LABEL["0"].name, BY_LABEL["10"].name} <= report.runs.keys()
              and min(row.rounds for row in report.rows) >= FEWEST_ROUNDS]
+    if not whole:
+        raise UserError(f"--readme: no record of the whole ladder has {FEWEST_ROUNDS} rounds; add --repeat "
+                        f"{FEWEST_ROUNDS}")
+    whole.sort(key=gain, reverse=True)
+    write_between(root / "README.md", "ladder", [short_table(whole[0])])
     write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in whole])
     write_between(root / "docs" / "results.md", "published", [published_table()])
     write_between(root / "beyond" / "README.md", "scripts", [scripts_table()])
@@ -312,6 +262,6 @@ def as_json(reports):
     """All numbers of the reports; null where a log does not say."""
     return json.dumps([
         {"name": report.name, "setting": report.setting, "machine": report.machine,
-         "mfu": CONVENTION, "rows": json.loads(report.table.to_json(orient="records"))}
+         "mfu": f"{CONVENTION}; {CAUSAL.explains}", "rows": json.loads(report.table.to_json(orient="records"))}
         for report in reports
     ], indent=2)

@@ -6,10 +6,9 @@ import textwrap
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
-WIDE = 130  # characters of a terminal wide enough for all columns
+WRAPPED = 16  # characters that are left of a column of words, which wraps
 console = Console(highlight=False, markup=False)
 messages = Console(highlight=False, markup=False, stderr=True)  # not the answer: stdout belongs to --json and --csv
 
@@ -46,25 +45,41 @@ def above_zero(kind):
 COUNT, AMOUNT = above_zero(int), above_zero(float)
 
 
-def print_texts(texts, console, title, caption=None, min_width=None, first_to_go=(), **style):
+def table_of(texts, title, wraps, style, tight=False):
+    """A rich table; if `tight`, the columns at the places `wraps` take as many lines as they can."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, **style)
+    for place, heading in enumerate(texts):
+        least = None
+        if place in wraps:
+            words = max((len(word) for text in [heading, *texts[heading]] for word in text.split()), default=0)
+            least = max(words, min(WRAPPED, texts[heading].str.len().max()))
+        table.add_column(textwrap.fill(heading, 14, break_long_words=False), justify="right" if place else "left", no_wrap=place not in wraps,
+                         min_width=least, max_width=least if tight else None)
+    for row in texts.itertuples(index=False):
+        table.add_row(*row)
+    return table
+
+
+def print_texts(texts, console, title, caption="", explains=None, first_to_go=(), wraps=(0,), **style):
     """A DataFrame of strings under its headings: the first column are words, the others numbers.
 
-    With a `min_width` of the first column only that one wraps. A table that is too wide loses columns, never letters:
-    those whose heading starts with one of `first_to_go`, in this order.
+    A table that is too wide loses columns, never letters: those whose heading starts with one of `first_to_go`, in this
+    order, then from the right; before that the columns at the places `wraps` take several lines. Of `explains`,
+    {heading: sentence}, the caption gets those of the columns that are shown.
     """
-    def table_of(texts):
-        table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, **style)
-        first, *others = texts
-        table.add_column(first, min_width=min_width, max_width=28 if first_to_go else None, overflow="fold")
-        for heading in others:
-            words = textwrap.fill(heading, 14, break_long_words=False) if first_to_go else heading
-            table.add_column(words, justify="right", no_wrap=bool(min_width or first_to_go))
-        for row in texts.itertuples(index=False):
-            table.add_row(*row)
-        return table
-
-    unlimited = console.options.update(max_width=10_000)
-    for start in first_to_go:
-        if Measurement.get(console, unlimited, table_of(texts)).maximum > console.width:
-            texts = texts.drop(columns=[heading for heading in texts if heading.startswith(start)])
-    console.print(table_of(texts))
+    shown, left_out = texts, []
+    while len(shown.columns) > 2:
+        table = table_of(shown, None, wraps, style, tight=True)
+        if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+            break
+        others = list(shown)[1:]
+        starts = [heading for start in first_to_go for heading in others if heading.startswith(start)]
+        left_out.append([*starts, others[-1]][0])
+        shown = shown.drop(columns=left_out[-1])
+    console.print(table_of(shown, title, wraps, style))
+    sentences = [caption, *((explains or {}).get(heading, "") for heading in shown)]
+    if left_out:
+        sentences.append(f"A wider terminal also shows {', '.join(' '.join(name.split()) for name in left_out)}")
+    text = " ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence)
+    if text:
+        console.print(text, style="dim italic")

@@ -18,10 +18,10 @@ from ladder.rungs.lessons import read_lesson
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show import formats
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
+from ladder.show.columns import STARS, all_columns, mfu_of, texts_of, times_before
 from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose, read_exercises
 from ladder.show.standings import IN_A_LINK, KEY, between, p_of, race_texts, refuted_in
-from ladder.show.tables import (HEADINGS, STARS, data_of, fastest, floors_of, gain, mfu_of, remarks_of, shown_texts, times_before,
-                                where)
+from ladder.show.tables import data_of, fastest, few_rounds, floors_of, gain, remarks_of, where
 from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
 HERE = Path(__file__).parent
@@ -128,9 +128,13 @@ def race_view(report):
 
 def machine_view(report):
     """One machine's table for the template."""
-    rows = table(shown_texts(report).to_dict("records"))
-    return rows | {"id": report.name, "name": where(report), "describe": f"{fastest(report)} {HEADINGS}.{remarks_of(report)}".strip(),
-                   "warnings": list(warnings(report)), "race": race_view(report)}
+    columns = all_columns(report) if report.rows else []
+    texts = texts_of(report.rows, columns)
+    explained = [column.explains for column in columns if column.heading in texts and column.explains]
+    return table(texts.to_dict("records")) | {
+        "id": report.name, "name": " — ".join(filter(None, [where(report), few_rounds(report)])),
+        "describe": (" ".join([fastest(report), *(f"{one}." for one in explained)]).strip() + remarks_of(report)).rstrip("."),
+        "warnings": list(warnings(report)), "race": race_view(report)}
 
 
 def first_chart(reports, bars_of):

@@ -1,6 +1,8 @@
 """`python -m ladder diff`: one lesson: the text, the change, the measured effect; or the tree of all rungs."""
+import contextlib
+
 from ladder.errors import UserError
-from ladder.records.logs import reference_folders
+from ladder.records.logs import newest_run, reference_folders
 from ladder.records.significance import BEYOND_CHANCE, speed_p
 from ladder.records.summary import build_report
 from ladder.rungs.lessons import read_lesson
@@ -26,13 +28,18 @@ def main(args, console):
     before = find_rung(args.rungs[0]) if len(args.rungs) == 2 else rung.start
     old = before.path.read_text(encoding="utf-8") if before else None
     print_lesson(read_lesson(old, rung.path.read_text(encoding="utf-8")), console)
-    for report in map(build_report, reference_folders() if before else []):
-        if {before.name, rung.name} <= report.runs.keys():
-            print_effect(before, rung, report, console)
+    if before:
+        for report in map(build_report, reference_folders()):
+            print_effect(before, rung, report, console, "Measured")
+        with contextlib.suppress(UserError):  # there is none, or it cannot be shown
+            report = build_report(newest_run())
+            print_effect(before, rung, report, console, f"Your newest run, {report.name}")
 
 
-def print_effect(before, rung, report, console):
-    """What a rung's change did on a machine; `before` is the other rung."""
+def print_effect(before, rung, report, console, whose):
+    """What a rung's change did on a machine that ran both; `before` is the other rung."""
+    if not {before.name, rung.name} <= report.runs.keys():
+        return
     rows = {row.name: row for row in report.rows}
     old, new = rows[before.name], rows[rung.name]
     sizes = [formats.gigabytes(row.peak_memory_gb) for row in (old, new)]
@@ -43,7 +50,7 @@ def print_effect(before, rung, report, console):
     ratio = new.tokens_per_second / old.tokens_per_second
     in_table = before.label == rung.before
     p = new.p_before if in_table else speed_p(report.rounds, before.name, rung.name)
-    console.print(f"Measured, {where(report)}:", style="bold", soft_wrap=True)
+    console.print(f"{whose}, {where(report)}:", style="bold", soft_wrap=True)
     console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({formats.ratio(ratio)} x the tokens/sec; "
                   f"{verdict(p)}){memory}, {losses}", soft_wrap=True)
 

@@ -29,6 +29,15 @@ def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere():
     assert (run.returncode, run.stderr) == (0, "")
 
 
+def test_diff_shows_the_reader_s_own_newest_run_beside_the_records(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for label, ms in (("5", 60.0), ("6", 40.0)):
+        write_log(RUNS / "mine" / f"{BY_LABEL[label].name}.log", ms=[ms] * 3)
+    (RUNS / "mine" / "machine.json").write_text('{"rates": {"float32": 1e12}}')
+    records, _, own = call("diff", "6")[1].partition("Your newest run, mine")
+    assert "Measured, " in records and "60.0 -> 40.0 ms/step (1.50 x" in own
+
+
 def test_diff_shows_text_change_and_effect(call):
     """That it is whole: test_page.py."""
     output = call("diff", "06")[1]

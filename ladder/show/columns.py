@@ -1,0 +1,84 @@
+"""The columns of the ladder's tables: each a heading, and the text that it shows of a row of the summary.
+
+A table in a terminal, in Markdown or on the page is a list of columns. Numbers have the formats of formats.py.
+"""
+from dataclasses import dataclass, replace
+
+import pandas
+
+from ladder.records.logs import stage_of
+from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
+from ladder.show import formats
+from ladder.show.formats import NOTHING
+
+CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does"
+STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
+         f"{FEWEST_ROUNDS} rounds or more), ? too few rounds to tell; without a mark no significant difference")
+
+
+@dataclass(frozen=True)
+class Column:
+    heading: str
+    text: object  # a function of a row
+    explains: str = ""  # what a caption says of it
+    goes: int = 0  # from a narrow terminal: the column with the highest number first, one with 0 never
+    words: bool = False  # which are aligned left in Markdown
+
+
+def texts_of(rows, columns):
+    """What columns show of rows: a DataFrame of short strings, without columns that have no value."""
+    texts = pandas.DataFrame({column.heading: [column.text(row) for row in rows] for column in columns})
+    return texts.loc[:, (texts != NOTHING).any()]
+
+
+def times_before(row):
+    """The ratio to the rung before, with what a paired test says of it."""
+    if row.times_before is None:
+        return NOTHING
+    mark = "?" if row.p_before is None else "*" if row.p_before < BEYOND_CHANCE else ""
+    return formats.ratio(row.times_before) + mark
+
+
+def mfu_of(row):
+    return formats.share(row.mfu) + " (!)" * (row.mfu is not None and row.mfu > 1)
+
+
+LABEL = Column("", lambda row: stage_of(row.name).label, words=True)
+TITLE = Column("the one change", lambda row: row.title, words=True)
+LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({stage_of(row.name).file})", words=True)
+MS = Column("ms/step", lambda row: formats.ms(row.ms))
+SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high), goes=5)
+MS_SPREAD = Column("ms/step", lambda row: f"{MS.text(row)} ({SPREAD.text(row)})")
+TOKENS = Column("tokens/sec", lambda row: formats.number(row.tokens_per_second), goes=1)
+BASELINE = Column("× baseline", lambda row: formats.ratio(row.times_baseline))
+BEFORE = Column("× before", times_before, STARS, goes=4)
+MFU = Column("MFU", mfu_of, CONVENTION, goes=3)
+CAUSAL = Column("causal", lambda row: formats.share(row.mfu_causal),
+                "causal: MFU with the half of attention's FLOPs that a causal kernel computes", goes=8)
+MEMORY = Column("peak GB", lambda row: formats.gigabytes(row.peak_memory_gb), goes=2)
+LOSS = Column("loss", lambda row: formats.loss(row.last_loss), goes=1)
+FIRST = Column("1st step s", lambda row: formats.seconds(row.first_step_s),
+               "1st step: with compilation, unless its graphs were in torch's cache", goes=7)
+VAL_LOSS = Column("val loss", lambda row: NOTHING if row.last_val_loss is None else formats.loss(row.last_val_loss),
+                  goes=6)
+
+
+def last_steps(report):
+    return "/".join(map(str, sorted({row.last_step for row in report.rows})))
+
+
+def all_columns(report):
+    """What a terminal and the page show."""
+    loss = replace(LOSS, heading=f"loss @{last_steps(report)}")
+    return [TITLE, MS, SPREAD, TOKENS, BASELINE, BEFORE, MFU, CAUSAL, MEMORY, loss, FIRST, VAL_LOSS]
+
+
+README_COLUMNS = [replace(LABEL, heading="rung"), LINKED_TITLE, MS_SPREAD, BEFORE, BASELINE]
+RESULTS_COLUMNS = [LABEL, LINKED_TITLE, MS, SPREAD, TOKENS, BEFORE, BASELINE, MFU, MEMORY, LOSS]
+
+
+def markdown_of(rows, columns):
+    """Rows as a table in Markdown."""
+    lines = [[column.heading for column in columns], ["---" if column.words else "--:" for column in columns]]
+    lines += [[column.text(row) for column in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,54 @@
+"""Tables in a terminal: a narrow one leaves whole columns out, and explains only what it shows."""
+import io
+import re
+
+import pandas
+import pytest
+from conftest import ROOT
+from rich.console import Console
+
+from ladder.errors import UserError
+from ladder.records.summary import build_report
+from ladder.show.tables import print_report, write_tables
+from ladder.show.terminal import print_texts
+
+TEXTS = pandas.DataFrame({"the one change": ["DistributedDataParallel, 2 ranks", "fused AdamW, selective decay"],
+                          "ms/step": ["1,234", "56.7"], "× before": ["1.003*", "0.99"], "loss @24": ["6.545", "nan"]})
+
+
+def printed(width, show, *args, **more):
+    console = Console(file=io.StringIO(), width=width)
+    show(*args, console, **more)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [200, 80, 66, 60, 54, 50, 44, 36])
+def test_a_table_loses_columns_never_letters(width):
+    out = printed(width, print_texts, TEXTS, title="a", goes=["× before"],
+                  explains={"× before": "* is significant.", "loss @24": "of step 24."})
+    shown = [heading for heading in TEXTS if heading in out.partition("A wider")[0]]
+    assert "…" not in out and max(map(len, out.splitlines())) <= width
+    assert {"the one change", "ms/step"} <= {*shown} and (len(shown) == 4 or "× before" not in shown)
+    for heading in shown[1:]:
+        assert all(re.search(rf"(?<!\S){re.escape(text)}(?!\S)", out) for text in TEXTS[heading])
+    assert ("is significant" in out) == ("× before" in shown) and ("of step" in out) == ("loss @24" in shown)
+    assert ("A wider terminal" in out) == (len(shown) < 4)
+
+
+@pytest.mark.parametrize("name, mark", [("nvidia_h200_B16_T1024", "2 rounds: too few to name a gain"),
+                                        ("nvidia_h100_80gb_hbm3_B16_T1024", "")])
+def test_what_qualifies_a_table_stands_above_it(name, mark):
+    report = build_report(ROOT / "logs" / "reference" / name)
+    above, rule, _ = printed(150, lambda console: print_report(report, console)).partition("──")
+    assert rule and mark in above and ("too few to name a gain" in above) == bool(mark)
+    assert ("! 10 rungs" in above) == bool(mark)
+
+
+def test_the_readme_s_table_is_not_made_of_a_record_with_too_few_rounds(tmp_path):
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/results.md"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    few = build_report(ROOT / "logs" / "reference" / "amd_epyc_avx2_2_cores_B1_T1024")
+    with pytest.raises(UserError, match="no record of the whole ladder has 5 rounds"):
+        write_tables([few], tmp_path)
+    assert (tmp_path / "README.md").read_bytes() == (ROOT / "README.md").read_bytes()
