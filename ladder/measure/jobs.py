@@ -15,7 +15,6 @@ import torch
 from ladder.count.memory import free_memory
 from ladder.measure import allocator
 from ladder.measure.rates import cpu_name
-from ladder.measure.turn import WAITS
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
 # A line of a child's output; torchrun's own, about its child, says nothing.
@@ -103,13 +102,12 @@ class Child:
     def __init__(self, job, seconds, device, file):
         self.job, self.seconds, self.device, self.started = job, seconds, device, time.monotonic()
         self.lines, self.rest, self.peak = [], "", 0
-        self.waits = False  # for its turn, and its time does not run
         self.limit, self.env = math.inf, os.environ | job.env  # a GPU refuses on its own
         if device == "cpu":
             self.limit = job.memory or MEMORY_SHARE * free_memory("cpu")
             self.env = os.environ | allocator.keeping_freed_memory() | job.env
         with open(file, "wb") as output:
-            self.process = subprocess.Popen(job.command, stdin=subprocess.PIPE, stdout=output,
+            self.process = subprocess.Popen(job.command, stdin=subprocess.DEVNULL, stdout=output,
                                             stderr=subprocess.STDOUT, env=self.env,
                                             start_new_session=os.name == "posix")
         self.output = open(file, encoding="utf-8", errors="replace")
@@ -121,10 +119,9 @@ class Child:
         code, seconds = self.process.poll(), time.monotonic() - self.started
         *lines, self.rest = (self.rest + self.output.read()).split("\n")
         self.lines += lines
-        self.waits |= WAITS in lines
         if code is not None:
             status, reason = self.judge(code, [*self.lines, self.rest])
-        elif seconds > self.seconds and not self.waits:
+        elif seconds > self.seconds:
             status, reason = "timed out", f"no end after {self.seconds:g} s"
         elif held > self.limit:
             status, reason = "out of memory", f"took more than {self.limit / 1e9:.1f} GB"
@@ -146,25 +143,15 @@ class Child:
             return "out of memory", final
         return "failed", "; ".join(errors) or last or f"exit code {code}"
 
-    def give_turn(self):
-        """Let it train: from now on its time runs."""
-        self.waits, self.started = False, time.monotonic()
-        with contextlib.suppress(OSError):  # it has just ended
-            self.process.stdin.write(b"\n")
-            self.process.stdin.flush()
-
     def stop(self):
         stop(self.process)
         self.output.close()
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
 
 
 def run_jobs(jobs, seconds, device, at_once, ended, show=lambda running: None):
     """Run the jobs, `at_once` at a time: ended(job, outcome) after each, show(the children) four times a second.
 
-    Once all that run wait for their turns (turn.py), the first of them gets its turn. `ended` may add to the list
-    `jobs`. Ctrl-C and other exceptions stop all that run.
+    Ctrl-C and other exceptions stop all that run.
     """
     running, n_started = [], 0
     with TemporaryDirectory() as folder:
@@ -178,8 +165,6 @@ def run_jobs(jobs, seconds, device, at_once, ended, show=lambda running: None):
                     if outcome:
                         running.remove(child)
                         ended(child.job, outcome)
-                if running and all(child.waits for child in running):
-                    running[0].give_turn()
                 show(running)
                 time.sleep(0.25)
         finally:

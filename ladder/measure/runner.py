@@ -1,7 +1,7 @@
 """Run the rungs as a user would, in child processes, and measure the machine in the same run.
 
-They run one after another, or several at once where only their losses count; or several start and compile at once, and
-then train in turns. A rung that fails, runs out of memory or takes too long is reported, and the others still run.
+They run one after another, or several at once where only their losses count. A rung that fails, runs out of memory or
+takes too long is reported, and the others still run.
 Ctrl-C stops the children and everything they started; finished results are kept.
 """
 import argparse
@@ -11,9 +11,10 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import filelock
 import psutil
@@ -24,7 +25,7 @@ from ladder.files import write_whole
 from ladder.measure.jobs import Job, Outcome, run_jobs
 from ladder.measure.machine_check import NO_TORCHRUN, compile_problem, nvidia_problem
 from ladder.records.logs import STEP_LINE, read_log
-from ladder.rungs.list import BY_LABEL, ROOT, load_script
+from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, load_script
 
 QUICK_DATA = Path("data/bytes")
 
@@ -69,16 +70,11 @@ def own_flags(rung, flags, log_dir):
     return flags
 
 
-def command_for(rung, flags, log_dir, processes=2, turn=None, script=None):
-    """The command line of a rung, or of a peer's `script` (words), which takes the rung's flags.
-
-    `turn`, of turn.py: "once" or "twice" for a child that waits for its turn.
-    """
+def command_for(rung, flags, log_dir, processes=2, script=None):
+    """The command line of a rung, or of a peer's `script` (words), which takes the rung's flags."""
     start = [sys.executable]
     if rung.torchrun:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    elif turn:
-        start += ["-m", "ladder.measure.turn", turn]
     words = map(str, script or [rung.path])
     return [*start, *words, *own_flags(rung, flags, log_dir), "--log-dir", str(log_dir)]
 
@@ -124,7 +120,7 @@ def check_together(args, rungs):
             raise UserError(f"{flag}: not with --max-batch; leave it out")
 
 
-def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):
+def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2):
     """The jobs of each round; `peers` are of find_peers. Several, so that drift in machine speed affects all alike.
 
     Each round then has a random order, by its number, so that --resume plans the same.
@@ -133,17 +129,18 @@ def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2, at_once=1):
     scripts += [(name, BY_LABEL["10"], words) for name, words in (peers or {}).items()]  # each is another rung 10
     rounds = []
     for number in range(1, repeat + 1):
-        folder, jobs = log_dir / f"round_{number}" if repeat > 1 else log_dir, []
-        for name, rung, script in scripts:
-            turn = None
-            if at_once > 1:  # only in the first round there may be something to compile
-                eager = "compile_mode" not in defaults(rung) or split_flags(flags, "--compile-mode")[0] == ["none"]
-                turn = "once" if eager or number > 1 else "twice"
-            jobs.append(Job(name, command_for(rung, flags, folder, processes, turn, script), folder))
+        folder = log_dir / f"round_{number}" if repeat > 1 else log_dir
+        jobs = [Job(name, command_for(rung, flags, folder, processes, words), folder) for name, rung, words in scripts]
         if repeat > 1:
             random.Random(number).shuffle(jobs)
         rounds.append(jobs)
     return rounds
+
+
+def compiles(job):
+    """Whether there is something for torch to compile in a job; each peer is another rung 10."""
+    rung = BY_NAME.get(job.name, BY_LABEL["10"])
+    return "compile_mode" in defaults(rung) and split_flags(job.command, "--compile-mode")[0] != ["none"]
 
 
 def is_finished(log):
@@ -239,40 +236,32 @@ class Runner:
         write_machine(self.log_dir, self.device, **more)
 
     def run(self, jobs, at_once=1):
-        """Run the jobs, `at_once` at a time."""
-        run_jobs(self.unfinished(jobs), self.seconds, self.device, at_once, self.finish, self.show)
+        """Run the jobs, `at_once` at a time; those that an earlier run has finished count as ok."""
+        left = self.unfinished(jobs)
+        self.outcomes += [Outcome(job.name, "ok") for job in jobs if job not in left]
+        run_jobs(left, self.seconds, self.device, at_once, self.finish, self.show)
 
     def unfinished(self, jobs):
-        """The jobs without those that an earlier run has finished, which count as ok."""
-        finished = [job for job in jobs if self.resume and is_finished(job.log)]
-        self.outcomes += [Outcome(job.name, "ok") for job in finished]
-        return [job for job in jobs if job not in finished]
+        """The jobs without those that an earlier run has finished."""
+        return [job for job in jobs if not (self.resume and is_finished(job.log))]
 
-    def run_in_turns(self, jobs, at_once):
-        """Run the jobs of a round: `at_once` of them start together, and then train one after another.
+    def compile_first(self, jobs, at_once):
+        """Run the jobs for two steps, `at_once` at a time, so that torch's cache then has what they compile.
 
-        One that finds the memory taken by the others is tried again at the end, alone.
+        How these runs end does not matter: the jobs themselves will tell.
         """
-        jobs = self.unfinished(jobs)
-        ranks = [job for job in jobs if "torch.distributed.run" in job.command]  # torchrun passes no turn on
-        turns = [job for job in jobs if job not in ranks]
-        groups = [turns[i : i + at_once] for i in range(0, len(turns), at_once)] + [[job] for job in ranks]
-        groups.sort(key=lambda group: jobs.index(group[0]))
-
-        def ended(job, outcome):
-            if outcome.status == "out of memory" and len(group) > 1:
-                groups.append([job])
-            else:
-                self.finish(job, outcome)
-
-        for group in groups:
-            run_jobs(list(group), self.seconds, self.device, at_once, ended, self.show)
+        self.progress.update(self.bar, description="two steps of each script, to compile it")
+        with TemporaryDirectory(ignore_cleanup_errors=True) as name:
+            more = ["--steps", "2", "--log-dir", name]  # of a flag given twice, the last counts
+            short = [replace(job, command=[*job.command, *more], log_dir=Path(name))
+                     for job in self.unfinished(jobs) if compiles(job)]
+            run_jobs(short, self.seconds, self.device, at_once, lambda job, outcome: None)
 
     def show(self, running):
         """Show how many jobs have ended, and the last step of the newest one."""
         done = len(self.outcomes)
         self.n_jobs = max(self.n_jobs, done + len(running))
-        for child in [child for child in running if not child.waits][-1:]:
+        for child in running[-1:]:
             match = STEP_LINE.match(child.lines[-1]) if child.lines else None
             step = f"step {match[1]} loss {match[2]} {match[3]} ms" if match else ""
             self.progress.update(self.bar, total=self.n_jobs, completed=done,

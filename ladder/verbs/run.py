@@ -19,7 +19,7 @@ def add_flags(parser):
     flag("--rungs", default="0-10", help="for example 0,5,ddp or muon,gpu/ (default: %(default)s)")
     flag("--repeat", type=COUNT, default=1, metavar="N", help="N rounds, each in an order of its own, to see the noise")
     flag("--at-once", type=COUNT, default=1, metavar="N",
-         help="start and compile N rungs at once; they still train one after another (default: %(default)s)")
+         help="first compile N rungs at once, in runs of two steps; then all train one after another")
     flag("--peers", nargs="?", const=True, type=Path, metavar="FOLDER", help="add transformers' own GPT-2 with "
          "everything switched on, and from FOLDER model.py of github.com/karpathy/nanoGPT and train_gpt2.py of "
          "github.com/karpathy/build-nanogpt")
@@ -60,7 +60,7 @@ def main(args, console):
     rungs = fit_batch(args, rungs, settings, console)
     if args.at_once > 1:  # else each starts as many processes to compile as there are cores
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // args.at_once)))
-    rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes, args.at_once)
+    rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes)
     runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
     interrupted = False
     with locked(logs, args.resume):
@@ -68,8 +68,10 @@ def main(args, console):
             with runner:  # between two measurements of the machine
                 if not args.resume:
                     runner.measure_machine(arguments=args.argv)
+                if args.at_once > 1:
+                    runner.compile_first(rounds[0], args.at_once)
                 for jobs in rounds:
-                    runner.run_in_turns(jobs, args.at_once)
+                    runner.run(jobs)
                 runner.measure_machine()
         except KeyboardInterrupt:
             interrupted = True

@@ -1,0 +1,76 @@
+"""python -m ladder run --at-once, --repeat: what compiles does so first, side by side; then one trains after another."""
+import io
+import sys
+
+import pytest
+from conftest import rung, run_command, train
+from rich.console import Console
+from run_tool import LADDER, flags
+
+from ladder.measure import runner as runner_module
+from ladder.measure.jobs import Outcome
+from ladder.measure.peer import find_peers
+from ladder.measure.runner import Runner, plan
+from ladder.records.logs import PEER, read_log
+from ladder.records.summary import build_report
+from ladder.rungs.list import BY_LABEL, LADDER as RUNGS
+
+
+@pytest.mark.parametrize("words, compiled", [
+    ((), ["5", "ddp", PEER]), (("--compile-mode", "none"), []), (("--compile-mode", "default"), ["5", "ddp", PEER])])
+def test_what_compiles_first_runs_two_steps_side_by_side_elsewhere(words, compiled, tmp_path, monkeypatch):
+    """And however that ends, the jobs themselves run one after another, as they would without."""
+    ran = []
+
+    def run_jobs(jobs, seconds, device, at_once, ended, show=None):
+        ran.append((at_once, list(jobs)))
+        for job in jobs:
+            ended(job, Outcome(job.name, "out of memory"))
+
+    monkeypatch.setattr(runner_module, "run_jobs", run_jobs)
+    runner = Runner("cpu", tmp_path, 60, Console(file=io.StringIO()))
+    jobs = plan([BY_LABEL["4"], BY_LABEL["5"], BY_LABEL["ddp"]], [*words, "--steps", "9"], tmp_path,
+                peers=find_peers(True))[0]
+    with runner:
+        runner.compile_first(jobs, 3)
+        assert runner.outcomes == []
+        runner.run(jobs)
+    (at_once, first), (alone, then) = ran
+    assert (at_once, alone) == (3, 1) and then == jobs and len(runner.failed()) == len(jobs)
+    assert [job.name for job in first] == [BY_LABEL[one].name if one in BY_LABEL else one for one in compiled]
+    for job in first:
+        assert job.command[-4:-1] == ["--steps", "2", "--log-dir"] and job.log_dir not in (tmp_path, *tmp_path.parents)
+
+
+def test_each_of_several_rounds_has_an_order_of_its_own(tmp_path):
+    def orders(repeat):
+        return [[job.name for job in jobs] for jobs in plan(RUNGS, [], tmp_path, repeat, peers=find_peers(True))]
+
+    names = [*(entry.name for entry in RUNGS), PEER]
+    assert orders(1) == [names]
+    five = orders(5)
+    assert five == orders(5) and len({tuple(order) for order in [names, *five]}) == 6  # --resume plans the same
+    assert all(sorted(order) == sorted(names) for order in five)
+    folders = {job.log_dir.name for jobs in plan(RUNGS, [], tmp_path, 2) for job in jobs}
+    assert folders == {"round_1", "round_2"}
+
+
+@pytest.mark.slow
+def test_rungs_train_as_they_do_alone_and_a_stopped_run_is_resumed(tokens, tmp_path):
+    """Through the tool, with the peer: stopped once a log is there, then resumed to its end."""
+    logs = tmp_path / "logs"
+    words = ["run", "--rungs", "0,10", "--peers", "--repeat", "2", "--at-once", "3", "--logs", logs, *flags(tokens)]
+    stop = "import os, signal, subprocess, sys, time; from pathlib import Path\n" \
+           "run = subprocess.Popen(sys.argv[2:])\n" \
+           "while not list(Path(sys.argv[1]).glob('round_1/*.log')): time.sleep(0.02)\n" \
+           "run.send_signal(signal.SIGINT); sys.exit(run.wait())"
+    stopped = run_command(sys.executable, "-c", stop, logs, *LADDER, *words)
+    assert stopped.returncode == 130 and "run --resume --logs" in stopped.stdout, stopped.stdout + stopped.stderr
+    resumed = run_command(*LADDER, "run", "--resume", "--logs", logs)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    runs = build_report(logs).runs
+    assert [len(rounds) for rounds in runs.values()] == [2, 2, 2]
+    for label in ("0", "10"):
+        alone = read_log(train(rung(label), tmp_path / "alone", tokens, *flags(tokens)[4:]))
+        for run in runs[BY_LABEL[label].name]:
+            assert run.complete and run.losses == pytest.approx(alone.losses, abs=1e-4), label
