@@ -113,14 +113,14 @@ def find_peers(wanted):
     """{log's name: script and file} of the peers that are `wanted`: None, True (transformers'), or a folder."""
     if wanted is None:
         return {}
-    peers = {PEER: [PEERS[PEER].path]}
+    peers = {PEER: [ROOT / PEERS[PEER].file]}
     if wanted is True:
         return peers
     for name, peer in FETCHED.items():
         file = wanted / name
         if file.exists():
             classes_of(file)
-            peers[peer] = [PEERS[peer].path, file.resolve()]
+            peers[peer] = [ROOT / PEERS[peer].file, file.resolve()]
     if len(peers) == 1:
         raise UserError(f"--peers {wanted}: holds no {' or '.join(FETCHED)}; docs/running.md says where they are")
     return peers

@@ -17,17 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.rungs.list import BY_NAME, ROOT, Rung, today
+from ladder.rungs.list import BY_NAME, ROOT, today
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
-
-PEER = "peer_transformers"  # the one that needs no file fetched
-PEERS = {  # {a log's name: what trained, which is no rung}
-    name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on")
-    for name, whose in ((PEER, "transformers'"), ("peer_nanogpt", "nanoGPT's"),
-                        ("peer_build_nanogpt", "build-nanogpt's"))}
-ORDER = [*BY_NAME, *PEERS]
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 COUNT = r"(\d{1,12})"
 STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms"
@@ -40,6 +33,30 @@ PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
 
 class NoStep(UserError):
     """A log without a step."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """What a log's name stands for that is not in the list of rungs: a peer, or a reader's own script."""
+
+    file: str
+    title: str
+    label = ""
+    start = None  # the rung that it is compared with
+
+    @property
+    def called(self):
+        """As a Rung's: what a sentence and a row of a table call it."""
+        return self.title
+
+    row = called
+
+
+PEER = "peer_transformers"  # the one that needs no file fetched
+PEERS = {name: Other("ladder/measure/peer.py", f"{whose} GPT-2, everything on")  # by the names of their logs
+         for name, whose in ((PEER, "transformers'"), ("peer_nanogpt", "nanoGPT's"),
+                             ("peer_build_nanogpt", "build-nanogpt's"))}
+ORDER = [*BY_NAME, *PEERS]
 
 
 @dataclass
@@ -151,7 +168,7 @@ class Run:
 
 def stage_of(name):
     """The rung of a log's name; one without a label for a peer, and for a script outside of the ladder."""
-    return BY_NAME.get(name) or PEERS.get(name) or Rung("", f"{name}.py", name)
+    return BY_NAME.get(name) or PEERS.get(name) or Other(f"{name}.py", name)
 
 
 def read_headers(lines):

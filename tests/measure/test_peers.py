@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load_module, rung, train
+from conftest import ROOT, load_module, rung, train
 from log_files import MEDIAN, write_log
 from run_tool import flags, is_one_error
 from torch.nn import functional as F
@@ -65,7 +65,7 @@ def fetched(tmp_path):
 def script():
     """The peers' script, of a fresh rung 10."""
     rung("10")
-    return load_module(PEERS[PEER].path)
+    return load_module(ROOT / PEERS[PEER].file)
 
 
 def settings(**more):
@@ -181,7 +181,7 @@ def test_the_tool_runs_the_peers_that_are_there(fetched, fake_run, tmp_path):
     assert names() == [] and names("--peers") == [PEER]
     assert names("--peers", fetched) == [*PEERS]
     for name, file in ((PEER, []), ("peer_nanogpt", ["model.py"]), ("peer_build_nanogpt", ["train_gpt2.py"])):
-        start = [str(PEERS[name].path), *(str(fetched / one) for one in file)]
+        start = [str(ROOT / PEERS[name].file), *(str(fetched / one) for one in file)]
         assert commands[name][1 : 1 + len(start)] == start and "--log-dir" in commands[name]
     (fetched / "model.py").unlink()
     assert names("--peers", fetched) == [PEER, "peer_build_nanogpt"]
