@@ -77,6 +77,4 @@ def main(args, console):
             interrupted = True
             console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", soft_wrap=True)
     print_end(runner, console, args.quick)
-    if interrupted:
-        return 130
-    return 1 if runner.failed() else 0
+    return 130 if interrupted else int(bool(runner.failed()))
