@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page):
 
 
 def commands_of(text):
-    """The commands in a page's blocks and `code`, a line each, without comments and what stands in front of a program."""
+    """The commands in a page's blocks and `code`, a line each, without comments and what stands before a program."""
     text = text.replace("\\\n", " ")
     blocks = re.findall(r"(?m)^(?: {4}|\t)(.+)$", text) + "\n".join(FENCE.findall(text)).split("\n")
     lines = blocks + re.findall(r"`((?:python|torchrun) [^`]+)`", FENCE.sub("", text))

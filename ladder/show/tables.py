@@ -1,6 +1,7 @@
 """The tables of the ladder, as short texts: in a terminal, in README.md and docs/, as JSON and CSV."""
 import json
 import re
+import textwrap
 
 import pandas
 
@@ -140,7 +141,7 @@ def print_comparison(one, other, console, card=None):
 def print_profile(profile, console):
     """The profile as a table: ms per step, by kind of work."""
     wide = console.width >= 130
-    words = KINDS if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
+    words = [textwrap.fill(kind, 13) for kind in KINDS] if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
     rows = []
     for found in profile["rungs"]:
         rung, mark = BY_NAME[found["name"]], "" if is_reliable(found) else " (!)"
@@ -193,16 +194,17 @@ def todays_rows(report):
 def short_table(report):
     """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
     rounds = max(row.rounds for row in report.rows)
-    return (f"{markdown_of(todays_rows(report), README_COLUMNS)}\n\n{where(report)}. Median of {rounds} rounds, lowest to "
-            f"highest; * marks a significant gain over the rung before (paired test, p < {BEYOND_CHANCE} after Holm's "
-            "correction).")
+    table = markdown_of(todays_rows(report), README_COLUMNS)
+    return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant gain over "
+            f"the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction).")
 
 
 def long_table(report):
     """docs/results.md's; the document says what its columns are."""
     rounds, commit = max(row.rounds for row in report.rows), report.machine.get("commit", "unknown")
     best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
-    return (f"{markdown_of(todays_rows(report), RESULTS_COLUMNS)}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
+    table = markdown_of(todays_rows(report), RESULTS_COLUMNS)
+    return (f"{table}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
             f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}.*")
 
 

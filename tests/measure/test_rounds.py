@@ -1,4 +1,4 @@
-"""python -m ladder run --at-once, --repeat: what compiles does so first, side by side; then one trains after another."""
+"""python -m ladder run --at-once, --repeat: what compiles does so first, side by side; then all train one by one."""
 import io
 import sys
 

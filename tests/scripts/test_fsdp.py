@@ -91,7 +91,7 @@ def test_each_rank_keeps_its_share(two_ranks):
 
 
 def test_what_a_step_moves(two_ranks):
-    """Two micro-steps: each gathers root and blocks, the blocks again, and reduces all; then Muon gathers its matrices by shape."""
+    """Two micro-steps: each gathers root and blocks, the blocks again, and reduces all; then Muon gathers by shape."""
     moved = json.loads((two_ranks / "bfloat16" / "rank0.json").read_text())["moved"]
     embedding, block, _ = split_parameters("tiny")
     gathered, reduced, for_muon = ([n for name, n in moved if name == wanted] for wanted in (

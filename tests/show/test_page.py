@@ -211,7 +211,8 @@ def test_the_page_s_gains_are_those_of_the_readme():
     report = build_report(ROOT / "logs" / "reference" / "nvidia_h100_80gb_hbm3_B16_T1024")
     found = {rung.name: tutorial.measured_row(rung, report) for rung in RUNGS}
     stars = [name for name, row in found.items() if row and row["× before"].endswith("*")]
-    assert stars == re.findall(r"^\| \d+ \| .+?\((\w+)\.py\).*\d\*", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert stars == re.findall(r"^\| \d+ \| .+?\((\w+)\.py\).*\d\*", readme, re.M)
     assert len(stars) == 5 and found[BY_LABEL["6"].name]["MFU"] == "30% → 44%"
 
 
