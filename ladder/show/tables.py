@@ -1,7 +1,6 @@
 """The tables of the ladder, as short texts: in a terminal, in README.md and docs/, as JSON and CSV."""
 import json
 import re
-import textwrap
 
 import pandas
 
@@ -116,9 +115,9 @@ def print_report(report, console, card=None):
         console.print(f"! {warning}", style="yellow")
     columns = all_columns(report)
     goes = sorted((column for column in columns if column.goes), key=lambda column: -column.goes)
+    explains = {column.heading: column.explains for column in columns}
     print_texts(texts_of(report.rows, columns), console, " — ".join(filter(None, [report.name, few_rounds(report)])),
-                f"{conditions(report)}{remarks_of(report)}", explains={column.heading: column.explains for column in columns},
-                first_to_go=[column.heading for column in goes])
+                f"{conditions(report)}{remarks_of(report)}", explains, [column.heading for column in goes])
     if report.profile:
         print_profile(report.profile, console)
 
@@ -141,7 +140,7 @@ def print_comparison(one, other, console, card=None):
 def print_profile(profile, console):
     """The profile as a table: ms per step, by kind of work."""
     wide = console.width >= 130
-    words = [textwrap.fill(kind, 13) for kind in KINDS] if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
+    words = KINDS if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
     rows = []
     for found in profile["rungs"]:
         rung, mark = BY_NAME[found["name"]], "" if is_reliable(found) else " (!)"
@@ -195,8 +194,8 @@ def short_table(report):
     """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
     rounds = max(row.rounds for row in report.rows)
     table = markdown_of(todays_rows(report), README_COLUMNS)
-    return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant gain over "
-            f"the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction).")
+    return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant gain "
+            f"over the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction).")
 
 
 def long_table(report):

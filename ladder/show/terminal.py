@@ -53,8 +53,9 @@ def table_of(texts, title, wraps, style, tight=False):
         if place in wraps:
             words = max((len(word) for text in [heading, *texts[heading]] for word in text.split()), default=0)
             least = max(words, min(WRAPPED, texts[heading].str.len().max()))
-        table.add_column(textwrap.fill(heading, 14, break_long_words=False), justify="right" if place else "left", no_wrap=place not in wraps,
-                         min_width=least, max_width=least if tight else None)
+        heading = textwrap.fill(heading, 14, break_long_words=False)
+        table.add_column(heading, justify="right" if place else "left", no_wrap=place not in wraps, min_width=least,
+                         max_width=least if tight else None)
     for row in texts.itertuples(index=False):
         table.add_row(*row)
     return table

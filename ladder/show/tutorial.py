@@ -130,11 +130,12 @@ def machine_view(report):
     """One machine's table for the template."""
     columns = all_columns(report) if report.rows else []
     texts = texts_of(report.rows, columns)
-    explained = [column.explains for column in columns if column.heading in texts and column.explains]
+    explained = [f"{column.explains}." for column in columns if column.heading in texts and column.explains]
+    describe = " ".join([fastest(report), *explained]).strip() + remarks_of(report)
     return table(texts.to_dict("records")) | {
         "id": report.name, "name": " — ".join(filter(None, [where(report), few_rounds(report)])),
-        "describe": (" ".join([fastest(report), *(f"{one}." for one in explained)]).strip() + remarks_of(report)).rstrip("."),
-        "warnings": list(warnings(report)), "race": race_view(report)}
+        "describe": describe.rstrip("."), "warnings": list(warnings(report)),
+        "race": race_view(report)}
 
 
 def first_chart(reports, bars_of):

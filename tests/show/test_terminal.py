@@ -24,7 +24,7 @@ def printed(width, show, *args, **more):
 
 @pytest.mark.parametrize("width", [200, *range(50, 80)])
 def test_a_table_loses_columns_never_letters(width):
-    out = printed(width, print_texts, TEXTS, title="a", goes=["× before"],
+    out = printed(width, print_texts, TEXTS, title="a", first_to_go=["× before"],
                   explains={"× before": "* is significant.", "loss @24": "of step 24."})
     shown = [heading for heading in TEXTS if heading in out.partition("A wider")[0]]
     assert "…" not in out and max(map(len, out.splitlines())) <= width
