@@ -8,7 +8,7 @@ from ladder.count.cards import CARDS, card_of
 from ladder.count.roofline import STORED, floor_data
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.records.logs import has_steps, reference_folders
+from ladder.records.logs import has_steps, reference_folders, stage_of
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.records.summary import build_report, warnings
 from ladder.records.two_logs import compare
