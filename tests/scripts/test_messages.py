@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT, Attack, as_program, cut_in_half, data_with, edit_json, known_flags, load_module, losses, rung,
+    ROOT, Attack, as_program, builds_on, cut_in_half, data_with, edit_json, known_flags, load_module, losses, rung,
     rungs_that_change, save_as_from_a_gpu, saved_model, tokens_of, train, validates)
 
 from data import vocabulary
@@ -49,37 +49,61 @@ def stopped(byte_tokens, tmp_path):
       for model in ("gpt5", "4x4", "4x3x128", "0x2x16", "2x0x16")),
     ("0", "--step 5", "unrecognized arguments: --step"),  # not short for --steps
     ("0", "--pretrained gpt2", "--pretrained gpt2: not a file of --save or convert.py"),
-    ("0", "--data nowhere", "--data nowhere: no token files ([Errno 2]"),
+    ("0", "--data nowhere", "--data nowhere: no whole token files ([Errno 2]"),
+    ("0", "--device cuda:1", "argument --device: torch has ['cpu'] here; see python -m ladder check"),
     ("0", "-B 100000 -T 1024", "-T, -B: a batch needs 102400001 train tokens; there are"),
 ])
 def test_wrong_words(label, words, named, stopped):
     assert named in stopped(label, *words.split())[1]
 
 
-@pytest.mark.parametrize("label, damage, named", [
-    ("0", lambda folder: (folder / "meta.json").unlink(), "no token files ([Errno 2]"),  # it comes last
-    ("0", lambda folder: (folder / "meta.json").write_text("{"), "no token files (Expecting"),
-    ("0", lambda folder: (folder / "meta.json").write_text("{}"), "train.bin is damaged"),
-    ("0", lambda folder: cut_in_half(folder / "tokenizer.json"), "no token files (Unterminated"),
-    ("0", lambda folder: os.truncate(folder / "train.bin", 20_000), "train.bin is damaged"),
-    *((label, lambda folder: edit_json(folder / "meta.json", vocab_size=100), "train.bin is damaged, or has ids beyond")
-      for label in ("0", "documents_apart"))])
-def test_token_files_that_are_not_whole(label, damage, named, stopped, byte_tokens, tmp_path):
-    """A cut tokenizer.json would be noticed by sample.py only; ids beyond the vocabulary have padded rows from 7 on."""
+@pytest.mark.parametrize("damage, named", [
+    (lambda folder: (folder / "meta.json").unlink(), "[Errno 2]"),  # it comes last
+    (lambda folder: (folder / "meta.json").write_text("{"), "Expecting"),
+    (lambda folder: (folder / "meta.json").write_text("{}"), "'train_tokens'"),
+    (lambda folder: os.truncate(folder / "train.bin", 20_000), "mmap length is greater than file size")])
+def test_token_files_that_are_not_whole(damage, named, stopped, byte_tokens, tmp_path):
     folder = shutil.copytree(byte_tokens, tmp_path / "tokens")
     damage(folder)
-    assert f"--data {folder}: {named}" in stopped(label, "--data", folder, *STEP)[1]
+    assert f"--data {folder}: no whole token files ({named}" in stopped("0", "--data", folder, *STEP)[1]
+
+
+@pytest.mark.parametrize("label", rungs_that_change("DataLoaderLite.batch"))
+def test_an_id_beyond_the_vocabulary(label, tmp_path, capsys):
+    """Wherever it stands. A padded vocabulary has a row for it, so nothing else would notice from rung 7 on."""
+    data = tokens_of(tmp_path / "data", [1] * 480 + [300] + [1] * 200, vocab_size=300)
+    more = ("--total-batch", 16) if builds_on(label, "gradient_accumulation") else ("--val-every", 0) if validates(label) else ()
+    with pytest.raises(SystemExit, match=r"error: --data: token 300 of batch \d+ is beyond vocab_size"):
+        train(rung(label), tmp_path, data, *STEP, "--steps", 40, *more)
+    assert capsys.readouterr().out.count("step : ") >= 1
 
 
 def test_started_from_another_folder(stopped, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = stopped("documents_apart", "--data", "data/tokens", *STEP)[1]
-    assert "--data data/tokens: no token files " in line and "where baseline.py is, python data/prepare.py" in line
+    assert "--data data/tokens: no whole token files (" in line and "where baseline.py is, python data/prepare" in line
 
 
 def test_a_log_folder_that_is_a_file(stopped, byte_tokens, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert f"error: [Errno 17] File exists: '{tmp_path}/file'" in stopped("0", *STEP, "--log-dir", tmp_path / "file")[1]
+
+
+def test_a_log_folder_that_is_a_link_to_nothing_is_made(byte_tokens, tmp_path):
+    """A cluster empties its scratch disk; the links in the home folders stay."""
+    (tmp_path / "logs").symlink_to(tmp_path / "scratch" / "logs")
+    train(rung("0"), tmp_path / "logs", byte_tokens, *STEP)
+    assert [path.name for path in (tmp_path / "scratch" / "logs").iterdir()] == ["baseline.log"]
+
+
+def test_names_that_are_not_utf8_cost_nothing(byte_tokens, tmp_path):
+    """Of an archive from Windows: as the text's name in the log, and as the folder of the checkpoints."""
+    folder = shutil.copytree(byte_tokens, tmp_path / "tokens")
+    name = os.fsdecode(b"Gr\xf6\xdfe")
+    edit_json(folder / "meta.json", source=name)
+    log = train(rung("checkpoints"), tmp_path / name, folder, *STEP, "--total-batch", 16, "--val-every", 0)
+    assert (tmp_path / name / "checkpoints" / "step_0000001.pt").exists()
+    assert "# data: Gr\\udcf6\\udcdfe (bytes tokens)" in log.read_text(encoding="utf-8")
 
 
 def test_a_full_disk_costs_what_it_cannot_hold(byte_tokens, stopped, tmp_path, capsys):
@@ -170,16 +194,21 @@ def test_a_model_is_trained_further(model_of, stopped, byte_tokens, tmp_path):
     torch.save(saved_with_nan(model_of("zero_init")), tmp_path / "nan.pt")
     assert "the loss is nan at step 1" in stopped("zero_init", *STEP, "--pretrained", tmp_path / "nan.pt")[1]
     line = stopped("10", *STEP, "-T", 1100, "--pretrained", model_of("10"))[1]
-    assert "-T 1100: the model's longest sequence is 1024" in line
+    assert "-T: the model's longest sequence is 1024" in line
 
 
 def test_a_pretrained_model_with_other_tokens_than_the_data(stopped, model_of, tmp_path):
-    """Of another size, or two vocabularies of one size, trained on different texts: only the merges tell them apart."""
+    """Of another size, or two vocabularies of one size, trained on different texts: only the merges tell them apart.
+
+    Not their names either: two folders of Hugging Face's may both be called "mine".
+    """
     words = [" ".join(map(str, range(first, 2000))) for first in (0, 1000)]
     folders = [data_with(vocabulary.trained([text], 300), words[0], tmp_path / f"data{text[0]}") for text in words]
     model = tmp_path / "model.pt"
     train(rung("0"), tmp_path / "logs", folders[0], *STEP, "--save", model)
-    for path, data in [(model_of("0"), folders[0]), (model, folders[1])]:
+    same_name = shutil.copytree(folders[1], tmp_path / "same_name")
+    edit_json(same_name / "meta.json", tokenizer=json.loads((folders[0] / "meta.json").read_text())["tokenizer"])
+    for path, data in [(model_of("0"), folders[0]), (model, folders[1]), (model, same_name)]:
         line = stopped("0", *STEP, "--pretrained", path, "--data", data)[1]
         assert "--pretrained: its tokenizer is not that of --data" in line and f"--tokenizer {path} takes it" in line
 
@@ -250,7 +279,8 @@ def test_a_save_that_fails_leaves_the_earlier_file(byte_tokens, tmp_path, monkey
     assert (tmp_path / "model.pt").read_text() == "precious"
 
 
-@pytest.mark.parametrize("place", ["", "folder", "folder/", "nowhere/model.pt", "file/model.pt"])
+@pytest.mark.parametrize("place", ["", "folder", "folder/", "nowhere/model.pt", "file/model.pt",
+                                   "model.safetensors"])
 def test_where_save_cannot_write_is_refused_at_the_start(place, stopped, tmp_path, monkeypatch):
     """Before the first step, not after the last one; and a folder is not set aside as a file of that name would be."""
     monkeypatch.chdir(tmp_path)
