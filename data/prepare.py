@@ -3,14 +3,15 @@
     python data/prepare.py                                   # Tiny Shakespeare -> data/tokens/
     python data/prepare.py --text my.txt --out data/mine     # a text
     python data/prepare.py --text corpus --out data/mine     # .txt, .jsonl and .parquet files
+    python data/prepare.py --text train.jsonl --val val.jsonl --out data/mine   # your own split
     python data/prepare.py --hf HuggingFaceFW/fineweb-edu --name sample-10BT --out data/edu
     python data/prepare.py --text my.txt --tokenizer bytes --out data/mine       # single bytes
     python data/prepare.py --text my.txt --train-tokenizer 4096 --out data/mine  # tokens that fit
 
 Each line of a .jsonl file is a document, as is each row of a .parquet file or dataset; a .txt file
-is one, or several with <|endoftext|> between them. Memory does not grow with the corpus. Of many
-documents, a hash draws those held out for validation; of few, the end of the text is held out.
-Without a network the default text is Python's language reference, in GPT-2's 256 byte tokens.
+is one, or several with <|endoftext|> between them. Memory grows by a few bytes a document, no more.
+Without --val, a hash draws the documents held out for validation; of few, the end of the text is.
+Without a network the default text is Python's language reference.
 """
 import argparse
 import codecs
@@ -25,6 +26,7 @@ import shutil
 import sys
 import tempfile
 import urllib.request
+from array import array
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -82,23 +84,21 @@ def default_text(url=TINY_SHAKESPEARE_URL, seconds=60):
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 def load_tokenizer(name):
-    """The tokenizer that --tokenizer names; without a network GPT-2's single bytes."""
+    """The tokenizer that --tokenizer names."""
     if name == "bytes":
         return vocabulary.of_bytes()
     if name == "gpt2":
-        try:
-            return vocabulary.GPT2()
-        except vocabulary.NoTokenizer as error:
-            texts.warn(f"{error}. Using GPT-2's single-byte tokens: losses are NOT comparable with"
-                       " those of gpt2 tokens.")
-            return vocabulary.of_bytes("gpt2-bytes")
+        return vocabulary.GPT2()
     path = name
     if os.path.basename(name) == "tokenizer.json":
         path = os.path.dirname(name) or "."
     texts.refuse_lfs_pointer(Path(path, "tokenizer.json"))
     try:
         if Path(path).is_file() or Path(path, "meta.json").exists():
-            return vocabulary.of_ours(Path(path))
+            tokenizer = vocabulary.of_ours(Path(path))
+            if isinstance(tokenizer, vocabulary.OwnIds):
+                raise vocabulary.NoTokenizer("has token ids, and no tokenizer")
+            return tokenizer
         return vocabulary.from_hugging_face(path)
     except vocabulary.NoTokenizer as error:
         sys.exit(f"error: --tokenizer {name}: {error};"
@@ -177,33 +177,36 @@ def is_drawn(number, one_in):
     return number > 0 and int(digest, 16) % one_in == 0
 
 
-def read_drawn(file, tokenizer, one_in):
-    """Yield the tokens of an open file in blocks, (n,), each with a mask of the drawn documents."""
+def read_drawn(file, tokenizer, one_in, firsts):
+    """Yield the tokens of an open file in blocks, (n,), each with a mask of the drawn documents.
+
+    A document that occurs again goes where the first of its kind, `firsts`, goes.
+    """
     number = 0
     n_bytes = BLOCK_TOKENS * tokenizer.dtype.itemsize
     for block in iter(lambda: file.read(n_bytes), b""):
         tokens = np.frombuffer(block, dtype=tokenizer.dtype)
         # a separator belongs to the document that it begins
         numbers = number + np.cumsum(tokens == tokenizer.end_of_text)
-        first = numbers[0]
+        begin = numbers[0]
         number = numbers[-1]
-        drawn = [is_drawn(each, one_in) for each in range(first, number + 1)]
-        yield tokens, np.array(drawn)[numbers - first]
+        drawn = [is_drawn(first, one_in) for first in firsts[begin : number + 1]]
+        yield tokens, np.array(drawn)[numbers - begin]
 
 
-def count_drawn(folder, tokenizer, one_in):
+def count_drawn(folder, tokenizer, one_in, firsts):
     """How many tokens of train.bin are in drawn documents."""
     with open(folder / "train.bin", "rb") as file:
-        return sum(int(drawn.sum()) for _, drawn in read_drawn(file, tokenizer, one_in))
+        return sum(int(drawn.sum()) for _, drawn in read_drawn(file, tokenizer, one_in, firsts))
 
 
-def move_drawn(folder, tokenizer, one_in):
+def move_drawn(folder, tokenizer, one_in, firsts):
     """Move the drawn documents from train.bin to val.bin; both keep the documents' order."""
     path = folder / "train.bin"
     begins = True
     # train.bin is overwritten from its beginning, never beyond what has been read
     with open(path, "rb") as old, open(path, "r+b") as train, open(folder / "val.bin", "wb") as val:
-        for tokens, drawn in read_drawn(old, tokenizer, one_in):
+        for tokens, drawn in read_drawn(old, tokenizer, one_in, firsts):
             moved = tokens[drawn]
             if begins and len(moved) > 0:  # no separator before the first document
                 moved = moved[1:]
@@ -221,65 +224,111 @@ def move_end(folder, n_bytes):
         train.truncate(start)
 
 
-def hold_out(folder, n_tokens, n_documents, tokenizer):
+def hold_out(folder, n_tokens, tokenizer, firsts):
     """Move a tenth of train.bin, but at most about 10M tokens, to val.bin; return how, in words."""
     one_in = max(10, math.ceil(n_tokens / MAX_VAL_TOKENS))
     wanted = math.ceil(n_tokens / one_in)
-    if n_documents >= MANY_DOCUMENTS:
-        n_drawn = count_drawn(folder, tokenizer, one_in)
+    if len(firsts) >= MANY_DOCUMENTS:
+        n_drawn = count_drawn(folder, tokenizer, one_in, firsts)
         if wanted / 2 <= n_drawn <= wanted * 2:  # else a few documents hold most of the text
-            move_drawn(folder, tokenizer, one_in)
+            move_drawn(folder, tokenizer, one_in, firsts)
             return "documents drawn by hash"
     move_end(folder, wanted * tokenizer.dtype.itemsize)
     return "last tenth" if one_in == 10 else f"last {wanted:,} tokens"
 
 
-def write_tokens(pieces, source, tokenizer, folder):
-    """Write the token files of a text; return their metadata."""
-    width = tokenizer.dtype.itemsize
-    separator = tokenizer.end_of_text.to_bytes(width, "little")
+class Found:
+    """What the texts hold: for meta.json, and for the warnings."""
+
+    def __init__(self):
+        self.sha256 = hashlib.sha256()
+        self.documents = array("Q")  # a hash of each
+        self.special = Counter()
+        self.n_crlf = 0
+
+    def firsts(self):
+        """The number of the first document that is the same, of each, (n_documents,)."""
+        hashes = np.frombuffer(self.documents, dtype=np.uint64)
+        _, first, kinds = np.unique(hashes, return_index=True, return_inverse=True)
+        return first[kinds]
+
+    def warn(self, source):
+        if self.special:
+            names = " ".join(sorted(self.special)[:5])
+            texts.warn(f"{source}: special tokens in the text: {self.special.total():,} ({names});"
+                       " they are encoded as ordinary text")
+        if self.n_crlf:
+            texts.warn(f"{source}: {self.n_crlf:,} lines end in \\r\\n, as on Windows: \\r costs a"
+                       " token, and a prompt's \\n is new to the model; dos2unix removes \\r")
+        firsts = self.firsts()
+        n_again = int((firsts != np.arange(len(firsts))).sum())
+        if n_again:
+            texts.warn(f"{source}: {n_again:,} of {len(firsts):,} documents are copies of earlier"
+                       " ones; where val.bin has copies of train.bin's, its loss is too low")
+
+
+def write_documents(pieces, source, tokenizer, path, found):
+    """Write the tokens of the pieces to a file, and note in `found` what they hold."""
+    separator = tokenizer.end_of_text.to_bytes(tokenizer.dtype.itemsize, "little")
     special = vocabulary.pattern_of(tokenizer.special_tokens)
-    n_special = Counter()
-    sha256 = hashlib.sha256()
     n_documents = 0
     n_characters = 0  # of this document
+    digest = hashlib.blake2b(digest_size=8)  # of this document
     encoded = tqdm(encode(pieces, tokenizer), "encoding", unit=" pieces", disable=None)
-    with open(folder / "train.bin", "wb") as train:
+    with open(path, "wb") as file:
         for begins, text, tokens, change in encoded:
             if begins:
-                n_characters = 0
                 if n_documents > 0:
-                    train.write(separator)
-                    sha256.update(vocabulary.SEPARATOR.encode())
+                    file.write(separator)
+                    found.sha256.update(vocabulary.SEPARATOR.encode())
+                    found.documents.append(int.from_bytes(digest.digest(), "little"))
                 n_documents += 1
+                n_characters = 0
+                digest = hashlib.blake2b(digest_size=8)
             if change:
                 place, words = change
                 sys.exit(f"error: {source}: document {n_documents}, character"
                          f" {n_characters + place:,}: {words}; give a --tokenizer that keeps any"
                          " text, as byte-level ones do, or change the text")
             n_characters += len(text)
-            train.write(tokens)
-            sha256.update(text.encode("utf-8"))
-            n_special.update(special.findall(text))
-        n_tokens = train.tell() // width
-    if n_tokens < 11:  # val.bin would have a single one, which nothing predicts
-        sys.exit(f"error: {source}: {n_tokens} tokens are too few;"
-                 " give more text (.txt, .jsonl or .parquet)")
-    if n_special:
-        names = " ".join(sorted(n_special)[:5])
-        texts.warn(f"{source}: special tokens in the text: {n_special.total():,} ({names});"
-                   " they are encoded as ordinary text")
+            file.write(tokens)
+            data = text.encode("utf-8")
+            found.sha256.update(data)
+            digest.update(data)
+            found.special.update(special.findall(text))
+            found.n_crlf += text.count("\r\n")
+    if n_documents > 0:
+        found.documents.append(int.from_bytes(digest.digest(), "little"))
 
-    val = hold_out(folder, n_tokens, n_documents, tokenizer)
-    is_shakespeare = sha256.hexdigest() == TINY_SHAKESPEARE_SHA256
+
+def write_tokens(pieces, val_pieces, source, tokenizer, folder):
+    """Write the token files of a text; return their metadata. Without `val_pieces`, hold some out.
+    """
+    width = tokenizer.dtype.itemsize
+    found = Found()
+    parts = {"train": pieces}
+    if val_pieces is not None:
+        parts["val"] = val_pieces
+    for split, part in parts.items():
+        path = folder / f"{split}.bin"
+        write_documents(part, source, tokenizer, path, found)
+        n_tokens = path.stat().st_size // width
+        if n_tokens < 11:  # a tenth of it would be a single one, which nothing predicts
+            sys.exit(f"error: {source}: {n_tokens} tokens for {split}.bin are too few;"
+                     " give more text (.txt, .jsonl or .parquet)")
+    found.warn(source)
+    val = "a text of its own"
+    if val_pieces is None:
+        val = hold_out(folder, n_tokens, tokenizer, found.firsts())
+    sha256 = found.sha256.hexdigest()
     meta = {
-        "source": "tiny_shakespeare" if is_shakespeare else source,
-        "sha256": sha256.hexdigest(),
+        "source": "tiny_shakespeare" if sha256 == TINY_SHAKESPEARE_SHA256 else source,
+        "sha256": sha256,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "dtype": tokenizer.dtype.str,
         "end_of_text": tokenizer.end_of_text,
-        "documents": n_documents,
+        "documents": len(found.documents),
         "train_tokens": (folder / "train.bin").stat().st_size // width,
         "val_tokens": (folder / "val.bin").stat().st_size // width,
         "val": val,
@@ -378,20 +427,27 @@ def replace(out, partial):
 
 
 def prepare(text, out, dataset=None, field="text", encoding="utf-8", tokenizer="gpt2",
-            vocab_size=None):
+            vocab_size=None, val=None):
     """Write the tokens of a text to the folder `out`; return their metadata.
 
     The text is `text` (a file or a folder), a Dataset, or the default text. A `vocab_size` trains a
-    tokenizer on it. Exits with one line if that is not possible, and then leaves `out` as it was.
+    tokenizer on it. `val` is the validation text: a file or folder, or a split of the dataset.
+    Exits with one line if that is not possible, and then leaves `out` as it was.
     """
-    if codecs.lookup(encoding).name == "utf-8":
-        encoding = "utf-8-sig"  # a byte-order mark is not text
+    codec, colon, errors = encoding.partition(":")
+    if codecs.lookup(codec).name == "utf-8":
+        encoding = f"utf-8-sig{colon}{errors}"  # a byte-order mark is not text
     is_default = not text and not dataset
+    val_sources = []
     if dataset:
         sources = [dataset]
+        if val:
+            val_sources = [dataset._replace(split=val)]
         name = f"{dataset.path}/{dataset.config}" if dataset.config else dataset.path
     elif text:
         sources = texts.sources_of(text, field, encoding)
+        if val:
+            val_sources = texts.sources_of(Path(val), field, encoding)
         name = text.resolve().name
     if not is_default and name in DEFAULTS:
         name = f"{name} (not the default text)"  # or the next text would replace it
@@ -414,8 +470,9 @@ def prepare(text, out, dataset=None, field="text", encoding="utf-8", tokenizer="
                 loaded = train_tokenizer(vocab_size, sources, field, encoding)
             else:
                 loaded = load_tokenizer(tokenizer)
-            pieces = (piece for source in sources for piece in texts.read(source, field, encoding))
-            meta = write_tokens(pieces, name, loaded, partial)
+            pieces = texts.read_all(sources, field, encoding)
+            val_pieces = texts.read_all(val_sources, field, encoding) if val else None
+            meta = write_tokens(pieces, val_pieces, name, loaded, partial)
             replace(out, partial)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -436,7 +493,11 @@ def parse_args(argv=None):
     flag("--split", help="a split of the dataset (default: train)")
     flag("--field", help="the field of .jsonl, .parquet or dataset that is the text"
                          " (default: text)")
-    flag("--encoding", help="how .txt and .jsonl files are encoded (default: UTF-8)")
+    flag("--val", metavar="FILE|FOLDER|SPLIT",
+         help="the validation text, all of it; of a dataset one of its splits (default: hold out a"
+              " tenth of the text)")
+    flag("--encoding", help="how .txt and .jsonl files are encoded (default: UTF-8; utf-8:replace"
+                            " replaces stray bytes)")
     tokens = parser.add_mutually_exclusive_group()
     tokens.add_argument("--tokenizer", default="gpt2", metavar="gpt2|bytes|FILE|FOLDER|NAME",
                         help="GPT-2's (default), single bytes, that of a model's file or of a"
@@ -457,10 +518,14 @@ def parse_args(argv=None):
         sys.exit("error: --name, --split: are for a dataset; give --hf too")
     if args.field and not args.hf and not args.text:
         sys.exit("error: --field: names a field of records; give --text or --hf too")
+    if args.val and not args.hf and not args.text:
+        sys.exit("error: --val: goes with a text of yours; give --text or --hf too")
     if args.encoding and not args.text:
         sys.exit("error: --encoding: says how text files are encoded; give --text too")
+    codec, _, errors = (args.encoding or "utf-8").partition(":")
     try:
-        "".encode(args.encoding or "utf-8")
+        "".encode(codec)
+        codecs.lookup_error(errors or "strict")
     except LookupError:
         sys.exit(f"error: --encoding {args.encoding}: unknown;"
                  " give one that Python knows, for example utf-16")
@@ -486,6 +551,7 @@ def main(argv=None):
             encoding=args.encoding or "utf-8",
             tokenizer=args.tokenizer,
             vocab_size=args.train_tokenizer,
+            val=args.val,
         )
     except KeyboardInterrupt:
         sys.exit(f"error: --out {args.out}: not written (stopped); run the same command again")

@@ -1,7 +1,8 @@
 """Read text: files and Hugging Face datasets become documents, and these become short pieces.
 
 A .txt file is a document, or several with <|endoftext|> between them; each line of a .jsonl file is
-one, as is each row of a .parquet file or dataset. Memory does not grow with the text.
+one, as is each row of a .parquet file or dataset. Any other file is read as JSON lines if its first
+line is a JSON object, else as plain text. Memory does not grow with the text.
 """
 import codecs
 import contextlib
@@ -10,6 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 try:
@@ -31,7 +33,21 @@ MAGIC = {  # how files begin that are not text
     b"PK\x03\x04": "zip",
     b"%PDF": "PDF",
     b"PAR1": "parquet",
+    b"ARROW1": "Arrow",
+    b"\xff\xff\xff\xff": "Arrow",  # as save_to_disk writes it
+    b"\x93NUMPY": "NumPy",
+    b"SQLite format 3": "SQLite",
+    b"\xd0\xcf\x11\xe0": "Word, Excel or PowerPoint",  # of before 2007; today's are zip files
+    b"{\\rtf": "RTF",
 }
+NOT_PLAIN = {  # and how to make text of it
+    ".json": "write one {\"text\": ...} a line to a .jsonl file, as jq -c '.[]' does of a list",
+    ".csv": "write it as .jsonl, as pandas' to_json(path, orient='records', lines=True) does",
+    ".tsv": "write it as .jsonl, as pandas' to_json(path, orient='records', lines=True) does",
+    ".html": "take its text out, as pandoc -t plain does",
+    ".htm": "take its text out, as pandoc -t plain does",
+}
+HELD_OUT = re.compile(r"(^|[._-])(val|valid|validation|dev|test|eval)([._-]|$)", re.IGNORECASE)
 
 
 class Dataset(NamedTuple):
@@ -70,17 +86,27 @@ def files_in(folder):
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
         warn(f"{folder}: files left out: {left_out.total()} ({counts});"
              " only .txt, .jsonl and .parquet are read")
+    held_out = [path for path in files.values() if is_held_out(path.relative_to(folder))]
+    if 0 < len(held_out) < len(files):
+        names = ", ".join(str(path.relative_to(folder)) for path in held_out[:3])
+        warn(f"{folder}: its {names} are named like held-out data, and become training data, too;"
+             " give the parts one by one, as --text and --val")
     return list(files.values())
+
+
+def is_held_out(path):
+    """Whether the name of a file, or of a folder above it, is that of a validation or test set."""
+    return any(HELD_OUT.search(part) for part in path.with_suffix("").parts)
 
 
 def sources_of(text, field, encoding):
     """The files that --text names, each of them looked at; exits if one cannot be used."""
+    if is_saved_dataset(text):
+        sys.exit(f"error: --text {text}: written by save_to_disk; give it as --hf")
     if text.is_dir():
         files = files_in(text)
     elif text.is_file():
         files = [text]
-        if text.suffix.lower() not in SUFFIXES:
-            warn(f"{text}: read as plain text")
     elif text.exists():  # a pipe would be empty at the second reading
         sys.exit(f"error: --text {text}: not a file; save the text to a file first")
     else:
@@ -91,7 +117,14 @@ def sources_of(text, field, encoding):
             open_parquet(path, field)
         else:
             check_is_text(path, encoding)
+            check_format(path, encoding)
     return files
+
+
+def is_saved_dataset(path):
+    """Whether a folder was written by the datasets library's save_to_disk."""
+    folder = Path(path)
+    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
 
 
 def refuse_lfs_pointer(path):
@@ -110,18 +143,74 @@ def check_is_text(path, encoding):
         sys.exit(f"error: {path}: cannot be read ({error.strerror}); check the file")
     for magic, kind in MAGIC.items():
         if start.startswith(magic):
-            sys.exit(f"error: {path}: a {kind} file, not text; unpack or convert it first")
-    if encoding == "utf-8-sig" and start.count(0) > len(start) / 10:
-        has_mark = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        likely = "utf-16" if has_mark else "utf-16-le"
-        sys.exit(f"error: {path}: not UTF-8 (full of zero bytes);"
+            sys.exit(f"error: {path}: {kind} data, not text; unpack or convert it first")
+    name, _, _ = encoding.partition(":")
+    if "\0" in start.decode(name, errors="ignore"):
+        likely = "utf-16-be"
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            likely = "utf-16"
+        elif start[1::2].count(0) > start[::2].count(0):
+            likely = "utf-16-le"
+        if start.count(0) < len(start) / 10 or "\0" in start.decode(likely, errors="ignore"):
+            sys.exit(f"error: {path}: has zero bytes, as a binary file; convert it, or remove them")
+        sys.exit(f"error: {path}: not {name_of(name)} (full of zero bytes);"
                  f" give its --encoding, for example {likely}")
+    if name != "utf-8-sig" and is_mostly_utf8(path):
+        warn(f"{path}: its bytes are UTF-8, which --encoding {encoding} garbles; leave that out")
+
+
+def check_format(path, encoding):
+    """Say how a file is read whose name leaves that open; exit if it is neither lines nor plain."""
+    suffix = path.suffix.lower()
+    is_lines = suffix != ".jsonl" and is_jsonl(path, encoding)
+    if suffix == ".txt" and is_lines:
+        warn(f"{path}: read as plain text, braces and all; if its lines are documents, name it"
+             " .jsonl")
+    elif suffix not in SUFFIXES and not is_lines:
+        if suffix in NOT_PLAIN:
+            sys.exit(f"error: {path}: not plain text; {NOT_PLAIN[suffix]}, or name it .txt to train"
+                     " on it as it is")
+        warn(f"{path}: read as plain text")
+
+
+def is_jsonl(path, encoding):
+    """Whether a file is JSON lines, as its first line tells."""
+    if path.suffix.lower() == ".jsonl":
+        return True
+    with open_text(path, encoding) as file:
+        line = file.readline(PIECE_CHARACTERS * 100)
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def is_mostly_utf8(path):
+    """Whether far more characters of a file are UTF-8 of several bytes than are no UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    n_bad = 0
+    n_wide = 0  # the bad ones, too
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            text = decoder.decode(block)
+            n_bad += text.count("\ufffd")
+            n_wide += len(text) - len(text.encode("ascii", errors="ignore"))
+    return n_wide > 10 * n_bad
+
+
+def name_of(encoding):
+    return encoding.removesuffix("-sig").upper()
 
 
 @contextlib.contextmanager
 def open_text(path, encoding):
-    """Open a text file; exits with the place of the first byte that is not in its encoding."""
-    with open(path, encoding=encoding, newline="\n") as file:  # "\n": nothing is translated
+    """Open a text file; exits with the place of the first byte that is not in its encoding.
+
+    Of an encoding such as "utf-8:replace" bytes that are not in it become U+FFFD.
+    """
+    name, _, errors = encoding.partition(":")
+    # "\n": nothing is translated
+    with open(path, encoding=name, errors=errors or "strict", newline="\n") as file:
         try:
             yield file
         except UnicodeError as error:
@@ -130,9 +219,10 @@ def open_text(path, encoding):
                 # error.object: the bytes that were read last
                 position = file.buffer.tell() - len(error.object) + error.start
                 place = f" (byte 0x{error.object[error.start]:02x} at position {position:,})"
-            name = encoding.removesuffix("-sig").upper()
-            sys.exit(f"error: {path}: not {name}{place};"
-                     " correct it, or give its --encoding, for example latin-1 or utf-16")
+            cure = "give its --encoding, for example latin-1 or utf-16"
+            if name == "utf-8-sig" and is_mostly_utf8(path):
+                cure = "replace such bytes (the rest is UTF-8) with --encoding utf-8:replace"
+            sys.exit(f"error: {path}: not {name_of(name)}{place}; correct it, or {cure}")
 
 
 def read_jsonl(path, field, encoding):
@@ -190,8 +280,13 @@ def read_dataset(dataset, field):
     place = f"--hf {dataset.path}"
     number = 0
     try:
-        stream = datasets.load_dataset(
-            dataset.path, dataset.config, split=dataset.split, streaming=True)
+        if is_saved_dataset(dataset.path):
+            stream = datasets.load_from_disk(dataset.path)
+            if isinstance(stream, dict):
+                stream = stream[dataset.split]
+        else:
+            stream = datasets.load_dataset(
+                dataset.path, dataset.config, split=dataset.split, streaming=True)
         if stream.info.builder_name == "text":
             sys.exit(f"error: {place}: each line of its .txt files would be a document;"
                      " give it as --text")
@@ -199,7 +294,7 @@ def read_dataset(dataset, field):
             for record in table.to_pylist():
                 number += 1
                 yield text_of(record, field, f"{place}: document {number}")
-    except (OSError, ValueError, RuntimeError, EOFError, TypeError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError, EOFError, TypeError) as error:
         # no such name, configuration or split; no network; a data set that is a program; a
         # truncated file; rows whose types differ
         why = " ".join(str(error).split())
@@ -265,7 +360,7 @@ def read(source, field, encoding):
         texts = read_dataset(source, field)
     elif source.suffix.lower() == ".parquet":
         texts = read_parquet(source, field)
-    elif source.suffix.lower() == ".jsonl":
+    elif source.suffix.lower() != ".txt" and is_jsonl(source, encoding):
         texts = read_jsonl(source, field, encoding)
     else:
         with open_text(source, encoding) as file:
@@ -273,3 +368,9 @@ def read(source, field, encoding):
         return
     for text in texts:
         yield from cut(io.StringIO(text), separated=False)
+
+
+def read_all(sources, field, encoding):
+    """Yield the pieces of several sources, one after another."""
+    for source in sources:
+        yield from read(source, field, encoding)

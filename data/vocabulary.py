@@ -14,13 +14,11 @@ of the whole.
 """
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import re
 import sys
 import zipfile
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +29,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 SEPARATOR = "<|endoftext|>"
+# how GPT-2 splits a text into words, numbers, punctuation and blanks
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 U2 = np.dtype("<u2")  # for up to 65,536 tokens
 U4 = np.dtype("<u4")
 # what a model's file says about its tokenizer: the arguments of `restore`
@@ -48,8 +48,22 @@ def reason(error):
     return message.splitlines()[0]
 
 
+def byte_characters():
+    """How GPT-2 writes each byte: a printable one as its character, the n-th other as chr(256 + n).
+    """
+    characters = []
+    n_hidden = 0
+    for byte in range(256):
+        if chr(byte).isprintable() and chr(byte) != " ":
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(256 + n_hidden))
+            n_hidden += 1
+    return characters
+
+
 class GPT2:
-    """GPT-2's 50,000 merges, 256 bytes and <|endoftext|>: tiktoken's "gpt2", downloaded once."""
+    """GPT-2's 256 bytes, 50,000 merges and <|endoftext|>, from OpenAI's list, which lies here."""
 
     name = "gpt2"
     vocab_size = 50257
@@ -59,16 +73,18 @@ class GPT2:
     special_tokens = {SEPARATOR: end_of_text}
     left_out = ()
 
-    def __init__(self, seconds=60):
-        try:
-            # tiktoken sets no timeout of its own; the pool's threads do not outlive the program
-            with ThreadPool(1) as pool:
-                download = pool.apply_async(tiktoken.get_encoding, ["gpt2"])
-                self.encoding = download.get(seconds)
-        except (OSError, ValueError, multiprocessing.TimeoutError) as error:
-            # ValueError: the file is not the one that tiktoken expects
-            kind = type(error).__name__
-            raise NoTokenizer(f"tiktoken could not fetch GPT-2's merges ({kind})") from error
+    def __init__(self):
+        characters = byte_characters()
+        byte_of = {character: byte for byte, character in enumerate(characters)}
+        tokens = sorted(characters)  # the ids 0 to 255
+        merges = Path(__file__).with_name("gpt2_merges.txt").read_text(encoding="utf-8")
+        for line in merges.splitlines()[1:]:  # the first is its version
+            tokens.append(line.replace(" ", ""))
+        ranks = {}
+        for i, token in enumerate(tokens):
+            ranks[bytes(byte_of[character] for character in token)] = i
+        self.encoding = tiktoken.Encoding(
+            "gpt2", pat_str=WORDS, mergeable_ranks=ranks, special_tokens=self.special_tokens)
 
     def encode(self, text):
         ids = self.encoding.encode_to_numpy(text, disallowed_special=())
@@ -142,19 +158,19 @@ class Tokenizer:
         return for_transformers(copy, self.end_of_text)
 
 
+class OwnIds:
+    """Token ids of somebody's own, of which no text is known: their tokenizer.json holds {}."""
+
+    def __init__(self, name, json_text, end_of_text):
+        self.name, self.json, self.end_of_text = name, json_text, end_of_text
+        self.vocab_size = 0  # not known here
+
+
 class Bytes(Tokenizer):
     """Single bytes: tables encode and decode them faster than the library does."""
 
     def __init__(self, name):
-        # GPT-2 writes a printable byte as its character, the n-th of the others as chr(256 + n)
-        characters = []
-        n_hidden = 0
-        for byte in range(256):
-            if chr(byte).isprintable() and chr(byte) != " ":
-                characters.append(chr(byte))
-            else:
-                characters.append(chr(256 + n_hidden))
-                n_hidden += 1
+        characters = byte_characters()
         ids = list(range(256))
         end_of_text = 256
         if name == "gpt2-bytes":  # GPT-2 numbers them in the order of these characters
@@ -259,7 +275,8 @@ def from_hugging_face(name):
             raise NoTokenizer(f"there is no tokenizer.json in it ({advice})") from error
         raise NoTokenizer(f"cannot be loaded ({reason(error)})") from error
     if theirs.eos_token is None:
-        raise NoTokenizer("has no end-of-text token (eos_token)")
+        raise NoTokenizer('has no end-of-text token; name one of its tokens in its'
+                          ' tokenizer_config.json, as in "eos_token": "<|endoftext|>"')
     if json_text is None and not theirs.is_fast:
         raise NoTokenizer("is written in Python; only those with a tokenizer.json can be used")
 
@@ -276,6 +293,8 @@ def from_hugging_face(name):
     for ours in (of_bytes("gpt2-bytes"), of_bytes()):
         if ours.tokenizer.get_vocab() == vocab:
             tokenizer = ours
+    if is_gpt2(tokenizer):
+        tokenizer = GPT2()
     tokenizer.left_out = what_is_left_out(theirs)
     return tokenizer
 
@@ -357,6 +376,8 @@ def restore(name, json_text, end_of_text):
     if name in OUR_NAMES:
         return of_bytes(name)
     try:
+        if json.loads(json_text or "null") == {}:
+            return OwnIds(name, json_text, end_of_text)
         return Tokenizer(name, json_text, end_of_text)
     except ValueError as error:
         raise NoTokenizer(f"{name} is damaged ({reason(error)})") from error

@@ -24,9 +24,7 @@ DOCUMENTS = ["The first document.", "A second:\n\n  with blanks\r\n", "Drittes: 
 
 @pytest.fixture
 def merges(prepare):
-    """GPT-2's tokenizer, tiktoken's, which is then data/prepare.py's, too."""
-    if "TIKTOKEN_CACHE_DIR" not in os.environ:
-        pytest.skip("no GPT-2 merges at hand")
+    """GPT-2's tokenizer, which is then data/prepare.py's, too."""
     tokenizer = vocabulary.GPT2()
     prepare.load_tokenizer = lambda name: tokenizer
     return tokenizer
@@ -111,6 +109,22 @@ def test_a_hugging_face_dataset(split, documents, dataset, tmp_path):
     assert (meta["documents"], meta["source"]) == (len(documents), "dataset/default")
 
 
+def test_what_save_to_disk_wrote(prepare, tmp_path, monkeypatch):
+    """Of a dataset or of several splits, one of them as val; --text names the flag that reads it."""
+    monkeypatch.chdir(tmp_path)
+    train, test = (datasets.Dataset.from_dict({"text": texts}) for texts in (DOCUMENTS[1:], DOCUMENTS[:1]))
+    train.save_to_disk("one")
+    datasets.DatasetDict(train=train, test=test).save_to_disk("two")
+    prepare.main(["--hf", "one", "--out", "out"])
+    assert documents_of(tokens_in("out")) == DOCUMENTS[1:]
+    prepare.main(["--hf", "two", "--val", "test", "--out", "both"])
+    assert [documents_of(tokens_in("both", split)) for split in ("train", "val")] == [DOCUMENTS[1:], DOCUMENTS[:1]]
+    for words, reason in (("--text one", "--text one: .*--hf"), ("--text two", "--text two: .*--hf"),
+                          ("--hf two --split dev", "--hf two: .*'dev'")):
+        with pytest.raises(SystemExit, match=f"^error: {reason}"):
+            prepare.main([*words.split(), "--out", "no"])
+
+
 def test_a_dataset_asked_wrongly(dataset, tmp_path):
     """`datasets` reads one kind of files, and would make each line of a .txt a document."""
     for folder in ("texts", "cut"):
@@ -168,6 +182,31 @@ def test_many_chunks_give_the_tokens_of_one_call(prepare, merges, tmp_path, monk
     tokens = tokens_in("out")
     assert tokens[: len(expected) - 1].tolist() == expected[1:]
     assert documents_of(tokens, merges)[-1] == texts[-1]
+
+
+def test_copies_of_a_document_stay_on_one_side(prepare, tmp_path, capsys):
+    """Else the loss on val.bin is that of text that was trained on; and a line counts them."""
+    texts = [f"document {number}" for number in range(300)]
+    write_jsonl(tmp_path / "corpus.jsonl", texts + texts[::-1] + ["new"])
+    prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
+    train, val = (documents_of(tokens_in("out", split)) for split in ("train", "val"))
+    assert len(val) > 30 and not set(train) & set(val) and len(train) + len(val) == 601
+    assert "300 of 601 documents are copies of earlier ones" in capsys.readouterr().err
+
+
+def test_files_named_like_held_out_data_are_said(prepare, tmp_path, capsys):
+    """A downloaded dataset in one folder: all of it would be training data."""
+    for folder, names, said in (
+        ("a", ["train.jsonl", "validation-00000.jsonl", "test.jsonl"], True),
+        ("b", ["test/x.jsonl", "train/x.jsonl"], True), ("c", ["contest.jsonl", "b.jsonl"], False),
+        ("d", ["test.jsonl"], False),
+    ):
+        for name in names:
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_jsonl(path, [f"the text of {name}"])
+        prepare.prepare(tmp_path / folder, tmp_path / f"{folder}.out")
+        assert ("named like held-out data" in capsys.readouterr().err) is said
 
 
 @pytest.mark.parametrize("block_tokens", [7, 1 << 20])

@@ -2,12 +2,12 @@
 import builtins
 import json
 import os
-import time
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tiktoken
 import tokenizers
 import torch
 from conftest import ROOT, Attack, cut_in_half, data_with, edit_json, load_module, rung, save_as_from_a_gpu, tokens_in
@@ -15,7 +15,6 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from data import vocabulary
 
-GPT2 = pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no GPT-2 merges")
 LINE = "naïve 日本語 🙂\r\n\r\n  \tThe value of an object's value, 12345! <|endoftext|>\n"
 TEXT = LINE * 20
 END = vocabulary.SEPARATOR
@@ -77,7 +76,24 @@ def test_special_tokens_in_a_text_are_counted(prepare, tmp_path, capsys):
     assert tokenizer.token_to_id("<|im_start|>") not in tokens_in("out")
 
 
-@GPT2
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="tiktoken downloads its merges")
+def test_gpt2_s_tokens_are_tiktoken_s():
+    ours, theirs = vocabulary.GPT2().encoding, tiktoken.get_encoding("gpt2")
+    assert ours._mergeable_ranks == theirs._mergeable_ranks and ours._special_tokens == theirs._special_tokens
+    assert ours.encode_ordinary(TEXT) == theirs.encode_ordinary(TEXT)
+
+
+def test_gpt2_s_tokens_have_one_name_wherever_they_come_from(prepare, tmp_path):
+    """From a folder of transformers', too: --pretrained compares names, and a folder's is whatever its owner chose."""
+    vocabulary.GPT2().to_transformers().save_pretrained(tmp_path / "my_gpt2")
+    (tmp_path / "my_gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    Path("text").write_text("To be, or not to be, that is the question")
+    prepare.main(["--text", "text", "--out", "out", "--tokenizer", "my_gpt2"])
+    assert json.loads(Path("out/meta.json").read_text())["tokenizer"] == "gpt2"
+    assert not Path("out/tokenizer.json").exists()
+    assert vocabulary.GPT2().decode(tokens_in("out")) == "To be, or not to be, that is the question"
+
+
 def test_gpt2_in_the_hands_of_transformers():
     gpt2 = vocabulary.GPT2()
     theirs = gpt2.to_transformers()
@@ -105,14 +121,6 @@ def test_single_bytes(name, tmp_path):
     assert tokenizer.decode([*ids, tokenizer.end_of_text]) == TEXT
     found = vocabulary.from_hugging_face(hugging_face_folder(tmp_path / "model", tokenizer.tokenizer))
     assert (found.name, found.json, found.end_of_text) == (name, tokenizer.json, tokenizer.end_of_text)
-
-
-def test_a_tokenizer_that_never_answers(monkeypatch):
-    monkeypatch.setattr(vocabulary.tiktoken, "get_encoding", lambda name: time.sleep(5))
-    started = time.monotonic()
-    with pytest.raises(vocabulary.NoTokenizer, match="tiktoken.*TimeoutError"):
-        vocabulary.GPT2(seconds=0.2)
-    assert time.monotonic() - started < 4
 
 
 def test_a_trained_tokenizer_fits_its_text():
@@ -210,7 +218,8 @@ def test_a_change_far_into_a_document_is_found(prepare, monkeypatch):
 
 
 @pytest.mark.parametrize("model, end, reason", [
-    (None, None, "no end-of-text token"), (None, "<end>", "eos_token <end> is not in its tokenizer.json"),
+    (None, None, 'no end-of-text token; .*"eos_token": "<'),
+    (None, "<end>", "eos_token <end> is not in its tokenizer.json"),
     (models.BPE(), END, "fewer than 257 tokens")])
 def test_tokenizers_that_do_not_suit(model, end, reason, prepare, tmp_path):
     tokenizer = tokenizers.Tokenizer(model) if model else vocabulary.trained([], 257).tokenizer
