@@ -232,13 +232,10 @@ def write_folder(file, folder):
     try:
         tokenizer = vocabulary.restore(*[saved[key] for key in vocabulary.FIELDS])
     except vocabulary.NoTokenizer as error:
-        if saved["tokenizer"] != "gpt2":
-            sys.exit(f"error: {file}: its tokenizer {error}; give a file that a rung wrote")
-        warn(f"{error}: the folder has no tokenizer, so pipeline() needs one from elsewhere")
-        tokenizer = None
+        sys.exit(f"error: {file}: its tokenizer {error}; give a file that a rung wrote")
     with renamed_when_whole(folder) as partial:
         model.save_pretrained(partial)
-        if tokenizer:
+        if not isinstance(tokenizer, vocabulary.OwnIds):  # which have no text
             tokenizer.to_transformers().save_pretrained(partial)
     return model
 
@@ -382,12 +379,10 @@ def read_tokenizer(name, vocab_size):
         if vocab_size != vocabulary.GPT2.vocab_size:
             sys.exit(f"error: {name}: its tokenizer {error}; give a folder that has one")
         warn(f"{name}: its tokenizer {error}; taken for GPT-2's, which has as many tokens")
-        return vocabulary.GPT2
+        return vocabulary.GPT2()
     if tokenizer.left_out:
         warn(f"{name}: left out: {', '.join(tokenizer.left_out)}; a file of ours has no place for"
              " that")
-    if vocabulary.is_gpt2(tokenizer):
-        return vocabulary.GPT2
     return tokenizer
 
 
@@ -401,8 +396,9 @@ def write_file(name, path, script=None):
         model = load_hugging_face(name)
         tokenizer = read_tokenizer(name, config.vocab_size)
         if tokenizer.vocab_size > config.vocab_size:
-            raise ValueError(f"its tokenizer has {tokenizer.vocab_size} tokens,"
-                             f" more than the model, {config.vocab_size}")
+            sys.exit(f"error: {name}: its tokenizer has {tokenizer.vocab_size} tokens, more than"
+                     f" the model, {config.vocab_size}; in transformers call the model's"
+                     " resize_token_embeddings with the first number, and save it again")
         if tokenizer.vocab_size < config.vocab_size:  # a Qwen3 has rows that no token uses
             model.resize_token_embeddings(tokenizer.vocab_size)
         gpt = from_transformers(model, script)

@@ -46,13 +46,13 @@ def load_val(folder):
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokenizer = vocabulary.of_ours(folder)
-        dtype = meta.get("dtype", tokenizer.dtype.str)
+        dtype = meta.get("dtype", "<u2")
         if dtype not in ("<u2", "<u4"):
             raise ValueError(f"meta.json has an unknown dtype, {dtype}")
         tokens = np.memmap(folder / "val.bin", dtype=dtype, mode="r")
         if len(tokens) != meta["val_tokens"]:
             raise ValueError(f"val.bin has {len(tokens)} tokens, not {meta['val_tokens']}")
-        if len(tokens) < 2 or tokens.max() >= tokenizer.vocab_size:
+        if len(tokens) < 2 or tokens.max() >= meta["vocab_size"]:
             raise ValueError("val.bin does not hold at least two tokens of its tokenizer")
         return tokens, meta["source"], tokenizer
     except KeyError as error:
@@ -157,10 +157,15 @@ def main(argv=None):
         sys.exit("error: --documents-apart: models of this script cannot do that;"
                  " leave it out")
     longest = model.config.max_position_embeddings
-    T = args.T or getattr(model.config, "trained_length", None) or min(longest, 1024)
+    trained_length = getattr(model.config, "trained_length", None)  # not known of Hugging Face's
+    T = args.T or trained_length or min(longest, 1024)
     if longest < T:
         sys.exit(f"error: -T {T}: the model's longest sequence is {longest}; lower -T")
+    has_text = not isinstance(tokenizer, vocabulary.OwnIds)
     if (tokenizer.name, tokenizer.json) != (data_tokenizer.name, data_tokenizer.json):
+        if not has_text or isinstance(data_tokenizer, vocabulary.OwnIds):
+            sys.exit(f"error: --data {args.data}: its ids are not the model's, and have no text to"
+                     " encode again; give the data that the model was trained on")
         tokens = encode_again(tokens, data_tokenizer, tokenizer)
     batch_size = min(MAX_LOGITS // (T * model.config.vocab_size), MAX_TOKENS // T)
     batch_size = args.B or max(1, batch_size)
@@ -170,18 +175,21 @@ def main(argv=None):
     half = T // 2
     first = (total[:half].sum() / count[:half].sum()).item()
     second = (total[half:].sum() / count[half:].sum()).item()
-    if second > first + 0.1:
+    if second > first + 0.1 and trained_length != T:
         warn(f"the second halves of the sequences are predicted worse ({second:.2f} nats per token)"
              f" than the first ({first:.2f}): the model was probably trained with a smaller -T;"
              " give that one")
     n_predicted = len(tokens) - 1
     loss = total.sum().item() / n_predicted
-    n_bytes = int(tokenizer.byte_lengths()[tokens[1:]].sum())
-    bits_per_byte = total.sum().item() / math.log(2) / n_bytes
-    print(f"{args.model} on {args.data / 'val.bin'} ({source}):"
-          f" {n_predicted:,} {tokenizer.name} tokens, {n_bytes:,} bytes, T={T}")
-    print(f"loss: {loss:.4f} nats per token | perplexity: {math.exp(loss):.2f}"
-          f" | bits per byte: {bits_per_byte:.4f}")
+    counts = f"{n_predicted:,} {tokenizer.name} tokens"
+    results = f"loss: {loss:.4f} nats per token | perplexity: {math.exp(loss):.2f}"
+    if has_text:
+        n_bytes = int(tokenizer.byte_lengths()[tokens[1:]].sum())
+        bits_per_byte = total.sum().item() / math.log(2) / n_bytes
+        counts += f", {n_bytes:,} bytes"
+        results += f" | bits per byte: {bits_per_byte:.4f}"
+    print(f"{args.model} on {args.data / 'val.bin'} ({source}): {counts}, T={T}")
+    print(results)
 
 
 if __name__ == "__main__":

@@ -164,9 +164,15 @@ def fit_prompt(ids, new_tokens, longest):
 def main(argv=None):
     args = parse_args(argv)
     model, tokenizer = load_model(args.model, args.device)
+    if isinstance(tokenizer, vocabulary.OwnIds):
+        sys.exit(f"error: {args.model}: was trained on token ids without a tokenizer; generate ids"
+                 " in Python, as docs/own_text.md says")
     ids = encode_prompt(tokenizer, args.prompt)
     if not ids:
         ids = [tokenizer.end_of_text]
+    is_bytes = len(ids) >= len(args.prompt)
+    if args.prompt.endswith(" ") and not is_bytes:
+        warn("the prompt ends in a blank, which most tokens begin with: leave it out")
     ids = fit_prompt(ids, args.max_new_tokens, model.config.max_position_embeddings)
     trained_length = getattr(model.config, "trained_length", None)  # not known of Hugging Face's
     if trained_length and len(ids) + args.max_new_tokens > trained_length:

@@ -6,7 +6,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import requests
 import torch
 from conftest import (
     ROOT, Attack, assert_same_weights, data_with, edit_json, flip_a_byte, load_module, new_gpt, rung,
@@ -462,18 +461,38 @@ def test_a_published_model_in_16_bits_becomes_float32(gpt2, convert, sample, tmp
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
-def test_no_merges_for_a_model_that_needs_them(saved, sample, convert, tmp_path, monkeypatch, capsys):
-    """Without them there is no text; the model can be exported."""
-    def no_network(name):
-        raise requests.ConnectionError
-
-    monkeypatch.setattr(vocabulary.tiktoken, "get_encoding", no_network)
-    path = changed(saved["10"], tmp_path / "gpt2.pt", tokenizer="gpt2")
-    with pytest.raises(SystemExit, match="gpt2.pt: .*tiktoken.*network"):
-        sample(path)
+def test_a_model_of_gpt2_s_tokens_needs_no_network(sample, convert, tmp_path, monkeypatch):
+    """Trained online, sampled on a laptop on a train."""
+    monkeypatch.setattr("socket.socket", None)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    path = save("10", tmp_path / "model.pt", vocabulary.GPT2())
+    assert sample(path, "--prompt", "Hello", "--max-new-tokens", 4).startswith("Hello")
     convert.main([str(path), str(tmp_path / "hf")])
-    assert "WARNING: tiktoken" in capsys.readouterr().err
-    assert (tmp_path / "hf" / "model.safetensors").exists() and not (tmp_path / "hf" / "tokenizer.json").exists()
+    assert "hf" in str(tmp_path / "hf") and (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_rows_beyond_gpt2_s_are_never_cut_for_want_of_a_tokenizer(convert, tmp_path):
+    """A Qwen3 of 60,000 rows and no tokenizer is not taken for one of GPT-2's tokens."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    for rows, taken in ((50_257, True), (60_000, False)):
+        config = Qwen3Config(vocab_size=rows, hidden_size=16, intermediate_size=48, num_hidden_layers=1, head_dim=8,
+                             num_attention_heads=2, num_key_value_heads=2, rope_theta=10_000.0,
+                             tie_word_embeddings=True)
+        Qwen3ForCausalLM(config).save_pretrained(tmp_path / str(rows))
+        try:
+            convert.main([str(tmp_path / str(rows)), str(tmp_path / f"{rows}.pt")])
+        except SystemExit as stop:
+            assert not taken and "its tokenizer" in stop.code
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["50257.pt"]
+
+
+def test_a_prompt_that_ends_in_a_blank(saved, sample, tmp_path, capsys):
+    """Its last token is rare in training text, where the blank belongs to the next word; not among single bytes."""
+    path = save("10", tmp_path / "model.pt", vocabulary.GPT2())
+    for model, prompt, warns in ((path, "Once upon a ", True), (path, "Once upon", False), (saved["10"], "a ", False)):
+        sample.module.main([str(model), "--prompt", prompt, "--max-new-tokens", "1", "--device", "cpu"])
+        assert ("ends in a blank" in capsys.readouterr().err) is warns
 
 
 def test_the_device_is_the_accelerator_if_there_is_one(saved, sample, monkeypatch):

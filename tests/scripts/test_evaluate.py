@@ -3,9 +3,9 @@ import io
 import json
 import logging
 import math
-import os
 import re
 import runpy
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -123,6 +123,47 @@ def test_worse_second_halves_are_said(second, warned, evaluate, folders, capsys)
     evaluate.sum_losses = lambda *args: (losses, torch.ones(16))
     evaluate.main(["model", "-T", "16", "--data", "data", "--device", "cpu"])
     assert ("a smaller -T" in capsys.readouterr().err) is warned
+    load_model = evaluate.load_model
+
+    def trained_with_16(*args):
+        model, tokenizer = load_model(*args)
+        model.config.trained_length = 16
+        return model, tokenizer
+
+    evaluate.load_model = trained_with_16
+    evaluate.main(["model", "-T", "16", "--data", "data", "--device", "cpu"])
+    assert "a smaller -T" not in capsys.readouterr().err
+
+
+def test_token_ids_without_a_tokenizer_have_a_loss(evaluate, tmp_path, capsys):
+    """Music, proteins: no bytes to count. Other ids are refused, since nothing translates them."""
+    data = tokens_of(tmp_path / "data", np.arange(3000) % 300, tokenizer="", vocab_size=300, end_of_text=0)
+    (data / "tokenizer.json").write_text("{}")
+    edit_json(data / "meta.json", tokenizer="mine")
+    log = train_in_float32("13", tmp_path, data, "-B", 1, "-T", 64, "--steps", 2, "--val-every", 2, "--total-batch", 64,
+                           "--val-sequences", 0, "--save", tmp_path / "model.pt")
+    capsys.readouterr()
+    evaluate.main(["model.pt", "--data", "data", "--device", "cpu"])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert float(line.split()[1]) == pytest.approx(val_losses(log)[2], abs=2e-3) and "byte" not in line
+    tokens_of(tmp_path / "bytes", encode(BYTES), tokenizer=BYTES)
+    with pytest.raises(SystemExit, match="^error: --data bytes: .*; "):
+        evaluate.main(["model.pt", "--data", "bytes", "--device", "cpu"])
+
+
+def test_documents_apart_by_the_model_s_end_of_text(evaluate, tmp_path, capsys):
+    """The data's is another id where its tokens are others: one text, as bytes or as GPT-2's bytes, has one loss."""
+    data = tokens_of(tmp_path / "own", encode(BYTES), tokenizer=BYTES)
+    train(rung("19"), tmp_path, data, "-B", 2, "-T", 64, "--steps", 30, "--val-every", 0, "--max-lr", 0.02,
+          "--save", tmp_path / "model.pt")
+    found = []
+    for tokenizer in (BYTES, vocabulary.of_bytes("gpt2-bytes")):
+        if (tmp_path / "data").exists():
+            shutil.rmtree(tmp_path / "data")
+        tokens_of(tmp_path / "data", encode(tokenizer), tokenizer=tokenizer)
+        found.append(result(evaluate, capsys, "model.pt", "-T", 64, "--documents-apart").loss)
+    assert found[0] == found[1]
+    assert abs(result(evaluate, capsys, "model.pt", "-T", 64).loss - found[0]) > 1e-3
 
 
 @torch.no_grad()
@@ -175,9 +216,7 @@ def test_the_data_s_own_tokens_stay_as_they_are(evaluate, tmp_path, monkeypatch,
 
 def test_other_tokens_of_the_same_text(evaluate):
     """Documents come back whole; so bits per byte do not depend on the data's tokens."""
-    tokenizers = [BYTES, BPE, vocabulary.of_bytes("gpt2-bytes")]
-    if "TIKTOKEN_CACHE_DIR" in os.environ:
-        tokenizers.append(vocabulary.GPT2())
+    tokenizers = [BYTES, BPE, vocabulary.of_bytes("gpt2-bytes"), vocabulary.GPT2()]
     for theirs in tokenizers:
         for ours in tokenizers:
             assert evaluate.encode_again(encode(theirs), theirs, ours).tolist() == encode(ours).tolist()

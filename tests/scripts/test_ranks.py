@@ -84,6 +84,28 @@ def test_gradient_accumulation_gradients_cross_the_ranks_once_a_step(tmp_path, b
     assert synchronized == [False, False, False, True] * 2
 
 
+@pytest.mark.parametrize(
+    "label", [each for each in rungs_that_change("train", since="ddp") if hasattr(rung(each), "DDP")])
+def test_buffers_do_not_travel(label, tmp_path, byte_tokens, group_of_one):
+    """They are the same on all ranks, as RoPE's tables; DDP would send them in each step."""
+    module, sent = rung(label), []
+
+    class WatchedDDP(module.DDP):
+        def forward(self, *args):
+            sent.append(self.will_sync_module_buffers())
+            return super().forward(*args)
+
+    class GPT(module.GPT):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.register_buffer("table", torch.ones(1), persistent=False)
+
+    module.DDP, module.GPT = WatchedDDP, GPT
+    train(module, tmp_path, byte_tokens, "-B", 1, "-T", 16, "--steps", 2,
+          *known_flags(module, total_batch=16, val_every=0, checkpoint_every=0))
+    assert sent == [False, False]
+
+
 @pytest.mark.parametrize("label", rungs_that_change("train", "optimizer_step", "DataLoaderLite", since="ddp"))
 def test_a_rank_of_eight_fetches_each_of_its_batches_once_and_keeps_none(label, tmp_path, byte_tokens):
     """Rank 5, in three steps of two micro-steps; from `prefetch` on the one after the last is there already."""
