@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from ladder.count.memory import free_memory, recommend
 from ladder.errors import UserError
 from ladder.measure.jobs import COMPLAINT, OUT_OF_MEMORY
-from ladder.measure.rates import device_name, nvidia_gpus, rung_10
+from ladder.measure.rates import ask_nvidia_smi, device_name, nvidia_gpus, rung_10
 from ladder.rungs.list import ROOT
 
 GOOD, NEUTRAL, BAD = "+", "-", "x"
@@ -54,7 +54,10 @@ def problem_of(code):
 
 def nvidia_problem():
     """What keeps torch from using this machine's NVIDIA GPU, and a remedy; None if nothing does."""
-    gpus = nvidia_gpus()
+    gpus, failure = ask_nvidia_smi()
+    if failure:  # torch may hang, too, where nvidia-smi does
+        works = "answered" not in failure and problem_of("import torch; torch.ones(1, device='cuda')") is None
+        return None if works else f"{failure}; restart the machine, or reinstall its NVIDIA driver"
     problem = problem_of("import torch; torch.ones(1, device='cuda')") if gpus else None
     if problem is None:
         return None

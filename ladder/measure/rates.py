@@ -9,6 +9,8 @@ import argparse
 import json
 import platform
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +23,7 @@ rung_10 = load_script(BY_LABEL["10"])
 SHAPES = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
 SECONDS = 1.0  # of measuring, for each shape and format
 COPIED = {"cuda": 2**30, "mps": 2**28, "cpu": 2**28}  # bytes
+NVIDIA_SECONDS = 10  # a driver that hangs never answers
 
 
 def best_rate(device, dtype, shape):
@@ -53,11 +56,27 @@ def measure(device):
     return rates
 
 
+def ask_nvidia_smi():
+    """(the NVIDIA GPUs, such as "NVIDIA H100 80GB HBM3, 580.65.06, 700.00 W", why nvidia-smi fails, None without)."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], None
+    query = [program, "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
+    try:
+        child = subprocess.run(query, text=True, capture_output=True, timeout=NVIDIA_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi has not answered within {NVIDIA_SECONDS} s"
+    except OSError as error:
+        return [], f"nvidia-smi does not start: {error.strerror}"
+    if child.returncode:
+        said = (child.stdout + child.stderr).strip() or f"exit code {child.returncode}"
+        return [], f"nvidia-smi fails: {said.splitlines()[0]}"
+    return child.stdout.splitlines(), None
+
+
 def nvidia_gpus():
-    """The machine's NVIDIA GPUs as their driver tells: ["NVIDIA H100 80GB HBM3, 580.65.06, 700.00 W"], [] without."""
-    query = "nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader"
-    code, lines, _ = collect_env.run(query)
-    return lines.splitlines() if code == 0 else []
+    """The machine's NVIDIA GPUs, as far as their driver tells."""
+    return ask_nvidia_smi()[0]
 
 
 def cpu_name():

@@ -27,6 +27,8 @@ from ladder.measure.machine_check import NO_TORCHRUN, compile_problem, nvidia_pr
 from ladder.records.logs import STEP_LINE, read_log
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, load_script
 
+# of torchrun: without an address it looks its host's name up, and hangs where that has none
+ONE_MACHINE = ["--standalone", "--local-addr=127.0.0.1"]
 QUICK_DATA = Path("data/bytes")
 
 
@@ -74,7 +76,7 @@ def command_for(rung, flags, log_dir, processes=2, script=None):
     """The command line of a rung, or of a peer's `script` (words), which takes the rung's flags."""
     start = [sys.executable]
     if rung.torchrun:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        start += ["-m", "torch.distributed.run", *ONE_MACHINE, f"--nproc_per_node={processes}"]
     words = map(str, script or [rung.path])
     return [*start, *words, *own_flags(rung, flags, log_dir), "--log-dir", str(log_dir)]
 

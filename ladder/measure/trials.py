@@ -20,7 +20,7 @@ from ladder.count.memory import free_memory
 from ladder.measure.jobs import Job, run_jobs
 from ladder.measure.machine_check import check_machine, compile_problem
 from ladder.measure.rates import rung_10
-from ladder.measure.runner import check_flags, defaults, locked, settings_of, split_flags
+from ladder.measure.runner import ONE_MACHINE, check_flags, defaults, locked, settings_of, split_flags
 from ladder.records.logs import STEP_LINE
 from ladder.rungs.list import BY_LABEL, ROOT, RUNGS, load_script
 
@@ -58,7 +58,7 @@ def training(settings, scratch, label, how="", like="", within=SAME, **changes):
         start = ["-m", "ladder.measure.trials", label]
     if how == "torchrun":
         ranks = 2 if settings.device == "cpu" else min(2, max(1, torch.cuda.device_count()))
-        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *start]
+        start = ["-m", "torch.distributed.run", *ONE_MACHINE, f"--nproc_per_node={ranks}", *start]
         flags["B"] = B // ranks  # a step has the same tokens as in one process
     command = [sys.executable, *start]
     for setting, value in (flags | changes).items():

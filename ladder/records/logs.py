@@ -203,6 +203,7 @@ def parts_of(file, text):
 
 def lines_of(text):
     """Its lines; without the last one if it is incomplete, as when a run was killed while writing."""
+    text = re.sub(r"(?m)^\[\w+\]:", "", text)  # torchrun --tee writes "[default0]:" before each line
     return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
 
 

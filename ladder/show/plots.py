@@ -5,11 +5,10 @@ that a test can tell whether it is up to date.
 """
 import hashlib
 import json
+import os
 import re
 
-import matplotlib
-
-matplotlib.use("Agg")
+os.environ["MPLBACKEND"] = "Agg"  # a notebook's own would not be there in a terminal, and its import would fail
 import matplotlib.pyplot as plt
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D

@@ -45,6 +45,18 @@ def nvidia_smi(tmp_path, monkeypatch):
     return install
 
 
+@pytest.mark.parametrize("body, said", [
+    ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "fails: Failed to initialize NVML"),
+    ("exec sleep 60", "has not answered within 0.5 s"), ("exit 9", "fails: exit code 9")])
+def test_a_driver_that_fails_or_hangs(body, said, nvidia_smi, tmp_path, monkeypatch, call):
+    """It is not a machine without a GPU: the check says so, and a run stops before it trains on the CPU unasked."""
+    nvidia_smi("580.65.06")
+    (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{body}\n")
+    monkeypatch.setattr(rates, "NVIDIA_SECONDS", 0.5)
+    assert f"nvidia-smi {said}" in findings(machine_check.check_device, "cpu")["NVIDIA GPU"]
+    assert is_one_error(call("run", "--rungs", "0"), "--device: torch cannot use the NVIDIA GPU", said, "--device cpu")
+
+
 @pytest.mark.parametrize("driver, wheel", [("580.65.06", "cu130"), ("575.57.08", "cu126")])
 def test_a_gpu_that_torch_cannot_use(driver, wheel, nvidia_smi):
     nvidia_smi(driver)

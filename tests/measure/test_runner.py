@@ -32,6 +32,16 @@ from ladder.rungs.list import LADDER as RUNGS_0_TO_10
 LOSS = re.compile(r"loss: ([\d.]+)")
 
 
+def test_torchrun_where_the_host_s_name_has_no_address(byte_tokens, tmp_path):
+    """A laptop away from its network: torchrun would wait for its own address without end."""
+    train = command_for(BY_LABEL["ddp"], flags(byte_tokens) + ["--compile-mode", "none"], tmp_path, processes=1)
+    away = ["unshare", "--uts", "sh", "-c", 'hostname laptop-nosuch.local && exec "$@"', "sh"]
+    if subprocess.run([*away, "true"], capture_output=True).returncode:
+        pytest.skip("only root may rename the host")
+    run = subprocess.run([*away, *train], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and "median : " in run.stdout, run.stderr
+
+
 @pytest.mark.parametrize("code, status, reason", [
     ("print('step', end='', flush=True); time.sleep(0.5); print(' : 1')", "ok", ""),  # read in two halves
     ("os.kill(os.getpid(), 9)", "out of memory", ""),  # Linux ends a process that takes too much without a word

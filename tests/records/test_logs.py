@@ -23,6 +23,13 @@ def test_a_run_is_complete_with_its_median_line_and_the_last_step_that_it_promis
     assert run.steps == [1, 2, 3] and run.complete == complete
 
 
+def test_the_prefix_of_torchrun_s_tee_is_not_the_log_s(tmp_path):
+    log = write_log(tmp_path / "a.log", ms=[100, 50, 50], tail=MEDIAN)
+    log.write_text("".join(f"[default0]:{line}\n" for line in log.read_text().splitlines()))
+    run = read_log(log)
+    assert (run.steps, run.complete) == ([1, 2, 3], True)
+
+
 @pytest.mark.parametrize("steps, warm_up", [(1, 0), (2, 1), (3, 1), (6, 3), (11, 5)])
 def test_the_warm_up_is_the_first_half_where_no_median_line_says_otherwise(steps, warm_up, tmp_path):
     run = read_log(write_log(tmp_path / "a.log", ms=[900] * warm_up + [50] * (steps - warm_up)))
