@@ -348,6 +348,27 @@ def test_a_compiler_that_fails(reason, line, stopped, monkeypatch):
     assert code == 1 and line in last
 
 
+def test_an_empty_library_in_the_compilers_cache(stopped, tmp_path, monkeypatch):
+    """Of a run that was killed while it linked: else a traceback ends every later one."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    torch.compile(torch.cos)(torch.ones(1))
+    library = next(Path(cache_dir()).rglob("*.so"))
+    library.write_bytes(b"")
+    line = stopped("5", *STEP, compile_mode="default")[1]
+    assert line == f"error: {library}: empty, in torch.compile's cache: delete it"
+
+
+def test_a_compilers_cache_that_cannot_be_written(stopped, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    torch.compiler.reset()
+    line = stopped("5", *STEP, compile_mode="default")[1]
+    assert "error: torch.compile does not work here (" in line and "file/cache" in line and "--compile-mode none" in line
+
+
 @pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
 def test_a_compiler_that_is_turned_off(name, stopped, monkeypatch):
     """Else the log would say that the model is compiled."""
