@@ -67,8 +67,7 @@ def add_flags(parser):
     flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
-    flag("--device", default=DEVICES[0], help="what to train on: cuda (CUDA_VISIBLE_DEVICES=1 picks"
-         " the second GPU), mps or cpu")
+    flag("--device", default=DEVICES[0], help="cuda (CUDA_VISIBLE_DEVICES=1: GPU 1), mps or cpu")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
     flag("--log-dir", type=Path, default="logs", help="folder of the log")
     flag("--compile-mode", choices=["default", "reduce-overhead", "max-autotune", "none"],
@@ -362,7 +361,6 @@ def autocast_dtype(device):
 def check_compiler(device):
     """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # compiling takes seconds anyway
-
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
@@ -513,8 +511,7 @@ class Log:
     """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
-        self.device, self.tokens_per_step = args.device, tokens_per_step
-        self.seconds = []  # of each step
+        self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
         args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also where a link points to
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:

@@ -140,8 +140,8 @@ def test_token_ids_without_a_tokenizer_have_a_loss(evaluate, tmp_path, capsys):
     data = tokens_of(tmp_path / "data", np.arange(3000) % 300, tokenizer="", vocab_size=300, end_of_text=0)
     (data / "tokenizer.json").write_text("{}")
     edit_json(data / "meta.json", tokenizer="mine")
-    log = train_in_float32("13", tmp_path, data, "-B", 1, "-T", 64, "--steps", 2, "--val-every", 2, "--total-batch", 64,
-                           "--val-sequences", 0, "--save", tmp_path / "model.pt")
+    log = train_in_float32("distributed_validation", tmp_path, data, "-B", 1, "-T", 64, "--steps", 2, "--val-every", 2,
+                           "--total-batch", 64, "--val-sequences", 0, "--save", tmp_path / "model.pt")
     capsys.readouterr()
     evaluate.main(["model.pt", "--data", "data", "--device", "cpu"])
     line = capsys.readouterr().out.splitlines()[-1]
@@ -154,7 +154,7 @@ def test_token_ids_without_a_tokenizer_have_a_loss(evaluate, tmp_path, capsys):
 def test_documents_apart_by_the_model_s_end_of_text(evaluate, tmp_path, capsys):
     """The data's is another id where its tokens are others: one text, as bytes or as GPT-2's bytes, has one loss."""
     data = tokens_of(tmp_path / "own", encode(BYTES), tokenizer=BYTES)
-    train(rung("19"), tmp_path, data, "-B", 2, "-T", 64, "--steps", 30, "--val-every", 0, "--max-lr", 0.02,
+    train(rung("trapezoid_lr"), tmp_path, data, "-B", 2, "-T", 64, "--steps", 30, "--val-every", 0, "--max-lr", 0.02,
           "--save", tmp_path / "model.pt")
     found = []
     for tokenizer in (BYTES, vocabulary.of_bytes("gpt2-bytes")):
