@@ -58,7 +58,7 @@ def add_flags(parser):
     flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
-    flag("--device", choices=DEVICES, default=DEVICES[0], help="what to train on")
+    flag("--device", default=DEVICES[0], help="cuda (CUDA_VISIBLE_DEVICES=1: GPU 1), mps or cpu")
     flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
     flag("--log-dir", type=Path, default="logs", help="folder of the log")
     # not the modes that make CUDA graphs of their own, of parts of a step
@@ -235,6 +235,8 @@ class DataLoaderLite:
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
         chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
+        if chunk.max() >= self.meta["vocab_size"]:
+            sys.exit(f"error: --data: token {chunk.max()} of batch {i} is beyond vocab_size")
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
 
@@ -265,12 +267,16 @@ def autocast_dtype(device):
 
 def check_compiler(device):
     """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # compiling takes seconds anyway
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
     try:
+        for library in Path(cache_dir()).rglob("*.so"):
+            if library.stat().st_size == 0:  # a run was killed while it linked this
+                sys.exit(f"error: {library}: empty, in torch.compile's cache: delete it")
         torch.compile(torch.sin)(torch.ones(1, device=device))
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:  # OSError: the cache cannot be written to
         if "out of memory" in str(error):
             raise
         reason = str(error).strip().splitlines()[0]
@@ -391,15 +397,13 @@ def load_tokens(folder, split, n_needed):
         subprocess.run([sys.executable, "data/prepare.py"])  # the default text
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        tokens = np.memmap(folder / f"{split}.bin", meta.get("dtype", "<u2"), mode="r")
+        n_tokens, dtype = meta[f"{split}_tokens"], meta.get("dtype", "<u2")
+        tokens = np.memmap(folder / f"{split}.bin", dtype, mode="r", shape=n_tokens)
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
-        json.loads(meta["tokenizer_json"] or "{}")  # half a file is noticed now, not after the run
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no token files ({error}); where baseline.py is,"
+    except (OSError, LookupError, ValueError) as error:
+        sys.exit(f"error: --data {folder}: no whole token files ({error}); where baseline.py is,"
                  f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
-    if len(tokens) != meta.get(f"{split}_tokens") or tokens[:10**7].max() >= meta["vocab_size"]:
-        sys.exit(f"error: --data {folder}: {split}.bin is damaged, or has ids beyond vocab_size")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are {len(tokens)}")
     return tokens, meta
@@ -411,18 +415,17 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        config, weights = saved["config"], saved["model"]
         tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's has only a name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
         sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
                  f" data/prepare.py --tokenizer {args.pretrained} takes it")
-    if config["block_size"] < args.T:
-        sys.exit(f"error: -T {args.T}: the model's longest sequence is {config['block_size']}")
+    if saved["config"]["block_size"] < args.T:
+        sys.exit(f"error: -T: the model's longest sequence is {saved['config']['block_size']}")
     try:
-        model = GPT(GPTConfig(**config), **options)
-        model.load_state_dict(weights)
+        model = GPT(GPTConfig(**saved["config"]), **options)
+        model.load_state_dict(saved["model"])
     except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
         sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
     return model
@@ -461,13 +464,12 @@ class Log:
     """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
-        self.device, self.tokens_per_step = args.device, tokens_per_step
-        self.seconds = []  # of each step
-        args.log_dir.mkdir(parents=True, exist_ok=True)
+        self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also where a link points to
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", encoding="utf-8", buffering=1)  # a killed run keeps its lines
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -518,8 +520,11 @@ def parse_args(argv=None):
         least = 1 if name in ("B", "T", "steps") else 0
         if isinstance(value, (int, float)) and not least <= value < math.inf:
             parser.error(f"argument --{name.replace('_', '-')}: {value} is not {least} or more")
-    if args.save and (args.save.is_dir() or not os.access(f"{args.save.parent}/", os.W_OK)):
-        parser.error(f"argument --save: {args.save}: give a file name in a writable folder")
+    if args.device not in DEVICES:
+        parser.error(f"argument --device: torch has {DEVICES} here; see python -m ladder check")
+    if args.save and (args.save.suffix == ".safetensors" or args.save.is_dir()
+                      or not os.access(f"{args.save.parent}/", os.W_OK)):
+        parser.error(f"argument --save: {args.save}: give a model.pt in a writable folder")
     return args
 
 
