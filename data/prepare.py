@@ -557,7 +557,7 @@ def main(argv=None):
         sys.exit(f"error: --out {args.out}: not written (stopped); run the same command again")
     except OSError as error:  # no permission, a file in the way, a mount point, a full disk
         sys.exit(f"error: --out {args.out}: not written ({error}); make room, or choose another")
-    print(f"{args.out}: {meta['source']} ({meta['tokenizer']} tokens),"
+    print(f"{Path(args.out).resolve()}: {meta['source']} ({meta['tokenizer']} tokens),"
           f" {meta['documents']:,} documents,"
           f" {meta['train_tokens']:,} train + {meta['val_tokens']:,} val tokens")
 

@@ -3,8 +3,7 @@
 Rung 4 makes the projections that end the residual branches start smaller, and smaller still in
 deeper models. If they start at zero, the branches add nothing at first: the model starts as its
 embedding and its output layer, and no random branch stands in the way of a gradient. They do not
-stay zero, because the gradient of a matrix comes from its input and from the gradient of its
-output, not from itself.
+stay zero: a matrix's gradient comes from its input and from its output's gradient.
 
 Gain: at initialization the model computes the same function at any depth. In the race of
 docs/results.md the final loss does not differ significantly (eight seeds). That agrees with others,
