@@ -143,8 +143,8 @@ def test_the_plan_has_every_script_and_what_it_compares_with(device, tmp_path, m
     names = list(trials)  # first what the others are compared with, then what has run least often
     assert names.index("zero_init") < names.index("zero_init-eager") < names.index("rope")
     samples = {name for name in trials if name.endswith("-sample")}
-    assert {"0-sample", "ngram_embeddings-sample"} < samples and "0-convert" in trials
-    assert "ngram_embeddings-convert" not in trials
+    assert {"0-sample", "no_biases-sample"} < samples and "0-convert" in trials
+    assert "no_biases-convert" not in trials
 
 
 @pytest.mark.slow
