@@ -11,7 +11,7 @@
 Each line of a .jsonl file is a document, as is each row of a .parquet file or dataset; a .txt file
 is one, or several with <|endoftext|> between them. Memory grows by a few bytes a document, no more.
 Without --val, a hash draws the documents held out for validation; of few, the end of the text is.
-Without a network the default text is Python's language reference.
+Without a network the default text is Python's language reference, in GPT-2's 256 byte tokens.
 """
 import argparse
 import codecs
@@ -84,7 +84,7 @@ def default_text(url=TINY_SHAKESPEARE_URL, seconds=60):
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 def load_tokenizer(name):
-    """The tokenizer that --tokenizer names."""
+    """The tokenizer that --tokenizer names; raises NoTokenizer if GPT-2's cannot be had."""
     if name == "bytes":
         return vocabulary.of_bytes()
     if name == "gpt2":
@@ -114,6 +114,19 @@ def text_size(source, field):
     metadata = texts.open_parquet(source, field).metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     return sum(group.total_byte_size for group in groups)  # not compressed
+
+
+def load_tokenizer_or_bytes(name, is_default):
+    """The tokenizer that --tokenizer names; for the default text GPT-2's single bytes if need be.
+    """
+    try:
+        return load_tokenizer(name)
+    except vocabulary.NoTokenizer as error:
+        if not is_default:
+            sys.exit(f"error: --tokenizer {name}: {error}; or give --tokenizer bytes")
+        texts.warn(f"{error}. Using GPT-2's single-byte tokens: losses are NOT comparable with"
+                   " those of gpt2 tokens.")
+        return vocabulary.of_bytes("gpt2-bytes")
 
 
 def train_tokenizer(vocab_size, sources, field, encoding):
@@ -469,7 +482,7 @@ def prepare(text, out, dataset=None, field="text", encoding="utf-8", tokenizer="
             if vocab_size:
                 loaded = train_tokenizer(vocab_size, sources, field, encoding)
             else:
-                loaded = load_tokenizer(tokenizer)
+                loaded = load_tokenizer_or_bytes(tokenizer, is_default)
             pieces = texts.read_all(sources, field, encoding)
             val_pieces = texts.read_all(val_sources, field, encoding) if val else None
             meta = write_tokens(pieces, val_pieces, name, loaded, partial)

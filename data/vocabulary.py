@@ -12,13 +12,16 @@ stores as tokenizer.json; None for "gpt2" and "gpt2-bytes"), and
 If a text is cut only between a letter or digit and the blank after it, its pieces give the tokens
 of the whole.
 """
+import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
 import re
 import sys
 import zipfile
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +36,9 @@ SEPARATOR = "<|endoftext|>"
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 U2 = np.dtype("<u2")  # for up to 65,536 tokens
 U4 = np.dtype("<u4")
+# GPT-2's tokens as once fetched, a line each, so that its models need no network later
+KEPT = Path(__file__).with_name("gpt2_tokens.txt")
+KEPT_SHA256 = "3a1f1c010d179f036be1992bc14b861e326341438633869c694dc4dccfe153d3"
 # what a model's file says about its tokenizer: the arguments of `restore`
 FIELDS = ("tokenizer", "tokenizer_json", "end_of_text")
 OUR_NAMES = ("gpt2", "gpt2-bytes", "bytes")  # each stands for one tokenizer, never for a folder's
@@ -62,8 +68,48 @@ def byte_characters():
     return characters
 
 
+def are_gpt2s(tokens):
+    """Whether these are GPT-2's tokens, in the order of their ids, without <|endoftext|>."""
+    return hashlib.sha256("\n".join(tokens).encode("utf-8")).hexdigest() == KEPT_SHA256
+
+
+def keep_gpt2s(tokens):
+    """Write GPT-2's tokens to KEPT; a checkout that cannot be written to has to fetch them again.
+    """
+    with contextlib.suppress(OSError):
+        partial = KEPT.with_name(f"{KEPT.name}.{os.getpid()}")
+        partial.write_text("\n".join(tokens), encoding="utf-8")
+        os.replace(partial, KEPT)
+
+
+def gpt2s_tokens(seconds=60):
+    """GPT-2's tokens, in the order of their ids: those that are kept, or tiktoken's."""
+    tokens = KEPT.read_text(encoding="utf-8").split("\n") if KEPT.exists() else []
+    if are_gpt2s(tokens):
+        return tokens
+    try:
+        # tiktoken sets no timeout of its own; the pool's threads do not outlive the program
+        with ThreadPool(1) as pool:
+            download = pool.apply_async(tiktoken.get_encoding, ["gpt2"])
+            encoding = download.get(seconds)
+    except (OSError, ValueError, multiprocessing.TimeoutError) as error:
+        # ValueError: the file is not the one that tiktoken expects
+        kind = type(error).__name__
+        raise NoTokenizer(f"GPT-2's tokens could not be fetched ({kind}); without a network"
+                          " TIKTOKEN_CACHE_DIR may name a folder that has them") from error
+    characters = byte_characters()
+    tokens = []
+    for i in range(GPT2.end_of_text):
+        data = encoding.decode_single_token_bytes(i)
+        tokens.append("".join(characters[byte] for byte in data))
+    keep_gpt2s(tokens)
+    return tokens
+
+
 class GPT2:
-    """GPT-2's 256 bytes, 50,000 merges and <|endoftext|>, from OpenAI's list, which lies here."""
+    """GPT-2's 256 bytes, 50,000 merges and <|endoftext|>; raises NoTokenizer without a network,
+    unless they were fetched before.
+    """
 
     name = "gpt2"
     vocab_size = 50257
@@ -76,12 +122,8 @@ class GPT2:
     def __init__(self):
         characters = byte_characters()
         byte_of = {character: byte for byte, character in enumerate(characters)}
-        tokens = sorted(characters)  # the ids 0 to 255
-        merges = Path(__file__).with_name("gpt2_merges.txt").read_text(encoding="utf-8")
-        for line in merges.splitlines()[1:]:  # the first is its version
-            tokens.append(line.replace(" ", ""))
         ranks = {}
-        for i, token in enumerate(tokens):
+        for i, token in enumerate(gpt2s_tokens()):
             ranks[bytes(byte_of[character] for character in token)] = i
         self.encoding = tiktoken.Encoding(
             "gpt2", pat_str=WORDS, mergeable_ranks=ranks, special_tokens=self.special_tokens)
@@ -294,6 +336,7 @@ def from_hugging_face(name):
         if ours.tokenizer.get_vocab() == vocab:
             tokenizer = ours
     if is_gpt2(tokenizer):
+        keep_gpt2s(tokens_of(tokenizer))
         tokenizer = GPT2()
     tokenizer.left_out = what_is_left_out(theirs)
     return tokenizer
@@ -324,13 +367,15 @@ def find_change(tokenizer, text, ids, byte_lengths):
     return None
 
 
-def is_gpt2(tokenizer):
-    """Whether a tokenizer of the tokenizers library is GPT-2's, without added tokens.
+def tokens_of(tokenizer):
+    """The tokens of a tokenizer of the tokenizers library with ids below GPT-2's <|endoftext|>."""
+    vocab = tokenizer.tokenizer.get_vocab()
+    return sorted(vocab, key=vocab.get)[: GPT2.end_of_text]
 
-    Its size and its last merge tell.
-    """
-    last = tokenizer.tokenizer.token_to_id("Ġgazed")
-    return tokenizer.vocab_size == GPT2.vocab_size and last == 50255
+
+def is_gpt2(tokenizer):
+    """Whether a tokenizer of the tokenizers library is GPT-2's, without added tokens."""
+    return tokenizer.vocab_size == GPT2.vocab_size and are_gpt2s(tokens_of(tokenizer))
 
 
 def of_ours(path):

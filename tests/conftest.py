@@ -467,6 +467,9 @@ def real_text():
     return load_module(ROOT / "data" / "prepare.py").fallback_text()
 
 
+NEEDS_GPT2 = pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="tiktoken would download its merges")
+
+
 @pytest.fixture
 def prepare(tmp_path, monkeypatch):
     """A fresh data/prepare.py in an empty folder, with single bytes, which need no network."""

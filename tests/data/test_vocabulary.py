@@ -1,8 +1,8 @@
 """data/vocabulary.py: every tokenizer gives back the text; one that could not is refused."""
 import builtins
 import json
-import os
 from pathlib import Path
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -10,7 +10,8 @@ import pytest
 import tiktoken
 import tokenizers
 import torch
-from conftest import ROOT, Attack, cut_in_half, data_with, edit_json, load_module, rung, save_as_from_a_gpu, tokens_in
+from conftest import (NEEDS_GPT2, ROOT, Attack, cut_in_half, data_with, edit_json, load_module, rung,
+                      save_as_from_a_gpu, tokens_in)
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from data import vocabulary
@@ -76,24 +77,52 @@ def test_special_tokens_in_a_text_are_counted(prepare, tmp_path, capsys):
     assert tokenizer.token_to_id("<|im_start|>") not in tokens_in("out")
 
 
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="tiktoken downloads its merges")
+@NEEDS_GPT2
 def test_gpt2_s_tokens_are_tiktoken_s():
     ours, theirs = vocabulary.GPT2().encoding, tiktoken.get_encoding("gpt2")
     assert ours._mergeable_ranks == theirs._mergeable_ranks and ours._special_tokens == theirs._special_tokens
     assert ours.encode_ordinary(TEXT) == theirs.encode_ordinary(TEXT)
 
 
-def test_gpt2_s_tokens_have_one_name_wherever_they_come_from(prepare, tmp_path):
-    """From a folder of transformers', too: --pretrained compares names, and a folder's is whatever its owner chose."""
+@NEEDS_GPT2
+def test_gpt2_s_tokens_have_one_name_wherever_they_come_from(prepare, tmp_path, monkeypatch):
+    """From a folder of transformers', too: --pretrained compares names, and a folder's is whatever its owner chose.
+
+    What was read once, or fetched, is there without a network from then on; a damaged file is not used.
+    """
     vocabulary.GPT2().to_transformers().save_pretrained(tmp_path / "my_gpt2")
+    offline(monkeypatch, tmp_path)
+    with pytest.raises(vocabulary.NoTokenizer, match="TIKTOKEN_CACHE_DIR"):
+        vocabulary.GPT2()
     (tmp_path / "my_gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     Path("text").write_text("To be, or not to be, that is the question")
     prepare.main(["--text", "text", "--out", "out", "--tokenizer", "my_gpt2"])
     assert json.loads(Path("out/meta.json").read_text())["tokenizer"] == "gpt2"
     assert not Path("out/tokenizer.json").exists()
     assert vocabulary.GPT2().decode(tokens_in("out")) == "To be, or not to be, that is the question"
+    vocabulary.KEPT.write_text(vocabulary.KEPT.read_text()[:-5])
+    with pytest.raises(vocabulary.NoTokenizer):
+        vocabulary.GPT2()
 
 
+def offline(monkeypatch, tmp_path):
+    """Without a network, tiktoken's cache, and tokens kept from before."""
+    monkeypatch.setattr(vocabulary, "KEPT", tmp_path / "kept.txt")
+    monkeypatch.setattr(tiktoken, "get_encoding", mock.Mock(side_effect=OSError))
+
+
+def test_without_gpt2_s_tokens_only_the_default_text_falls_back_to_bytes(prepare, tmp_path, monkeypatch, capsys):
+    offline(monkeypatch, tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        prepare.main(["--text", "text", "--out", "out"])
+    assert "--tokenizer bytes" in stop.value.code and not Path("out").exists()
+    prepare.default_text = lambda: (TEXT, "tiny_shakespeare")
+    prepare.main([])
+    assert "NOT comparable" in capsys.readouterr().err
+    assert json.loads(Path("data/tokens/meta.json").read_text())["tokenizer"] == "gpt2-bytes"
+
+
+@NEEDS_GPT2
 def test_gpt2_in_the_hands_of_transformers():
     gpt2 = vocabulary.GPT2()
     theirs = gpt2.to_transformers()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    ROOT, Attack, assert_same_weights, data_with, edit_json, flip_a_byte, load_module, new_gpt, rung,
+    NEEDS_GPT2, ROOT, Attack, assert_same_weights, data_with, edit_json, flip_a_byte, load_module, new_gpt, rung,
     run_command, rungs_that_change, save_as_from_a_gpu, saved_model, train)
 from safetensors.torch import load_file, save_file
 
@@ -461,10 +461,12 @@ def test_a_published_model_in_16_bits_becomes_float32(gpt2, convert, sample, tmp
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
+@NEEDS_GPT2
 def test_a_model_of_gpt2_s_tokens_needs_no_network(sample, convert, tmp_path, monkeypatch):
     """Trained online, sampled on a laptop on a train."""
-    monkeypatch.setattr("socket.socket", None)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(vocabulary, "KEPT", tmp_path / "kept.txt")
+    vocabulary.GPT2()
+    monkeypatch.setattr("tiktoken.get_encoding", None)
     path = save("10", tmp_path / "model.pt", vocabulary.GPT2())
     assert sample(path, "--prompt", "Hello", "--max-new-tokens", 4).startswith("Hello")
     convert.main([str(path), str(tmp_path / "hf")])
@@ -487,6 +489,7 @@ def test_rows_beyond_gpt2_s_are_never_cut_for_want_of_a_tokenizer(convert, tmp_p
     assert [path.name for path in tmp_path.glob("*.pt")] == ["50257.pt"]
 
 
+@NEEDS_GPT2
 def test_a_prompt_that_ends_in_a_blank(saved, sample, tmp_path, capsys):
     """Its last token is rare in training text, where the blank belongs to the next word; not among single bytes."""
     path = save("10", tmp_path / "model.pt", vocabulary.GPT2())

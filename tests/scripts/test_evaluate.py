@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import ROOT, edit_json, known_flags, load_module, rung, tokens_of, train, train_in_float32, val_losses
+from conftest import (NEEDS_GPT2, ROOT, edit_json, known_flags, load_module, rung, tokens_of, train,
+                      train_in_float32, val_losses)
 from torch.nn import functional as F
 
 from data import vocabulary
@@ -214,6 +215,7 @@ def test_the_data_s_own_tokens_stay_as_they_are(evaluate, tmp_path, monkeypatch,
     assert again == [n_tokens]
 
 
+@NEEDS_GPT2
 def test_other_tokens_of_the_same_text(evaluate):
     """Documents come back whole; so bits per byte do not depend on the data's tokens."""
     tokenizers = [BYTES, BPE, vocabulary.of_bytes("gpt2-bytes"), vocabulary.GPT2()]
