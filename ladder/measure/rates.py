@@ -1,6 +1,6 @@
-"""Measure this device's matrix-product rates and its memory's, and name the machine; prints JSON. Run by `python -m ladder run`.
+"""Measure this device's rates of matrix products and memory, and name the machine. Run by `python -m ladder run`.
 
-    python -m ladder.measure.rates --device cpu
+    python -m ladder.measure.rates --device cpu                # prints JSON
 
 The products have the shape of GPT-2's own layers, (4096, 768) @ (768, 3072), and of larger squares; the best of several
 tries counts, since the question is what the chip can do. Memory is measured by a copy far larger than any cache.

@@ -11,8 +11,8 @@ from ladder.rungs.old_names import OLD_LABELS, OLD_NAMES
 GONE = {"rung_37_triton_cross_entropy", "rung_38_fp8_head"}  # what an experiment tried
 RECORDS = [path for folder in ("logs/reference", "experiments") for path in sorted((ROOT / folder).rglob("*"))
            if path.suffix in (".log", ".csv", ".json")]
-SCRIPT = re.compile(r"# script: (?P<log>\S+)\.py|\"name\": \"(?P<json>[a-z_0-9]+)\"|^(?:search|round|timing),(?P<csv>\w+),",
-                    re.M)
+SCRIPT = re.compile(r"# script: (?P<log>\S+)\.py|\"name\": \"(?P<json>[a-z_0-9]+)\""
+                    r"|^(?:search|round|timing),(?P<csv>\w+),", re.M)
 
 
 def test_a_label_is_its_files_name_without_the_number():

@@ -132,7 +132,6 @@ def test_predict_do_and_only_then_the_change(text):
 def test_the_path_stands_first(text):
     path = re.search('<div class="path">.*?</div>', text, re.S)[0]
     assert text.index('<div class="path">') < text.index('id="time"')
-    assert "<p>The same losses in less memory:" in text
     assert re.findall(r"#rung-(\w+)", path) == [*"012356", "8", "10", "gradient_accumulation", "muon", "rope", "9"]
     assert re.findall(r"<li>.*#rung-(\w+).*exercise", path) == ["0", "1", "6", "gradient_accumulation"]
     assert "docs/results.md#the-race" in path
