@@ -220,9 +220,9 @@ class DataLoaderLite:
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
-        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         if chunk.max() >= self.meta["vocab_size"]:
             sys.exit(f"error: --data: token {chunk.max()} of batch {i} is beyond vocab_size")
+        chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
 
