@@ -69,7 +69,7 @@ def main(argv=None):
         finally:
             for reason in keep(args.logs, names):
                 console.print(f"! skipped: {reason}", soft_wrap=True)
-    print_end(runner, console)
+    print_end(runner, console, quick=False)
     return 1 if runner.failed() else 0
 
 

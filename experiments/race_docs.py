@@ -73,8 +73,8 @@ def races_picture(reports):
                        "heading": above, "xlabel": "nats; negative is better"})
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in reports))
     return {"title": "The validation loss less that of the row before", "height": 1.8 + 0.28 * len(rows),
-            "panels": panels, "caption": "Means over the seeds; lines: 99 % intervals that hold for all rows at once. No "
-            f"bar: not raced. Trained on {machines}."}
+            "panels": panels, "caption": "Means over the seeds; lines: 99 % intervals that hold for all rows at once. "
+            f"No bar: not raced. Trained on {machines}."}
 
 
 def names_of(tables):

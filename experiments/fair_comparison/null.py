@@ -88,7 +88,8 @@ def show(record):
         n = int((p < limit).sum())
         low, high = binomtest(n, len(p)).proportion_ci()
         print(f"p < {limit}: {n} of {len(p)} (95 % interval of the share {low:.3f} to {high:.3f})")
-    print(f"the mean difference is {record['mean'].mean():+.4f} nats, its standard deviation {record['mean'].std():.4f}")
+    difference = record["mean"]
+    print(f"the mean difference is {difference.mean():+.4f} nats, its standard deviation {difference.std():.4f}")
     figure, axes = plt.subplots(figsize=(4.5, 3.6), layout="constrained")
     axes.plot([0, 1], [0, 1], color="0.6", linewidth=1, label="flat")
     axes.step([0, *p, 1], [*numpy.arange(len(p) + 1) / len(p), 1], where="post", label=f"{len(p)} contests")

@@ -63,7 +63,7 @@ def limits(record, table):
            f"{first.tokens / 1e6:.2f}M tokens of {text} in windows of {run.T}.")
     seen = [effect.detectable() for effect in effects if effect.error]
     if seen:
-        yield f"With these seeds a test finds a difference of {max(seen):.2g} nats four times in five, smaller ones less."
+        yield f"With these seeds a test finds a difference of {max(seen):.2g} nats four times in five."
 
 
 def verdict_of(record):
@@ -82,7 +82,8 @@ def print_verdict(record, console):
     several = len(texts) > 2
     key = (f"val loss: the mean over the seeds. p: of the paired t-test of the mean difference"
            f"{f', by Holm over {len(texts) - 1} comparisons' if several else ''}; * marks p < {BEYOND_CHANCE}. "
-           f"Brackets hold the lowest and the highest (range), or an interval (99 %{', for all rows at once' * several}).")
+           "Brackets hold the lowest and the highest (range), or an interval "
+           f"(99 %{', for all rows at once' * several}).")
     for sentence in before:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True)
     print_texts(texts, console, "Training recipes", key, first_to_go=FIRST_TO_GO)

@@ -59,5 +59,6 @@ def compare_recipes(args, console):
     write_whole(folder / DIFFERENCES, by_seed(record, against_first=True).to_csv(index=False))
     save(verdict_picture(record), folder / "compare.png")
     show(folder, console)
-    console.print(f"{folder}: {CSV}, {DIFFERENCES}, compare.png; python -m ladder compare {folder} shows this again", soft_wrap=True)
+    console.print(f"{folder}: {CSV}, {DIFFERENCES}, compare.png; python -m ladder compare {folder} shows this again",
+                  soft_wrap=True)
     return 1 if runner.failed() else 0

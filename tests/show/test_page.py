@@ -183,13 +183,12 @@ def test_a_lesson_tells_what_its_rung_did(text):
     assert [row["loss"] for row in tables_of(text, "10")] == ["nan at step 12"]
     assert [row["ms/step"] for row in tables_of(text, "ddp")] == ["1,024 → 2,560"]
     [raced] = tables_of(text, "muon")
-    p = raced.pop("p of the loss")
-    assert raced == {"race": "text, tiny", "validation loss": "3.967 (3.900–4.000)",
-                     "% of the first rung's seconds": "69 (41–82)"}
-    assert re.fullmatch(r"<?0\.00\d", p)  # three seeds get no star
+    assert raced == {"race": "text, tiny", "validation loss (range)": "3.967 (3.900–4.000)",
+                     "− the row before (99 %)": "−2.033 (−2.909 to −1.158)",  # scipy's, of three pairs
+                     "p of the loss": "0.0019"}  # three seeds get no star
     machines = text.split('<section id="machines">')[1]
     assert "<td>8,100<td>" in machines and "! no measured matrix-product rates" in machines
-    assert "The race on" in text and "<td>1.25M" in text
+    assert "The race on" in text and "<td>1,250,000" in text
     assert "Not measured on any of these machines" in lesson_of(text, "ngram_embeddings")
     assert "<h3>Rung 1, weight tying: <span>the input embedding and the output" in lesson_of(text, "1")
 
