@@ -59,7 +59,7 @@ def test_the_last_batch_needs_a_token_after_it(label, tmp_path):
         assert loader.n_batches == n_batches and loader.batch(n_batches - 1)[1][0, -1] == 17 * n_batches
         assert loader.tokens.mode == "r"  # a corpus that others share may be read-only
     with pytest.raises(SystemExit, match="a batch needs 19 train tokens; there are 18"):
-        loader_of(label, tmp_path / "muon", B=1, T=18)
+        loader_of(label, tmp_path / "18", B=1, T=18)
 
 
 class Corpus:
@@ -76,7 +76,7 @@ class Corpus:
 def test_a_corpus_beyond_2_31_tokens_is_read_to_its_end(label, monkeypatch):
     """Its last batch; of `shuffled_windows`'s windows, which come in any order, 40 of 32,766."""
     module, T = rung(label), 2**18
-    module.load_tokens = lambda *_: (Corpus(), {})
+    module.load_tokens = lambda *_: (Corpus(), {"vocab_size": 2**34})
     loader = module.DataLoaderLite("", 1, T, *(["cpu"] if builds_on(label, "prefetch") else []))
     numbers, n_batches = [loader.n_batches - 1], 2**33 // T - 1
     if label == "shuffled_windows":
