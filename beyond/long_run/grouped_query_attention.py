@@ -612,7 +612,7 @@ def check_compiler(device):
             sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
     try:
         for library in Path(cache_dir()).rglob("*.so"):
-            if library.stat().st_size == 0:  # a run was killed while it linked this
+            if library.stat().st_size == 0 and time.time() - library.stat().st_mtime > 60:
                 sys.exit(f"error: {library}: empty, in torch.compile's cache: delete it")
         torch.compile(torch.sin)(torch.ones(1, device=device))
     except (OSError, RuntimeError) as error:  # OSError: the cache cannot be written to
