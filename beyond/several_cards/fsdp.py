@@ -214,7 +214,7 @@ class Block(nn.Module):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of x @ weight.T against targets, `chunk` tokens at a time.
 
-    x (N, C), weight (n_rows, C), targets (N,). The forward pass computes the gradients, too, while
+    x (N, C), weight (n_rows, C), targets (N,). The forward pass also computes the gradients, while
     the logits exist.
     """
 
