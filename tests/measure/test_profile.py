@@ -173,7 +173,8 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path):
         names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
     assert any("cpp_fused" in name for name in names) and any(name.startswith("ProfilerStep") for name in names)
     done = run_command(*profile, "--data", "nowhere")
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "no whole token files" in done.stderr, done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: "), done.stderr
+    assert "no whole token files" in done.stderr
     assert read_profile(tmp_path) == found  # the failure has not touched it
 
 
