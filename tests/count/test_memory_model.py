@@ -1,9 +1,8 @@
 """ladder/count/memory.py, flops.py: the models of a step's memory and arithmetic, against what is kept and measured."""
-import math
 
 import pytest
 import torch
-from conftest import ROOT, new_gpt, rung, table_of
+from conftest import ROOT, new_gpt, rung
 
 from ladder.count.flops import flops_per_token
 from ladder.count.memory import RUN_BY_DEFAULT, recommend, step_bytes
@@ -70,21 +69,3 @@ def test_the_recommended_batch_fits_every_rung(GB):
     worst, too_much = (max(step_bytes(model, n, T, label) for label in RUN_BY_DEFAULT) for n in (B, 2 * B))
     assert worst <= 0.8 * GB * 1e9 and (B == 64 if GB == 1000 else too_much > 0.8 * GB * 1e9)
     assert recommend(GB * 1e9, accelerator=False) == ("gpt2", 1, 1024)
-
-
-POWERS = (1, 2, 4, 8, 16, 32, 64)
-
-
-def largest_batch(gigabytes, needed):
-    """The largest of POWERS whose bytes, in `needed`, fit; as the documentation writes it."""
-    return str(max((B for B, n in zip(POWERS, needed, strict=True) if n <= gigabytes * 1e9), default="–"))
-
-
-def test_the_batches_that_running_md_recommends():
-    """In 80 % of the memory, with fewer logits than many kernels can index."""
-    sizes, *rows = table_of("docs/running.md", "| | 6 GB | 8 GB |")
-    for (name, *cells), labels in zip(rows, (RUN_BY_DEFAULT, ["10"]), strict=True):
-        needed = [max(step_bytes("gpt2", B, 1024, label) for label in labels) for B in POWERS]
-        needed = [n if B * 1024 * 50304 < 2**31 else math.inf for B, n in zip(POWERS, needed, strict=True)]
-        for cell, size in zip(cells, sizes[1:], strict=True):
-            assert cell == largest_batch(0.8 * float(size.removesuffix(" GB")), needed), (name, size)

@@ -11,8 +11,6 @@ from ladder.rungs.laws import changed_definitions, definitions, foreign, plumbin
 from ladder.rungs.list import BANNER, BY_LABEL, LADDER, RUNGS
 
 SOURCES = {entry.file: entry.path.read_text(encoding="utf-8") for entry in RUNGS}
-EACH = pytest.mark.parametrize("entry", RUNGS, ids=lambda entry: entry.name)
-EACH_RUNG = pytest.mark.parametrize("entry", RUNGS[1:], ids=lambda entry: entry.name)
 
 
 def before(entry):
@@ -42,26 +40,22 @@ def code(lines):
     return [line for line in lines if line.strip() and not line.strip().startswith("#")]
 
 
-@EACH
-def test_train_is_readable(entry):
-    """At most 40 lines of code up to rung 10, 60 in one process, 80 with what a long run needs."""
-    lines = definitions(SOURCES[entry.file])["train"].splitlines()
-    assert len(code(lines)) <= (40 if entry in LADDER else 80 if builds_on(entry.label, "ddp") else 60)
-
-
 def test_scripts_are_short():
-    """Lines, docstring included: whoever opens the first file should see nothing that it does not need."""
+    """Lines, docstring included; of `train` lines of code: 40 up to rung 10, 60 in one process, 80 in a long run."""
+    for entry in RUNGS:
+        lines = definitions(SOURCES[entry.file])["train"].splitlines()
+        assert len(code(lines)) <= (40 if entry in LADDER else 80 if builds_on(entry.label, "ddp") else 60), entry.label
     lines = {entry.label: len(SOURCES[entry.file].splitlines()) for entry in RUNGS}
     most = {"0": 393, "10": 485, "ddp": 520, "zero_init": 620, "documents_apart": 720}
     assert {label: lines[label] for label in most if lines[label] > most[label]} == {}
 
 
-@EACH_RUNG
-def test_a_rung_changes_something_and_all_that_it_may(entry):
-    changed = changed_definitions([SOURCES[start.file] for start in entry.starts], SOURCES[entry.file])
-    assert changed, "a rung that changes nothing"
-    used = {name for name in entry.may_change if any(name in (part, part.split(".")[0]) for part in changed)}
-    assert entry.may_change - used == set(), "may change, and does not"
+def test_a_rung_changes_something_and_all_that_it_may():
+    for entry in RUNGS[1:]:
+        changed = changed_definitions([SOURCES[start.file] for start in entry.starts], SOURCES[entry.file])
+        assert changed, f"{entry.label} changes nothing"
+        used = {name for name in entry.may_change if any(name in (part, part.split(".")[0]) for part in changed)}
+        assert entry.may_change - used == set(), f"{entry.label} may change it, and does not"
 
 
 # (a rung, a line of it, its replacement, what the law then says)
@@ -117,38 +111,23 @@ def test_lessons_are_short():
     assert {label: n for label, n in lengths.items() if n > most.get(label, 52)} == {}
 
 
-@EACH
-def test_scripts_import_nothing_of_the_project(entry):
-    allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "filelock"}
-    tree = ast.parse(SOURCES[entry.file])
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {"." * node.level + (node.module or "") for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in imported} <= allowed
+def test_scripts_import_nothing_of_the_project():
+    for source in SOURCES.values():
+        nodes = [*ast.walk(ast.parse(source))]
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {"." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert {name.split(".")[0] for name in imported} <= {*sys.stdlib_module_names, "torch", "numpy", "filelock"}
 
 
-@EACH_RUNG
-def test_definitions_come_in_the_same_order(entry):
+def test_definitions_come_in_the_same_order():
     """What both scripts have; a reader finds everything where it was."""
-    for start in entry.starts:
-        old, new = definitions(SOURCES[start.file]), definitions(SOURCES[entry.file])
-        assert [name for name in old if name in new] == [name for name in new if name in old]
+    for entry in RUNGS:
+        for start in entry.starts:
+            old, new = definitions(SOURCES[start.file]), definitions(SOURCES[entry.file])
+            assert [name for name in old if name in new] == [name for name in new if name in old], entry.label
 
 
 ROOMS = ["rungs", "count", "show", "measure"]  # of the tool: each imports from itself and from those before it
-
-
-def test_the_rooms_of_the_tool_import_one_way():
-    for path in sorted((ROOT / "ladder").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-        room = path.relative_to(ROOT / "ladder").parts[0]
-        for module in modules:
-            project, _, rest = module.partition(".")
-            inner = rest.partition(".")[0]
-            assert project not in ("experiments", "tests"), (path, module)
-            if room in ROOMS and project == "ladder" and inner in ROOMS:
-                assert ROOMS.index(inner) <= ROOMS.index(room), (path, module)
 
 
 def test_every_script_is_a_stage():

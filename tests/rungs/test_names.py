@@ -29,10 +29,12 @@ def test_the_numbers_of_a_track_follow_what_starts_from_what():
         assert [entry.before for entry in numbered[1:]] == [entry.label for entry in numbered[:-1]]
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_each_script_of_a_record_is_one_of_today(path):
-    found = {match[match.lastgroup] for match in SCRIPT.finditer(path.read_text(encoding="utf-8"))}
-    assert {today(name) for name in found if "_" in name or name in OLD_NAMES} - {*BY_NAME, *PEERS, *GONE} == set()
+def test_each_script_of_a_record_is_one_of_today():
+    assert len(RECORDS) > 70
+    for path in RECORDS:
+        found = {match[match.lastgroup] for match in SCRIPT.finditer(path.read_text(encoding="utf-8"))}
+        names = {today(name) for name in found if "_" in name or name in OLD_NAMES}
+        assert names - {*BY_NAME, *PEERS, *GONE} == set(), path
 
 
 def test_an_old_label_is_no_label_of_today():

@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 from log_files import write_log
 from run_tool import is_one_error
+from test_documents import anchors_of
 from test_race import ADAMW, MUON, VAL_LOSSES, run_race
 
 from ladder.count.cards import CARDS
@@ -77,12 +78,9 @@ def plain(markup):
 
 # ---- what is written -------------------------------------------------------------------------------------------------
 
-def test_the_committed_page_is_small_and_whole():
-    """It is made anew when a lesson or a record changes, not with each commit: python -m ladder page."""
-    committed = PAGE.read_text(encoding="utf-8")
-    assert PAGE.stat().st_size <= 450_000
-    assert re.findall(r'<section class="lesson" id="rung-(\w+)"', committed) == [rung.label for rung in RUNGS]
-    assert "nvidia h100" in lesson_of(committed, "6") and '<a href="../speedup_06_flash_attn.py">' in committed
+def test_the_committed_page_has_each_lesson():
+    lessons = re.findall(r'<section class="lesson" id="rung-(\w+)"', PAGE.read_text(encoding="utf-8"))
+    assert lessons == [rung.label for rung in RUNGS], "run python -m ladder page"
 
 
 @functools.cache
@@ -129,29 +127,16 @@ def test_predict_do_and_only_then_the_change(text):
             assert places == sorted(places) and lesson.count("Check.") == 1 and "&lt;details" not in lesson
 
 
-def test_the_path_stands_first(text):
-    path = re.search('<div class="path">.*?</div>', text, re.S)[0]
-    assert text.index('<div class="path">') < text.index('id="time"')
-    assert re.findall(r"#rung-(\w+)", path) == [*"012356", "8", "10", "gradient_accumulation", "muon", "rope", "9"]
-    assert re.findall(r"<li>.*#rung-(\w+).*exercise", path) == ["0", "1", "6", "gradient_accumulation"]
-    assert "docs/results.md#the-race" in path
-    assert "first evening" in lesson_of(text, "6") and "reference" in lesson_of(text, "7")
-    assert "docs/teaching.md#glossary" in text
-
-
 def test_links_lead_somewhere(text):
     text = text.partition("<script>")[0]
     targets = set(re.findall(r'href="([^"]+)"', text))
     here, ids = {link for link in targets if link[0] == "#"}, set(re.findall(r'\bid="([^"]+)"', text))
-    files = {link.removeprefix(ROOT.as_uri()).partition("#")[0] for link in targets if link.startswith("file:")}
-    assert {link[1:] for link in here} <= ids and all((ROOT / link[1:]).exists() for link in files)
-    assert {"/docs/results.md", "/docs/exercises.md", "/baseline.py", "/experiments/README.md"} <= files
-    for link in targets:
-        file, _, anchor = link.removeprefix(f"{ROOT.as_uri()}/").partition("#")
-        if anchor and file.endswith(".md"):
-            headings = re.findall("(?m)^#+ (.*)", (ROOT / file).read_text(encoding="utf-8").lower())
-            assert anchor in [re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings], link
-    assert f"{ROOT.as_uri()}/docs/exercises.md#change-it-yourself" in targets
+    assert {link[1:] for link in here} <= ids
+    files = {link.removeprefix(ROOT.as_uri()) for link in targets if link.startswith("file:")}
+    assert len(files) > 50
+    for link in files:
+        file, _, anchor = link.removeprefix("/").partition("#")
+        assert (ROOT / file).exists() and (not file.endswith(".md") or anchor in {"", *anchors_of(ROOT / file)}), link
     contents = re.search('<nav id="contents".*?</nav>', text, re.S)[0]
     assert re.findall("#rung-([^\"]+)", contents) == [rung.label for rung in RUNGS]
     for rung in RUNGS:
@@ -202,16 +187,6 @@ def test_a_lesson_has_its_counted_floor_and_the_lecture(text):
     assert f"{old['gb']:.0f} → {new['gb']:.0f} GB moved in {old['launches']} → {new['launches']} kernel" in lesson
     assert "Published, in Karpathy’s lecture, for one A100: 130 → 96 ms." in lesson
     assert "Published" not in lesson_of(text, "8") and "Counted" not in lesson_of(text, "ddp")
-
-
-def test_the_page_s_gains_are_those_of_the_readme():
-    """By the paired test, not by whether spreads overlap."""
-    report = build_report(ROOT / "logs" / "reference" / "nvidia_h100_80gb_hbm3_B16_T1024")
-    found = {rung.name: tutorial.measured_row(rung, report) for rung in RUNGS}
-    stars = [name for name, row in found.items() if row and row["× before"].endswith("*")]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert stars == re.findall(r"^\| \d+ \| .+?\((\w+)\.py\).*\d\*", readme, re.M)
-    assert len(stars) == 5 and found[BY_LABEL["6"].name]["MFU"] == "30% → 44%"
 
 
 def test_page_opens_what_it_makes(tmp_path, monkeypatch, call):
