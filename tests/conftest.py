@@ -317,7 +317,7 @@ def as_program(label, *words):
 
 def run_command(*command, timeout=300, cwd=ROOT, **environment):
     """Run a program as a user would; returns the finished process with its text output."""
-    from ladder.measure.jobs import stop
+    from ladder.measure.processes import stop
 
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,

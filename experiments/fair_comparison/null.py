@@ -42,6 +42,11 @@ def copy_of(rung, path):
     return Rung("", str(path.resolve()), path.name, None, frozenset())
 
 
+def first_seed(number):
+    """What a contest adds to its seeds: a hundred contests, then the ten thousand that their copies add, and so on."""
+    return 100 * number + 10_000 * (number // 100)
+
+
 def runner(scripts, number):
     """What runs the jobs of one contest in this process, with seeds that no other contest has."""
     by_name = {rung.name: load_script(rung) for rung in scripts}
@@ -50,7 +55,7 @@ def runner(scripts, number):
         for job in jobs:
             script = by_name[job.name]
             args = script.parse_args(job.command[2:])
-            args.seed += 100 * number
+            args.seed += first_seed(number)
             with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # at NaN
                 script.train(args)
 

@@ -40,8 +40,8 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ladder.count.floors import COUNTED, STORE, STORED, Kernel, counted_rungs, read_store
 from ladder.count.flops import VOCAB_SIZE
-from ladder.count.roofline import COUNTED, STORE, STORED, Kernel, counted_rungs, read_store
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.rungs.list import BANNER, BY_LABEL, load_script, parse_rungs

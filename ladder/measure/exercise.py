@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import torch
 
 from ladder.errors import UserError
-from ladder.measure.jobs import Job, run_job
+from ladder.measure.processes import Job, run_job
 from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, split_flags
 from ladder.records.logs import read_log
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p

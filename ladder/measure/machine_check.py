@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend
 
 from ladder.count.memory import free_memory, recommend
 from ladder.errors import UserError
-from ladder.measure.jobs import COMPLAINT, OUT_OF_MEMORY
-from ladder.measure.rates import ask_nvidia_smi, device_name, nvidia_gpus, rung_10
+from ladder.measure.device_rates import rung_10
+from ladder.measure.processes import COMPLAINT, OUT_OF_MEMORY
+from ladder.measure.this_machine import ask_nvidia_smi, device_name, nvidia_gpus
 from ladder.rungs.list import ROOT
 
 GOOD, NEUTRAL, BAD = "+", "-", "x"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ladder.count.memory import largest_fitting
 from ladder.errors import UserError
-from ladder.measure.jobs import MEMORY_SHARE, Job, run_job
+from ladder.measure.processes import MEMORY_SHARE, Job, run_job
 from ladder.measure.runner import command_for, run_module, settings_of, split_flags
 from ladder.records.logs import read_log
 

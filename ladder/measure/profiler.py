@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from ladder.count.flops import flops_per_token
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.measure.jobs import Job, run_job
+from ladder.measure.processes import Job, run_job
 from ladder.measure.runner import check_flags, own_flags, split_flags, write_machine
 from ladder.records.logs import read_log
 from ladder.records.machine import read_machine

@@ -22,8 +22,8 @@ from rich.progress import Progress
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.measure.jobs import Job, Outcome, run_jobs
 from ladder.measure.machine_check import NO_TORCHRUN, compile_problem, nvidia_problem
+from ladder.measure.processes import Job, Outcome, run_jobs
 from ladder.records.logs import STEP_LINE, read_log
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, load_script
 
@@ -168,7 +168,7 @@ def write_machine(folder, device, **more):
     If the file exists, only higher rates replace its own: a shared machine is not always at its best.
     """
     path = folder / "machine.json"
-    measured = json.loads(run_module("ladder.measure.rates", "--device", device)) | more
+    measured = json.loads(run_module("ladder.measure.device_rates", "--device", device)) | more
     machine = json.loads(path.read_text(encoding="utf-8")) if path.exists() else measured
     for name, rate in measured["rates"].items():
         machine["rates"][name] = max(rate, machine["rates"].get(name, 0))

@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ladder.count.memory import free_memory
-from ladder.measure.jobs import Job, run_jobs
+from ladder.measure.device_rates import rung_10
 from ladder.measure.machine_check import check_machine, compile_problem
-from ladder.measure.rates import rung_10
+from ladder.measure.processes import Job, run_jobs
 from ladder.measure.runner import ONE_MACHINE, check_flags, defaults, locked, settings_of, split_flags
 from ladder.records.logs import STEP_LINE
 from ladder.rungs.list import BY_LABEL, ROOT, RUNGS, load_script

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.rungs.laws import definitions, foreign, pieces, plumbing, rung_violations
+from ladder.rungs.check_laws import definitions, foreign, pieces, plumbing, rung_violations
 from ladder.rungs.lessons import split_docstring
 from ladder.rungs.list import ROOT, RUNGS
 

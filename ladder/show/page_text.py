@@ -11,7 +11,7 @@ from pygments import lex
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Operator
 
-from ladder.rungs.laws import first_line
+from ladder.rungs.check_laws import first_line
 from ladder.rungs.lessons import LABEL, part_paragraphs
 from ladder.rungs.list import BY_LABEL, ROOT
 

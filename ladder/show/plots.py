@@ -13,10 +13,9 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, NullFormatter
 
 from ladder.count.cards import CARDS
-from ladder.count.roofline import floor_data
+from ladder.count.floors import floor_data
 from ladder.records.logs import PEERS, stage_of
 from ladder.rungs.list import LADDER
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars, step_bars
@@ -51,8 +50,6 @@ def draw_bars(axes, bars, xlabel, rows=None):
         if "high" in bar:
             axes.hlines(place, bar["low"], bar["high"], color="black", linewidth=1, alpha=0.5)
             start = max(start, bar["high"], 0)
-        if bar.get("open"):
-            axes.plot(start, place, ">", color="0.4", markersize=4)
         if "floor" in bar:  # a black line with white edges
             axes.vlines(bar["floor"], place - 0.46, place + 0.46, color="white", linewidth=3.5)
             axes.vlines(bar["floor"], place - 0.46, place + 0.46, color="black", linewidth=1.5)
@@ -70,23 +67,16 @@ def draw_bars(axes, bars, xlabel, rows=None):
     axes.xaxis.set_major_formatter("{x:,.0f}" if axes.get_xlim()[1] >= 10 else "{x:g}")
 
 
-def draw_curves(axes, curves, x, xlabel, ylabel="loss (nats)", xscale="linear"):
+def draw_curves(axes, curves, x, xlabel, ylabel="loss (nats)"):
     """Losses against `x`, a key of the curves; those of validations dotted, in black."""
     for curve in curves:
-        style = {"color": curve["color"], "linestyle": curve.get("style", "-")}
+        style = {"color": curve["color"]}
         if curve.get("val"):
             style = {"color": "black", "linestyle": ":", "marker": "o", "markersize": 3}
         if "low" in curve:
             axes.fill_between(curve[x], curve["low"], curve["high"], color=curve["color"], alpha=0.15, linewidth=0)
         axes.plot(curve[x], curve["loss"], label=curve["title"], linewidth=1.2, **style)
-        if "end" in curve:
-            end = curve[x][-1], curve["loss"][-1]
-            axes.annotate(curve["end"], end, (4, curve["shift"]), textcoords="offset points", va="center", fontsize=8,
-                          color=curve["color"])
-    axes.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale)
-    if xscale == "log":
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set(xlabel=xlabel, ylabel=ylabel)
 
 
 def draw(picture):

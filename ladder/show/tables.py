@@ -5,7 +5,7 @@ import re
 import pandas
 
 from ladder.count.cards import CARDS, card_of
-from ladder.count.roofline import STORED, floor_data
+from ladder.count.floors import STORED, floor_data
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.logs import has_steps, reference_folders, stage_of

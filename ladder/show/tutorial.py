@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 
 from ladder.count.cards import CARDS
-from ladder.count.roofline import STORED, floor_data
+from ladder.count.floors import STORED, floor_data
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.summary import warnings

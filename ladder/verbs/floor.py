@@ -4,9 +4,9 @@ from pathlib import Path
 import pandas
 
 from ladder.count.cards import find_card
+from ladder.count.floors import STORED, counted_rungs, floor_row, read_store
 from ladder.count.flops import SHAPES
 from ladder.count.memory import BLOCK_SIZE, step_bytes
-from ladder.count.roofline import STORED, counted_rungs, floor_row, read_store
 from ladder.errors import UserError
 from ladder.records.machine import measured_card
 from ladder.rungs.list import BY_LABEL, parse_rungs

@@ -9,7 +9,7 @@ from conftest import builds_on
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ladder.__main__ import main
-from ladder.count import kernels, roofline
+from ladder.count import floors, kernels
 from ladder.count.cards import CARDS, card_of, find_card
 from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
 from ladder.errors import UserError
@@ -107,19 +107,19 @@ def test_a_run_s_folder_is_a_card_with_the_rates_measured_in_it(tmp_path, call):
 
 def test_floor_is_the_slower_of_arithmetic_and_memory_kernel_by_kernel():
     card = find_card("mine:1,2,4,1000")
-    step = {roofline.Kernel("16 bits", 8 * 10**12, 10**12): 2, roofline.Kernel("", 0, 10**12, 3): 2}
-    assert roofline.floor_of(step, card) == pytest.approx({"floor": 6000, "products": 4000, "traffic": 4000})
-    row = roofline.floor_row("10", step, [card])
+    step = {floors.Kernel("16 bits", 8 * 10**12, 10**12): 2, floors.Kernel("", 0, 10**12, 3): 2}
+    assert floors.floor_of(step, card) == pytest.approx({"floor": 6000, "products": 4000, "traffic": 4000})
+    row = floors.floor_row("10", step, [card])
     assert (row["tflop"], row["gb"], row["launches"]) == ({"16 bits": 16}, 4000, 8)
 
 
 def test_stored_counts_belong_to_the_scripts_as_they_are():
-    stored = roofline.read_store()
-    stale = [label for label in roofline.COUNTED
+    stored = floors.read_store()
+    stale = [label for label in floors.COUNTED
              if label not in stored or stored[label]["lesson"] != kernels.lesson_hash(label)]
     again = f"python -m ladder.count.kernels --rungs {','.join(stale)}"
     assert not stale, f"{stale} have changed, or are new: {again}"
-    assert list(stored) == roofline.COUNTED  # in the order of the ladder
+    assert list(stored) == floors.COUNTED  # in the order of the ladder
 
 
 @pytest.mark.parametrize("old, new, same", [
@@ -141,7 +141,7 @@ def test_stored_products_are_the_closed_forms():
     """Of a step's tokens; from `muon` on also Muon's: 5 iterations of three products for each matrix of a block."""
     n_layer, _, n_embd = SHAPES["gpt2"]
     n_hidden = 2048
-    for row in roofline.floor_data([])["rungs"]:
+    for row in floors.floor_data([])["rungs"]:
         label, entry = row["label"], BY_LABEL[row["label"]]
         swiglu = n_layer * (3 * n_hidden - 8 * n_embd) * n_embd * builds_on(label, "swiglu")  # more than GPT-2's
         expected = flops_per_token("gpt2", 1024, entry.causal) + n_layer * n_embd * 1024 * entry.causal + 6 * swiglu
@@ -156,12 +156,12 @@ def test_stored_products_are_the_closed_forms():
 
 
 def test_every_floor_lies_below_the_published_step_and_falls_with_it():
-    rows = {row["label"]: row["ms"]["A100"] for row in roofline.floor_data([CARDS["A100"]])["rungs"]}
+    rows = {row["label"]: row["ms"]["A100"] for row in floors.floor_data([CARDS["A100"]])["rungs"]}
     for entry in (entry for entry in LADDER if entry.lecture_ms):
         assert 0.3 * entry.lecture_ms < rows[entry.label]["floor"] < entry.lecture_ms
         assert max(rows[entry.label]["products"], rows[entry.label]["traffic"]) <= rows[entry.label]["floor"]
-    floors = [rows[entry.label]["floor"] for entry in LADDER if entry.lecture_ms]
-    assert all(before > 0.99 * after for before, after in itertools.pairwise(floors))
+    lowest = [rows[entry.label]["floor"] for entry in LADDER if entry.lecture_ms]
+    assert all(before > 0.99 * after for before, after in itertools.pairwise(lowest))
 
 
 @pytest.mark.parametrize("device, name", [
@@ -208,7 +208,7 @@ def test_command_prints_what_is_stored_for_several_cards(capsys):
     assert main(["floor", "--gpu", "a100", "mine:19.5,156,312,1555", "--rungs", "0,10"]) == 0
     out = capsys.readouterr().out
     assert "0 baseline" in out and "10 fused" in out and "mine, ms" in out
-    row = roofline.floor_data([CARDS["A100"]])["rungs"][0]
+    row = floors.floor_data([CARDS["A100"]])["rungs"][0]
     assert out.count(f"{row['ms']['A100']['floor']:,.1f}") == 2
 
 
@@ -222,12 +222,12 @@ def test_what_is_stored_is_of_one_setting(monkeypatch):
     """With another --model, -B or -T kernels are counted anew."""
     counted = []
     monkeypatch.setattr(kernels, "count_all", lambda labels, setting, _: (
-        counted.append(setting) or {"0": roofline.read_store()["0"]["kernels"]}))
+        counted.append(setting) or {"0": floors.read_store()["0"]["kernels"]}))
     changes = {"model": "tiny"}, {"B": 4}, {"T": 512}
     for change in ({}, *changes):
         words = [(f"--{name}" if name == "model" else f"-{name}", str(value)) for name, value in change.items()]
         assert main(["floor", "--rungs", "0", *itertools.chain(*words)]) == 0
-    assert counted == [roofline.STORED | change for change in changes]
+    assert counted == [floors.STORED | change for change in changes]
 
 
 def compiled_kernels(function, *shapes):

@@ -16,7 +16,8 @@ from experiments import race as race_module
 from experiments import race_docs
 from experiments.race import keep
 from ladder.errors import UserError
-from ladder.measure.contest import SEED, Contest, default_rates, tuning_seeds
+from ladder.measure.contest import Contest
+from ladder.measure.learning_rates import SEED, default_rates, tuning_seeds
 from ladder.records.race import Race
 from ladder.records.recipes import read_csv, read_logs, write_csv
 from ladder.records.logs import stage_of

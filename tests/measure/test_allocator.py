@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from ladder.measure import allocator
 from ladder.measure.allocator import KEPT, keeping_freed_memory, mimalloc
-from ladder.measure.jobs import Job, run_job
+from ladder.measure.processes import Job, run_job
 from ladder.records.logs import read_log
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems are left as they are")

@@ -13,7 +13,7 @@ from run_tool import flags, is_one_error, ladder
 
 from ladder.count.memory import recommend
 from ladder.errors import UserError
-from ladder.measure import machine_check, rates, trials
+from ladder.measure import device_rates, machine_check, this_machine, trials
 
 
 def findings(function, *arguments):
@@ -52,7 +52,7 @@ def test_a_driver_that_fails_or_hangs(body, said, nvidia_smi, tmp_path, monkeypa
     """It is not a machine without a GPU: the check says so, and a run stops before it trains on the CPU unasked."""
     nvidia_smi("580.65.06")
     (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{body}\n")
-    monkeypatch.setattr(rates, "NVIDIA_SECONDS", 0.5)
+    monkeypatch.setattr(this_machine, "NVIDIA_SECONDS", 0.5)
     assert f"nvidia-smi {said}" in findings(machine_check.check_device, "cpu")["NVIDIA GPU"]
     assert is_one_error(call("run", "--rungs", "0"), "--device: torch cannot use the NVIDIA GPU", said, "--device cpu")
 
@@ -62,20 +62,20 @@ def test_a_gpu_that_torch_cannot_use(driver, wheel, nvidia_smi):
     nvidia_smi(driver)
     found = findings(machine_check.check_device, "cpu")["NVIDIA GPU"]
     assert re.search(f"CUDA.*; pip install .*torch==.*whl/{wheel}", found)
-    machine = rates.describe("cpu")
+    machine = this_machine.describe("cpu")
     assert machine["gpus"] == [f"NVIDIA H100 80GB HBM3, {driver}, 700.00 W"]
     assert "threads" in machine["cpu"] and machine["name"] == machine["cpu"]
 
 
 def test_a_machine_names_the_commit_where_git_tells_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(rates, "ROOT", tmp_path)
-    assert "commit" not in rates.describe("cpu")
+    monkeypatch.setattr(this_machine, "ROOT", tmp_path)
+    assert "commit" not in this_machine.describe("cpu")
     (tmp_path / "file").write_text("as committed")
     for words in ("init -q", "add file", "-c user.name=a -c user.email=a@b commit -q -m first"):
         subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
-    assert re.fullmatch("[0-9a-f]{7,}", rates.describe("cpu")["commit"])
+    assert re.fullmatch("[0-9a-f]{7,}", this_machine.describe("cpu")["commit"])
     (tmp_path / "file").write_text("changed")
-    assert rates.describe("cpu")["commit"].endswith("-dirty")
+    assert this_machine.describe("cpu")["commit"].endswith("-dirty")
 
 
 @pytest.mark.parametrize("words", [["run", "--rungs", "0"], ["profile", "--rungs", "0"], ["smoke"]],
@@ -132,10 +132,10 @@ def test_a_full_gpu_is_not_one_that_cannot_compile(line):
     (torch.float32, {"float32"}, "- none in this CPU"), (torch.bfloat16, {"float32", "bfloat16"}, "+ rung 3 gains")])
 def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
     """A CPU without bfloat16 multiplies it a hundred times slower: measuring that took minutes."""
-    monkeypatch.setattr(rates, "SHAPES", [(8, 8, 8)])
-    monkeypatch.setattr(rates, "SECONDS", 0.01)
-    monkeypatch.setattr(rates.rung_10, "autocast_dtype", lambda device: dtype)
-    assert rates.measure("cpu").keys() == names
+    monkeypatch.setattr(device_rates, "SHAPES", [(8, 8, 8)])
+    monkeypatch.setattr(device_rates, "SECONDS", 0.01)
+    monkeypatch.setattr(device_rates.rung_10, "autocast_dtype", lambda device: dtype)
+    assert device_rates.measure("cpu").keys() == names
     assert findings(machine_check.check_formats, "cpu")["bfloat16"].startswith(bfloat16)
 
 
@@ -143,10 +143,10 @@ def test_each_format_of_a_gpu_is_measured_as_a_rung_multiplies_in_it(monkeypatch
     """TF32 is float32 at another precision, and the best of all three shapes counts."""
     seen = []
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
-    monkeypatch.setattr(rates.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
-    monkeypatch.setattr(rates, "best_rate", lambda device, dtype, shape: seen.append(
+    monkeypatch.setattr(device_rates.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(device_rates, "best_rate", lambda device, dtype, shape: seen.append(
         (dtype, torch.get_float32_matmul_precision())) or shape[0])
-    assert rates.measure("cuda") == dict.fromkeys(("float32", "bfloat16", "tf32"), 8192)
+    assert device_rates.measure("cuda") == dict.fromkeys(("float32", "bfloat16", "tf32"), 8192)
     assert [seen[0], seen[6]] == [(torch.float32, "highest"), (torch.float32, "high")] and seen[3][0] == torch.bfloat16
 
 
@@ -166,16 +166,16 @@ def test_what_is_free_on_a_gpu_is_what_counts(device, free, workers, monkeypatch
 
 def test_a_mac_s_chip_has_a_name(monkeypatch):
     """Else all of them would be one machine."""
-    monkeypatch.setattr(rates.sys, "platform", "darwin")
-    monkeypatch.setattr(rates.collect_env, "run", lambda command: (0, "Apple M3 Max", ""))
-    assert rates.device_name("mps") == "Apple M3 Max GPU" and rates.device_name("cpu").startswith("Apple M3 Max (")
+    monkeypatch.setattr(this_machine.sys, "platform", "darwin")
+    monkeypatch.setattr(this_machine.collect_env, "run", lambda command: (0, "Apple M3 Max", ""))
+    assert this_machine.device_name("mps") == "Apple M3 Max GPU" and this_machine.device_name("cpu").startswith("Apple M3 Max (")
 
 
 def test_a_copy_reads_and_writes_each_byte(monkeypatch):
-    monkeypatch.setattr(rates, "COPIED", {"cpu": 1000})
-    monkeypatch.setattr(rates.benchmark.Timer, "blocked_autorange",
+    monkeypatch.setattr(device_rates, "COPIED", {"cpu": 1000})
+    monkeypatch.setattr(device_rates.benchmark.Timer, "blocked_autorange",
                         lambda timer, min_run_time: SimpleNamespace(times=[0.5, 0.25]))
-    assert rates.best_bandwidth("cpu") == 2 * 1000 / 0.25
+    assert device_rates.best_bandwidth("cpu") == 2 * 1000 / 0.25
 
 
 @pytest.mark.parametrize("compiled, mark", [
@@ -201,9 +201,9 @@ def test_an_empty_library_in_torchs_cache_is_found(tmp_path, monkeypatch):
 
 def test_a_product_has_two_operations_for_each_multiplication(monkeypatch):
     """(8, 16) @ (16, 32); and the fastest counts."""
-    monkeypatch.setattr(rates.benchmark.Timer, "blocked_autorange",
+    monkeypatch.setattr(device_rates.benchmark.Timer, "blocked_autorange",
                         lambda timer, min_run_time: SimpleNamespace(times=[0.5, 0.25]))
-    assert rates.best_rate("cpu", torch.float32, (8, 16, 32)) == 2 * 8 * 16 * 32 / 0.25
+    assert device_rates.best_rate("cpu", torch.float32, (8, 16, 32)) == 2 * 8 * 16 * 32 / 0.25
 
 
 @pytest.mark.parametrize("name, capability, cuda, tf32, float8", [

@@ -8,7 +8,7 @@ from rich.console import Console
 from run_tool import LADDER, flags
 
 from ladder.measure import runner as runner_module
-from ladder.measure.jobs import Outcome
+from ladder.measure.processes import Outcome
 from ladder.measure.peer import find_peers
 from ladder.measure.runner import Runner, plan
 from ladder.records.logs import PEER, read_log

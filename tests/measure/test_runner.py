@@ -21,8 +21,8 @@ from run_tool import LADDER, files_in, flags, is_one_error
 
 from ladder.count.memory import step_bytes
 from ladder.errors import UserError
-from ladder.measure import jobs, machine_check, max_batch, runner
-from ladder.measure.jobs import Job, run_job
+from ladder.measure import machine_check, max_batch, processes, runner
+from ladder.measure.processes import Job, run_job
 from ladder.measure.runner import command_for, eager_flags, split_flags
 from ladder.records.logs import PEER, newest_run, read_log
 from ladder.records.summary import build_report
@@ -90,13 +90,13 @@ def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(code, monkeypatch,
     assert run_job(job, 60, "cpu").status == "out of memory" and run_job(job, 60, "cuda").status == "ok"
 
 
-@pytest.mark.parametrize("label, processes, alone", [("0", 2, True), ("ddp", 1, True), ("ddp", 2, False)])
-def test_the_threads_of_a_run_are_in_its_log(label, processes, alone, tmp_path, monkeypatch):
+@pytest.mark.parametrize("label, n_processes, alone", [("0", 2, True), ("ddp", 1, True), ("ddp", 2, False)])
+def test_the_threads_of_a_run_are_in_its_log(label, n_processes, alone, tmp_path, monkeypatch):
     """torchrun gives each of several ranks one."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    job = Job("job", command_for(BY_LABEL[label], [], tmp_path, processes), tmp_path)
+    job = Job("job", command_for(BY_LABEL[label], [], tmp_path, n_processes), tmp_path)
     job.log.touch()
-    jobs.record(job, {}, 0)
+    processes.record(job, {}, 0)
     assert f"({7 if alone else 1} threads)" in job.log.read_text()
 
 
@@ -260,7 +260,7 @@ def test_without_a_batch_size_a_gpu_gets_one_that_fits(gigabytes, B, left_out, m
     assert args.flags == ["-B", str(B)] and f"-B {B}:" in said
     assert left_out in said if left_out else "left out" not in said
     for rung in fit:
-        assert step_bytes("gpt2", B, 1024, rung.label) <= jobs.MEMORY_SHARE * gigabytes * 1e9
+        assert step_bytes("gpt2", B, 1024, rung.label) <= processes.MEMORY_SHARE * gigabytes * 1e9
     assert args.argv == ["run", "--rungs", ",".join(rung.label for rung in fit), "-B", str(B)]  # as --resume reads it
     args.flags = ["-B", "3"]
     assert max_batch.fit_batch(args, RUNGS_0_TO_10, settings, Console()) == RUNGS_0_TO_10 and args.flags == ["-B", "3"]
@@ -280,7 +280,7 @@ def test_the_search_for_the_largest_batch_starts_where_the_model_says(label, lim
 
     monkeypatch.setattr(max_batch, "run_job", run_job)
     ranks = 3 if label in ("ddp", "fsdp") else 1
-    free = ranks * step_bytes("gpt2", 64 if label != "0" else 32, 1024, label) / jobs.MEMORY_SHARE
+    free = ranks * step_bytes("gpt2", 64 if label != "0" else 32, 1024, label) / processes.MEMORY_SHARE
     monkeypatch.setattr(max_batch, "run_module", lambda *_: free)
     words = ["--rungs", label, "--processes", 3, "--device", "cpu", "--data", tokens]
     code, output, _ = call("run", "--max-batch", *words)

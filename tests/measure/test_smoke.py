@@ -17,7 +17,7 @@ from conftest import run_command, run_script, start_forkserver
 from run_tool import is_one_error
 
 import ladder.__main__ as tool
-from ladder.measure import jobs
+from ladder.measure import processes
 from ladder.measure import trials as smoke
 from ladder.measure.machine_check import Finding
 from ladder.measure.runner import split_flags
@@ -208,7 +208,7 @@ def test_everything_works_here(tmp_path, byte_tokens, monkeypatch, capsys):
         return (subprocess.Popen if "torch.distributed.run" in command else Fork)(command, **more)
 
     start_forkserver("torch._inductor.compile_fx", "transformers.models.gpt2.modeling_gpt2")
-    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
     words = ["smoke", "--device", "cpu", "--model", "1x2x64", "--data", byte_tokens, "--out", tmp_path / "out"]
     code = tool.main(words)
     output = capsys.readouterr().out

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT, builds_on
 
-from ladder.rungs.laws import changed_definitions, definitions, foreign, plumbing, violations
+from ladder.rungs.check_laws import changed_definitions, definitions, foreign, plumbing, violations
 from ladder.rungs.list import BANNER, BY_LABEL, LADDER, RUNGS
 
 SOURCES = {entry.file: entry.path.read_text(encoding="utf-8") for entry in RUNGS}

@@ -6,7 +6,7 @@ import pytest
 
 from ladder.errors import UserError
 from ladder.rungs.carry import propagate
-from ladder.rungs.laws import violations
+from ladder.rungs.check_laws import violations
 from ladder.rungs.list import BY_LABEL, RUNGS
 
 BASELINE = BY_LABEL["0"]

@@ -13,7 +13,7 @@ from test_documents import anchors_of
 from test_race import ADAMW, MUON, VAL_LOSSES, run_race
 
 from ladder.count.cards import CARDS
-from ladder.count.roofline import floor_data
+from ladder.count.floors import floor_data
 from ladder.records.summary import build_report
 from ladder.rungs.lessons import split_docstring
 from ladder.rungs.list import BY_LABEL, RUNGS

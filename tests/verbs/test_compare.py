@@ -17,7 +17,8 @@ from scipy.stats import ttest_1samp
 
 from ladder.errors import UserError
 from ladder.measure import fairness
-from ladder.measure.contest import TIMINGS, Search, known_flags
+from ladder.measure.contest import TIMINGS, known_flags
+from ladder.measure.learning_rates import Search
 from ladder.records.impossible import impossible
 from ladder.records.logs import read_log
 from ladder.records.recipes import COLUMNS, TUNING_SEEDS, Record, by_seed, doubts, standings

@@ -14,7 +14,7 @@ import torch
 
 from ladder.count.memory import free_memory
 from ladder.measure import allocator
-from ladder.measure.rates import cpu_name
+from ladder.measure.this_machine import cpu_name
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
 # A line of a child's output; torchrun's own, about its child, says nothing.
