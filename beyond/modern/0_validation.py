@@ -7,8 +7,8 @@ gradients, and always on the same sequences, whatever -B is.
 
     python beyond/modern/0_validation.py --val-every 250 --val-sequences 0  # all
 
-Modern models and small texts go on from here, in one process, one batch a step; up to 24 they turn
-GPT-2 into a Qwen3. `distributed_validation` is this lesson for several ranks.
+Modern models and small texts go on from here, in one process, one batch a step; the scripts up to
+`zero_init` turn GPT-2 into a Qwen3. `distributed_validation` is this lesson for several ranks.
 
 Gain: the loss that counts.
 Cost: one forward pass, a third of the arithmetic of training on as many tokens, outside `dt`. It

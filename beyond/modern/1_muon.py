@@ -11,8 +11,8 @@ AdamW, and the log's lr is theirs. Matrices of one shape are stacked, so that on
 them all. One by one, Muon would launch 1,196 kernels a step of GPT-2 (124M); now it launches 112.
 
 Gain: no direction dominates a matrix's updates, so training takes fewer steps: after 600 a small
-model's loss is 0.29 nats per byte lower (0.28 to 0.30, eight seeds, p < 0.001: docs/results.md).
-One moment instead of two per parameter.
+model's loss is 0.29 nats per byte lower (99 % interval 0.27 to 0.31, eight seeds; rates from an
+earlier search gave 0.26: docs/results.md). One moment instead of two per parameter.
 Cost: 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step (counted), however few
 tokens the step has: in GPT-2 (124M) 0.4 % of the arithmetic of 524,288 tokens, 46 % of that of
 4,096. Stacking copies the matrices, 0.2 ms a step on an H100 (counted). Details: docs/modern.md.

@@ -65,7 +65,7 @@ def how_sure(record):
     if not len(record.part("search")):
         return "p and the intervals hold for the learning rates given."
     if record.own_searches:
-        return "p and the intervals hold most of the searches' luck: each seed has its own rates (median shown)."
+        return "p and the intervals hold part of the searches' luck: each seed has its own rates (median shown)."
     return ("p and the intervals hold for the learning rates found. They leave out the luck of the search, so p is "
             "too low where a factor of two in a rate costs less than seeds differ by.")
 
@@ -77,7 +77,8 @@ KEY = (
     "with seeds that are not tested (older races: the best of the tries that the caption counts). val loss: the mean "
     "over the seeds. − the row before: the mean of the differences with the same seed. p: of the paired t-test of that "
     f"mean, by Holm over the race; * marks p < {BEYOND_CHANCE} with {FEWEST_SEEDS} seeds or more. Brackets hold the "
-    "lowest and the highest (range), or an interval (99 %, for all rows at once). ms/step: the median of timed runs. "
+    "lowest and the highest (range), or an interval (99 %, for all rows at once by Bonferroni's correction, so a little "
+    "wider than Holm's p asks for). ms/step: the median of timed runs. "
     "Its ratio to the row before is from runs next to each other; compiling and validating do not count."
 )
 

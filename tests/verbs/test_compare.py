@@ -232,7 +232,7 @@ def simulated(random, shift=0.0, bend=0.1, noise=0.015, seeds=8):
 
 
 @pytest.mark.parametrize("bend, noise", [(0.1, 0.015), (0.03, 0.04)])
-def test_p_is_uniform_where_two_recipes_are_equal(bend, noise):
+def test_p_is_uniform_for_equal_recipes_whose_rates_have_one_smooth_minimum(bend, noise):
     """Though each has its own search, also where seeds differ by far more than a factor of two in a rate costs.
 
     With one pair of rates for all seeds it is not.
