@@ -119,28 +119,28 @@ add("ddp", "ddp_run.py", "DistributedDataParallel", "10",
 # From GPT-2 to a modern transformer: fewer tokens to the same loss. One process, one batch a step.
 add("validation", "beyond/modern/0_validation.py", "a validation loss", "10",
     "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01,
-    brings="the loss on text that was not trained on, in one process")
+    brings="the loss on held-out text, in one process")
 add("muon", "beyond/modern/1_muon.py", "Muon", "validation",
     "add_flags", "GPT.configure_optimizers", "orthogonalize", "muon_update", "MuonAdamW",
     "set_learning_rates", "train", brings="a much lower loss")
 add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate", "muon",
-    "add_flags", "get_lr", "set_learning_rates", brings="you can decide late how long a run is")
+    "add_flags", "get_lr", "set_learning_rates", brings="lets you choose the length of a run late")
 add("rope", "beyond/modern/3_rope.py", "RoPE", "trapezoid_lr",
     "model_config", "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None,
-    brings="relative positions, without parameters")
+    brings="encodes relative positions without parameters")
 add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", "rope",
-    "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT", brings="less to compute")
+    "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT", brings="fewer parameters; no significant difference")
 add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", "rmsnorm",
     "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT",
     brings="bounded attention scores, a lower loss")
 add("swiglu", "beyond/modern/6_swiglu.py", "SwiGLU", "qk_norm", "GPTConfig", "MLP", "GPT",
-    exports_to="qwen3", brings="the architecture of Qwen3; no difference in loss that holds")
+    exports_to="qwen3", brings="Qwen3's MLP; its gain is not established")
 add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections", "swiglu", "GPT._init_weights",
     brings="no significant difference")
 # What starts from the modern model: larger models, past Qwen3, a wide model's rates, a small model's vocabulary.
 add("fp8", "beyond/modern/fp8.py", "FP8", "zero_init", "add_flags", "to_float8", "float8_product",
     "Float8Product", "Float8Linear", "use_float8", "CausalSelfAttention.__init__", "MLP.__init__", "train",
-    brings="for large models on Ada, Hopper or newer; not timed yet")
+    brings="8-bit products for large models on Ada, Hopper or newer; not timed yet")
 add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", "zero_init",
     "GPT", "count_log_frequencies", "train", exports_to=None,
     brings="perhaps a faster start with GPT-2's tokens (four seeds)")
@@ -149,7 +149,7 @@ add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embe
     brings="perhaps a lower loss on bytes (four seeds)")
 add("mup", "beyond/modern/mup.py", "rates that carry over", "zero_init",
     "BASE_WIDTH", "GPT.__init__", "GPT.forward", "muon_update",
-    brings="perhaps the learning rates of width 128 also fit width 512")
+    brings="perhaps learning rates from width 128 also fit width 512")
 add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", "zero_init",
     "EXTRA_ROWS", "GPT.forward", "GPT.sampled_loss",
     brings="a lower loss in the same time, for a small model with GPT-2's tokens")
@@ -157,7 +157,7 @@ add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", "z
 add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", "zero_init",
     "DataLoaderLite", "train", brings="perhaps a lower loss (three seeds)")
 add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoint", "shuffled_windows",
-    "add_flags", "Best", "train", same_losses=0.01, brings="the model from before it overfit")
+    "add_flags", "Best", "train", same_losses=0.01, brings="keeps the model with the lowest validation loss")
 add("dropout", "beyond/small_text/3_dropout.py", "dropout", "best_checkpoint",
     "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train",
     brings="perhaps a lower loss on a text that is read many times (three seeds)")
@@ -170,50 +170,50 @@ add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "grad
     brings="any batch size, in the memory of one micro-batch")
 add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", "gradient_accumulation",
     "DataLoaderLite", "optimizer_step", "train", same_losses=0.01,
-    brings="the next batch arrives while the device works")
+    brings="loads the next batch while the device works")
 add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", "prefetch",
     "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01,
-    brings="the loss on text that was not trained on")
+    brings="the loss on held-out text, on any number of ranks")
 add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", "distributed_validation",
     "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01,
     brings="a crash costs only the steps since the last checkpoint")
 add("preemption", "beyond/long_run/5_preemption.py", "preemption", "checkpoints",
     "imports", "on_any_rank", "catch_signals", "train", same_losses=0.01,
-    brings="a signal, such as Ctrl-C, costs no step")
+    brings="saves a checkpoint on Ctrl-C or SIGTERM")
 add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing", "preemption",
     "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "train", same_losses=0.1,
-    brings="only one block's activations in memory")
+    brings="keeps one block's activations in memory, not all")
 add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chunked cross-entropy",
     "gradient_checkpointing", "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train",
-    same_losses=0.1, chunked=True, brings="only one chunk's logits in memory")
+    same_losses=0.1, chunked=True, brings="keeps one chunk's logits in memory, not all")
 # Both trunks in one, and the shape of published models.
 add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run", ("chunked_cross_entropy", "zero_init"),
     "imports", "add_flags", "GPT.__init__", "GPT.forward", "Checkpoints.refuse_other_run", "last_step_at_max_lr",
-    "train", chunked=True, brings="a modern model on any number of cards, through crashes")
+    "train", chunked=True, brings="trains the modern model on any number of cards, and resumes")
 add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention", "long_run",
     "add_flags", "GPTConfig", "model_config", "CausalSelfAttention", "GPT.__init__",
     brings="loads the published Qwen3s; a smaller cache when sampling")
 # Several cards.
 add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", "long_run",
     "GPT.configure_optimizers", "MuonAdamW.step", "ShardedMuonAdamW", "Checkpoints.save", "init_ranks", "train",
-    same_losses=0.01, torchrun=True, brings="moments and updates divided among the ranks")
+    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks")
 add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", "long_run",
     "imports", "GPT.__init__", "GPT.forward", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save",
     "shard", "gather", "compile_parts", "optimizer_step", "train", torchrun=True,
-    brings="parameters, gradients and moments divided among the cards")
+    brings="divides parameters, gradients and moments among the cards")
 add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded checkpoint", "fsdp",
     "imports", "Checkpoints", same_losses=0.01, torchrun=True, brings="each card saves its own part")
 # The last milliseconds on one GPU: from rung 10.
 add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream", "10",
-    "GPT.forward", same_losses=0.1, memory=(32, 4, 0), brings="fewer bytes (computed)")
+    "GPT.forward", same_losses=0.1, memory=(32, 4, 0), brings="less memory traffic (computed)")
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", "bf16_residual",
     "imports", "add_flags", "GPT.configure_optimizers", "optimizer_step", "has_graphs", "GraphedStep", "train",
-    same_losses=0.01, brings="a step's kernels launched as one")
+    same_losses=0.01, brings="launches all kernels of a step at once")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", "cuda_graphs", "MODELS", "GPTConfig",
-    brings="half as many exponentials (computed)")
+    brings="half as many exponentials in attention (computed)")
 add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", "heads_of_128",
     "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT.__init__", "GPT._init_weights",
-    "GPT.configure_optimizers", exports_to=None, brings="fewer kernels and bytes (computed)")
+    "GPT.configure_optimizers", exports_to=None, brings="fewer kernels, less memory traffic (computed)")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 TRACKS = list(dict.fromkeys(rung.track for rung in RUNGS if rung.track))  # in the order of the list

@@ -63,23 +63,23 @@ def recipe_texts(table, beside, refuted=()):
 def how_sure(record):
     """In a sentence, whether p holds the luck of the searches."""
     if not len(record.part("search")):
-        return "p and the intervals hold for the learning rates given."
+        return "p and the intervals take the learning rates as given."
     if record.own_searches:
-        return "p and the intervals hold part of the searches' luck: each seed has its own rates (median shown)."
-    return ("p and the intervals hold for the learning rates found. They leave out the luck of the search, so p is "
-            "too low where a factor of two in a rate costs less than seeds differ by.")
+        return ("p and the intervals include part of the luck of the learning-rate search, because each seed has its "
+                "own rates (the median is shown).")
+    return ("p and the intervals leave out the luck of the learning-rate search. So p is too low where doubling a rate "
+            "changes the loss by less than another seed does.")
 
 
 # ---- a race ----------------------------------------------------------------------------------------------------------
 
 KEY = (
-    "Each script has learning rates of its own (AdamW's, and Muon's if it has Muon), from as many tries as the others, "
-    "with seeds that are not tested (older races: the best of the tries that the caption counts). val loss: the mean "
-    "over the seeds. − the row before: the mean of the differences with the same seed. p: of the paired t-test of that "
-    f"mean, by Holm over the race; * marks p < {BEYOND_CHANCE} with {FEWEST_SEEDS} seeds or more. Brackets hold the "
-    "lowest and the highest (range), or an interval (99 %, for all rows at once by Bonferroni's correction, so a little "
-    "wider than Holm's p asks for). ms/step: the median of timed runs. "
-    "Its ratio to the row before is from runs next to each other; compiling and validating do not count."
+    "Learning rates: AdamW's, and Muon's if the script has Muon. val loss: the mean over the seeds. − the row before: "
+    "the mean difference between runs with the same seed. p: from a paired t-test, after Holm's correction over the "
+    f"race; * marks p < {BEYOND_CHANCE} with at least {FEWEST_SEEDS} seeds. Parentheses: lowest to highest (range), or "
+    "an interval that holds for all rows at once (99 %, by Bonferroni's correction, so it is a little wider than Holm's "
+    "p requires). ms/step: the median of timed runs, without compilation and validation. ms / the row before: from runs "
+    "that were timed one after the other."
 )
 
 
@@ -87,12 +87,12 @@ def caption(report):
     """What a reader of a race needs to know beside KEY."""
     record, table = report.race.record, report.race.table
     rounds, search = record.tested, record.part("search")
-    searched = "rates given"
+    searched = "learning rates not searched"
     if len(search):
         tries = sorted({*table.tries})
-        searched = f"{' to '.join(str(n) for n in dict.fromkeys((tries[0], tries[-1])))} tries of rates"
+        searched = f"{' to '.join(str(n) for n in dict.fromkeys((tries[0], tries[-1])))} tries of learning rates"
         if search.step.max() < rounds.step.max():
-            searched += f" in {search.step.max():,} steps"
+            searched += f", of {search.step.max():,} steps each"
     n_seeds = rounds.seed.nunique()
     seeds = "1 seed" if n_seeds == 1 else f"{n_seeds} seeds"
     if record.part("round").seed.isin(TUNING_SEEDS).any():
@@ -100,11 +100,11 @@ def caption(report):
     if n_seeds < FEWEST_SEEDS:
         seeds += ", too few for a star"
     rounds_of_time = max((effect.pairs for effect in table.times if effect), default=0)
-    timed = f"timed in {rounds_of_time} rounds, alone" if rounds_of_time else "not timed"
+    timed = f"timed in {rounds_of_time} rounds, one script at a time" if rounds_of_time else "not timed"
     modern = any(stage_of(name).file.startswith("beyond/modern/") for name in record.names)
     parts = [f"{seeds}; {searched}; {timed}."]
     if modern and "total batch" in record.facts:
-        parts.append("Long trunk: do not compare with newer races.")
+        parts.append("These scripts also had gradient accumulation and checkpoints: do not compare newer races.")
     if table.change.notna().any():
         parts.append(how_sure(record))
     unsure = [f"the rates of {called(name)}, which {why}" if name else why for name, why in doubts(record)]

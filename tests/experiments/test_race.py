@@ -269,8 +269,8 @@ def test_a_star_that_a_check_removed_is_marked(tmp_path):
     assert texts["p"][1] == "<0.001*†" and caption.endswith("† not with other rates.")
 
 
-@pytest.mark.parametrize("tries, seeds, said", [(3, 2, "hold most of the searches' luck"), (3, 1, "leave out the luck"),
-                                                (0, 2, "for the learning rates given")])
+@pytest.mark.parametrize("tries, seeds, said", [(3, 2, "include part of the luck"), (3, 1, "leave out the luck"),
+                                                (0, 2, "take the learning rates as given")])
 def test_it_is_said_whether_p_holds_the_luck_of_the_search(tries, seeds, said, tmp_path):
     """It does not where one pair of rates serves all seeds, as in older races."""
     run_race(tmp_path, [ADAMW, MUON], 4, tries=tries, **{MUON.name: [5.0, 5.01, 5.03, 5.02]})
@@ -295,7 +295,7 @@ def test_the_record_says_what_the_logs_do(tmp_path):
     table = build_report(tmp_path).race.table
     assert table.val_loss["an_idea"] == table.val_loss[MUON.name] and table.rates["an_idea"] == table.rates[MUON.name]
     write_csv(replace(record, points=record.points[record.points.part != "search"]), tmp_path / "race.csv")
-    assert "too few for a star; rates given;" in race_texts(build_report(tmp_path))[1]
+    assert "too few for a star; learning rates not searched;" in race_texts(build_report(tmp_path))[1]
 
 
 def test_the_picture_of_races_has_the_effects_and_their_intervals(tmp_path):
@@ -354,7 +354,7 @@ def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):
              "--val-every", "2", "--val-sequences", "2", "--compile-mode", "none", "--warmup-steps", "0"]
     assert race_module.main(words) == 0
     assert {*build_report(logs).race.record.tested.step} == {2, 4}
-    assert "1 seed, too few for a star; 3 tries of rates" in " ".join(call("report", logs)[1].split())
+    assert "1 seed, too few for a star; 3 tries of learning rates" in " ".join(call("report", logs)[1].split())
     gone = [logs / "round_1" / f"{name}.log", logs / "timing" / "round_2" / f"{name}.log"]
     for path in gone:
         path.unlink()
