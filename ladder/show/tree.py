@@ -15,25 +15,24 @@ class Part:
 
 PARTS = [
     Part("ladder", "The ladder",
-         "Each lesson is the script's own explanation, an exercise, the change, folded until you ask for it, and what "
-         "the change did on the machines that ran it."),
+         "Each lesson has the script's own explanation, an exercise and the change, which stays folded until you open "
+         "it. Below it stands what the change did on the machines that ran it."),
     Part("modern", "From GPT-2 to Qwen3, and past it",
-         "A branch of its own, from rung 10 on: one process, one batch a step. The scripts from `muon` to `zero_init` "
-         "change the optimizer, the schedule and the architecture: one by one they turn GPT-2 into a Qwen3. A step "
-         "does not get faster; what counts is the time to a validation loss, each script with its own best learning "
-         "rates. The others start from `zero_init`: for larger models, for fewer tokens to the same loss, for learning "
-         "rates that fit a wider model, and for a small model with a large vocabulary."),
-    Part("small_text", "A small text", "What a model needs that reads its text many times."),
+         "This branch starts from rung 10 and trains in one process, with one batch a step. From `muon` to "
+         "`zero_init`, the scripts change the optimizer, the schedule and the architecture, until GPT-2 has become a "
+         "Qwen3. They do not make a step faster, so they are compared by their validation loss, each at its own best "
+         "learning rates. The other scripts start from `zero_init`."),
+    Part("small_text", "A small text", "These scripts help a model that reads its text many times."),
     Part("long_run", "A long run",
-         "These scripts are not about speed. They add what a long training run needs, then lower its memory: first the "
-         "activations of the blocks, then the logits. `long_run` joins `chunked_cross_entropy` with the model of "
-         "`zero_init`, and `grouped_query_attention` gives it the shape of the published Qwen3s."),
+         "These scripts do not make a step faster. They add what a long training run needs. `gradient_checkpointing` "
+         "saves memory in the blocks, and `chunked_cross_entropy` saves the memory of the logits. `long_run` combines all of them with the model of `zero_init`. `grouped_query_attention` gives it the shape "
+         "of the published Qwen3s."),
     Part("several_cards", "Several cards",
-         "Under DDP every card holds the whole model and its optimizer. Here the cards share them: `sharded_optimizer` "
-         "the optimizer's work and moments, FSDP also the parameters and gradients, for a model that does not fit on "
-         "one card."),
+         "Under DDP every card holds the whole model and its optimizer. With `sharded_optimizer` the cards share the "
+         "optimizer's work and moments. With FSDP they also share the parameters and gradients, so a model can be "
+         "larger than one card holds."),
     Part("gpu", "The last milliseconds on a GPU",
-         "From rung 10 on: what is left of a step when the usual means are used up."),
+         "These scripts start from rung 10, and save what is left to save in a step on one GPU."),
 ]
 
 # A learner's path; every other lesson is reference.
