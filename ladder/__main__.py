@@ -17,7 +17,7 @@ VERBS = {
     "try": "an exercise: your script in the place of a rung; other flags go to the scripts",
     "page": "write the tutorial page",
     "check": "what this machine has, and what each rung will gain from it",
-    "floor": "the least a step can cost on any GPU, counted; no GPU is needed",
+    "floor": "the minimum time of a step on any GPU, computed without one",
     "profile": "where the time of a step goes; other flags go to the scripts",
     "propagate": "carry the uncommitted fix in a rung through all later rungs, as far as it goes",
     "smoke": "does everything work here? every script, for four steps",

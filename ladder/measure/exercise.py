@@ -184,7 +184,7 @@ def sentences(ours, yours):
     elif ratios[0] <= 1 <= ratios[-1]:
         verdict = "About the same speed: a step of yours takes"
     elif len(ratios) < FEWEST_ROUNDS:
-        doubt = f"; --rounds {FEWEST_ROUNDS} tells whether that is chance"
+        doubt = f"; run with --rounds {FEWEST_ROUNDS} to test whether that is chance"
     yield f"{verdict} {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as ours ({len(ratios)} rounds){doubt}."
 
 

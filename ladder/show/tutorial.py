@@ -103,11 +103,11 @@ def counted(rung, floors):
     both = [floors[one.label] for one in pair(rung) if one.label in floors]
     least = [f"{from_to(formats.ms(row['ms'][card]['floor']) for row in both)} ms on an {card}" for card in COUNTED_FOR]
     moved, launches = (from_to(formats.number(row[key]) for row in both) for key in ("gb", "launches"))
-    text = (f"Counted, for B={STORED['B']} T={STORED['T']}: at least {', '.join(least)}; {moved} GB moved in "
-            f"{launches} kernel launches.")
+    text = (f"Computed minimum of a step at B={STORED['B']} T={STORED['T']}: {', '.join(least)}, with {moved} GB of "
+            f"memory traffic in {launches} kernel launches.")
     if rung.lecture_ms:
         published = from_to(str(one.lecture_ms) for one in pair(rung) if one.lecture_ms)
-        text += f" Published, in Karpathy’s lecture, for one A100: {published} ms."
+        text += f" Published in Karpathy’s lecture for one A100: {published} ms."
     return text
 
 

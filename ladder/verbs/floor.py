@@ -1,4 +1,4 @@
-"""`python -m ladder floor`: the least a step can cost on any GPU, counted; no GPU is needed."""
+"""`python -m ladder floor`: the minimum time of a step on any GPU, computed without one."""
 from pathlib import Path
 
 import pandas
@@ -75,5 +75,5 @@ def print_floors(kernels, cards, setting, console):
     caption += f"{called} needs the most memory, about {least / 1e9:.0f} GB; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
-    title = "Floors, counted: {model}, B={B} T={T}".format(**setting)
+    title = "Floors, computed: {model}, B={B} T={T}".format(**setting)
     print_texts(pandas.DataFrame(texts), console, title, caption)

@@ -183,10 +183,10 @@ def test_a_lesson_has_its_counted_floor_and_the_lecture(text):
     old, new = rows["5"], rows["6"]
     h100, a100 = ([f"{row['ms'][card]['floor']:.1f}" for row in (old, new)] for card in ("H100", "A100"))
     lesson = lesson_of(text, "6")
-    assert f"at least {h100[0]} → {h100[1]} ms on an H100, {a100[0]} → {a100[1]} ms on an A100" in lesson
-    assert f"{old['gb']:.0f} → {new['gb']:.0f} GB moved in {old['launches']} → {new['launches']} kernel" in lesson
-    assert "Published, in Karpathy’s lecture, for one A100: 130 → 96 ms." in lesson
-    assert "Published" not in lesson_of(text, "8") and "Counted" not in lesson_of(text, "ddp")
+    assert f": {h100[0]} → {h100[1]} ms on an H100, {a100[0]} → {a100[1]} ms on an A100" in lesson
+    assert f"{old['gb']:.0f} → {new['gb']:.0f} GB of memory traffic in {old['launches']} → {new['launches']}" in lesson
+    assert "lecture for one A100: 130 → 96 ms." in lesson
+    assert "Published" not in lesson_of(text, "8") and "Computed" not in lesson_of(text, "ddp")
 
 
 def test_page_opens_what_it_makes(tmp_path, monkeypatch, call):
