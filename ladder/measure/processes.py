@@ -22,6 +22,7 @@ COMPLAINT = re.compile(r"(\[rank\d+\]: )?(?!.*ChildFailedError)(error:|[\w.]*(Er
 COMPILER = re.compile(r"(.*-)?((g|c|clang)\+\+|cc1plus|collect2|as|ld)(-\d+)?")
 OUT_OF_MEMORY = "out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 SIGKILL = 9  # which the kernel sends when memory runs out; Windows' signal module lacks the name
+KILLED_RANK = re.compile(r"traceback : Signal 9 \(SIGKILL\)")  # so torchrun reports it
 
 
 @dataclass
@@ -139,8 +140,9 @@ class Child:
         errors = [line.strip() for line in lines if COMPLAINT.match(line)]
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         final = errors[-1] if errors else last
-        if code == -SIGKILL or re.search(OUT_OF_MEMORY, final):
-            return "out of memory", final
+        killed_rank = next((line.strip() for line in lines if KILLED_RANK.search(line)), "")
+        if code == -SIGKILL or killed_rank or re.search(OUT_OF_MEMORY, final):
+            return "out of memory", killed_rank or final
         return "failed", "; ".join(errors) or last or f"exit code {code}"
 
     def stop(self):

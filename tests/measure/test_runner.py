@@ -23,7 +23,7 @@ from ladder.count.memory import step_bytes
 from ladder.errors import UserError
 from ladder.measure import machine_check, max_batch, processes, runner
 from ladder.measure.processes import Job, run_job
-from ladder.measure.runner import command_for, eager_flags, split_flags
+from ladder.measure.runner import ONE_MACHINE, command_for, eager_flags, split_flags
 from ladder.records.logs import PEER, newest_run, read_log
 from ladder.records.summary import build_report
 from ladder.rungs.list import BY_LABEL, load_script
@@ -64,6 +64,14 @@ def test_a_job_ends_with_a_status_and_the_complaint_that_matters(code, status, r
     if status == "timed out":  # what it has started ends with it, as torchrun's ranks do
         [pid] = outcome.lines
         assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie"
+
+
+def test_a_rank_that_the_kernel_kills_ran_out_of_memory(tmp_path):
+    """torchrun itself ends with 1, and its last line is a row of "="."""
+    (tmp_path / "rank.py").write_text("import os; os.kill(os.getpid(), 9)")
+    command = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, str(tmp_path / "rank.py")]
+    outcome = run_job(Job("job", command, tmp_path), 60, "cuda")
+    assert outcome.status == "out of memory" and "SIGKILL" in outcome.reason
 
 
 def test_a_stopped_compiler_leaves_no_half_of_a_library(tmp_path):
