@@ -89,10 +89,15 @@ def show(record):
     """Print how flat p is, and draw its distribution."""
     p = numpy.sort(record.p.to_numpy())
     print(f"{len(p)} contests: Kolmogorov-Smirnov p = {kstest(p, 'uniform').pvalue:.2f}")
-    for limit in (0.01, 0.05, 0.5):
+    for limit in (0.01, 0.05, 0.2, 0.5):
         n = int((p < limit).sum())
         low, high = binomtest(n, len(p)).proportion_ci()
         print(f"p < {limit}: {n} of {len(p)} (95 % interval of the share {low:.3f} to {high:.3f})")
+    octaves = numpy.log2(record[["max_lr_low", "max_lr_high", "copy_max_lr_low", "copy_max_lr_high"]])
+    apart = abs(octaves.iloc[:, :2].mean(axis=1) - octaves.iloc[:, 2:].mean(axis=1)) > 2
+    for which, part in (("more", record[apart]), ("less", record[~apart])):
+        print(f"{len(part)} contests whose rates are {which} than a factor of 4 apart: p < 0.05 in "
+              f"{(part.p < 0.05).mean():.0%}, p < 0.2 in {(part.p < 0.2).mean():.0%}")
     difference = record["mean"]
     print(f"the mean difference is {difference.mean():+.4f} nats, its standard deviation {difference.std():.4f}")
     figure, axes = plt.subplots(figsize=(4.5, 3.6), layout="constrained")
