@@ -6,8 +6,9 @@ long as that took. Now the next batch is fetched while the device is still busy 
 pinned memory (which the operating system cannot move), from where the GPU copies it without Python
 waiting.
 
-Gain: only the first micro-step waits for its batch; before, the host waited twice in each (counted:
-tests/scripts/test_fake_cuda.py). experiments/data_wait measures the wait in ms.
+Gain: only the first micro-step waits for its batch. Before, Python waited in each one for two
+copies, of inputs and of targets (counted: tests/scripts/test_fake_cuda.py). experiments/data_wait
+measures the wait in ms.
 Cost: the memory of one more batch. The batches and their order stay the same.
 No effect on a CPU, whose memory the tokens are in already, nor on Apple GPUs, where torch waits for
 each copy.

@@ -14,6 +14,8 @@ Gain: the loss that counts.
 Cost: one forward pass, a third of the arithmetic of training on as many tokens, outside `dt`. It
 takes one sequence at a time and keeps no activations, so it needs no more memory than a step. The
 line `val : step N` is the loss after the update of step N (the step line has the loss before it).
+
+Source: Karpathy's build-nanogpt, whose training loop has a validation loss.
 """
 import argparse
 import contextlib

@@ -1,6 +1,6 @@
 """Sharded checkpoint: every rank writes its own shards of a checkpoint. Starts from fsdp.py.
 
-    torchrun --nproc_per_node=8 beyond/several_cards/sharded_checkpoint.py --resume
+    torchrun --standalone --nproc_per_node=8 beyond/several_cards/sharded_checkpoint.py --resume
 
 fsdp.py gathers a checkpoint on rank 0: the whole state passes through one process while the
 others sit idle, and every rank reads all of it to resume. With torch.distributed.checkpoint (DCP) a
