@@ -108,35 +108,37 @@ def test_different_machines_are_not_mixed(devices, refused, tmp_path, call):
         assert code == refused and error.startswith("error: ") == refused and ("different device" in error) == refused
 
 
-HEADER = "# model: gpt2\n# device: {} | allocator: {}\n# batch: B=6 T=1024 | steps: 20\n"
+HEADER = "# model: gpt2\n# device: {} | allocator: {}\n# batch: B={} T={} | steps: {}\n"
 
 
-@pytest.mark.parametrize("device, first, ms, steps, warning", [
-    ("EPYC (2 threads)", 100, 100, 20, None),
-    ("EPYC (2 threads)", 100, 100, 19, "did not finish"),
-    ("EPYC (2 threads)", 4.5, 4.5, 20, "impossible"),  # its MFU is above 100 %
-    ("NVIDIA A100", 20_000, 300, 20, "less than 3 s"),  # the first step compiles
-    ("NVIDIA A100", 100, 340, 20, None),
-    ("NVIDIA A100 (kept busy)", 20_000, 300, 20, None),  # of a record whose other rungs ran before it
+@pytest.mark.parametrize("device, B, T, first, ms, steps, warning", [
+    ("EPYC (2 threads)", 6, 1024, 100, 100, 20, None),
+    ("EPYC (2 threads)", 6, 1024, 100, 100, 19, "did not finish"),
+    ("EPYC (2 threads)", 6, 1024, 4.5, 4.5, 20, "impossible"),  # its MFU is above 100 %
+    ("NVIDIA A100", 6, 1024, 340, 340, 149, "fewer than 150 steps"),
+    ("NVIDIA A100", 6, 1024, 340, 340, 150, None),
+    ("NVIDIA H200", 1, 64, 20_000, 20, 150, "or 3 s"),  # the first step compiles
+    ("NVIDIA H200", 1, 64, 20, 20.2, 150, None),
 ])
-def test_each_doubt_about_a_run_is_named(device, first, ms, steps, warning, tmp_path):
-    """Impossible speeds, a GPU that has not warmed up, an unfinished run: each alone, and named."""
-    device, kept_busy, _ = device.partition(" (kept busy)")
-    write_log(tmp_path / f"{BASELINE}.log", ms=[first, *[ms] * (steps - 1)],
-                    header=HEADER.format(device, "torch"), tail=MEDIAN.replace("3-3", f"{steps - 9}-20"))
-    (tmp_path / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 119e12}, "kept_busy": bool(kept_busy)}))
+def test_each_doubt_about_a_run_is_named(device, B, T, first, ms, steps, warning, tmp_path):
+    """Impossible speeds, too little of a GPU, an unfinished run: each alone, and named."""
+    planned = 20 if "EPYC" in device else steps
+    header = HEADER.format(device, "torch", B, T, planned)
+    write_log(tmp_path / f"{BASELINE}.log", ms=[first, *[ms] * (steps - 1)], header=header,
+              tail=MEDIAN.replace("3-3", f"{steps - 9}-{planned}"))
+    (tmp_path / "machine.json").write_text(json.dumps({"rates": {"bfloat16": 119e12}}))
     found = list(warnings(build_report(tmp_path)))
     assert len(found) == (warning is not None) and all(warning in text and "baseline" in text for text in found), found
 
 
 def test_what_is_wrong_with_many_rungs_is_one_line(tmp_path):
-    """Of a GPU: steps that do not warm it up, and logs of children that waited for their turn."""
+    """Of a GPU: too few steps, and logs of children that waited for their turn."""
     for label in ("0", "1", "2"):
-        header = HEADER.format("NVIDIA A100", "torch")
+        header = HEADER.format("NVIDIA A100", "torch", 6, 1024, 3)
         write_log(tmp_path / "round_1" / f"{BY_LABEL[label].name}.log", header=header, tail=MEDIAN)
         (tmp_path / "round_1" / f"{BY_LABEL[str(int(label) + 4)].name}.log").write_text("# script: waits\n")
     found = list(warnings(build_report(tmp_path)))
-    assert sum("less than 3 s" in text for text in found) == 1 and any("3 rungs: the steps" in text for text in found)
+    assert sum("150 steps" in text for text in found) == 1 and any("3 rungs: fewer" in text for text in found)
     skipped = [text for text in found if text.startswith("skipped: ")]
     assert len(skipped) == 1 and skipped[0].count(".log") == 3 and "no step line" in skipped[0]
 
@@ -157,7 +159,7 @@ def test_rounds_that_do_not_compare_are_named(tmp_path, call):
 
 def test_a_report_names_its_allocators_and_warns_of_several(tmp_path, call):
     for script, name in ((BASELINE, "malloc"), (TIED, "tcmalloc")):
-        write_log(tmp_path / f"{script}.log", header=HEADER.format("EPYC", name))
+        write_log(tmp_path / f"{script}.log", header=HEADER.format("EPYC", name, 6, 1024, 20))
     shown = call("report", tmp_path)[1]
     assert "(malloc, tcmalloc)" in shown and "EPYC (allocator: malloc and tcmalloc)" in shown
 
