@@ -9,6 +9,7 @@ import argparse
 import json
 
 import torch
+from torch.nn.attention import SDPBackend
 from torch.utils import benchmark
 
 from ladder.measure.this_machine import describe
@@ -50,11 +51,21 @@ def measure(device):
     return rates
 
 
+def attention_kernel(device):
+    """The kernel that torch chooses for attention from rung 6 on: GPT-2's heads of 64 in training; None on mps."""
+    if device == "mps":
+        return None
+    # (B, nh, T, hs)
+    q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device), requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     device = parser.parse_args().device
-    measured = {"rates": measure(device), "bytes_per_second": best_bandwidth(device)}
+    measured = {"rates": measure(device), "bytes_per_second": best_bandwidth(device),
+                "attention": attention_kernel(device)}
     print(json.dumps(measured | describe(device), indent=2))
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import psutil
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch.nn.attention import SDPBackend
 
 from ladder.count.memory import free_memory, recommend
 from ladder.errors import UserError
-from ladder.measure.device_rates import rung_10
+from ladder.measure.device_rates import attention_kernel, rung_10
 from ladder.measure.processes import COMPLAINT, OUT_OF_MEMORY
 from ladder.measure.this_machine import ask_nvidia_smi, device_name, nvidia_gpus
 from ladder.rungs.list import ROOT
@@ -166,9 +165,7 @@ def check_kernels(device):
                       f"does not work, {lacks}{remedy}", BAD)
         if problem is None and device == "cuda":
             yield check_compiled(device)
-        # (B, nh, T, hs)
-        q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device))
-        kernel = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+        kernel = attention_kernel(device)
         yield finding(kernel != "MATH", "attention", f"torch chooses {kernel} here: rung 6 gains",
                       "torch chooses MATH here: rung 6 computes all scores and gains nothing")
     fused = torch.utils._foreach_utils._get_fused_kernels_supported_devices()

@@ -92,9 +92,15 @@ def remarks_of(report):
     return "".join(f" {remark}" for remark in report.machine.get("remarks", ()))
 
 
+def attention_of(report):
+    """The kernel that computed attention from rung 6 on, in a sentence: a GPU has several, of different speeds."""
+    kernel = report.machine.get("attention")
+    return f"torch's attention kernel: {kernel}." if kernel and report.machine["device"] == "cuda" else ""
+
+
 def conditions(report):
     """Where and on what the numbers were measured, and what MFU is a share of."""
-    return f"{where(report)}. {fastest(report)}".strip()
+    return " ".join(filter(None, [f"{where(report)}.", fastest(report), attention_of(report)]))
 
 
 def few_rounds(report):

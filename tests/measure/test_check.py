@@ -224,8 +224,19 @@ def test_a_gpu_gains_only_from_formats_that_it_has(name, capability, cuda, tf32,
 def test_the_attention_kernel_is_torch_s_choice(monkeypatch):
     monkeypatch.setattr(machine_check, "compile_problem", lambda device: None)
     assert findings(machine_check.check_kernels, "cpu")["attention"].startswith("+ torch chooses FLASH_ATTENTION")
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 0)
+    asked = []
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, *_, **how: asked.append((q, how)) or 0)
     assert findings(machine_check.check_kernels, "cpu")["attention"].startswith("- torch chooses MATH")
+    (q, how), = asked
+    assert q.shape[2:] == (1024, 64) and q.requires_grad and how == {"is_causal": True}  # as in training
+
+
+def test_what_a_run_records_names_the_attention_kernel(monkeypatch, capsys):
+    monkeypatch.setattr(device_rates, "measure", lambda device: {})
+    monkeypatch.setattr(device_rates, "best_bandwidth", lambda device: 0)
+    monkeypatch.setattr("sys.argv", ["device_rates"])
+    device_rates.main()
+    assert json.loads(capsys.readouterr().out)["attention"] == "FLASH_ATTENTION"
 
 
 @pytest.mark.parametrize("version, mark, on_cpu", [("2.9.1", "x", "x"), ("2.12.1", "x", "+"), ("2.13.0", "+", "+")])

@@ -143,6 +143,14 @@ def test_what_is_wrong_with_many_rungs_is_one_line(tmp_path):
     assert len(skipped) == 1 and skipped[0].count(".log") == 3 and "no step line" in skipped[0]
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_table_of_a_gpu_names_its_attention_kernel(device, tmp_path, call):
+    write_log(tmp_path / f"{BASELINE}.log")
+    machine = {"rates": {"bfloat16": 1e15}, "device": device, "attention": "CUDNN_ATTENTION"}
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    assert ("CUDNN_ATTENTION" in call("report", tmp_path)[1]) == (device == "cuda")
+
+
 def test_rounds_that_do_not_compare_are_named(tmp_path, call):
     """A rung with one round and few steps beside one with two; and two logs of one script are no rounds."""
     for folder, names in (("round_1", (BASELINE, TIED)), ("round_2", (BASELINE,))):
