@@ -227,7 +227,7 @@ def test_the_attention_kernel_is_torch_s_choice(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, *_, **how: asked.append((q, how)) or 0)
     assert findings(machine_check.check_kernels, "cpu")["attention"].startswith("- torch chooses MATH")
-    (q, how), = asked
+    [(q, how)] = asked
     assert q.shape[2:] == (1024, 64) and q.requires_grad and how == {"is_causal": True}  # as in training
 
 
