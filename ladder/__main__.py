@@ -20,7 +20,6 @@ VERBS = {
     "floor": "the minimum time of a step on any GPU, computed without one",
     "profile": "where the time of a step goes; other flags go to the scripts",
     "propagate": "carry the uncommitted fix in a rung through all later rungs, as far as it goes",
-    "smoke": "does everything work here? every script, for four steps",
 }
 PASS_FLAGS_ON = ("run", "compare", "try", "profile")
 

@@ -52,9 +52,80 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts backg
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup with this
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=["cuda", "mps", "cpu"], help="run the smoke test there, and only that")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Two processes; of a smoke test as many as cores and a GPU's memory allow."""
+    from ladder.count.memory import free_memory
+
+    device = config.option.device
+    if not device:
+        return 2
+    if not torch.get_device_module(device).is_available():
+        raise pytest.UsageError(f"--device {device}: torch cannot use one; python -m ladder check may say why")
+    n_workers = max(2, min(8, os.cpu_count() // 2))
+    return n_workers if device == "cpu" else max(1, min(n_workers, int(free_memory(device) // 2e9)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The smoke test is one file, whose tests all processes share."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.device else None
+
+
+def pytest_collection_modifyitems(config, items):
     """The files that take longest first, so that two processes end at about the same time."""
     items.sort(key=lambda item: item.path.name not in ("test_lowered.py", "test_smoke.py", "test_fake_cuda.py"))
+    smoke = [item for item in items if item.path.name == "test_smoke.py"]
+    if TRIED:
+        items[:] = [item for item in items if item.name.startswith(f"test_{TRIED.zfill(2)}_")]
+        EXERCISE.update(dict.fromkeys(items, "it did not run"))
+    if config.option.device:
+        items[:] = smoke
+    else:
+        for item in smoke:
+            item.add_marker("slow")
+
+
+# ---- an exercise: python -m ladder try -------------------------------------------------------------------------------
+
+TRIED, _, TRIED_FILE = os.environ.get("LADDER_TRY", "").partition("=")  # a rung's label, and the file in its place
+EXERCISE = {}  # {test: why it is not green, or ""}
+
+
+def reason_of(report, error):
+    """Why a test is not green, in a line."""
+    first, *more = re.sub("^(AssertionError|Skipped): ", "", error.exconly()).split("\n")
+    if error.errisinstance(SystemExit) and report.capstderr.strip():  # of argparse, which has written why
+        first, more = report.capstderr.strip().splitlines()[-1], []
+    return " ".join([first, *(line for line in more if line.startswith(("assert ", "Greatest absolute")))])[:200]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):  # noqa: F811, pytest calls it so
+    report = yield
+    if item in EXERCISE and (report.when == "call" or call.excinfo):
+        EXERCISE[item] = reason_of(report, call.excinfo) if call.excinfo else ""
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What `try` shows: each test of an exercise, and of those that are red the hint and the (first) reason."""
+    from ladder.measure.exercise import VERDICT
+
+    lines = [VERDICT] if TRIED else []
+    for function, items in itertools.groupby(EXERCISE, key=lambda item: item.function):
+        sentence = function.__name__.removeprefix(f"test_{TRIED.zfill(2)}_").replace("_", " ")
+        found = next((EXERCISE[item] for item in items if EXERCISE[item]), None)
+        lines += [f"  ok   {sentence}"] if found is None else [
+            f"  RED  {sentence}", f"       look: {function.__doc__}", f"       found: {found}"]
+    for line in lines:
+        terminalreporter.write_line(line)
 
 
 # ---- rungs -----------------------------------------------------------------------------------------------------------
@@ -70,8 +141,7 @@ def rung(label):
     LADDER_TRY=LABEL=FILE, of `python -m ladder try`, puts another file in the place of one rung.
     """
     entry = BY_LABEL[str(label)]
-    tried, _, file = os.environ.get("LADDER_TRY", "").partition("=")
-    return load_script(SimpleNamespace(name=entry.name, path=Path(file)) if tried == entry.label else entry)
+    return load_script(SimpleNamespace(name=entry.name, path=Path(TRIED_FILE)) if TRIED == entry.label else entry)
 
 
 def rungs_that_change(*definitions, since="0"):
@@ -367,21 +437,6 @@ def forked_rank(rank, n, port, folder):
         program.run_all(folder)
     except SystemExit as stop:
         raise RuntimeError(f"error: {stop.code}") from stop
-
-
-def run_script(words, output, environment):
-    """In a fork: what `python WORDS` does, with a file for its output."""
-    with open(output, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
-    os.environ.update(environment)
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
 
 
 # ---- files and data --------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """An exercise: a reader's script in the place of rung N. Its tests, its losses and times beside ours.
 
-The tests are those of tests/scripts/test_exercises.py whose names begin with the rung; a test's docstring is its hint.
+pytest runs the tests; what tests/conftest.py prints of them, each red one with its hint, is shown.
 """
-import ast
-import importlib.util
+import itertools
 import math
 import statistics
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import torch
 
@@ -20,7 +18,7 @@ from ladder.measure.processes import Job, run_job
 from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, split_flags
 from ladder.records.logs import read_log
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
-from ladder.rungs.list import ROOT, RUNGS, load_script
+from ladder.rungs.list import ROOT, load_script
 
 TESTS = ROOT / "tests" / "scripts" / "test_exercises.py"
 SHORT = ["--model", "tiny", "-T", "128", "--steps"]  # of the runs side by side, unless flags say otherwise
@@ -29,24 +27,7 @@ SAME = {"total_batch": ["-B", "4", "--total-batch", "1024"], "muon_lr": ["--muon
 ROUNDS = 3
 SECONDS = 60  # for a script's import, and for each test
 FLAGS = "flags of the script:"
-
-
-def prefix(rung):
-    """How the names of an exercise's tests begin."""
-    return f"test_{rung.label.zfill(2)}_"
-
-
-def exercise_of(rung):
-    """{test: hint} of a rung's exercise. Raises UserError if it has none."""
-    if not TESTS.exists() or not importlib.util.find_spec("pytest"):
-        raise UserError("try: needs tests/ of the repository and pytest; pip install pytest")
-    body = ast.parse(TESTS.read_text(encoding="utf-8")).body
-    tests = {node.name: ast.get_docstring(node) for node in body if getattr(node, "name", "").startswith("test_")}
-    found = {name: hint for name, hint in tests.items() if name.startswith(prefix(rung))}
-    if not found:
-        labels = [one.label for one in RUNGS if any(name.startswith(prefix(one)) for name in tests)]
-        raise UserError(f"try: {rung.called} has no exercise; try one of {', '.join(labels)}")
-    return found
+VERDICT = "the exercise:"  # after this line come those of tests/conftest.py
 
 
 def names_of_flags(path):
@@ -81,57 +62,27 @@ def check_file(file):
     return flags
 
 
-def reason_of(case):
-    """Why a test of pytest's XML did not pass, in a line; "" if it did."""
-    problem = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
-    if problem is None:
-        return ""
-    message = problem.get("message")
-    if message.startswith("SystemExit"):  # of argparse, which has written why
-        message = (case.findtext("system-err") or message).strip().splitlines()[-1]
-    first, *more = message.removeprefix("AssertionError: ").split("\n")
-    more = [line for line in more if line.startswith(("assert ", "Greatest absolute"))]
-    return " ".join([first, *more])[:200]
-
-
 def run_tests(rung, file, folder):
-    """{test: why it did not pass, or ""} of a rung's tests that ran with a file in its place; UserError without any.
+    """What the tests of a rung say with a file in its place, as lines of tests/conftest.py; UserError without any.
 
-    What pytest prints goes to tests.txt in the folder.
+    All that pytest prints goes to tests.txt in the folder.
     """
-    results = folder / "tests.xml"
-    options = ["-vv", "-p", "no:cacheprovider", "--basetemp", str(folder / "tmp"), f"--junitxml={results}"]
-    for option in ("addopts=", "junit_logging=system-err", "tmp_path_retention_policy=none", f"timeout={SECONDS}"):
+    options = ["-vv", "-p", "no:cacheprovider", "--basetemp", str(folder / "tmp")]
+    for option in ("addopts=", "tmp_path_retention_policy=none", f"timeout={SECONDS}"):
         options += ["-o", option]
-    words = [sys.executable, "-m", "pytest", str(TESTS), "-k", prefix(rung), *options]
     env = {"LADDER_TRY": f"{rung.label}={file.resolve()}", "PYTHONDONTWRITEBYTECODE": "1"}
-    outcome = run_job(Job("pytest", words, folder, env), math.inf, "cpu")
+    outcome = run_job(Job("pytest", [sys.executable, "-m", "pytest", str(TESTS), *options], folder, env), math.inf, "cpu")
     (folder / "tests.txt").write_text("\n".join(outcome.lines), encoding="utf-8")
-    found = {}
-    for case in ElementTree.parse(results).iter("testcase") if results.exists() else []:
-        test = case.get("name", "").partition("[")[0]
-        if test:  # one in which pytest was stopped has no name; of one with parameters the first that is red counts
-            found[test] = found.get(test) or reason_of(case)
-    if not found or outcome.status != "ok" and not any(found.values()):
+    after = itertools.dropwhile(lambda line: line != VERDICT, outcome.lines)
+    said = [*itertools.takewhile(lambda line: line.startswith("  "), itertools.islice(after, 1, None))]
+    if not said or outcome.status != "ok" and not any(map(is_red, said)):
         raise UserError(f"pytest: {outcome.reason or 'it did not come to its end'}; see {folder / 'tests.txt'}, or "
                         "pip install -r requirements-dev.txt")
-    return found
+    return said
 
 
-def show_tests(rung, file, tests, folder, console):
-    """Run the tests and show those that are red, each with its hint. The names of those that are."""
-    with console.status(f"{len(tests)} tests"):
-        reasons = run_tests(rung, file, folder)
-    reasons = {test: reasons.get(test, "it did not run") for test in tests}
-    for test, hint in tests.items():
-        sentence = test.removeprefix(prefix(rung)).replace("_", " ")
-        if not reasons[test]:
-            console.print(f"  ok   {sentence}", style="green", soft_wrap=True)
-            continue
-        console.print(f"  RED  {sentence}", style="red", soft_wrap=True)
-        console.print(f"       look: {hint}", soft_wrap=True)
-        console.print(f"       found: {reasons[test]}", style="dim", soft_wrap=True)
-    return [test for test in tests if reasons[test]]
+def is_red(line):
+    return line.startswith("  RED ")
 
 
 def too_few_for_ranks(device):

@@ -1,5 +1,5 @@
 """`python -m ladder check`: what this machine has, and what each rung will gain from it."""
-from ladder.measure.machine_check import BAD, GOOD, NEUTRAL, check_machine
+from ladder.measure.machine_check import BAD, GOOD, NEUTRAL, check_machine, rung_10
 
 COLORS = {GOOD: "green", NEUTRAL: "yellow", BAD: "red"}
 
@@ -9,7 +9,10 @@ def add_flags(parser):
 
 
 def main(args, console):
-    findings, command = check_machine()
+    device = rung_10.parse_args([]).device
+    findings, command = check_machine(device)
     for mark, what, detail in findings:
         console.print(f"{mark} {what}: {detail}", style=COLORS[mark])
     console.print(f"\nFor this machine:\n    {command}")
+    console.print("Whether every script works here (pip install pytest pytest-timeout pytest-xdist):\n"
+                  f"    python -m pytest --device {device} tests/scripts/test_smoke.py", soft_wrap=True)

@@ -1,16 +1,20 @@
 """`python -m ladder try`: an exercise. (`try` is a keyword of Python's, which no module can be called.)"""
+import importlib.util
 import sys
 import tempfile
 from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
-from ladder.measure.exercise import ROUNDS, SHORT, check_file, exercise_of, run_both, show_tests
+from ladder.measure.exercise import ROUNDS, SHORT, check_file, is_red, run_both, run_tests
 from ladder.measure.machine_check import NO_TORCHRUN
 from ladder.measure.runner import settings_of
 from ladder.rungs.list import ROOT, find_rung
 from ladder.show.lesson_text import show_diffs
+from ladder.show.page_text import read_exercises
 from ladder.show.terminal import COUNT
+
+STYLES = {"ok": "green", "RED": "red", "found:": "dim"}  # of lines, by their first word
 
 
 def add_flags(parser):
@@ -28,7 +32,12 @@ def main(args, console):
 
 def try_file(rung, file, rounds, flags, folder, console):
     """Do all that `try` does; the exit code."""
-    tests, known = exercise_of(rung), check_file(file)
+    exercises = [label for label in read_exercises() if label != "0"]  # which has no rung before it
+    if rung.label not in exercises:
+        raise UserError(f"try: {rung.called} has no exercise; try one of {', '.join(exercises)}")
+    if not importlib.util.find_spec("pytest"):
+        raise UserError("try: needs pytest; pip install pytest")
+    known = check_file(file)
     if rung.torchrun and sys.platform == "win32":
         raise UserError(f"try: torchrun {NO_TORCHRUN}")
     settings_of(rung, flags)  # exits if they are wrong
@@ -38,12 +47,17 @@ def try_file(rung, file, rounds, flags, folder, console):
     folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}_", dir=folder.parent))  # others may try in the same second
     console.print(f"Exercise {rung.label}, {rung.title}: {file} in the place of {rung.file}", style="bold",
                   soft_wrap=True)
-    failed = show_tests(rung, file, tests, folder, console)
+    with console.status("the tests"):
+        said = run_tests(rung, file, folder)
+    for line in said:
+        console.print(line, style=STYLES.get(line.split()[0]), soft_wrap=True)
+    failed = sum(map(is_red, said))
+    n_tests = failed + sum(line.startswith("  ok ") for line in said)
     if failed:
-        console.print(f"{len(failed)} of {len(tests)} tests are red; their output: {folder / 'tests.txt'}. Our change, "
+        console.print(f"{failed} of {n_tests} tests are red; their output: {folder / 'tests.txt'}. Our change, "
                       f"when you want to see it: python -m ladder diff {rung.label}", soft_wrap=True)
     else:
-        console.print(f"All {len(tests)} tests pass.", style="bold")
+        console.print(f"All {n_tests} tests pass.", style="bold")
     ran = True
     if rounds or not failed:
         ran = run_both(rung, file, known, flags, folder, rounds or ROUNDS, console)

@@ -1,17 +1,18 @@
 """Floors and cards: what is counted equals closed forms, and no floor lies above what was measured."""
 import itertools
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import builds_on
+from conftest import builds_on, new_gpt, rung
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ladder.__main__ import main
 from ladder.count import floors, kernels
 from ladder.count.cards import CARDS, card_of, find_card
-from ladder.count.flops import SHAPES, VOCAB_SIZE, flops_per_token
+from ladder.count.flops import SHAPES, flops_per_token
 from ladder.errors import UserError
 from ladder.records.impossible import fastest_ms
 from ladder.records.logs import read_log
@@ -140,18 +141,17 @@ def test_what_a_step_does_not_compute_leaves_the_stored_counts_valid(old, new, s
 def test_stored_products_are_the_closed_forms():
     """Of a step's tokens; from `muon` on also Muon's: 5 iterations of three products for each matrix of a block."""
     n_layer, _, n_embd = SHAPES["gpt2"]
-    n_hidden = 2048
     for row in floors.floor_data([])["rungs"]:
-        label, entry = row["label"], BY_LABEL[row["label"]]
-        swiglu = n_layer * (3 * n_hidden - 8 * n_embd) * n_embd * builds_on(label, "swiglu")  # more than GPT-2's
-        expected = flops_per_token("gpt2", 1024, entry.causal) + n_layer * n_embd * 1024 * entry.causal + 6 * swiglu
-        n_rows = 16 * 1024 + 1024 if label == "sampled_softmax" else 50304  # one for each token, and others; padded
-        expected += 6 * (n_rows - VOCAB_SIZE) * n_embd * builds_on(label, "7")
-        n_qkv = 2 * n_embd if label == "grouped_query_attention" else 3 * n_embd  # half of the keys', values' heads
-        expected -= 6 * n_layer * (3 * n_embd - n_qkv) * n_embd
-        mlp = [(n_hidden, n_embd)] * 3 if builds_on(label, "swiglu") else [(4 * n_embd, n_embd)] * 2
-        muon = sum(2 * m * n * n + 2 * n**3 + 2 * m * n * n for m, n in [(n_qkv, n_embd), (n_embd, n_embd), *mlp])
-        expected = expected * 16 * 1024 + 5 * n_layer * muon * builds_on(label, "muon")
+        label, causal = row["label"], BY_LABEL[row["label"]].causal
+        with torch.device("meta"):
+            model = new_gpt(rung(label), "gpt2")
+        matrices = [weight.shape for weight in model.transformer.h.parameters() if weight.dim() == 2]
+        # one row for each token, and others
+        n_rows = 16 * 1024 + 1024 if label == "sampled_softmax" else len(model.lm_head.weight)
+        attention = (7 if causal else 12) * n_layer * n_embd * 1024  # 7: half, and the scores again
+        expected = (6 * (n_rows * n_embd + sum(map(math.prod, matrices))) + attention) * 16 * 1024
+        muon = sum(4 * max(shape) * min(shape) ** 2 + 2 * min(shape) ** 3 for shape in matrices)
+        expected += 5 * muon * builds_on(label, "muon")
         assert sum(row["tflop"].values()) == pytest.approx(expected / 1e12, rel=1e-9), label
 
 

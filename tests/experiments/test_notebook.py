@@ -32,7 +32,7 @@ def test_the_tool_has_each_command_of_the_notebook(notebook):
     text = "\n".join(cell.source for cell in notebook.cells)
     flags = re.search(r'"LADDER_FLAGS", "(.+?)"', text)[1]
     commands = re.findall(r"!python -m ladder (.+)", text)
-    assert len(commands) == text.count("python -m ladder") == 6
+    assert len(commands) == text.count("python -m ladder") == 5
     for command in commands:
         args = parse_args(shlex.split(command.replace("{FLAGS}", flags)))
         for entry in parse_rungs(args.rungs) if args.verb == "run" else []:
@@ -95,7 +95,7 @@ def test_two_gpus_train_together(n_gpus, notebook, tokens, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_the_notebook_runs_in_a_clone_that_it_makes(notebook, colab, tokens, tmp_path, monkeypatch):
-    """All of it but smoke and the five rounds, as on Colab, where it lies outside the repository."""
+    """All of it but the smoke test and the five rounds, as on Colab, where it lies outside the repository."""
     origin, folder = tmp_path / "origin", tmp_path / "content"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "logs", "checkpoints", "*.bin", "meta.json", "tokenizer.json")
     shutil.copytree(ROOT, origin, ignore=ignored)

@@ -13,7 +13,7 @@ from run_tool import flags, is_one_error, ladder
 
 from ladder.count.memory import recommend
 from ladder.errors import UserError
-from ladder.measure import device_rates, machine_check, this_machine, trials
+from ladder.measure import device_rates, machine_check, this_machine
 
 
 def findings(function, *arguments):
@@ -78,8 +78,7 @@ def test_a_machine_names_the_commit_where_git_tells_it(tmp_path, monkeypatch):
     assert this_machine.describe("cpu")["commit"].endswith("-dirty")
 
 
-@pytest.mark.parametrize("words", [["run", "--rungs", "0"], ["profile", "--rungs", "0"], ["smoke"]],
-                         ids=" ".join)
+@pytest.mark.parametrize("words", [["run", "--rungs", "0"], ["profile", "--rungs", "0"]], ids=" ".join)
 def test_no_cpu_is_measured_beside_a_gpu_unless_asked_for(words, nvidia_smi, tmp_path, monkeypatch,
                                                           call):
     """Before anything is written: 200 steps take hours, and the user takes them for the GPU's."""
@@ -150,18 +149,14 @@ def test_each_format_of_a_gpu_is_measured_as_a_rung_multiplies_in_it(monkeypatch
     assert [seen[0], seen[6]] == [(torch.float32, "highest"), (torch.float32, "high")] and seen[3][0] == torch.bfloat16
 
 
-@pytest.mark.parametrize("device, free, workers", [
-    ("cuda", 5e9, 2), ("cuda", 1e9, 1), ("cuda", 80e9, 8), ("cpu", 1e9, 8)])
-def test_what_is_free_on_a_gpu_is_what_counts(device, free, workers, monkeypatch):
-    """Not all that it has: for the trials of smoke, which share it, and for the batch that is recommended."""
+@pytest.mark.parametrize("free", [5e9, 1e9, 80e9])
+def test_what_is_free_on_a_gpu_is_what_counts(free, monkeypatch):
+    """Not all that it has: for the batch that is recommended."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
-    monkeypatch.setattr(trials, "os", SimpleNamespace(environ={}, cpu_count=lambda: 64))
-    assert trials.share_cores(device) == workers
     for name in ("device", "formats", "kernels", "ranks", "files"):
         monkeypatch.setattr(machine_check, f"check_{name}", lambda *_: [])
-    if device == "cuda":
-        model, B, T = recommend(free, accelerator=True)
-        assert f"run --model {model} -B {B} -T {T} --steps 200" in machine_check.check_machine("cuda")[1]
+    model, B, T = recommend(free, accelerator=True)
+    assert f"run --model {model} -B {B} -T {T} --steps 200" in machine_check.check_machine("cuda")[1]
 
 
 def test_a_mac_s_chip_has_a_name(monkeypatch):

@@ -104,7 +104,7 @@ def test_what_a_step_moves(two_ranks):
 
 
 def test_compiled_as_eagerly(two_ranks):
-    """Each block and the loss, in one graph each, without gradients, too. `python -m ladder smoke` lowers them."""
+    """Each block and the loss, in one graph each, without gradients, too. test_smoke.py lowers them."""
     assert_same_losses(two_ranks / "compiled" / LOG, two_ranks / "float32" / LOG)
     assert_same_weights(two_ranks / "compiled.pt", two_ranks / "model.pt", atol=2e-5)
     for rank in (0, 1):

@@ -245,7 +245,7 @@ def test_two_machines(two_ranks, byte_tokens, tmp_path):
 
 @pytest.mark.parametrize("label", COMPILED)
 def test_compiled_as_eagerly(label, two_ranks):
-    """What DDP wraps is one graph, beside the probe; `python -m ladder smoke` lowers it, as a program."""
+    """What DDP wraps is one graph, beside the probe; test_smoke.py lowers it, as a program."""
     assert json.loads((two_ranks / f"compiled {label}" / "rank1.json").read_text())["graphs"] == 2
     log = f"{BY_LABEL[label].name}.log"
     assert_same_losses(two_ranks / f"compiled {label}" / log, two_ranks / label / log)
