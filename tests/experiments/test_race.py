@@ -345,13 +345,13 @@ def test_what_docs_shows_of_races_is_up_to_date(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_race_for_real(tokens, tmp_path, call, monkeypatch):
+def test_a_race_for_real(byte_tokens, tmp_path, call, monkeypatch):
     """The same command resumes, and repeats nothing of the three parts; with others the folder is refused."""
     monkeypatch.setattr(race_module, "TIMINGS", 1)
     logs, name = tmp_path / "race", ADAMW.name
-    words = [str(logs), "--seeds", "1", "--jobs", "2", "--tries", "3", "--rungs", ADAMW.label, *flags(tokens),
-             "--total-batch", "32",
-             "--val-every", "2", "--val-sequences", "2", "--compile-mode", "none", "--warmup-steps", "0"]
+    words = [str(logs), "--seeds", "1", "--jobs", "2", "--tries", "3", "--rungs", ADAMW.label, *flags(byte_tokens),
+             "--total-batch", "32", "--val-every", "2", "--val-sequences", "2", "--compile-mode", "none",
+             "--warmup-steps", "0"]
     assert race_module.main(words) == 0
     assert {*build_report(logs).race.record.tested.step} == {2, 4}
     assert "1 seed, too few for a star; 3 tries of learning rates" in " ".join(call("report", logs)[1].split())

@@ -1,16 +1,12 @@
-"""On a CPU what the tool starts keeps the memory that it frees, and its log says by which allocator."""
+"""On a CPU what the tool starts keeps the memory that it frees; that a log says so test_runner.py sees."""
 import os
 import resource
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
-
 from ladder.measure import allocator
 from ladder.measure.allocator import KEPT, keeping_freed_memory, mimalloc
-from ladder.measure.processes import Job, run_job
-from ladder.records.logs import read_log
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems are left as they are")
 # Four times 64 MB, freed each time: the pages that Linux zeroes are counted.
@@ -35,13 +31,6 @@ def test_freed_memory_comes_without_page_faults():
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | keeping_freed_memory(), text=True,
                          capture_output=True, check=True)
     assert int(run.stdout) < 0.1 * 4 * 64_000_000 / resource.getpagesize()
-
-
-def test_what_the_tool_starts_on_a_cpu_runs_under_it_and_says_so(tokens, tmp_path):
-    command = [sys.executable, str(ROOT / "baseline.py"), "--model", "tiny", "-T", "32", "--steps", "2",
-               "--device", "cpu", "--data", str(tokens), "--log-dir", str(tmp_path)]
-    assert run_job(Job("baseline", command, tmp_path), 60, "cpu").status == "ok"
-    assert read_log(tmp_path / "baseline.log").allocator == "mimalloc"
 
 
 def test_without_mimalloc_glibc_is_told_to_keep_unless_the_user_has_set_something(monkeypatch):

@@ -1,14 +1,20 @@
 """python -m ladder run --at-once, --repeat: what compiles does so first, side by side; then all train one by one."""
 import io
-import sys
+import signal
+import subprocess
+import time
 
+import psutil
 import pytest
-from conftest import rung, run_command, train
+import torch
+from conftest import ROOT, rung, run_command, train
 from rich.console import Console
 from run_tool import LADDER, flags
 
+from ladder.measure import contest, processes
 from ladder.measure import runner as runner_module
-from ladder.measure.processes import Outcome
+from ladder.measure.contest import Contest
+from ladder.measure.processes import Job, Outcome
 from ladder.measure.peer import find_peers
 from ladder.measure.runner import Runner, plan
 from ladder.records.logs import PEER, read_log
@@ -55,22 +61,34 @@ def test_each_of_several_rounds_has_an_order_of_its_own(tmp_path):
     assert folders == {"round_1", "round_2"}
 
 
+def test_runs_side_by_side_share_the_cores_and_the_memory(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(contest, "free_memory", lambda device: 10e9)
+    Contest([], [], tmp_path, 1, lambda jobs, at_once: ran.extend(jobs), at_once=4).run_shared([Job("a", [], tmp_path)])
+    assert ran[0].env["OMP_NUM_THREADS"] == "2" and ran[0].memory == processes.MEMORY_SHARE * 10e9 / 4
+
+
 @pytest.mark.slow
-def test_rungs_train_as_they_do_alone_and_a_stopped_run_is_resumed(tokens, tmp_path):
-    """Through the tool, with the peer: stopped once a log is there, then resumed to its end."""
-    logs = tmp_path / "logs"
-    words = ["run", "--rungs", "0,10", "--peers", "--repeat", "2", "--at-once", "3", "--logs", logs, *flags(tokens)]
-    stop = "import os, signal, subprocess, sys, time; from pathlib import Path\n" \
-           "run = subprocess.Popen(sys.argv[2:])\n" \
-           "while not list(Path(sys.argv[1]).glob('round_1/*.log')): time.sleep(0.02)\n" \
-           "run.send_signal(signal.SIGINT); sys.exit(run.wait())"
-    stopped = run_command(sys.executable, "-c", stop, logs, *LADDER, *words)
-    assert stopped.returncode == 130 and "run --resume --logs" in stopped.stdout, stopped.stdout + stopped.stderr
+def test_a_stopped_run_keeps_the_finished_leaves_no_orphan_and_resumes(byte_tokens, tmp_path):
+    """Through the tool, with the peer, which compiles: stopped when its second job trains, then resumed to its end."""
+    logs, own = tmp_path / "logs", [*flags(byte_tokens), "--model", "1x2x32", "--steps", "99"]
+    words = ["run", "--rungs", "0", "--peers", "--repeat", "2", "--at-once", "2", "--logs", logs, *own]
+    run = subprocess.Popen([*map(str, [*LADDER, *words])], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    deadline = time.monotonic() + 300
+    while len(written := [path for path in logs.glob("round_1/*.log") if "step : 2 " in path.read_text()]) < 2:
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    children = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGTERM)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130 and "run --resume --logs" in output and "Traceback" not in output, output
+    assert children and not [child for child in children if child.is_running() and child.status() != "zombie"]
+    assert sum(read_log(path).complete for path in written) >= 1
     resumed = run_command(*LADDER, "run", "--resume", "--logs", logs)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    runs = build_report(logs).runs
-    assert [len(rounds) for rounds in runs.values()] == [2, 2, 2]
-    for label in ("0", "10"):
-        alone = read_log(train(rung(label), tmp_path / "alone", tokens, *flags(tokens)[4:]))
-        for run in runs[BY_LABEL[label].name]:
-            assert run.complete and run.losses == pytest.approx(alone.losses, abs=1e-4), label
+    runs, alone = build_report(logs).runs, read_log(train(rung("0"), tmp_path / "alone", byte_tokens, *own))
+    assert [len(rounds) for rounds in runs.values()] == [2, 2]
+    assert all(run.complete for rounds in runs.values() for run in rounds)
+    for run in runs[BY_LABEL["0"].name]:
+        assert run.losses == pytest.approx(alone.losses, abs=1e-4)

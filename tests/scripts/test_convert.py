@@ -1,6 +1,8 @@
 """convert.py and sample.py: the same model in transformers' hands, there and back; its text."""
 import io
 import json
+import logging
+import runpy
 import shutil
 import sys
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ import pytest
 import torch
 from conftest import (
     NEEDS_GPT2, ROOT, Attack, assert_same_weights, data_with, edit_json, flip_a_byte, load_module, new_gpt, rung,
-    run_command, rungs_that_change, save_as_from_a_gpu, saved_model, train)
+    rungs_that_change, save_as_from_a_gpu, saved_model, train)
 from safetensors.torch import load_file, save_file
 
 from data import vocabulary
@@ -442,13 +444,19 @@ def test_a_tokenizer_larger_than_its_model(gpt2, refusals):
         assert "its tokenizer has 258 tokens, more than the model, 257" in line
 
 
-def test_a_text_that_the_output_s_encoding_lacks(saved, tmp_path):
-    """On Windows a file takes cp1252. As a program, which prints nothing else."""
-    run = run_command(sys.executable, ROOT / "convert.py", saved["10"], tmp_path / "日本", PYTHONIOENCODING="cp1252")
-    assert run.stdout.startswith(f"{tmp_path}/??: ") and run.returncode == 0
-    run = run_command(sys.executable, ROOT / "sample.py", saved["10"], "--prompt", "日本", "--max-new-tokens", 2,
-                      "--num-samples", 2, "--device", "cpu", PYTHONIOENCODING="cp1252")
-    assert run.stdout.startswith("--- sample 1 of 2\n??") and not run.stderr
+def test_a_text_that_the_output_s_encoding_lacks(saved, tmp_path, monkeypatch):
+    """On Windows a file takes cp1252."""
+    def printed(*words):
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "cp1252"))
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+        logging.disable(logging.NOTSET)
+        sys.stdout.seek(0)
+        return sys.stdout.read()
+
+    assert printed("convert.py", saved["10"], tmp_path / "日本").startswith(f"{tmp_path}/??: ")
+    assert printed("sample.py", saved["10"], "--prompt", "日本", "--max-new-tokens", 2, "--num-samples", 2, "--device",
+                   "cpu").startswith("--- sample 1 of 2\n??")
 
 
 def test_a_published_model_in_16_bits_becomes_float32(gpt2, convert, sample, tmp_path):

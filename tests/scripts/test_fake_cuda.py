@@ -21,6 +21,8 @@ SCALED = [label for label in rungs_that_change("train", "optimizer_step", "MuonA
 GRAPHS = [label for label in COMPILED if label == "5" or label in rungs_that_change(
     "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward", "ChunkedCrossEntropy")]
 MICRO_STEPS = 2
+ENDS = ["7", "no_biases", "fp8", "ngram_embeddings", "mup", "sampled_softmax", "documents_apart", "long_run",
+        "grouped_query_attention"]  # of the trunks and branches: between them they have every part of these graphs
 RECOMPUTED = "long_run:recompute"
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guard is compiled with g++")
 
@@ -47,7 +49,7 @@ def in_float16(labels):
 
 @pytest.mark.parametrize("backend, words", [
     ("none", [*LABELS, *in_float16(SCALED)]),
-    pytest.param("aot_eager", [*COMPILED, *in_float16(GRAPHS), RECOMPUTED], marks=pytest.mark.slow),
+    pytest.param("aot_eager", [*GRAPHS, "cuda_graphs", *in_float16(ENDS), RECOMPUTED], marks=pytest.mark.slow),
 ])
 def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(backend, words, tmp_path):
     compiled = backend != "none"

@@ -1,4 +1,4 @@
-"""Muon against its definition; in closed form the trapezoid schedule, and muP's scales."""
+"""Muon against its definition; muP's scales in closed form."""
 import pytest
 import torch
 from conftest import new_gpt, rung, rungs_that_change, tiny
@@ -109,18 +109,6 @@ def test_muon_matrices_of_one_shape_share_their_products(label):
     with Products() as products:
         model.configure_optimizers(lr=0.1, muon_lr=0.1, weight_decay=0.1).step()
     assert products.n == 15 * len(shapes)
-
-
-@pytest.mark.parametrize("max_steps, max_lr, warmup_steps, decay_share, expected", [
-    (4, 0.3, 0, 0.5, [0.3, 0.3, 0.3, 0.15]),  # no warm-up
-    (2, 1.0, 4, 0.4, [0.25, 0.5]),  # the run ends inside the warm-up
-    (4, 1.0, 1, 2.0, [0.5, 0.375, 0.25, 0.125]),  # the decay had begun before the run
-    (5, 1.0, 0, 0.3, [1, 1, 1, 1, 2 / 3]),  # a decay of a step and a half
-])
-def test_trapezoid_lr_schedule_in_closed_form(max_steps, max_lr, warmup_steps, decay_share, expected):
-    get_lr = rung("trapezoid_lr").get_lr
-    found = [get_lr(step, max_steps, max_lr, warmup_steps, decay_share) for step in range(1, max_steps + 1)]
-    assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (384, 128)])

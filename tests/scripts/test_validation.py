@@ -20,15 +20,6 @@ def mean_loss(module, model, loader, n, autocast, rank=0, ranks=1):
     return module.evaluate(model, loader, n, autocast, *where)
 
 
-@pytest.mark.parametrize("label", rungs_that_change("optimizer_step", since="gradient_accumulation")[1:])
-def test_gradient_accumulation_the_logged_loss_keeps_no_graph(label, byte_tokens, tmp_path, monkeypatch):
-    """Else the activations of all micro-steps of a step are kept at once."""
-    item, graphs = torch.Tensor.item, []
-    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: graphs.append(tensor.grad_fn) or item(tensor))
-    train(rung(label), tmp_path, byte_tokens, "-B", 1, "-T", 8, "--total-batch", 16, "--steps", 1)
-    assert graphs and set(graphs) == {None}
-
-
 @pytest.mark.parametrize("total_batch", [100, 0])
 def test_gradient_accumulation_total_batch_must_fit(total_batch, tmp_path, byte_tokens):
     reason = rf"^error: --total-batch {total_batch}: not a multiple of B \* T \* ranks = 64"

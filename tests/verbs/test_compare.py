@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy
 import pandas
@@ -17,7 +18,7 @@ from scipy.stats import ttest_1samp
 
 from ladder.errors import UserError
 from ladder.measure import fairness
-from ladder.measure.contest import TIMINGS, known_flags
+from ladder.measure.contest import Contest, known_flags
 from ladder.measure.learning_rates import Search
 from ladder.records.impossible import impossible
 from ladder.records.logs import read_log
@@ -522,18 +523,18 @@ def test_runs_that_did_not_do_the_same_are_refused_though_their_flags_say_so(tmp
 
 
 @pytest.mark.slow
-def test_a_comparison_for_real(mine, tokens, tmp_path, call):
+def test_a_comparison_for_real(mine, byte_tokens, tmp_path, call, monkeypatch):
     """The same command resumes and repeats nothing; another one, or a changed file, is refused; the folder is shown."""
+    monkeypatch.setattr(fairness, "Contest", partial(Contest, timings=1))
     logs, file = tmp_path / "logs", mine("import argparse", "import helper\nimport argparse")
     (tmp_path / "helper.py").write_text("")  # beside the file, whose copy runs
-    words = ["compare", "zero_init", file, "--logs", logs, "--seeds", "3", "--tries", "2", *flags(tokens),
-             "--val-every", "2",
-             "--val-sequences", "2"]
+    words = ["compare", "zero_init", file, "--logs", logs, "--seeds", "3", "--tries", "2", *flags(byte_tokens),
+             "--val-every", "2", "--val-sequences", "2"]
     code, out, error = call(*words)
     assert code == 0, error
     assert "mine.py ends with the same losses as zero_init, to the last digit, with every seed." in out
     n_search = 2 * 3  # two tries, a seed of the search for each that is tested
-    assert (logs / "compare.png").exists() and len(list(logs.rglob("*.log"))) == 2 * (n_search + 3 + 2 * TIMINGS)
+    assert (logs / "compare.png").exists() and len(list(logs.rglob("*.log"))) == 2 * (n_search + 3 + 2)
     assert len((logs / "differences.csv").read_text().splitlines()) == 1 + 3
     again = call("compare", logs)[1]
     assert "the same losses as zero_init" in again and "Doubtful: 4 steps are too few" in again
