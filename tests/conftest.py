@@ -462,15 +462,6 @@ class Attack:
         return Path.touch, (self.path,)
 
 
-def table_of(page, start):
-    """The cells of a page's table whose first line begins with `start`, row by row, without the line of dashes."""
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith(start))
-    table = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    return [rows[0], *rows[2:]]
-
-
 def flip_a_byte(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -48,10 +48,6 @@ def test_network_takes_the_median_of_the_tries_after_the_first(clock, alone, mon
     assert network.all_reduce_seconds(1024, "cpu") == 3 and operations == [()] * 6 + [(dist.ReduceOp.MAX,)]
 
 
-def test_network_counts_four_bytes_a_parameter():
-    assert network.gradient_bytes("gpt2") == 4 * 124_475_904
-
-
 def test_network_prints_the_rates_of_its_times(alone, monkeypatch, capsys):
     rates = {1e6: 1e9, 25e6: 2e9}  # those of the second size, DDP's, are what a step's gradients take
     monkeypatch.setattr(network, "all_reduce_seconds", lambda n_bytes, device: n_bytes / rates[n_bytes])
@@ -184,14 +180,6 @@ def test_growth_reads_what_the_logs_say(tmp_path):
         "machine": "a CPU", "torch": "2"}]
 
 
-def test_growth_runs_each_point_of_a_curve(tmp_path):
-    job = growth.job_of(tmp_path, "ranks", 4, "rung 33, sharded optimizer", 2)
-    words = " ".join(map(str, job.command))
-    assert "--nproc_per_node=4" in words
-    assert "--model gpt2 -B 1 -T 128 --steps 3 --val-every 0 --total-batch 512" in words
-    assert job.log_dir == tmp_path / "ranks" / "4_rung_33,_sharded_optimizer" / "round_2"
-
-
 def test_growth_draws_a_quadratic_on_its_law():
     """Where rung 0 takes T² / 1,024 ms, its curve is parallel to the dotted T²; so is rung 10's to the T."""
     from matplotlib import pyplot as plt
@@ -249,12 +237,6 @@ def test_growth_names_gains_by_round(capsys):
     growth.print_gains(record, "length", "rung 0", "rung 10")
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "length 256: rung 10, 2.00 times as fast as rung 0 (2.00 to 2.50, p = 0.000)"
-
-
-def test_growth_prints_measured_and_counted(capsys):
-    growth.print_table(grown("batch", lambda value, rung, number: number * 100, peak_gb=2.5))
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("batch 1024: rung 16: 300 ms (100-500), 2.50 GB (counted ")
 
 
 def test_a_sharded_optimizer_saves_the_moments_of_the_others():

@@ -29,9 +29,9 @@ def test_check_says_what_is_here_and_recommends_a_run(tmp_path, monkeypatch, cal
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     code, out, _ = call("check")
     assert code == 0 and re.search(r"python -m ladder run --model \S+ -B \d+ -T \d+ --steps \d+$", out), out
-    assert re.search("x torch.compile .*fatal error: Python.h: No such file.*python3-dev", out)
+    assert re.search("x torch.compile: .*fatal error: Python.h: No such file.*python3-dev", out)
     for word in ("device", "TF32", "bfloat16", "attention", "fused AdamW", "NCCL", "free disk"):
-        assert f" {word} " in out
+        assert f" {word}: " in out
     assert "NVIDIA GPU" not in out
 
 

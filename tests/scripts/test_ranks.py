@@ -20,7 +20,6 @@ FIRST = "gradient_accumulation"
 # Everything of which ranks could disagree; ddp is in test_exercises.py, fsdp in test_fsdp.py.
 LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks", since=FIRST)
           if not builds_on(label, "fsdp")]
-COMPILED = ["gradient_accumulation", "long_run"]
 LOG_11 = f"{BY_LABEL[FIRST].name}.log"
 TOTAL = {"total_batch": 256, "val_every": 3, "val_sequences": 5, "checkpoint_every": 0}
 
@@ -37,8 +36,8 @@ def two_ranks(tmp_path_factory, byte_tokens):
     runs = {label: (label, "float32", [*six_steps(label, 2), "--save", folder / f"{label}.pt"]) for label in LABELS}
     runs |= {f"saved {label}": (label, "float32", [*six_steps(label, 2), "--checkpoint-every", 3])
              for label in ("long_run", "sharded_optimizer")}
-    runs |= {f"compiled {label}": (label, "float32", [*six_steps(label, 2), "--compile-mode", "default", "--save",
-                                                      folder / f"compiled {label}.pt"]) for label in COMPILED}
+    runs["compiled"] = ("long_run", "float32", [*six_steps("long_run", 2), "--compile-mode", "default", "--save",
+                                                folder / "compiled.pt"])
     printed = on_ranks(2, folder, byte_tokens, runs)
     assert [text.count("step : 1 |") for text in printed] == [len(runs), 0]  # only rank 0 speaks
     return folder
@@ -235,13 +234,11 @@ def test_two_machines(two_ranks, byte_tokens, tmp_path):
     assert losses(tmp_path / "gradient_accumulation" / LOG_11) == losses(two_ranks / "gradient_accumulation" / LOG_11)
 
 
-@pytest.mark.parametrize("label", COMPILED)
-def test_compiled_as_eagerly(label, two_ranks):
-    """What DDP wraps is one graph, beside the probe; test_smoke.py lowers it, as a program."""
-    assert json.loads((two_ranks / f"compiled {label}" / "rank1.json").read_text())["graphs"] == 2
-    log = f"{BY_LABEL[label].name}.log"
-    assert_same_losses(two_ranks / f"compiled {label}" / log, two_ranks / label / log)
-    assert_same_weights(two_ranks / f"compiled {label}.pt", two_ranks / f"{label}.pt", atol=3e-5)
+def test_compiled_as_eagerly(two_ranks):
+    """What DDP wraps is one graph, beside the probe."""
+    assert json.loads((two_ranks / "compiled" / "rank1.json").read_text())["graphs"] == 2
+    assert_same_losses(two_ranks / "compiled" / "long_run.log", two_ranks / "long_run" / "long_run.log")
+    assert_same_weights(two_ranks / "compiled.pt", two_ranks / "long_run.pt", atol=3e-5)
 
 
 def test_sharded_optimizer_each_parameter_is_updated_by_one_rank(two_ranks, tmp_path, byte_tokens):
