@@ -166,7 +166,8 @@ def test_a_mac_s_chip_has_a_name(monkeypatch):
     """Else all of them would be one machine."""
     monkeypatch.setattr(this_machine.sys, "platform", "darwin")
     monkeypatch.setattr(this_machine.collect_env, "run", lambda command: (0, "Apple M3 Max", ""))
-    assert this_machine.device_name("mps") == "Apple M3 Max GPU" and this_machine.device_name("cpu").startswith("Apple M3 Max (")
+    assert this_machine.device_name("mps") == "Apple M3 Max GPU"
+    assert this_machine.device_name("cpu").startswith("Apple M3 Max (")
 
 
 def test_rates_are_those_of_all_threads_and_of_the_fastest_try(monkeypatch):
