@@ -37,6 +37,12 @@ def counted():
     return counted
 
 
+@pytest.fixture
+def no_records(monkeypatch):
+    """What a step takes of its floor, without reading all records for it."""
+    monkeypatch.setattr("ladder.verbs.floor.measured_over_floors", lambda: (1.0, 2.0))
+
+
 def flops(step):
     return sum(n * kernel.flops for kernel, n in step.items())
 
@@ -96,7 +102,7 @@ def test_a_card_by_the_word_that_tells_it_from_others():
         find_card("40")
 
 
-def test_a_run_s_folder_is_a_card_with_the_rates_measured_in_it(tmp_path, call):
+def test_a_run_s_folder_is_a_card_with_the_rates_measured_in_it(no_records, tmp_path, call):
     rates = {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}
     (tmp_path / "machine.json").write_text(json.dumps({"name": "mine", "rates": rates, "bytes_per_second": 1e12}))
     assert find_card("mine:1,2,4,1000").rate("tf32") == measured_card(tmp_path).rate("tf32") == 2e12
@@ -212,13 +218,13 @@ def test_command_prints_what_is_stored_for_several_cards(capsys):
     assert out.count(f"{row['ms']['A100']['floor']:,.1f}") == 2
 
 
-def test_command_counts_another_setting(counted, capsys):
+def test_command_counts_another_setting(counted, no_records, capsys):
     assert main(["floor", "--model", "tiny", "-B", str(B), "-T", str(T), "--rungs", "0"]) == 0
     launches, out = sum(n * kernel.launches for kernel, n in counted("0").items()), capsys.readouterr().out
     assert f"tiny, B={B} T={T}" in out and f" {launches:,} " in out
 
 
-def test_what_is_stored_is_of_one_setting(monkeypatch):
+def test_what_is_stored_is_of_one_setting(no_records, monkeypatch):
     """With another --model, -B or -T kernels are counted anew."""
     counted = []
     monkeypatch.setattr(kernels, "count_all", lambda labels, setting, _: (

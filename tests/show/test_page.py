@@ -192,6 +192,7 @@ def test_a_lesson_has_its_counted_floor_and_the_lecture(text):
 def test_page_opens_what_it_makes(tmp_path, monkeypatch, call):
     assert is_one_error(call("page", "--out", tmp_path), "is a folder")
     opened = []
+    monkeypatch.setattr(page_verb, "build_report", lambda folder: folder)
     monkeypatch.setattr(page_verb, "write_page", lambda reports, path: path.write_text("a page"))
     monkeypatch.setattr(page_verb.webbrowser, "open", opened.append)
     call("page", "--out", tmp_path / "a.html", "--no-browser")
