@@ -14,9 +14,9 @@ def accumulates(label):
 
 LABELS = [entry.label for entry in RUNGS if not builds_on(entry.label, "fsdp")]  # which needs several ranks
 COMPILED = LABELS[LABELS.index("5"):]
-# The rungs in which a step with the scaler differs from that of the rung before.
-SCALED = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW") if label in LABELS
-          and (not accumulates(label) or label in rungs_that_change("optimizer_step", "MuonAdamW"))]
+# Where the scaler, the clipping or the optimizer is another; that its steps are right: test_speedups.py.
+SCALED = ["8", *(label for label in LABELS if BY_LABEL[label].may_change & {
+    "autocast_dtype", "optimizer_step", "GPT.configure_optimizers", "MuonAdamW"})]
 # The rungs whose graph is not that of the rung before.
 GRAPHS = [label for label in COMPILED if label == "5" or label in rungs_that_change(
     "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward", "ChunkedCrossEntropy")]
