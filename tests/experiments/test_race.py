@@ -72,7 +72,7 @@ def rates_of(job):
     return tuple(flag_of(job, flag) for flag in default_rates(BY_NAME[job.name]))
 
 
-def run_race(folder, entries, seeds=2, best=BEST, slow=(), search_steps=None, tries=24, **val_losses):
+def run_race(folder, entries, seeds=2, best=BEST, slow=(), search_steps=None, tries=3, **val_losses):
     """Drive a race whose runs end the better, the closer log2 of each rate is to that of `best[name]`; its jobs.
 
     A seed of the search finds AdamW's rate the lower, the higher it is; their mean is `best`.
@@ -117,7 +117,7 @@ def searched(jobs, entry):
 def test_each_tested_seed_has_a_seed_of_the_search_and_the_rates_that_it_found(tmp_path):
     """A slope k in the loss moves the lowest point of (x - b)^2 by -k / 2 octaves: 0.1 down and up."""
     entries = [ADAMW, MUON, TRAPEZOID]
-    jobs = run_race(tmp_path, entries)
+    jobs = run_race(tmp_path, entries, tries=24)
     assert {(flag_of(job, "--seed"), flag_of(job, "--val-every")) for job in part_of(jobs, "sweep")} == {
         ("1337", "40"), ("1336", "40")}
     rounds, names = part_of(jobs, "round"), [entry.name for entry in entries]
@@ -146,7 +146,7 @@ def test_neighbors_are_timed_next_to_each_other_in_the_order_abba(tmp_path):
 
 def test_each_rung_gets_as_many_tries_as_the_longest_search_took(tmp_path):
     """Also one with a single rate; and none more than it may have."""
-    jobs = run_race(tmp_path, [ADAMW, MUON, TRAPEZOID])
+    jobs = run_race(tmp_path, [ADAMW, MUON, TRAPEZOID], tries=24)
     assert {len({*searched(jobs, entry)}) for entry in (ADAMW, MUON, TRAPEZOID)} == {18}
     jobs = run_race(tmp_path / "few", [ADAMW, MUON, TRAPEZOID], tries=6)
     assert [len({*searched(jobs, entry)}) for entry in (ADAMW, MUON, TRAPEZOID)] == [6, 6, 6]
@@ -166,10 +166,10 @@ def test_a_search_may_be_shorter_than_the_rounds(tmp_path):
 def test_a_run_that_diverges_is_never_the_best_and_a_resumed_race_keeps_its_rates(tmp_path):
     """Though the run that had diverged would now be the best: rounds of both rates would be one rung's."""
     lost = {ADAMW.name: lambda end, job: "nan" if float(flag_of(job, "--max-lr")) > 7e-4 else end}
-    jobs = run_race(tmp_path, [ADAMW], **lost)
+    jobs = run_race(tmp_path, [ADAMW], tries=24, **lost)
     [(kept,)] = {rates_of(job) for job in part_of(jobs, "round")}
     assert 5e-4 < float(kept) < 7e-4
-    jobs = run_race(tmp_path, [ADAMW])
+    jobs = run_race(tmp_path, [ADAMW], tries=24)
     assert part_of(jobs, "sweep") == [] and {rates_of(job) for job in part_of(jobs, "round")} == {(kept,)}
     with pytest.raises(UserError, match="no run of beyond/.*/6_gradient.* ended with a loss"):
         run_race(tmp_path / "all", [ADAMW], **{ADAMW.name: lambda end, job: "inf"})
@@ -189,7 +189,7 @@ def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
     assert (curve["low"][0], curve["high"][0]) == (7, 8)
     texts, caption = race_texts(report)
     assert list(texts["val loss (range)"]) == ["6.000 (5.900–6.100)", "3.967 (3.900–4.000)"]
-    assert "3 seeds, too few for a star; 18 tries" in caption and "timed in 6 rounds" in caption
+    assert "3 seeds" in caption and "3 tries" in caption and "6 rounds" in caption
 
 
 def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
@@ -282,7 +282,7 @@ def test_it_is_said_whether_p_holds_the_luck_of_the_search(tries, seeds, said, t
 
 def test_the_record_says_what_the_logs_do(tmp_path):
     """Also of a script outside of the ladder; a file of given rates has no search."""
-    run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES)
+    run_race(tmp_path, [ADAMW, MUON], 3, tries=24, **VAL_LOSSES)
     for path in tmp_path.rglob(f"{MUON.name}.log"):
         (path.parent / "an_idea.log").write_text(path.read_text().replace(path.stem, "an_idea"))
     rates = json.loads((tmp_path / "rates.json").read_text())
