@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, edit_json
 from log_files import write_log
 from rich.console import Console
-from run_tool import flags, is_one_error
+from run_tool import flags, is_one_error, ladder
 from torch._inductor import config
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -168,8 +168,8 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path, call)
     words = ["profile", "--logs", tmp_path, "--model", "tiny", "--device", "cpu", "-B", 2, "-T", 128]
     data = shutil.copytree(tokens, tmp_path / "data")
     edit_json(data / "meta.json", tokenizer="of my own")  # whose size a log does not tell
-    code, out, error = call(*words, "--rungs", "0,10", "--repeat", 1, "--traces", "--data", data)
-    assert code == 0, out + error
+    done = ladder(*words, "--rungs", "0,10", "--repeat", 1, "--traces", "--data", data, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = read_profile(tmp_path)
     assert [rung["name"] for rung in found["rungs"]] == [BY_LABEL[label].name for label in ("0", "10")]
     for rung in found["rungs"]:
@@ -178,7 +178,7 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path, call)
         assert rung["plain_ms"] / 4 < step < 4 * rung["plain_ms"]  # other tests run beside it, and not all the time
         assert min(parts[kind] for kind in ("matrix products", "head", "attention", "cross-entropy", "optimizer")) > 0
         assert parts["waiting"] < 0.5 * step and rung["floor_ms"] > 0, parts
-    assert (tmp_path / "profile.png").exists() and "matmul" in out
+    assert (tmp_path / "profile.png").exists() and "matmul" in done.stdout
     with gzip.open(tmp_path / "speedup_10_fused_adamw.trace.json.gz", "rt") as trace:
         names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
     assert any("cpp_fused" in name for name in names) and any(name.startswith("ProfilerStep") for name in names)
