@@ -129,7 +129,8 @@ add("rope", "beyond/modern/3_rope.py", "RoPE", "trapezoid_lr",
     "model_config", "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None,
     brings="encodes relative positions without parameters")
 add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", "rope",
-    "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT", brings="fewer parameters; no significant difference")
+    "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT",
+    brings="fewer parameters; no significant difference")
 add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", "rmsnorm",
     "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT",
     brings="bounded attention scores, a lower loss")

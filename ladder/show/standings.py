@@ -77,9 +77,9 @@ KEY = (
     "Learning rates: AdamW's, and Muon's if the script has Muon. val loss: the mean over the seeds. − the row before: "
     "the mean difference between runs with the same seed. p: from a paired t-test, after Holm's correction over the "
     f"race; * marks p < {BEYOND_CHANCE} with at least {FEWEST_SEEDS} seeds. Parentheses: lowest to highest (range), or "
-    "an interval that holds for all rows at once (99 %, by Bonferroni's correction, so it is a little wider than Holm's "
-    "p requires). ms/step: the median of timed runs, without compilation and validation. ms / the row before: from runs "
-    "that were timed one after the other."
+    "an interval that holds for all rows at once (99 %, by Bonferroni's correction, so it is a little wider than "
+    "Holm's p requires). ms/step: the median of timed runs, without compilation and validation. ms / the row before: "
+    "from runs that were timed one after the other."
 )
 
 

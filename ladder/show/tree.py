@@ -25,8 +25,9 @@ PARTS = [
     Part("small_text", "A small text", "These scripts help a model that reads its text many times."),
     Part("long_run", "A long run",
          "These scripts do not make a step faster. They add what a long training run needs. `gradient_checkpointing` "
-         "saves memory in the blocks, and `chunked_cross_entropy` saves the memory of the logits. `long_run` combines all of them with the model of `zero_init`. `grouped_query_attention` gives it the shape "
-         "of the published Qwen3s."),
+         "saves memory in the blocks, and `chunked_cross_entropy` saves the memory of the logits. `long_run` combines "
+         "all of them with the model of `zero_init`. `grouped_query_attention` gives it the shape of the published "
+         "Qwen3s."),
     Part("several_cards", "Several cards",
          "Under DDP every card holds the whole model and its optimizer. With `sharded_optimizer` the cards share the "
          "optimizer's work and moments. With FSDP they also share the parameters and gradients, so a model can be "
