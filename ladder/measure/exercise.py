@@ -71,7 +71,8 @@ def run_tests(rung, file, folder):
     for option in ("addopts=", "tmp_path_retention_policy=none", f"timeout={SECONDS}"):
         options += ["-o", option]
     env = {"LADDER_TRY": f"{rung.label}={file.resolve()}", "PYTHONDONTWRITEBYTECODE": "1"}
-    outcome = run_job(Job("pytest", [sys.executable, "-m", "pytest", str(TESTS), *options], folder, env), math.inf, "cpu")
+    command = [sys.executable, "-m", "pytest", str(TESTS), *options]
+    outcome = run_job(Job("pytest", command, folder, env), math.inf, "cpu")
     (folder / "tests.txt").write_text("\n".join(outcome.lines), encoding="utf-8")
     after = itertools.dropwhile(lambda line: line != VERDICT, outcome.lines)
     said = [*itertools.takewhile(lambda line: line.startswith("  "), itertools.islice(after, 1, None))]
