@@ -14,10 +14,8 @@ launches of every kernel are counted.
   LayerNorm in float32; AdamW and clipping work on many tensors per launch ("foreach").
 """
 import argparse
-import ast
 import contextlib
 import functools
-import hashlib
 import io
 import json
 import math
@@ -44,7 +42,8 @@ from ladder.count.floors import COUNTED, STORE, STORED, Kernel, counted_rungs, r
 from ladder.count.flops import VOCAB_SIZE
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.rungs.list import BANNER, BY_LABEL, load_script, parse_rungs
+from ladder.rungs.lessons import code_of
+from ladder.rungs.list import BY_LABEL, RUNGS, load_script, parse_rungs
 
 NO_KERNEL = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")  # views, allocation
 OVERWRITES = ("fill_", "zero_", "copy_", "ones_like", "zeros_like", "full_like")  # does not read its first argument
@@ -57,23 +56,6 @@ BYTES = {  # of operations that do not simply read their inputs and write their 
 META = {"source": "zeros", "sha256": "", "tokenizer": "gpt2", "tokenizer_json": None, "vocab_size": VOCAB_SIZE,
         "end_of_text": VOCAB_SIZE - 1, "documents": 1}  # of the tokens that a step is counted on
 CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)  # of a foreach launch: ATen/native/cuda/MultiTensorApply.cuh
-
-
-NO_KERNELS = {"add_flags", "model_config", "DataLoaderLite", "get_lr", "set_learning_rates",
-              "last_step_at_max_lr", "init_ranks", "batches_per_step", "check_compiler", "catch_signals",
-              "on_any_rank", "Checkpoints", "Best", "evaluate"}  # definitions that launch none in a step
-
-
-def lesson_hash(label):
-    """A hash of what a step of a rung computes: its model and `train` up to the end of the loop, without docstrings."""
-    lesson = BY_LABEL[label].path.read_text(encoding="utf-8").partition("\n" + BANNER)[0]
-    parts = {node.name: node for node in ast.parse(lesson).body if getattr(node, "name", "") not in {"", *NO_KERNELS}}
-    for node in (node for part in parts.values() for node in ast.walk(part)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            node.body = node.body[1:] or [ast.Pass()]
-    train = parts["train"]
-    train.body = train.body[: 1 + max(i for i, node in enumerate(train.body) if isinstance(node, ast.For))]
-    return hashlib.sha256("\n".join(map(ast.unparse, parts.values())).encode()).hexdigest()[:16]
 
 
 # ---- eager: each operation is a kernel -------------------------------------------------------------------------------
@@ -339,8 +321,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description="Count the kernels of GPT-2 (124M) at B=16 T=1024, and store them.")
     parser.add_argument("--rungs", required=True, help="of one card, without fp8, such as 0-10")
     args, console, rungs = parser.parse_args(argv), Console(highlight=False), read_store()
+    code = code_of(RUNGS)
     for label, kernels in count_all(counted_rungs(parse_rungs(args.rungs), console), STORED, console).items():
-        rungs[label] = {"lesson": lesson_hash(label), "torch": torch.__version__, "kernels": kernels}
+        rungs[label] = {"lesson": code[BY_LABEL[label].name], "torch": torch.__version__, "kernels": kernels}
     lines = []
     for label in [label for label in COUNTED if label in rungs]:
         kernels = [[n, *kernel] for kernel, n in sorted(rungs[label]["kernels"].items())]

@@ -20,7 +20,8 @@ from ladder.records.race import Race, read_race
 from ladder.records.significance import holm, speed_p
 from ladder.records.two_logs import MIN_COUNTED
 from ladder.records.work import read_profile
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.lessons import code_of
+from ladder.rungs.list import BY_LABEL, BY_NAME, today
 
 GPU_STEPS, GPU_MS = 150, 3000  # of a run, at least: a GPU's first second is one or two percent faster than the rest
 ROUND = ["name", "round"]  # a run's keys: its script, and the folder or file of its round
@@ -113,6 +114,12 @@ def add_speeds(table, runs, rounds, rates):
     table["p_before"] = pandas.Series(holm({name: one for name, one in p.items() if one is not None}))
 
 
+def older_code(name, machine):
+    """Whether a script has changed in what a step computes since the run whose machine.json this is."""
+    code = {today(old): recorded for old, recorded in machine.get("code", {}).items()}
+    return name in code and name in BY_NAME and code[name] != code_of([BY_NAME[name]])[name]
+
+
 # ---- a folder --------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +172,7 @@ def build_report(folder):
         table = table.reset_index().astype({"tokens": "Int64"})
         titles = dict(zip(table.name, table.title, strict=True)) | machine.get("titles", {})  # of what it ran
         table["title"] = table.name.map(titles)
+        table["older_code"] = [older_code(name, machine) for name in table.name]
     # "unknown" is the allocator of whole logs that do not say.
     allocators = {run.allocator or "unknown" for run in every_run if run.complete or run.allocator}
     headers = [run.headers.get("machine", run.headers.get("device", "")) for run in every_run]

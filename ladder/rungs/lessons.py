@@ -1,13 +1,21 @@
-"""A lesson: the docstring of a rung, and the difference to the rung before, down to the changed words."""
+"""A lesson: the docstring of a rung, the difference to the rung before, down to the changed words, what it computes."""
 import ast
 import difflib
+import hashlib
 import itertools
 import re
+import tokenize
 from dataclasses import dataclass, field
+
+from ladder.rungs.check_laws import first_line
+from ladder.rungs.list import BANNER
 
 CONTEXT = 3  # unchanged lines around a change
 WORD = re.compile(r"\w+|\s+|.")
 LABEL = r"(?:Gain|Cost|Beware|Sources?):"
+NOT_COMPUTED = {"add_flags", "model_config", "GPTConfig", "DataLoaderLite", "get_lr", "set_learning_rates",
+                "last_step_at_max_lr", "init_ranks", "batches_per_step", "check_compiler", "catch_signals",
+                "on_any_rank", "Checkpoints", "Best", "evaluate"}  # definitions that launch no kernel in a step
 FULL_LINE = 100  # characters: a docstring's line that ends a sentence and has room for the next word ends a paragraph
 
 
@@ -91,3 +99,29 @@ def part_paragraphs(body):
         if re.match(LABEL, following) or (ends and word and line[0] not in " *-"):
             lines.append("")
     return "\n".join(lines)
+
+
+def code_of(rungs):
+    """{name: hash of what a step computes} of rungs."""
+    return {rung.name: step_hash(rung.path.read_text(encoding="utf-8")) for rung in rungs}
+
+
+def step_hash(source):
+    """A hash of what a step of a script computes: its model, its optimizer, and `train` to the end of its loop.
+
+    Docstrings, comments and line breaks do not count. Any version of Python gives the same hash.
+    """
+    tree, lines = ast.parse(source.partition("\n" + BANNER)[0]), source.splitlines()
+    for kind, _, (row, start), *_ in tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__):
+        if kind == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:start]
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
+            lines[first:last] = [""] * (last - first)
+    kept = ""
+    for node in tree.body:
+        if getattr(node, "name", "") not in {"", *NOT_COMPUTED}:
+            loops = [part.end_lineno for part in node.body if node.name == "train" and isinstance(part, ast.For)]
+            kept += "".join(lines[first_line(node) - 1 : max(loops, default=node.end_lineno)])
+    return hashlib.sha256("".join(kept.split()).encode()).hexdigest()[:16]

@@ -16,6 +16,9 @@ STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correct
          f"{FEWEST_ROUNDS} rounds or more), ? too few rounds to tell; without a mark no significant difference")
 
 
+OLDER = "‡"  # at a row of older code
+
+
 @dataclass(frozen=True)
 class Column:
     heading: str
@@ -43,9 +46,13 @@ def mfu_of(row):
     return formats.share(row.mfu) + " (!)" * (row.mfu is not None and row.mfu > 1)
 
 
+def older(row):
+    return f" {OLDER}" * row.older_code
+
+
 LABEL = Column("", lambda row: stage_of(row.name).label, words=True)
-TITLE = Column("the one change", lambda row: row.title, words=True)
-LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({stage_of(row.name).file})", words=True)
+TITLE = Column("the one change", lambda row: row.title + older(row), words=True)
+LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({stage_of(row.name).file}){older(row)}", words=True)
 MS = Column("ms/step", lambda row: formats.ms(row.ms))
 SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high), goes=5)
 MS_SPREAD = Column("ms/step", lambda row: f"{MS.text(row)} ({SPREAD.text(row)})")

@@ -15,7 +15,7 @@ from ladder.records.two_logs import compare
 from ladder.records.work import KINDS, UNRELIABLE, is_reliable
 from ladder.rungs.list import BY_LABEL, BY_NAME, LADDER, ROOT, RUNGS
 from ladder.show import formats
-from ladder.show.columns import (CAUSAL, CONVENTION, README_COLUMNS, RESULTS_COLUMNS, all_columns, last_steps,
+from ladder.show.columns import (CAUSAL, CONVENTION, OLDER, README_COLUMNS, RESULTS_COLUMNS, all_columns, last_steps,
                                  markdown_of, texts_of)
 from ladder.show.formats import NOTHING
 from ladder.show.standings import print_race
@@ -89,7 +89,12 @@ def fastest(report):
 
 def remarks_of(report):
     """What a reader of the table must know about the record beside the rule: as its machine.json says it."""
-    return "".join(f" {remark}" for remark in report.machine.get("remarks", ()))
+    return "".join(f" {remark}" for remark in report.machine.get("remarks", ())) + marks_of(report)
+
+
+def marks_of(report):
+    """What the mark at a row of older code says, if there is one."""
+    return f" Scripts marked {OLDER} compute their step differently today." * any(row.older_code for row in report.rows)
 
 
 def attention_of(report):
@@ -201,7 +206,8 @@ def short_table(report):
     rounds = max(row.rounds for row in report.rows)
     table = markdown_of(todays_rows(report), README_COLUMNS)
     return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant gain "
-            f"over the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction).")
+            f"over the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction)."
+            f"{marks_of(report)}")
 
 
 def long_table(report):
@@ -210,7 +216,7 @@ def long_table(report):
     best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
     table = markdown_of(todays_rows(report), RESULTS_COLUMNS)
     return (f"{table}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
-            f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}.*")
+            f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}.{marks_of(report)}*")
 
 
 def published_table():

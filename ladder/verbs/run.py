@@ -9,6 +9,7 @@ from ladder.measure.peer import find_peers
 from ladder.measure.runner import Runner, check_flags, check_together, eager_flags, locked, plan, quick, split_flags
 from ladder.records.logs import RUNS, newest_run
 from ladder.records.machine import read_machine
+from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, parse_rungs
 from ladder.show.tables import print_end, print_largest
 from ladder.show.terminal import AMOUNT, COUNT
@@ -49,12 +50,11 @@ def main(args, console):
     """Do what the parsed `args` say; returns the exit code."""
     args = as_started(args) if args.resume else args
     args = quick(args) if args.quick else args
-    logs = args.logs or new_folder(RUNS)
-    rungs = parse_rungs(args.rungs)
+    logs, rungs = args.logs or new_folder(RUNS), parse_rungs(args.rungs)
     check_together(args, rungs)
     peers, settings = find_peers(args.peers), check_flags(rungs, args.flags)
-    compiled = [*rungs, BY_LABEL["10"]] if peers else rungs  # each peer is another rung 10
-    args.flags = eager_flags(compiled, args.flags, settings.device, console)
+    with_peers = rungs + [BY_LABEL["10"]] * bool(peers)  # each is another rung 10
+    args.flags = eager_flags(with_peers, args.flags, settings.device, console)
     if args.max_batch:
         return print_largest(largest_batches(rungs, args.flags, args.time_limit, args.processes, console), console)
     rungs = fit_batch(args, rungs, settings, console)
@@ -67,7 +67,7 @@ def main(args, console):
         try:
             with runner:  # between two measurements of the machine
                 if not args.resume:
-                    runner.measure_machine(arguments=args.argv)
+                    runner.measure_machine(arguments=args.argv, code=code_of(rungs))
                 if args.at_once > 1:
                     runner.compile_first(rounds[0], args.at_once)
                 for jobs in rounds:

@@ -26,6 +26,7 @@ from ladder.measure import machine_check, max_batch, processes, runner
 from ladder.measure.processes import Job, run_job
 from ladder.measure.runner import ONE_MACHINE, command_for, eager_flags, split_flags
 from ladder.records.logs import PEER, newest_run, read_log
+from ladder.records.machine import read_machine
 from ladder.records.summary import build_report
 from ladder.rungs.list import BY_LABEL, load_script
 from ladder.rungs.list import LADDER as RUNGS_0_TO_10
@@ -170,6 +171,7 @@ def test_a_run_shows_the_table_and_can_be_resumed(byte_tokens, tmp_path, call):
     for [run] in build_report(logs).runs.values():
         assert run.complete and run.steps == [1, 2, 3, 4] and 0.1 < run.peak_memory_gb < 4
         assert run.allocator == "mimalloc" or sys.platform != "linux"
+    assert read_machine(logs)["code"].keys() == {BY_LABEL["0"].name, BY_LABEL["1"].name}
     gone = logs / "speedup_01_weight_tying.log"
     content = gone.read_text()
     gone.write_text(content[: len(content) // 2])  # as a killed run leaves it

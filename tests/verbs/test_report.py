@@ -19,6 +19,7 @@ from ladder.records.logs import PEER, PEERS, RUNS, read_log
 from ladder.records.machine import read_machine
 from ladder.records.significance import holm, speed_p
 from ladder.records.summary import build_report, check_comparable, rounds_of, steps_of, warnings
+from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show import formats
 from ladder.show.columns import times_before
@@ -248,6 +249,20 @@ def test_the_documents_tables_leave_out_a_script_that_the_record_names_otherwise
     assert len(report.rows) == 2
     for table in (short_table(report), long_table(report)):
         assert table.count("| [") == 1 and "mask" not in table
+
+
+def test_a_script_that_computes_something_else_since_its_record_is_marked(tmp_path, call):
+    """By its name of today or of then; not one that is as it was, nor one whose code the record does not know."""
+    old = {FUSED: "0" * 16, "rung_18_muon": "0" * 16, BASELINE: code_of([BY_LABEL["0"]])[BASELINE]}
+    for name in (*old, TIED):
+        write_log(tmp_path / f"{name}.log")
+    (tmp_path / "machine.json").write_text(json.dumps({"rates": {"float32": 1e12}, "code": old}))
+    report = build_report(tmp_path)
+    assert [row.name for row in report.rows if row.older_code] == [FUSED, BY_LABEL["muon"].name]
+    for text in (short_table(report), long_table(report), call("report", tmp_path)[1]):
+        assert text.count("‡") == 3  # the caption's, too
+    (tmp_path / "machine.json").unlink()
+    assert "‡" not in call("report", tmp_path)[1]
 
 
 def test_csv_and_json_have_every_number_of_a_row(tmp_path, capsys):
