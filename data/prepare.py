@@ -250,6 +250,13 @@ def hold_out(folder, n_tokens, tokenizer, firsts):
     return "last tenth" if one_in == 10 else f"last {wanted:,} tokens"
 
 
+STRAY = {  # characters that a text is better without
+    "\r": ("carriage returns", "each costs a token, and a prompt's \\n is new to the model;"
+           " dos2unix (where \\r stands alone, mac2unix) replaces them"),
+    "\ufeff": ("byte order marks", "files that were joined began with them; delete them"),
+}
+
+
 class Found:
     """What the texts hold: for meta.json, and for the warnings."""
 
@@ -257,7 +264,7 @@ class Found:
         self.sha256 = hashlib.sha256()
         self.documents = array("Q")  # a hash of each
         self.special = Counter()
-        self.n_crlf = 0
+        self.stray = Counter()
 
     def firsts(self):
         """The number of the first document that is the same, of each, (n_documents,)."""
@@ -270,9 +277,10 @@ class Found:
             names = " ".join(sorted(self.special)[:5])
             texts.warn(f"{source}: special tokens in the text: {self.special.total():,} ({names});"
                        " they are encoded as ordinary text")
-        if self.n_crlf:
-            texts.warn(f"{source}: {self.n_crlf:,} lines end in \\r\\n, as on Windows: \\r costs a"
-                       " token, and a prompt's \\n is new to the model; dos2unix removes \\r")
+        for character, n in self.stray.items():
+            if n > 0:
+                name, advice = STRAY[character]
+                texts.warn(f"{source}: {name} in the text: {n:,}; {advice}")
         firsts = self.firsts()
         n_again = int((firsts != np.arange(len(firsts))).sum())
         if n_again:
@@ -286,6 +294,7 @@ def write_documents(pieces, source, tokenizer, path, found):
     special = vocabulary.pattern_of(tokenizer.special_tokens)
     n_documents = 0
     n_characters = 0  # of this document
+    blank = True
     digest = hashlib.blake2b(digest_size=8)  # of this document
     encoded = tqdm(encode(pieces, tokenizer), "encoding", unit=" pieces", disable=None)
     with open(path, "wb") as file:
@@ -309,8 +318,11 @@ def write_documents(pieces, source, tokenizer, path, found):
             found.sha256.update(data)
             digest.update(data)
             found.special.update(special.findall(text))
-            found.n_crlf += text.count("\r\n")
+            found.stray.update({character: text.count(character) for character in STRAY})
+            blank = blank and text.isspace()
     if n_documents > 0:
+        if blank:
+            sys.exit(f"error: {source}: its text for {path.name} is all blanks; check the file")
         found.documents.append(int.from_bytes(digest.digest(), "little"))
 
 

@@ -208,7 +208,8 @@ GOOD = b'{"text": "good"}\n'
     ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a.parquet: .*git lfs pull"),
     ("a.jsonl", GOOD + b'{"body": "", "n": 1}\n', "line 2: .*'text'.*choose a --field, of body$"),
     ("a.jsonl", b'["x"]\n', "line 1: .*no field"), ("a.jsonl", b'{"text": 0}\n', "line 1: .*no field"),
-    ("a.parquet", b"PAR1 no parquet", "a.parquet: not a .parquet file"), ("a.pdf", b"%PDF", "0 tokens")])
+    ("a.parquet", b"PAR1 no parquet", "a.parquet: not a .parquet file"), ("a.pdf", b"%PDF", "0 tokens"),
+    ("a.txt", b" \t\n\xc2\xa0" * 9999, "all blanks")])
 def test_texts_that_cannot_be_used(name, content, reason, prepare):
     write(f"corpus/{name}", content)
     assert re.search(reason, refusal(prepare, "--text", "corpus", "--out", "out"))
@@ -246,10 +247,15 @@ def test_utf8_that_is_almost_whole(prepare, capsys):
     assert text_in("right") == text and not capsys.readouterr().err
 
 
-def test_line_ends_of_windows_are_counted(prepare, capsys):
-    write("a.jsonl", json.dumps({"text": "one\r\ntwo\r\n"}) + "\n" + json.dumps({"text": "three\r\nfour\n"}))
-    prepare.main(["--text", "a.jsonl", "--out", "out"])
-    assert r"3 lines end in \r\n, as on Windows" in capsys.readouterr().err
+@pytest.mark.parametrize("text, name", [
+    ("one\r\ntwo\r\nthree\n\r\n", "carriage returns"), ("one\rtwo\rthree\r", "carriage returns"),
+    ("\ufeffone, \ufefftwo, \ufeff three\ufeff", "byte order marks")])
+def test_characters_that_a_text_is_better_without_are_counted(text, name, prepare, capsys):
+    """Those of Windows and of old Macs; of joined files each mark but the first, which is none of the text's."""
+    write("a.txt", text)
+    prepare.main(["--text", "a.txt", "--out", "out"])
+    warned = capsys.readouterr().err.splitlines()
+    assert len(warned) == 1 and f"{name} in the text: 3; " in warned[0]
 
 
 def test_a_validation_text_of_its_own(prepare):

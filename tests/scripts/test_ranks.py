@@ -182,6 +182,18 @@ def test_what_cannot_work_under_torchrun_is_refused(label, device, gpus, reason,
         module.init_ranks(device)
 
 
+@pytest.mark.parametrize("label", rungs_that_change("init_ranks")[1:])
+def test_a_rank_without_the_rest_of_torchruns_environment_is_refused(label, monkeypatch):
+    """As a container's or a scheduler's: to train alone would say nothing of the ranks that were meant."""
+    for name, value in GROUP_OF_ONE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: pytest.fail("it would wait or fail"))
+    for missing in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(missing)
+        with pytest.raises(SystemExit, match=f"^error: RANK is set, but not {missing}: .*torchrun"):
+            rung(label).init_ranks("cpu")
+
+
 @pytest.mark.parametrize("label", [label for label in BY_LABEL if not builds_on(label, "ddp")])
 def test_torchrun_on_a_script_of_one_process_names_the_one_for_several(label, monkeypatch, tmp_path, byte_tokens):
     monkeypatch.setenv("WORLD_SIZE", "2")
