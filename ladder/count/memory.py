@@ -1,4 +1,4 @@
-"""A small model of the memory that a training step takes, to recommend a batch that fits.
+"""A small model of the memory that a training step takes, to choose a batch that fits.
 
     bytes = 16 N  +  B T (a n_layer n_embd + v vocabulary)  +  s B n_layer n_head T T  +  the process itself
 
@@ -25,12 +25,11 @@ import sys
 import psutil
 
 from ladder.count.flops import VOCAB_SIZE, shape_of
-from ladder.rungs.list import BY_LABEL, LADDER
+from ladder.rungs.list import BY_LABEL
 
 PROCESS_BYTES = 0.5e9  # Python, torch and its libraries; on a GPU the driver takes about as much
 BLOCK_SIZE = 1024
 LOSS_CHUNK = 4096  # tokens whose logits exist at once in `chunked_cross_entropy`: the default of --loss-chunk
-RUN_BY_DEFAULT = [rung.label for rung in LADDER]  # the labels of `python -m ladder run`
 
 
 def step_bytes(model, B, T, label, vocab_size=VOCAB_SIZE):
@@ -56,18 +55,6 @@ def split_parameters(model):
     n_layer, _, n_embd = shape_of(model)
     n_rows, n_hidden = math.ceil(VOCAB_SIZE / 128) * 128, math.ceil(8 * n_embd / 3 / 64) * 64
     return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer
-
-
-def recommend(available_bytes, accelerator, shapes=(("gpt2", 1024), ("gpt2", 256), ("tiny", 256))):
-    """(model, B, T) for rungs 0 to 10 in 80 % of the memory: the first shape that fits, B a power of two up to 64.
-
-    On a CPU B is 1: a larger batch only makes a longer step there.
-    """
-    for model, T in shapes:
-        B = largest_fitting(model, T, RUN_BY_DEFAULT, 0.8 * available_bytes)
-        if B:
-            return model, min(2 ** (B.bit_length() - 1), 64 if accelerator else 1), T
-    return model, 1, T
 
 
 def free_memory(device):

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from ladder.count.memory import free_memory, recommend
+from ladder.count.memory import free_memory
 from ladder.errors import UserError
 from ladder.measure.device_rates import attention_kernel, rung_10
 from ladder.measure.processes import COMPLAINT, OUT_OF_MEMORY
@@ -204,9 +204,8 @@ def check_files():
 
 
 def check_machine(device=None):
-    """All findings, and the command recommended for this machine."""
+    """All findings, and a command that takes a few minutes on this machine."""
     device = device or rung_10.parse_args([]).device
     findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
                 *check_cache(), *check_files()]
-    model, B, T = recommend(free_memory(device), accelerator=device != "cpu")
-    return findings, f"python -m ladder run --model {model} -B {B} -T {T} --steps {10 if device == 'cpu' else 200}"
+    return findings, f"python -m ladder run {'--quick' if device == 'cpu' else '--steps 200'}"

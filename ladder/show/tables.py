@@ -178,7 +178,9 @@ def print_end(runner, console, quick):
         for outcome in failed:
             console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}")
     elif quick:
-        console.print("\nThat was a small model. python -m ladder check recommends a command for GPT-2 (124M) here.")
+        steps = 10 if runner.device == "cpu" else 200
+        console.print(f"\nThat was a small model. The same with GPT-2 (124M): python -m ladder run --rungs 0,5,6 --steps "
+                      f"{steps}{'; allow ten minutes on a CPU' if runner.device == 'cpu' else ''}", soft_wrap=True)
 
 
 def print_largest(found, console):

@@ -10,7 +10,6 @@ import torch
 from log_files import MEDIAN, write_log
 from run_tool import flags, is_one_error
 
-from ladder.count.memory import recommend
 from ladder.errors import UserError
 from ladder.measure import device_rates, machine_check, this_machine
 
@@ -23,7 +22,7 @@ def test_check_says_what_is_here_and_recommends_a_run(tmp_path, monkeypatch, cal
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     code, out, _ = call("check")
-    assert code == 0 and re.search(r"python -m ladder run --model \S+ -B \d+ -T \d+ --steps \d+$", out), out
+    assert code == 0 and re.search(r"python -m ladder run --quick$", out), out
     assert "x torch.compile: " in out and "install" in out and "NVIDIA GPU" not in out
     for word in ("device", "TF32", "bfloat16", "attention", "fused AdamW", "NCCL", "free disk"):
         assert f" {word}: " in out
@@ -151,16 +150,6 @@ def test_each_format_of_a_gpu_is_measured_as_a_rung_multiplies_in_it(monkeypatch
         (dtype, torch.get_float32_matmul_precision())) or shape[0])
     assert device_rates.measure("cuda") == dict.fromkeys(("float32", "bfloat16", "tf32"), 8192)
     assert [seen[0], seen[6]] == [(torch.float32, "highest"), (torch.float32, "high")] and seen[3][0] == torch.bfloat16
-
-
-@pytest.mark.parametrize("free", [5e9, 1e9, 80e9])
-def test_what_is_free_on_a_gpu_is_what_counts(free, monkeypatch):
-    """Not all that it has: for the batch that is recommended."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
-    for name in ("device", "formats", "kernels", "ranks", "files"):
-        monkeypatch.setattr(machine_check, f"check_{name}", lambda *_: [])
-    model, B, T = recommend(free, accelerator=True)
-    assert f"run --model {model} -B {B} -T {T} --steps 200" in machine_check.check_machine("cuda")[1]
 
 
 def test_a_mac_s_chip_has_a_name(monkeypatch):
