@@ -33,7 +33,9 @@ BYTES = 257  # the vocabulary of data/bytes: 256 bytes and <|endoftext|>
 LENGTH, MEMORY = "growth_length.png", "growth_memory.png"
 COLORS = ["#31356e", "#d9822b", "#35b779", "#a33b76"]
 GB = 1e9
-RECOMPUTES, CHUNKS = "gradient_checkpointing", "chunked_cross_entropy"  # the record has their old numbers
+RECOMPUTES, CHUNKS = "gradient_checkpointing", "chunked_cross_entropy"
+SHOWN = {"rung 15": "preemption", "rung 16": RECOMPUTES, "rung 17, chunks": CHUNKS,
+         "rung 16, all recomputed": f"{RECOMPUTES}, all blocks"}  # where the record has old numbers
 
 
 # ---- the memory that ladder/count/memory.py expects, in bytes ------------------------------------------------------
@@ -205,7 +207,7 @@ def draw_memory(axes, record, name):
         values, peak, _, _ = medians(record, name, rung, "peak_gb")
         every = range(curve.values[0], curve.counted_to + 1, curve.values[0])
         axes.plot(every, [counted(value) / GB for value in every], "--", color=color, linewidth=1)
-        axes.plot(values, peak, "o", color=color, markersize=size, label=rung)
+        axes.plot(values, peak, "o", color=color, markersize=size, label=SHOWN.get(rung, rung))
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
