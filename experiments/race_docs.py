@@ -4,14 +4,17 @@
 """
 import argparse
 
+import pandas
+
 from ladder.records.logs import ORDER, stage_of
 from ladder.records.race import FILE
 from ladder.records.summary import build_report
 from ladder.rungs.list import ROOT
 from ladder.show import formats
+from ladder.show.columns import markdown
 from ladder.show.plots import colors_of, heading, save
-from ladder.show.standings import KEY, between, race_texts
-from ladder.show.tables import batch_of, data_of, machine_of, markdown, write_between
+from ladder.show.standings import KEY, TIMES, between, race_texts
+from ladder.show.tables import batch_of, data_of, machine_of, write_between
 
 PAGE = "docs/results.md"
 RACES = "races.png"
@@ -32,7 +35,7 @@ def races_of(folders):
 
 def race_table(report):
     texts, caption = race_texts(report)
-    rows = texts.drop(columns="script").rename(columns={"label": ""}).to_dict("records")
+    rows = texts.drop(columns="script").rename(columns={"label": ""})
     return (f"### {race_name(report)}\n\n{markdown(rows, 2)}\n\n"
             f"{machine_of(report)}, {batch_of(report)}. {caption}")
 
@@ -50,7 +53,7 @@ def older_table(older, newer):
         seeds = race.race.record.tested.seed.nunique()
         rows.append({"text": race_name(race), "seeds": formats.number(seeds),
                      **{f"`{stage_of(name).label}`": losses.get(name, formats.NOTHING) for name in shown}})
-    return f"### Older races\n\n{markdown(rows, 1)}"
+    return f"### Older races\n\n{markdown(pandas.DataFrame(rows), 1)}"
 
 
 def race_bar(row, color):
@@ -94,7 +97,7 @@ def pictures(races):
 def write_tables(races, root=ROOT):
     newer = [race for race in races if not is_older(race)]
     older = [race for race in races if is_older(race)]
-    write_between(root / PAGE, "race", [*map(race_table, newer), KEY, older_table(older, newer)])
+    write_between(root / PAGE, "race", [*map(race_table, newer), f"{KEY} {TIMES}", older_table(older, newer)])
 
 
 def main():

@@ -25,7 +25,6 @@ class Column:
     text: object  # a function of a row
     explains: str = ""  # what a caption says of it
     goes: int = 0  # from a narrow terminal: the column with the highest number first, one with 0 never
-    words: bool = False  # which are aligned left in Markdown
 
 
 def texts_of(rows, columns):
@@ -46,28 +45,28 @@ def mfu_of(row):
     return formats.share(row.mfu) + " (!)" * (row.mfu is not None and row.mfu > 1)
 
 
-def older(row):
-    return f" {OLDER}" * row.older_code
+def mark_of(row):
+    return OLDER * row.older_code
 
 
-LABEL = Column("", lambda row: stage_of(row.name).label, words=True)
-TITLE = Column("the one change", lambda row: row.title + older(row), words=True)
-LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({stage_of(row.name).file}){older(row)}", words=True)
+LABEL = Column("", lambda row: stage_of(row.name).label)
+TITLE = Column("the one change", lambda row: row.title + mark_of(row))
+LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({stage_of(row.name).file}){mark_of(row)}")
 MS = Column("ms/step", lambda row: formats.ms(row.ms))
-SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high), goes=5)
+SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high), goes=6)
 MS_SPREAD = Column("ms/step", lambda row: f"{MS.text(row)} ({SPREAD.text(row)})")
-TOKENS = Column("tokens/sec", lambda row: formats.number(row.tokens_per_second), goes=1)
+TOKENS = Column("tokens/sec", lambda row: formats.number(row.tokens_per_second), goes=5)
 BASELINE = Column("× baseline", lambda row: formats.ratio(row.times_baseline))
-BEFORE = Column("× before", times_before, STARS, goes=4)
-MFU = Column("MFU", mfu_of, CONVENTION, goes=3)
+BEFORE = Column("× before", times_before, STARS, goes=1)
+MFU = Column("MFU", mfu_of, CONVENTION, goes=2)
 CAUSAL = Column("causal", lambda row: formats.share(row.mfu_causal),
-                "causal: MFU with the half of attention's FLOPs that a causal kernel computes", goes=8)
-MEMORY = Column("peak GB", lambda row: formats.gigabytes(row.peak_memory_gb), goes=2)
-LOSS = Column("loss", lambda row: formats.loss(row.last_loss), goes=1)
+                "causal: MFU with the half of attention's FLOPs that a causal kernel computes", goes=9)
+MEMORY = Column("peak GB", lambda row: formats.gigabytes(row.peak_memory_gb), goes=3)
+LOSS = Column("loss", lambda row: formats.loss(row.last_loss), goes=4)
 FIRST = Column("1st step s", lambda row: formats.seconds(row.first_step_s),
-               "1st step: with compilation, unless its graphs were in torch's cache", goes=7)
+               "1st step: with compilation, unless its graphs were in torch's cache", goes=8)
 VAL_LOSS = Column("val loss", lambda row: NOTHING if row.last_val_loss is None else formats.loss(row.last_val_loss),
-                  goes=6)
+                  goes=7)
 
 
 def last_steps(report):
@@ -84,8 +83,7 @@ README_COLUMNS = [replace(LABEL, heading="rung"), LINKED_TITLE, MS_SPREAD, BEFOR
 RESULTS_COLUMNS = [LABEL, LINKED_TITLE, MS, SPREAD, TOKENS, BEFORE, BASELINE, MFU, MEMORY, LOSS]
 
 
-def markdown_of(rows, columns):
-    """Rows as a table in Markdown."""
-    lines = [[column.heading for column in columns], ["---" if column.words else "--:" for column in columns]]
-    lines += [[column.text(row) for column in columns] for row in rows]
+def markdown(texts, n_left=2):
+    """A DataFrame of strings in Markdown: the first `n_left` columns are words, the others numbers."""
+    lines = [list(texts), ["---"] * n_left + ["--:"] * (len(texts.columns) - n_left), *texts.itertuples(index=False)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -77,10 +77,11 @@ KEY = (
     "Learning rates: AdamW's, and Muon's if the script has Muon. val loss: the mean over the seeds. − the row before: "
     "the mean difference between runs with the same seed. p: from a paired t-test, after Holm's correction over the "
     f"race; * marks p < {BEYOND_CHANCE} with at least {FEWEST_SEEDS} seeds. Parentheses: lowest to highest (range), or "
-    "an interval that holds for all rows at once (99 %, by Bonferroni's correction, so it is a little wider than "
-    "Holm's p requires). ms/step: the median of timed runs, without compilation and validation. ms / the row before: "
-    "from runs that were timed one after the other."
+    "an interval that holds for all rows at once (99 %, by Bonferroni's correction, so it is a little wider than Holm's "
+    "p requires)."
 )
+TIMES = ("ms/step: the median of timed runs, without compilation and validation. ms / the row before: from runs that "
+         "were timed one after the other.")
 
 
 def caption(report):
@@ -127,4 +128,4 @@ def print_race(report, console):
     """The standings in a terminal."""
     texts, below = race_texts(report)
     print_texts(texts.drop(columns=IN_A_LINK), console, f"{report.name}: a race", f"{below} {KEY}",
-                first_to_go=FIRST_TO_GO)
+                {heading: TIMES for heading in texts if heading.startswith("ms/step")}, FIRST_TO_GO)

@@ -16,7 +16,7 @@ from ladder.records.work import KINDS, UNRELIABLE, is_reliable
 from ladder.rungs.list import BY_LABEL, BY_NAME, LADDER, ROOT, RUNGS
 from ladder.show import formats
 from ladder.show.columns import (CAUSAL, CONVENTION, OLDER, README_COLUMNS, RESULTS_COLUMNS, all_columns, last_steps,
-                                 markdown_of, texts_of)
+                                 markdown, texts_of)
 from ladder.show.formats import NOTHING
 from ladder.show.standings import print_race
 from ladder.show.terminal import print_texts
@@ -191,13 +191,6 @@ def print_largest(found, console):
     return 0 if all(best for best, _, _ in found.values()) else 1
 
 
-def markdown(rows, n_left):
-    """Rows, each {heading: text}, in Markdown: the first `n_left` columns are words, the others numbers."""
-    lines = [list(rows[0]), ["---"] * n_left + ["--:"] * (len(rows[0]) - n_left)]
-    lines += [row.values() for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def todays_rows(report):
     """The rows without those that their record gives a title of its own: their scripts have changed, or are gone."""
     return [row for row in report.rows if row.name not in report.machine.get("titles", {})]
@@ -206,7 +199,7 @@ def todays_rows(report):
 def short_table(report):
     """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
     rounds = max(row.rounds for row in report.rows)
-    table = markdown_of(todays_rows(report), README_COLUMNS)
+    table = markdown(texts_of(todays_rows(report), README_COLUMNS))
     return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant gain "
             f"over the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction)."
             f"{marks_of(report)}")
@@ -216,7 +209,7 @@ def long_table(report):
     """docs/results.md's; the document says what its columns are."""
     rounds, commit = max(row.rounds for row in report.rows), report.machine.get("commit", "unknown")
     best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
-    table = markdown_of(todays_rows(report), RESULTS_COLUMNS)
+    table = markdown(texts_of(todays_rows(report), RESULTS_COLUMNS))
     return (f"{table}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
             f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}.{marks_of(report)}*")
 
@@ -232,7 +225,7 @@ def published_table():
     remarks = rows["remark"].where(rows["remark"] == "", ": " + rows["remark"])
     rows["source"] = "[" + rows["who"] + "](" + rows["link"] + ")" + remarks
     columns = ["GPU", "B", "what", "ms", "tokens/sec", "source"]
-    return markdown(rows[columns].replace("", NOTHING).to_dict("records"), len(columns))
+    return markdown(rows[columns].replace("", NOTHING), len(columns))
 
 
 def write_between(path, name, tables):
@@ -253,7 +246,7 @@ def scripts_table():
     branch = "\n".join(line for line, _ in lines[[rung.label for _, rung in lines].index("10"):])
     rows = [{"script": f"[`{rung.label}`]({rung.file.removeprefix('beyond/')})", "the idea": rung.title,
              "what it brings": rung.brings} for rung in RUNGS if rung.track]
-    return f"```\n{branch}\n```\n\n{markdown(rows, 3)}"
+    return f"```\n{branch}\n```\n\n{markdown(pandas.DataFrame(rows), 3)}"
 
 
 def write_tables(reports, root=ROOT):

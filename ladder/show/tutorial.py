@@ -20,7 +20,7 @@ from ladder.show import formats
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
 from ladder.show.columns import STARS, all_columns, mfu_of, texts_of, times_before
 from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose, read_exercises
-from ladder.show.standings import IN_A_LINK, KEY, between, p_of, race_texts, refuted_in
+from ladder.show.standings import IN_A_LINK, KEY, TIMES, between, p_of, race_texts, refuted_in
 from ladder.show.tables import data_of, fastest, few_rounds, floors_of, gain, remarks_of, where
 from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
@@ -123,7 +123,8 @@ def race_view(report):
     if not report.race:
         return None
     texts, caption = race_texts(report)
-    return table(texts.drop(columns=IN_A_LINK).to_dict("records")) | {"caption": f"{caption} {KEY}"}
+    times = f" {TIMES}" * any(heading.startswith("ms/step") for heading in texts)
+    return table(texts.drop(columns=IN_A_LINK).to_dict("records")) | {"caption": f"{caption} {KEY}{times}"}
 
 
 def machine_view(report):

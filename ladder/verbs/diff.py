@@ -47,6 +47,7 @@ def print_effect(before, rung, report, console, whose):
     losses = f"loss at step {new.last_step}: {formats.loss(old.last_loss)} -> {formats.loss(new.last_loss)}"
     if old.last_val_loss and new.last_val_loss:
         losses = f"validation loss: {formats.loss(old.last_val_loss)} -> {formats.loss(new.last_val_loss)}"
+    whose += ", with older code" * (old.older_code or new.older_code)
     ratio = new.tokens_per_second / old.tokens_per_second
     in_table = before.label == rung.before
     p = new.p_before if in_table else speed_p(report.rounds, before.name, rung.name)
