@@ -22,8 +22,7 @@ from ladder.errors import UserError
 from ladder.measure.contest import MOST_TRIES, TIMINGS, Contest, hold, read_about
 from ladder.measure.fairness import check_fair, check_logs, check_scripts
 from ladder.measure.runner import eager_flags, locked
-from ladder.records.race import FILE
-from ladder.records.recipes import SEEDS, read_logs, write_csv
+from ladder.records.recipes import RACE, SEEDS, read_logs, write_csv
 from ladder.records.summary import build_report
 from ladder.rungs.list import parse_rungs
 from ladder.show.plots import save
@@ -34,7 +33,7 @@ def keep(folder, names):
     """Write what has ended: race.csv and, with a round, race.png; why other logs do not count."""
     record, skipped = read_logs(folder, names)
     if len(record.points):
-        write_csv(record, folder / FILE)
+        write_csv(record, folder / RACE)
     report = record.names and build_report(folder)
     if report and report.race.table.change.notna().any():
         save(races_picture([report]), folder / "race.png")

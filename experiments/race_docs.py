@@ -7,7 +7,7 @@ import argparse
 import pandas
 
 from ladder.records.logs import ORDER, stage_of
-from ladder.records.race import FILE
+from ladder.records.recipes import RACE
 from ladder.records.summary import build_report
 from ladder.rungs.list import ROOT
 from ladder.show import formats
@@ -50,7 +50,7 @@ def older_table(older, newer):
     for race in older:
         losses = {row.name: formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss)
                   for row in race.race.table.itertuples()}
-        seeds = race.race.record.tested.seed.nunique()
+        seeds = race.race.tested.seed.nunique()
         rows.append({"text": race_name(race), "seeds": formats.number(seeds),
                      **{f"`{stage_of(name).label}`": losses.get(name, formats.NOTHING) for name in shown}})
     return f"### Older races\n\n{markdown(pandas.DataFrame(rows), 1)}"
@@ -102,11 +102,11 @@ def write_tables(races, root=ROOT):
 
 def main():
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    races = races_of(path.parent for path in sorted((ROOT / "logs" / "reference").glob(f"*/{FILE}")))
+    races = races_of(path.parent for path in sorted((ROOT / "logs" / "reference").glob(f"*/{RACE}")))
     write_tables(races)
     for name, picture in pictures(races).items():
         save(picture, ROOT / "docs" / name)
-    print(f"{PAGE}, {RACES}: rewritten from {len(races)} times {FILE}")
+    print(f"{PAGE}, {RACES}: rewritten from {len(races)} times {RACE}")
 
 
 if __name__ == "__main__":

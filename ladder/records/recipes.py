@@ -18,7 +18,7 @@ from ladder.records.significance import holm_effects, paired_effect
 from ladder.rungs.list import today
 
 FOLDERS = Path("logs/compare")  # of comparisons, each in one
-CSV, DIFFERENCES = "compare.csv", "differences.csv"
+CSV, DIFFERENCES, RACE = "compare.csv", "differences.csv", "race.csv"
 SEEDS = 8  # that are tested, unless a user asks for others
 MOST_TRIES = 24  # of learning rates, for each script of a search
 TUNING_SEEDS = (1336, 1337)  # of the searches; rounds that have one, in older races, are not tested
@@ -58,6 +58,11 @@ class Record:
     def ends(self):
         """The last row of each run that counts, by script and seed."""
         return self.tested.groupby(["rung", "seed"], sort=False).tail(1).set_index(["rung", "seed"])
+
+    @cached_property
+    def table(self):
+        """The standings of a race: each script compared with the row before."""
+        return standings(self, against_first=False)
 
     @property
     def timed(self):
@@ -249,3 +254,10 @@ def read_csv(path):
     points = pandas.read_csv(path, comment="#", dtype=COLUMNS, usecols=[*COLUMNS])
     points["rung"] = points.rung.map(today)
     return Record(read_headers(lines_of(text_of(path))), points)
+
+
+def read_race(folder):
+    """The Record of the race in a folder; None without one, or before its first run has ended."""
+    path = Path(folder) / RACE
+    race = read_csv(path) if path.exists() else None
+    return race if race and race.names else None

@@ -16,7 +16,7 @@ from ladder.errors import UserError
 from ladder.records.impossible import CLOCK, impossible
 from ladder.records.logs import read_folder, run_of, stage_of
 from ladder.records.machine import read_machine
-from ladder.records.race import Race, read_race
+from ladder.records.recipes import Record, read_race
 from ladder.records.significance import holm, speed_p
 from ladder.records.two_logs import MIN_COUNTED
 from ladder.records.work import read_profile
@@ -39,7 +39,7 @@ class Report:
     rounds: pandas.DataFrame = None  # of `rounds_of`
     table: pandas.DataFrame = None  # of `summary_of`
     profile: dict | None = None  # where each rung's step time goes, as profile.json has it
-    race: Race | None = None
+    race: Record | None = None
     skipped: list = field(default_factory=list)  # why files of the folder were not used
     cores: int = 0  # of a CPU
     allocators: list = field(default_factory=list)

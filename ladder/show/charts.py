@@ -61,7 +61,7 @@ def profile_bars(profile):
 def curves(report):
     """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
     if report.race:
-        for name, curve in curves_of(report.race.record):
+        for name, curve in curves_of(report.race):
             yield {"title": stage_of(name).title, "steps": curve.index.tolist(), "loss": curve["mean"].tolist(),
                    "low": curve["min"].tolist(), "high": curve["max"].tolist()}
         return

@@ -146,7 +146,7 @@ def step_picture(report):
 
 def loss_picture(report):
     """The loss against steps and, where they were timed, against seconds of training."""
-    colors = colors_of(report.race.record.names if report.race else report.runs)
+    colors = colors_of(report.race.names if report.race else report.runs)
     by_title = {stage_of(name).title: color for name, color in colors.items()}
     by_title |= {row.title: colors[row.name] for row in report.rows}
     shown = [curve | {"color": by_title.get(curve["title"])} for curve in curves(report)]

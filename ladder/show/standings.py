@@ -86,7 +86,7 @@ TIMES = ("ms/step: the median of timed runs, without compilation and validation.
 
 def caption(report):
     """What a reader of a race needs to know beside KEY."""
-    record, table = report.race.record, report.race.table
+    record, table = report.race, report.race.table
     rounds, search = record.tested, record.part("search")
     searched = "learning rates not searched"
     if len(search):

@@ -18,7 +18,6 @@ from experiments.race import keep
 from ladder.errors import UserError
 from ladder.measure.contest import Contest
 from ladder.measure.learning_rates import SEED, default_rates, tuning_seeds
-from ladder.records.race import Race
 from ladder.records.recipes import read_csv, read_logs, write_csv
 from ladder.records.logs import stage_of
 from ladder.records.summary import build_report
@@ -302,8 +301,8 @@ def test_the_picture_of_races_has_the_effects_and_their_intervals(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES)
     report = build_report(tmp_path)
     report.setting["data"] = "text (bytes tokens)"
-    record = report.race.record
-    older, newer = (replace(report, race=Race(replace(record, facts=facts)))
+    record = report.race
+    older, newer = (replace(report, race=replace(record, facts=facts))
                     for facts in (record.facts, {"model": "tiny"}))
     larger = replace(newer, name="b", setting=report.setting | {"model": "x9x9"})
     pictures = race_docs.pictures([newer, older, larger])
@@ -322,8 +321,8 @@ def test_the_table_of_older_races_has_the_losses_of_some_rungs(tmp_path):
     run_race(tmp_path, [ADAMW, MUON, TRAPEZOID], 3, **VAL_LOSSES | {TRAPEZOID.name: [5.0, 5.1, 5.2]})
     older = build_report(tmp_path)
     first, muon, trapezoid = (stage_of(name) for name in older.race.table.name)
-    record = older.race.record
-    newer = replace(older, race=Race(replace(record, points=record.points[record.points.rung != TRAPEZOID.name])))
+    record = older.race
+    newer = replace(older, race=replace(record, points=record.points[record.points.rung != TRAPEZOID.name]))
     lines = race_docs.older_table([older], [newer]).splitlines()
     assert lines[2] == f"| text | seeds | `{first.label}` | `{muon.label}` | `{trapezoid.label}` |"
     assert lines[-1].endswith(" | 3 | 6.000 (5.900–6.100) | 3.967 (3.900–4.000) | 5.100 (5.000–5.200) |")
@@ -353,7 +352,7 @@ def test_a_race_for_real(byte_tokens, tmp_path, call, monkeypatch):
              "--total-batch", "32", "--val-every", "2", "--val-sequences", "2", "--compile-mode", "none",
              "--warmup-steps", "0"]
     assert race_module.main(words) == 0
-    assert {*build_report(logs).race.record.tested.step} == {2, 4}
+    assert {*build_report(logs).race.tested.step} == {2, 4}
     assert "1 seed, too few for a star; 3 tries of learning rates" in " ".join(call("report", logs)[1].split())
     gone = [logs / "round_1" / f"{name}.log", logs / "timing" / "round_2" / f"{name}.log"]
     for path in gone:
