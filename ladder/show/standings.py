@@ -11,6 +11,8 @@ from ladder.show import formats
 from ladder.show.terminal import print_texts
 
 IN_A_LINK = ["label", "the one change"]  # columns of a race in Markdown; elsewhere "script" says it
+FOR_ALL = (" that holds for all rows at once (99 %, by Bonferroni's correction, so it is a little wider than Holm's p "
+           "requires)")
 REFUTED = "†"  # at a star that a check removed
 FIRST_TO_GO = ["tries", "learning rates", "parameters", "ms/step", "ms /", "val loss"]  # of a narrow terminal
 
@@ -77,8 +79,7 @@ KEY = (
     "Learning rates: AdamW's, and Muon's if the script has Muon. val loss: the mean over the seeds. − the row before: "
     "the mean difference between runs with the same seed. p: from a paired t-test, after Holm's correction over the "
     f"race; * marks p < {BEYOND_CHANCE} with at least {FEWEST_SEEDS} seeds. Parentheses: lowest to highest (range), or "
-    "an interval that holds for all rows at once (99 %, by Bonferroni's correction, so it is a little wider than Holm's "
-    "p requires)."
+    f"an interval{FOR_ALL}."
 )
 TIMES = ("ms/step: the median of timed runs, without compilation and validation. ms / the row before: from runs that "
          "were timed one after the other.")

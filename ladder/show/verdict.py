@@ -6,7 +6,7 @@ from ladder.records.recipes import curves_of, doubts, standings
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_SEEDS
 from ladder.show import formats
 from ladder.show.plots import colors_of
-from ladder.show.standings import FIRST_TO_GO, IN_A_LINK, called, exactly, how_sure, recipe_texts
+from ladder.show.standings import FIRST_TO_GO, FOR_ALL, IN_A_LINK, called, exactly, how_sure, recipe_texts
 from ladder.show.terminal import print_texts
 
 
@@ -45,11 +45,11 @@ def cautions(record, table):
         if name not in table.name:
             yield f"{called(name)} finished 0 of {record.tested.seed.nunique()} seeds."
     first, *others = table.itertuples()
-    for row in others:
-        if row.parameters != first.parameters:
-            more = row.parameters - first.parameters
-            yield (f"{called(row.name)} has {abs(more):,} parameters {'more' if more > 0 else 'fewer'} than "
-                   f"{called(first.name)}: part of a difference may be their number's.")
+    more = {called(row.name): row.parameters - first.parameters for row in others}
+    unequal = ", ".join(f"{name} {n:+,}" for name, n in more.items() if n)
+    if unequal:
+        yield (f"The numbers of parameters differ from {called(first.name)}'s ({unequal}). Part of a difference in loss "
+               "may come from that.")
 
 
 def limits(record, table):
@@ -80,10 +80,9 @@ def print_verdict(record, console):
     """Doubts, the table, the sentences."""
     texts, before, sentences = verdict_of(record)
     several = len(texts) > 2
-    key = (f"val loss: the mean over the seeds. p: of the paired t-test of the mean difference"
-           f"{f', by Holm over {len(texts) - 1} comparisons' if several else ''}; * marks p < {BEYOND_CHANCE}. "
-           "Brackets hold the lowest and the highest (range), or an interval "
-           f"(99 %{', for all rows at once' * several}).")
+    key = ("val loss: the mean over the seeds. p: from a paired t-test"
+           f"{f', after Holm’s correction for {len(texts) - 1} comparisons' * several}; * marks p < {BEYOND_CHANCE}. "
+           f"Parentheses: lowest to highest (range), or an interval{FOR_ALL if several else ' (99 %)'}.")
     for sentence in before:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True)
     print_texts(texts, console, "Training recipes", key, first_to_go=FIRST_TO_GO)

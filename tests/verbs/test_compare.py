@@ -369,9 +369,9 @@ def test_more_parameters_are_named_and_doubts_come_first():
     record.points.loc[record.points.rung == "mine", "parameters"] = 900_012
     texts, before, _ = verdict_of(searched(record, "mine", CROSS | {(0.5, 1): 1.5}))
     assert texts["parameters"].tolist() == ["900,000", "900,012"]
-    assert "mine.py are at the edge" in before[0] and "mine.py has 12 parameters more than zero_init" in before[1]
+    assert "mine.py are at the edge" in before[0] and "from zero_init's (mine.py +12)" in before[1]
     shown = printed(record, 80)
-    assert shown.index("12 parameters more") < shown.index("Training recipes") < shown.index("the same losses")
+    assert shown.index("(mine.py +12)") < shown.index("Training recipes") < shown.index("the same losses")
 
 
 def printed(record, width):
