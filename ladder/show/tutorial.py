@@ -70,7 +70,7 @@ def measured_row(rung, report):
     if report.race or rung.name not in rows:
         return None
     row, both = rows[rung.name], [rows[one.name] for one in pair(rung) if one.name in rows]
-    return {"measured on": report.name.replace("_", " "),
+    return {"measured on": report.name.replace("_", " ") + ", older code" * row.older_code,
             "ms/step": from_to(formats.ms(one.ms) for one in both), "× before": times_before(row),
             "MFU": from_to(map(mfu_of, both)),
             "GB": from_to(formats.gigabytes(one.peak_memory_gb) for one in both),

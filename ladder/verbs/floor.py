@@ -47,19 +47,14 @@ def floor_texts(row, cards, low, high):
 
     A measured step takes `low` to `high` times its floor.
     """
-    alone = cards[0].name if len(cards) == 1 else None
-    texts = {"rung": BY_LABEL[row['label']].row}
-    if alone:
-        texts["TFLOP"] = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
-    texts["GB"] = f"{row['gb']:,.1f}"
-    texts["launches"] = formats.number(row['launches'])
+    texts = {"rung": BY_LABEL[row["label"]].row, "GB": f"{row['gb']:,.1f}", "launches": formats.number(row["launches"])}
     for card in cards:
-        texts[f"{card.name}, ms"] = formats.ms(row['ms'][card.name]['floor'])
-    if alone:
-        texts["products"] = formats.ms(row['ms'][alone]['products'])
-        texts["traffic"] = formats.ms(row['ms'][alone]['traffic'])
-        floor = row['ms'][alone]['floor']
-        texts["expect, ms"] = formats.spread(low * floor, high * floor, formats.number)
+        texts[f"{card.name}, ms"] = formats.ms(row["ms"][card.name]["floor"])
+    if len(cards) == 1:
+        [ms] = row["ms"].values()
+        texts["TFLOP"] = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
+        texts |= {part: formats.ms(ms[part]) for part in ("products", "traffic")}
+        texts["expect, ms"] = formats.spread(low * ms["floor"], high * ms["floor"], formats.number)
     return texts
 
 
