@@ -79,9 +79,8 @@ def verdict_of(record):
 def print_verdict(record, console):
     """Doubts, the table, the sentences."""
     texts, before, sentences = verdict_of(record)
-    several = len(texts) > 2
-    key = ("val loss: the mean over the seeds. p: from a paired t-test"
-           f"{f', after Holm’s correction for {len(texts) - 1} comparisons' * several}; * marks p < {BEYOND_CHANCE}. "
+    corrected, several = f", after Holm's correction for {len(texts) - 1} comparisons", len(texts) > 2
+    key = (f"val loss: the mean over the seeds. p: from a paired t-test{corrected * several}; * marks p < {BEYOND_CHANCE}. "
            f"Parentheses: lowest to highest (range), or an interval{FOR_ALL if several else ' (99 %)'}.")
     for sentence in before:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True)
