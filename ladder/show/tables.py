@@ -12,7 +12,7 @@ from ladder.records.logs import has_steps, reference_folders, stage_of
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.records.summary import build_report, warnings
 from ladder.records.two_logs import compare
-from ladder.records.work import KINDS, UNRELIABLE, is_reliable
+from ladder.records.work import UNRELIABLE, is_reliable
 from ladder.rungs.list import BY_LABEL, BY_NAME, LADDER, ROOT, RUNGS
 from ladder.show import formats
 from ladder.show.columns import (CAUSAL, CONVENTION, OLDER, README_COLUMNS, RESULTS_COLUMNS, all_columns, last_steps,
@@ -24,6 +24,7 @@ from ladder.show.tree import tree_lines
 
 DIGITS = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
           "A / B": "{:.2f}"}
+WORDS = ("matmul", "head", "attention", "pointwise", "loss", "optimizer", "data", "waiting")  # for KINDS, in a table
 
 
 def gain(report):
@@ -150,19 +151,18 @@ def print_comparison(one, other, console, card=None):
 
 def print_profile(profile, console):
     """The profile as a table: ms per step, by kind of work."""
-    wide = console.width >= 130
-    words = KINDS if wide else ("matmul", "head", "attn", "pointw", "CE", "optim", "data", "wait")
     rows = []
     for found in profile["rungs"]:
-        rung, mark = BY_NAME[found["name"]], "" if is_reliable(found) else " (!)"
-        times = dict(zip(words, found["parts_ms"].values(), strict=True)) | {"step": found["step_ms"]}
-        times |= ({"plain": found["plain_ms"]} if wide else {}) | {"products": found["floor_ms"]}
-        rows.append({"rung": (rung.title if wide else rung.label) + mark}
+        times = dict(zip(WORDS, found["parts_ms"].values(), strict=True))
+        times |= {"step": found["step_ms"], "plain": found["plain_ms"], "products": found["floor_ms"]}
+        rows.append({"rung": BY_NAME[found["name"]].row + " (!)" * (not is_reliable(found))}
                     | {word: formats.ms(ms) for word, ms in times.items()})
-    caption = "step: under the profiler; products: all of its matrix products at the rate measured"
-    caption += "" if all(map(is_reliable, profile["rungs"])) else f"\n(!) {UNRELIABLE}"
+    caption = "" if all(map(is_reliable, profile["rungs"])) else f"(!) {UNRELIABLE}"
+    explains = {"step": "step: under the profiler", "plain": "plain: without it",
+                "products": "products: all of its matrix products at the rate measured"}
     print_texts(pandas.DataFrame(rows), console, f"ms per step, {profile['name']}, {profile['model']}, "
-                f"B={profile['B']} T={profile['T']}", caption, padding=(0, 1, 0, 0), pad_edge=False)
+                f"B={profile['B']} T={profile['T']}", caption, explains, ("plain", "data", "wait", "products"),
+                padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def print_end(runner, console, quick):
