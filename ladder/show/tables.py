@@ -95,7 +95,7 @@ def remarks_of(report):
 
 def marks_of(report):
     """What the mark at a row of older code says, if there is one."""
-    return f" Scripts marked {OLDER} compute their step differently today." * any(row.older_code for row in report.rows)
+    return f" Scripts marked {OLDER} have changed since." * any(row.older_code for row in report.rows)
 
 
 def attention_of(report):
