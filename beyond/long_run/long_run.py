@@ -639,9 +639,8 @@ def init_ranks(device):
     """Join the other processes of torchrun: this one's rank, and how many there are; else 0, 1."""
     if "RANK" not in os.environ:
         return 0, 1
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            sys.exit(f"error: RANK is set, but not {name}: start with torchrun, or unset RANK")
+    if not {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        sys.exit("error: RANK is set without torchrun's other variables: use torchrun, or unset it")
     if device == "mps":
         sys.exit("error: --device mps: Apple GPUs have no torch.distributed; use --device cpu")
     backend = "gloo"

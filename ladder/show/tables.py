@@ -179,8 +179,9 @@ def print_end(runner, console, quick):
             console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}")
     elif quick:
         steps = 10 if runner.device == "cpu" else 200
-        console.print(f"\nThat was a small model. The same with GPT-2 (124M): python -m ladder run --rungs 0,5,6 --steps "
-                      f"{steps}{'; allow ten minutes on a CPU' if runner.device == 'cpu' else ''}", soft_wrap=True)
+        minutes = "; allow ten minutes on a CPU" if runner.device == "cpu" else ""
+        console.print("\nThat was a small model. The same with GPT-2 (124M): "
+                      f"python -m ladder run --rungs 0,5,6 --steps {steps}{minutes}", soft_wrap=True)
 
 
 def print_largest(found, console):
@@ -211,7 +212,8 @@ def long_table(report):
     best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
     table = markdown(texts_of(todays_rows(report), RESULTS_COLUMNS))
     return (f"{table}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
-            f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}.{marks_of(report)}*")
+            f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}."
+            f"{marks_of(report)}*")
 
 
 def published_table():

@@ -48,8 +48,8 @@ def cautions(record, table):
     more = {called(row.name): row.parameters - first.parameters for row in others}
     unequal = ", ".join(f"{name} {n:+,}" for name, n in more.items() if n)
     if unequal:
-        yield (f"The numbers of parameters differ from {called(first.name)}'s ({unequal}). Part of a difference in loss "
-               "may come from that.")
+        yield (f"The numbers of parameters differ from {called(first.name)}'s ({unequal}). Part of a difference in "
+               "loss may come from that.")
 
 
 def limits(record, table):
@@ -80,8 +80,8 @@ def print_verdict(record, console):
     """Doubts, the table, the sentences."""
     texts, before, sentences = verdict_of(record)
     corrected, several = f", after Holm's correction for {len(texts) - 1} comparisons", len(texts) > 2
-    key = (f"val loss: the mean over the seeds. p: from a paired t-test{corrected * several}; * marks p < {BEYOND_CHANCE}. "
-           f"Parentheses: lowest to highest (range), or an interval{FOR_ALL if several else ' (99 %)'}.")
+    key = (f"val loss: the mean over the seeds. p: from a paired t-test{corrected * several}; * marks "
+           f"p < {BEYOND_CHANCE}. Parentheses: lowest to highest (range), or an interval{FOR_ALL if several else ' (99 %)'}.")
     for sentence in before:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True)
     print_texts(texts, console, "Training recipes", key, first_to_go=FIRST_TO_GO)

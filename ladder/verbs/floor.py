@@ -64,8 +64,8 @@ def print_floors(kernels, cards, setting, console):
     texts = [floor_texts(floor_row(label, counted, cards), cards, low, high) for label, counted in kernels.items()]
     least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
     called = BY_LABEL[label].called
-    expect = (f"expect: measured steps (the GPUs of logs/reference, the lecture's A100) took {low:.1f} to {high:.1f} times "
-              "their floors")
+    expect = ("expect: measured steps (the GPUs of logs/reference, the lecture's A100) took "
+              f"{low:.1f} to {high:.1f} times their floors")
     caption = f"{called} needs the most memory, about {least / 1e9:.0f} GB; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)

@@ -190,7 +190,7 @@ def test_a_rank_without_the_rest_of_torchruns_environment_is_refused(label, monk
     monkeypatch.setattr(dist, "init_process_group", lambda backend: pytest.fail("it would wait or fail"))
     for missing in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(missing)
-        with pytest.raises(SystemExit, match=f"^error: RANK is set, but not {missing}: .*torchrun"):
+        with pytest.raises(SystemExit, match="^error: RANK is set without .*torchrun"):
             rung(label).init_ranks("cpu")
 
 
