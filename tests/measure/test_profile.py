@@ -178,7 +178,7 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path, call)
         assert rung["plain_ms"] / 4 < step < 4 * rung["plain_ms"]  # other tests run beside it, and not all the time
         assert min(parts[kind] for kind in ("matrix products", "head", "attention", "cross-entropy", "optimizer")) > 0
         assert parts["waiting"] < 0.5 * step and rung["floor_ms"] > 0, parts
-    assert (tmp_path / "profile.png").exists() and "matmul" in done.stdout
+    assert (tmp_path / "profile.png").exists()
     with gzip.open(tmp_path / "speedup_10_fused_adamw.trace.json.gz", "rt") as trace:
         names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
     assert any("cpp_fused" in name for name in names) and any(name.startswith("ProfilerStep") for name in names)
