@@ -111,7 +111,7 @@ def test_muon_matrices_of_one_shape_share_their_products(label):
     assert products.n == 15 * len(shapes)
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (384, 128)])
+@pytest.mark.parametrize("shape", [(128, 128), (384, 128), (128, 384)])
 def test_mup_a_wider_matrix_has_updates_of_the_same_norm(shape):
     """At a width of 128 they are `zero_init`'s. The norm of an orthogonal matrix is 1, so the factor is the norm."""
     def factor(label, wider):
