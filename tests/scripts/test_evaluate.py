@@ -92,6 +92,20 @@ def test_all_tokens_alike(tokenizer, flags, longest, T, evaluate, tmp_path, caps
     assert found.bits_per_byte == pytest.approx(math.log2(257) * (N_BYTES + 2) / N_BYTES, abs=1e-4)
 
 
+def test_a_sequence_is_as_long_as_in_training(evaluate, folders, tmp_path, capsys):
+    """Also beyond the 1024 of a model whose training is not known."""
+    gpt2(std=0.0, folder=tmp_path / "model", longest=2048)
+    load_model = evaluate.load_model
+
+    def trained_with_1500(*args):
+        model, tokenizer = load_model(*args)
+        model.config.trained_length = 1500
+        return model, tokenizer
+
+    evaluate.load_model = trained_with_1500
+    assert result(evaluate, capsys, "model").T == 1500
+
+
 def test_tokens_of_32_bits(evaluate, folders, tmp_path, capsys):
     """As a tokenizer of more than 65,536 tokens has them."""
     expected = result(evaluate, capsys, "model")
