@@ -195,6 +195,9 @@ def test_a_gain_is_named_where_a_paired_test_over_five_rounds_says_so(tmp_path, 
     monkeypatch.setattr("ladder.records.logs.REFERENCE", tmp_path)
     assert "no significant difference: p = 1)" in call("diff", "prefetch")[1]
     assert f"tokens/sec; {formats.p_is(3 * alone)})" in call("diff", "distributed_validation")[1]  # the table's
+    apart = ttest_1samp(np.log(factors[2]), 0).pvalue  # of two rungs that are not neighbors, so not the table's
+    found = call("diff", "gradient_accumulation", "distributed_validation")[1]
+    assert f"no significant difference: {formats.p_is(apart)})" in found
     shutil.rmtree(tmp_path / "machine" / "round_5")
     assert all(row.p_before is None for row in build_report(tmp_path / "machine").rows)
     assert "1.03?" in call("report", tmp_path / "machine")[1]
