@@ -75,9 +75,9 @@ class Rung:
         return self.path.stem
 
 
-def add(label, file, title, before=None, *may_change, **facts):
-    """Add a rung to the list."""
-    rung = Rung(label, file, title, before, frozenset(may_change), **facts)
+def add(label, file, title, before=None, may_change="", **facts):
+    """Add a rung to the list; `may_change` names definitions, with blanks between them."""
+    rung = Rung(label, file, title, before, frozenset(may_change.split()), **facts)
     if before:
         inherited = ("tied", "causal", "memory", "chunked", "exports_to")
         rung = replace(rung, **{name: getattr(rung.starts[-1], name) for name in inherited} | facts)
@@ -95,126 +95,152 @@ def load_script(rung):
 
 
 add("0", "baseline.py", "baseline", lecture_ms=1000)
-add("1", "speedup_01_weight_tying.py", "weight tying", "0", "GPTConfig", "GPT.__init__", tied=True)
+add("1", "speedup_01_weight_tying.py", "weight tying", before="0",
+    may_change="GPTConfig GPT.__init__",
+    tied=True)
 # How close losses stay when a rung changes only how the arithmetic is done: TF32 and bfloat16 round each activation to
 # 10 and 7 bits, compile and flash attention round in different places, and training amplifies such differences.
-add("2", "speedup_02_tf32.py", "TF32", "1", "train", same_losses=0.05, lecture_ms=333)
-add("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", "2",
-    "GPT.forward", "PRECISION", "autocast_dtype", "train", same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)
-add("4", "speedup_04_residual_scaling.py", "residual scaling", "3",
-    "CausalSelfAttention.__init__", "MLP.__init__", "GPT._init_weights")
-add("5", "speedup_05_compile.py", "torch.compile", "4", "add_flags", "check_compiler", "train",
-     same_losses=0.1, memory=(36, 4, 4), lecture_ms=130)
-add("6", "speedup_06_flash_attn.py", "flash attention", "5",
-    "CausalSelfAttention.__init__", "CausalSelfAttention.forward",
-     same_losses=0.1, causal=True, memory=(36, 4, 0), lecture_ms=96)
-add("7", "speedup_07_vocab_pad.py", "vocabulary padding", "6", "GPT.__init__", "GPT.forward", lecture_ms=93)
-add("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", "7", "train")
-add("9", "speedup_09_cosine_lr.py", "cosine learning rate", "8", "add_flags", "get_lr", "train")
-add("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", "9", "GPT.configure_optimizers", "train",
-     lecture_ms=90)
+add("2", "speedup_02_tf32.py", "TF32", before="1",
+    may_change="train",
+    same_losses=0.05, lecture_ms=333)
+add("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", before="2",
+    may_change="GPT.forward PRECISION autocast_dtype train",
+    same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)
+add("4", "speedup_04_residual_scaling.py", "residual scaling", before="3",
+    may_change="CausalSelfAttention.__init__ MLP.__init__ GPT._init_weights")
+add("5", "speedup_05_compile.py", "torch.compile", before="4",
+    may_change="add_flags check_compiler train",
+    same_losses=0.1, memory=(36, 4, 4), lecture_ms=130)
+add("6", "speedup_06_flash_attn.py", "flash attention", before="5",
+    may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward",
+    same_losses=0.1, causal=True, memory=(36, 4, 0), lecture_ms=96)
+add("7", "speedup_07_vocab_pad.py", "vocabulary padding", before="6",
+    may_change="GPT.__init__ GPT.forward",
+    lecture_ms=93)
+add("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", before="7",
+    may_change="train")
+add("9", "speedup_09_cosine_lr.py", "cosine learning rate", before="8",
+    may_change="add_flags get_lr train")
+add("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", before="9",
+    may_change="GPT.configure_optimizers train",
+    lecture_ms=90)
 LADDER = list(RUNGS)  # up to here each rung makes a step faster or the loss fall faster, on one device
-add("ddp", "ddp_run.py", "DistributedDataParallel", "10",
-    "imports", "add_flags", "init_ranks", "train", torchrun=True)
+add("ddp", "ddp_run.py", "DistributedDataParallel", before="10",
+    may_change="imports add_flags init_ranks train",
+    torchrun=True)
 # From GPT-2 to a modern transformer: fewer tokens to the same loss. One process, one batch a step.
-add("validation", "beyond/modern/0_validation.py", "a validation loss", "10",
-    "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01,
-    brings="the loss on held-out text, in one process")
-add("muon", "beyond/modern/1_muon.py", "Muon", "validation",
-    "add_flags", "GPT.configure_optimizers", "orthogonalize", "muon_update", "MuonAdamW",
-    "set_learning_rates", "train", brings="a much lower loss")
-add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate", "muon",
-    "add_flags", "get_lr", "set_learning_rates", brings="lets you choose the length of a run late")
-add("rope", "beyond/modern/3_rope.py", "RoPE", "trapezoid_lr",
-    "model_config", "rotary_angles", "rotate", "CausalSelfAttention.forward", "Block.forward", "GPT", exports_to=None,
-    brings="encodes relative positions without parameters")
-add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", "rope",
-    "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT",
+add("validation", "beyond/modern/0_validation.py", "a validation loss", before="10",
+    may_change="add_flags DataLoaderLite evaluate train",
+    same_losses=0.01, brings="the loss on held-out text, in one process")
+add("muon", "beyond/modern/1_muon.py", "Muon", before="validation",
+    may_change="add_flags GPT.configure_optimizers orthogonalize muon_update MuonAdamW set_learning_rates train",
+    brings="a much lower loss")
+add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate", before="muon",
+    may_change="add_flags get_lr set_learning_rates",
+    brings="lets you choose the length of a run late")
+add("rope", "beyond/modern/3_rope.py", "RoPE", before="trapezoid_lr",
+    may_change="model_config rotary_angles rotate CausalSelfAttention.forward Block.forward GPT",
+    exports_to=None, brings="encodes relative positions without parameters")
+add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", before="rope",
+    may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT",
     brings="fewer parameters; no significant difference")
-add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", "rmsnorm",
-    "CausalSelfAttention.__init__", "CausalSelfAttention.forward", "GPT",
+add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", before="rmsnorm",
+    may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward GPT",
     brings="bounded attention scores, a lower loss")
-add("swiglu", "beyond/modern/6_swiglu.py", "SwiGLU", "qk_norm", "GPTConfig", "MLP", "GPT",
+add("swiglu", "beyond/modern/6_swiglu.py", "SwiGLU", before="qk_norm",
+    may_change="GPTConfig MLP GPT",
     exports_to="qwen3", brings="Qwen3's MLP; its gain is not established")
-add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections", "swiglu", "GPT._init_weights",
+add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections", before="swiglu",
+    may_change="GPT._init_weights",
     brings="no significant difference")
 # What starts from the modern model: larger models, past Qwen3, a wide model's rates, a small model's vocabulary.
-add("fp8", "beyond/modern/fp8.py", "FP8", "zero_init", "add_flags", "to_float8", "float8_product",
-    "Float8Product", "Float8Linear", "use_float8", "CausalSelfAttention.__init__", "MLP.__init__", "train",
+add("fp8", "beyond/modern/fp8.py", "FP8", before="zero_init",
+    may_change="add_flags to_float8 float8_product Float8Product Float8Linear use_float8 CausalSelfAttention.__init__ "
+               "MLP.__init__ train",
     brings="8-bit products for large models on Ada, Hopper or newer; not timed yet")
-add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", "zero_init",
-    "GPT", "count_log_frequencies", "train", exports_to=None,
-    brings="perhaps a faster start with GPT-2's tokens (four seeds)")
-add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embeddings", "frequency_prior",
-    "GPTConfig", "GPT.__init__", "GPT.forward", "GPT.configure_optimizers",
+add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", before="zero_init",
+    may_change="GPT count_log_frequencies train",
+    exports_to=None, brings="perhaps a faster start with GPT-2's tokens (four seeds)")
+add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embeddings", before="frequency_prior",
+    may_change="GPTConfig GPT.__init__ GPT.forward GPT.configure_optimizers",
     brings="perhaps a lower loss on bytes (four seeds)")
-add("mup", "beyond/modern/mup.py", "rates that carry over", "zero_init",
-    "BASE_WIDTH", "GPT.__init__", "GPT.forward", "muon_update",
+add("mup", "beyond/modern/mup.py", "rates that carry over", before="zero_init",
+    may_change="BASE_WIDTH GPT.__init__ GPT.forward muon_update",
     brings="perhaps learning rates from width 128 also fit width 512")
-add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", "zero_init",
-    "EXTRA_ROWS", "GPT.forward", "GPT.sampled_loss",
+add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", before="zero_init",
+    may_change="EXTRA_ROWS GPT.forward GPT.sampled_loss",
     brings="a lower loss in the same time, for a small model with GPT-2's tokens")
 # A model worth keeping from a small text.
-add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", "zero_init",
-    "DataLoaderLite", "train", brings="perhaps a lower loss (three seeds)")
-add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoint", "shuffled_windows",
-    "add_flags", "Best", "train", same_losses=0.01, brings="keeps the model with the lowest validation loss")
-add("dropout", "beyond/small_text/3_dropout.py", "dropout", "best_checkpoint",
-    "add_flags", "Block.__init__", "Block.forward", "GPT.__init__", "GPT.forward", "train",
+add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", before="zero_init",
+    may_change="DataLoaderLite train",
+    brings="perhaps a lower loss (three seeds)")
+add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoint", before="shuffled_windows",
+    may_change="add_flags Best train",
+    same_losses=0.01, brings="keeps the model with the lowest validation loss")
+add("dropout", "beyond/small_text/3_dropout.py", "dropout", before="best_checkpoint",
+    may_change="add_flags Block.__init__ Block.forward GPT.__init__ GPT.forward train",
     brings="perhaps a lower loss on a text that is read many times (three seeds)")
-add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", "dropout",
-    "document_mask", "CausalSelfAttention", "Block.forward", "GPT.__init__", "GPT.forward", "train",
+add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", before="dropout",
+    may_change="document_mask CausalSelfAttention Block.forward GPT.__init__ GPT.forward train",
     brings="no significant difference")
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
-add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", "ddp",
-    "add_flags", "batches_per_step", "optimizer_step", "train",
+add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", before="ddp",
+    may_change="add_flags batches_per_step optimizer_step train",
     brings="any batch size, in the memory of one micro-batch")
-add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", "gradient_accumulation",
-    "DataLoaderLite", "optimizer_step", "train", same_losses=0.01,
-    brings="loads the next batch while the device works")
-add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", "prefetch",
-    "add_flags", "DataLoaderLite", "evaluate", "train", same_losses=0.01,
-    brings="the loss on held-out text, on any number of ranks")
-add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", "distributed_validation",
-    "imports", "add_flags", "MAY_CHANGE", "Checkpoints", "train", same_losses=0.01,
-    brings="a crash costs only the steps since the last checkpoint")
-add("preemption", "beyond/long_run/5_preemption.py", "preemption", "checkpoints",
-    "imports", "on_any_rank", "catch_signals", "train", same_losses=0.01,
-    brings="saves a checkpoint on Ctrl-C or SIGTERM")
-add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing", "preemption",
-    "imports", "add_flags", "MAY_CHANGE", "GPT.__init__", "GPT.forward", "train", same_losses=0.1,
-    brings="keeps one block's activations in memory, not all")
+add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", before="gradient_accumulation",
+    may_change="DataLoaderLite optimizer_step train",
+    same_losses=0.01, brings="loads the next batch while the device works")
+add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", before="prefetch",
+    may_change="add_flags DataLoaderLite evaluate train",
+    same_losses=0.01, brings="the loss on held-out text, on any number of ranks")
+add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", before="distributed_validation",
+    may_change="imports add_flags MAY_CHANGE Checkpoints train",
+    same_losses=0.01, brings="a crash costs only the steps since the last checkpoint")
+add("preemption", "beyond/long_run/5_preemption.py", "preemption", before="checkpoints",
+    may_change="imports on_any_rank catch_signals train",
+    same_losses=0.01, brings="saves a checkpoint on Ctrl-C or SIGTERM")
+add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing",
+    before="preemption",
+    may_change="imports add_flags MAY_CHANGE GPT.__init__ GPT.forward train",
+    same_losses=0.1, brings="keeps one block's activations in memory, not all")
 add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chunked cross-entropy",
-    "gradient_checkpointing", "add_flags", "MAY_CHANGE", "ChunkedCrossEntropy", "GPT.__init__", "GPT.forward", "train",
+    before="gradient_checkpointing",
+    may_change="add_flags MAY_CHANGE ChunkedCrossEntropy GPT.__init__ GPT.forward train",
     same_losses=0.1, chunked=True, brings="keeps one chunk's logits in memory, not all")
 # Both trunks in one, and the shape of published models.
-add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run", ("chunked_cross_entropy", "zero_init"),
-    "imports", "add_flags", "GPT.__init__", "GPT.forward", "Checkpoints.refuse_other_run", "last_step_at_max_lr",
-    "train", chunked=True, brings="trains the modern model on any number of cards, and resumes")
-add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention", "long_run",
-    "add_flags", "GPTConfig", "model_config", "CausalSelfAttention", "GPT.__init__",
+add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run",
+    before=("chunked_cross_entropy", "zero_init"),
+    may_change="imports add_flags GPT.__init__ GPT.forward Checkpoints.refuse_other_run last_step_at_max_lr train",
+    chunked=True, brings="trains the modern model on any number of cards, and resumes")
+add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention",
+    before="long_run",
+    may_change="add_flags GPTConfig model_config CausalSelfAttention GPT.__init__",
     brings="loads the published Qwen3s; a smaller cache when sampling")
 # Several cards.
-add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", "long_run",
-    "GPT.configure_optimizers", "MuonAdamW.step", "ShardedMuonAdamW", "Checkpoints.save", "init_ranks", "train",
+add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", before="long_run",
+    may_change="GPT.configure_optimizers MuonAdamW.step ShardedMuonAdamW Checkpoints.save init_ranks train",
     same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks")
-add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", "long_run",
-    "imports", "GPT.__init__", "GPT.forward", "orthogonalize", "evaluate", "Checkpoints.load", "Checkpoints.save",
-    "shard", "gather", "compile_parts", "optimizer_step", "train", torchrun=True,
-    brings="divides parameters, gradients and moments among the cards")
-add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded checkpoint", "fsdp",
-    "imports", "Checkpoints", same_losses=0.01, torchrun=True, brings="each card saves its own part")
+add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", before="long_run",
+    may_change="imports GPT.__init__ GPT.forward orthogonalize evaluate Checkpoints.load Checkpoints.save shard gather "
+               "compile_parts optimizer_step train",
+    torchrun=True, brings="divides parameters, gradients and moments among the cards")
+add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded checkpoint", before="fsdp",
+    may_change="imports Checkpoints",
+    same_losses=0.01, torchrun=True, brings="each card saves its own part")
 # The last milliseconds on one GPU: from rung 10.
-add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream", "10",
-    "GPT.forward", same_losses=0.1, memory=(32, 4, 0), brings="less memory traffic (computed)")
-add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", "bf16_residual",
-    "imports", "add_flags", "GPT.configure_optimizers", "optimizer_step", "has_graphs", "GraphedStep", "train",
+add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream", before="10",
+    may_change="GPT.forward",
+    same_losses=0.1, memory=(32, 4, 0), brings="less memory traffic (computed)")
+add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_residual",
+    may_change="imports add_flags GPT.configure_optimizers optimizer_step has_graphs GraphedStep train",
     same_losses=0.01, brings="launches all kernels of a step at once")
-add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", "cuda_graphs", "MODELS", "GPTConfig",
+add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
+    may_change="MODELS GPTConfig",
     brings="half as many exponentials in attention (computed)")
-add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", "heads_of_128",
-    "CausalSelfAttention.__init__", "MLP.__init__", "Block.__init__", "GPT.__init__", "GPT._init_weights",
-    "GPT.configure_optimizers", exports_to=None, brings="fewer kernels, less memory traffic (computed)")
+add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", before="heads_of_128",
+    may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT.__init__ GPT._init_weights "
+               "GPT.configure_optimizers",
+    exports_to=None, brings="fewer kernels, less memory traffic (computed)")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 TRACKS = list(dict.fromkeys(rung.track for rung in RUNGS if rung.track))  # in the order of the list
