@@ -164,7 +164,7 @@ add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", be
 add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embeddings", before="frequency_prior",
     may_change="GPTConfig GPT.__init__ GPT.forward GPT.configure_optimizers",
     brings="perhaps a lower loss on bytes (four seeds)")
-add("mup", "beyond/modern/mup.py", "rates that carry over", before="zero_init",
+add("mup", "beyond/modern/mup.py", "muP", before="zero_init",
     may_change="BASE_WIDTH GPT.__init__ GPT.forward muon_update",
     brings="perhaps learning rates from width 128 also fit width 512")
 add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", before="zero_init",
