@@ -201,8 +201,8 @@ def short_table(report):
     """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
     rounds = max(row.rounds for row in report.rows)
     table = markdown(texts_of(todays_rows(report), README_COLUMNS))
-    return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant difference "
-            f"from the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction)."
+    return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant "
+            f"difference from the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction)."
             f"{marks_of(report)}")
 
 
