@@ -21,12 +21,13 @@ from experiments.race_docs import races_picture
 from ladder.errors import UserError
 from ladder.measure.contest import MOST_TRIES, TIMINGS, Contest, hold, read_about
 from ladder.measure.fairness import check_fair, check_logs, check_scripts
-from ladder.measure.runner import eager_flags, locked
+from ladder.measure.run_folder import locked
+from ladder.measure.script_flags import eager_flags
 from ladder.records.recipes import RACE, SEEDS, read_logs, write_csv
 from ladder.records.summary import build_report
 from ladder.rungs.list import parse_rungs
 from ladder.show.plots import save
-from ladder.show.tables import print_end
+from ladder.show.print_report import print_end
 
 
 def keep(folder, names):

@@ -12,9 +12,10 @@ from ladder.records.summary import build_report
 from ladder.rungs.list import ROOT
 from ladder.show import formats
 from ladder.show.columns import markdown
+from ladder.show.documents import write_between
+from ladder.show.facts import batch_of, data_of, machine_of
 from ladder.show.plots import colors_of, heading, save
 from ladder.show.standings import KEY, TIMES, between, race_texts
-from ladder.show.tables import batch_of, data_of, machine_of, write_between
 
 PAGE = "docs/results.md"
 RACES = "races.png"

@@ -6,7 +6,7 @@ import pytest
 from conftest import run_command
 
 import ladder.__main__ as tool
-from ladder.measure import runner
+from ladder.measure import run_folder, runner, script_flags
 from ladder.show.terminal import console
 
 LADDER = [sys.executable, "-m", "ladder"]
@@ -25,8 +25,8 @@ def call(monkeypatch, capsys):
     """call(words) gives (exit code, stdout in one line, stderr)."""
     monkeypatch.setattr(console, "width", 200)
     rates = json.dumps({"rates": {"float32": 1e12}, "bytes_per_second": 1e10})
-    monkeypatch.setattr(runner, "run_module", lambda name, *words: rates)
-    monkeypatch.setattr(runner, "compile_problem", lambda device: None)  # to try takes ten seconds
+    monkeypatch.setattr(run_folder, "run_module", lambda name, *words: rates)
+    monkeypatch.setattr(script_flags, "compile_problem", lambda device: None)  # to try takes ten seconds
 
     def call(*words):
         try:

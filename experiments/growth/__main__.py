@@ -23,7 +23,9 @@ from ladder.count.flops import VOCAB_SIZE, shape_of
 from ladder.count.memory import LOSS_CHUNK, PROCESS_BYTES, split_parameters, step_bytes
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.measure.runner import Job, Runner, command_for, defaults
+from ladder.measure.processes import Job
+from ladder.measure.runner import Runner
+from ladder.measure.script_flags import command_for, defaults
 from ladder.records.logs import read_log
 from ladder.records.significance import FEWEST_ROUNDS, paired_p
 from ladder.rungs.list import BY_LABEL, ROOT

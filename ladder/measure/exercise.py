@@ -15,7 +15,8 @@ import torch
 
 from ladder.errors import UserError
 from ladder.measure.processes import Job, run_job
-from ladder.measure.runner import Runner, check_flags, command_for, defaults, eager_flags, split_flags
+from ladder.measure.runner import Runner
+from ladder.measure.script_flags import check_flags, command_for, defaults, eager_flags, split_flags
 from ladder.records.logs import read_log
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
 from ladder.rungs.list import ROOT, load_script

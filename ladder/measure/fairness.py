@@ -8,7 +8,8 @@ from ladder.errors import UserError
 from ladder.files import new_folder
 from ladder.measure.contest import Contest, hold, known_flags, read_about
 from ladder.measure.exercise import check_file
-from ladder.measure.runner import check_flags, defaults, locked, settings_of, split_flags
+from ladder.measure.run_folder import locked
+from ladder.measure.script_flags import check_flags, defaults, settings_of, split_flags
 from ladder.records.logs import read_log
 from ladder.records.recipes import CSV, FOLDERS, read_logs, write_csv
 from ladder.rungs.list import BY_NAME, ROOT, Rung, find_rung

@@ -4,7 +4,7 @@ import statistics
 
 import numpy
 
-from ladder.measure.runner import defaults
+from ladder.measure.script_flags import defaults
 from ladder.records.recipes import TUNING_SEEDS
 
 RATE_FLAGS = {"max_lr": "--max-lr", "muon_lr": "--muon-lr"}  # AdamW's, and Muon's where a script has Muon

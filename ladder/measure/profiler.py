@@ -21,7 +21,8 @@ from ladder.count.flops import flops_per_token
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.processes import Job, run_job
-from ladder.measure.runner import check_flags, own_flags, split_flags, write_machine
+from ladder.measure.run_folder import write_machine
+from ladder.measure.script_flags import check_flags, own_flags, split_flags
 from ladder.records.logs import read_log
 from ladder.records.machine import read_machine
 from ladder.records.work import KINDS, UNRELIABLE, is_reliable, read_profile

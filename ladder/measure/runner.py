@@ -4,122 +4,20 @@ They run one after another, or several at once where only their losses count. A 
 takes too long is reported, and the others still run.
 Ctrl-C stops the children and everything they started; finished results are kept.
 """
-import argparse
-import contextlib
-import itertools
-import json
+import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import filelock
-import psutil
 from rich.progress import Progress
 
 from ladder.errors import UserError
-from ladder.files import write_whole
-from ladder.measure.machine_check import NO_TORCHRUN, compile_problem, nvidia_problem
 from ladder.measure.processes import Job, Outcome, run_jobs
+from ladder.measure.run_folder import write_machine
+from ladder.measure.script_flags import command_for, defaults, split_flags
 from ladder.records.logs import STEP_LINE, read_log
-from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, load_script
-
-# of torchrun: without an address it looks its host's name up, and hangs where that has none
-ONE_MACHINE = ["--standalone", "--local-addr=127.0.0.1"]
-QUICK_DATA = Path("data/bytes")
-
-
-def quick(args):
-    """The arguments of `run --quick`, whose text it prepares; flags that are given count.
-
-    In a small model the output layer takes most of a step, and on most CPUs no rung makes it faster: so the tokens are
-    bytes. On a long sequence attention takes most of the rest, which rung 6 makes faster on any machine.
-    """
-    if not QUICK_DATA.exists():
-        prepare = [sys.executable, ROOT / "data" / "prepare.py", "--tokenizer", "bytes", "--out", QUICK_DATA]
-        if subprocess.run(prepare).returncode:
-            raise UserError("--quick: data/prepare.py could not prepare its text; see its message above")
-    args.rungs = "0,5,6"
-    args.flags = [*f"--model 2x4x128 -B 1 -T 4096 --steps 20 --data {QUICK_DATA}".split(), *args.flags]
-    return args
-
-
-def split_flags(flags, *names):
-    """(the values of the flags called `names`, all other flags)."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in names:
-        parser.add_argument(name)
-    values, rest = parser.parse_known_args(flags)
-    return [value for value in vars(values).values() if value is not None], rest
-
-
-@cache
-def defaults(rung):
-    """{name: default} of the flags of a rung."""
-    return vars(load_script(rung).parse_args([]))
-
-
-def own_flags(rung, flags, log_dir):
-    """`flags` as a rung's script takes them; a measurement neither finds nor leaves a checkpoint."""
-    names = defaults(rung)
-    if "compile_mode" not in names:
-        _, flags = split_flags(flags, "--compile-mode")
-    if "checkpoint_every" in names:
-        flags = ["--checkpoint-every", "0", "--checkpoint-dir", str(log_dir / "checkpoints" / rung.name), *flags]
-    return flags
-
-
-def command_for(rung, flags, log_dir, processes=2, script=None):
-    """The command line of a rung, or of a peer's `script` (words), which takes the rung's flags."""
-    start = [sys.executable]
-    if rung.torchrun:
-        start += ["-m", "torch.distributed.run", *ONE_MACHINE, f"--nproc_per_node={processes}"]
-    words = map(str, script or [rung.path])
-    return [*start, *words, *own_flags(rung, flags, log_dir), "--log-dir", str(log_dir)]
-
-
-def settings_of(rung, flags):
-    """What a rung's script makes of the flags; it exits with an error if they are wrong."""
-    return load_script(rung).parse_args(own_flags(rung, flags, Path()))
-
-
-def eager_flags(rungs, flags, device, console):
-    """`flags`, with --compile-mode none where torch cannot compile for the device; says so."""
-    compiled = any("compile_mode" in defaults(rung) for rung in rungs)
-    if not compiled or split_flags(flags, "--compile-mode")[0]:
-        return flags
-    problem = compile_problem(device)
-    if problem is None:
-        return flags
-    console.print(f"rungs 5 and up get --compile-mode none: {problem}", soft_wrap=True)
-    return [*flags, "--compile-mode", "none"]
-
-
-def check_flags(rungs, flags):
-    """The settings of the first rung, whose script checks the data, before anything is written."""
-    problem = None if split_flags(flags, "--device")[0] == ["cpu"] else nvidia_problem()
-    if problem:  # a CPU would be measured unasked
-        raise UserError(f"--device: torch cannot use the NVIDIA GPU: {problem}; or --device cpu")
-    if any(split_flags(flags, "--log-dir", "--save")[0]):
-        raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
-    settings = [settings_of(rung, flags) for rung in rungs][0]
-    script = load_script(rungs[0])
-    _, meta = script.load_tokens(settings.data, "train", settings.B * settings.T + 1)
-    script.model_config(settings, meta["vocab_size"])
-    return settings
-
-
-def check_together(args, rungs):
-    """Refuse flags of `run` that say different things, and what cannot start on Windows."""
-    if sys.platform == "win32" and any(rung.torchrun for rung in rungs):
-        raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
-    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1), ("--at-once", args.at_once > 1),
-                        ("--logs", args.logs)):
-        if given and args.max_batch:
-            raise UserError(f"{flag}: not with --max-batch; leave it out")
+from ladder.rungs.list import BY_LABEL, BY_NAME
 
 
 def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2):
@@ -150,62 +48,6 @@ def is_finished(log):
         return read_log(log).complete
     except UserError:
         return False
-
-
-def run_module(name, *words):
-    """What `python -m NAME` prints, in a child process, because a process that has used a GPU keeps memory there."""
-    command = [sys.executable, "-m", name, *words]
-    child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
-    if child.returncode:
-        reason = child.stderr.strip() or f"exit code {child.returncode}"
-        raise UserError(f"python -m {name} failed: {reason.splitlines()[-1]}")
-    return child.stdout
-
-
-def write_machine(folder, device, **more):
-    """Measure the machine and write its rates, its names and `more` to folder/machine.json.
-
-    If the file exists, only higher rates replace its own: a shared machine is not always at its best.
-    """
-    path = folder / "machine.json"
-    measured = json.loads(run_module("ladder.measure.device_rates", "--device", device)) | more
-    machine = json.loads(path.read_text(encoding="utf-8")) if path.exists() else measured
-    for name, rate in measured["rates"].items():
-        machine["rates"][name] = max(rate, machine["rates"].get(name, 0))
-    machine["bytes_per_second"] = max(measured["bytes_per_second"], machine.get("bytes_per_second", 0))
-    write_whole(path, json.dumps(machine, indent=2) + "\n")
-
-
-def left_over(folder):
-    """The id of a process that still writes logs there, of a run that was killed; None without one."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            for flag, log_dir in itertools.pairwise(words):
-                if flag == "--log-dir" and Path(process.cwd(), log_dir).resolve().is_relative_to(folder.resolve()):
-                    return process.pid
-    return None
-
-
-@contextlib.contextmanager
-def locked(folder, resume, flag="--logs"):
-    """Make and lock the folder that `flag` names; UserError if it is in use, cannot be written to, or holds a run."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not resume and any(path.name != "lock" for path in folder.iterdir()):
-            way = ", or --resume to continue the run in it" if flag == "--logs" else ""
-            raise UserError(f"{flag} {folder}: is not empty; give a new folder{way}")
-        lock = filelock.FileLock(folder / "lock").acquire(timeout=0)
-    except filelock.Timeout:
-        raise UserError(f"{flag} {folder}: another run is using it; wait for its end, or give another") from None
-    except OSError as error:
-        raise UserError(f"{flag} {folder}: {error.strerror}; give a folder that can be written to") from None
-    with lock:
-        process = left_over(folder)
-        if process:
-            raise UserError(f"{flag} {folder}: a script of a killed run still writes there; wait for its end, or end "
-                            f"process {process}")
-        yield
 
 
 @dataclass
@@ -252,6 +94,8 @@ class Runner:
 
         How these runs end does not matter: the jobs themselves will tell.
         """
+        # else each starts as many processes to compile as there are cores
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // at_once)))
         self.progress.update(self.bar, description="two steps of each script, to compile it")
         with TemporaryDirectory(ignore_cleanup_errors=True) as name:
             more = ["--steps", "2", "--log-dir", name]  # of a flag given twice, the last counts

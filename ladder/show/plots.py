@@ -19,7 +19,7 @@ from ladder.count.floors import floor_data
 from ladder.records.logs import PEERS, stage_of
 from ladder.rungs.list import LADDER
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars, step_bars
-from ladder.show.tables import batch_of, conditions, floors_of, where
+from ladder.show.facts import batch_of, conditions, floors_of, where
 
 BLUE = "#4f7fc4"  # of a bar that is not told apart by color
 

@@ -19,9 +19,9 @@ from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show import formats
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
 from ladder.show.columns import STARS, all_columns, mfu_of, texts_of, times_before
+from ladder.show.facts import data_of, fastest, few_rounds, floors_of, gain, remarks_of, where
 from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose, read_exercises
 from ladder.show.standings import IN_A_LINK, KEY, TIMES, between, p_of, race_texts, refuted_in
-from ladder.show.tables import data_of, fastest, few_rounds, floors_of, gain, remarks_of, where
 from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
 HERE = Path(__file__).parent

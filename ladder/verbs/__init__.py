@@ -1,7 +1,7 @@
-"""A file a verb, called like it. What does a verb's work, besides records/ and show/columns.py, which most of them use:
+"""A file a verb, called like it. What does a verb's work, besides what most of them use (records/, show/columns.py):
 
-run         measure/runner.py, processes.py, device_rates.py, max_batch.py
-report      show/tables.py, plots.py
+run         measure/script_flags.py, runner.py, run_folder.py, processes.py, device_rates.py, max_batch.py
+report      show/print_report.py, documents.py, plots.py
 compare     measure/fairness.py, contest.py, learning_rates.py; records/recipes.py; show/verdict.py
 diff        rungs/lessons.py; show/lesson_text.py
 try         measure/exercise.py

@@ -6,7 +6,7 @@ from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.logs import read_log
 from ladder.records.recipes import CSV, DIFFERENCES, FOLDERS, MOST_TRIES, SEEDS, by_seed, read_csv
-from ladder.show.tables import print_comparison
+from ladder.show.print_report import print_comparison
 
 
 def add_flags(parser):

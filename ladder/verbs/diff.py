@@ -8,8 +8,8 @@ from ladder.records.summary import build_report
 from ladder.rungs.lessons import read_lesson
 from ladder.rungs.list import find_rung
 from ladder.show import formats
+from ladder.show.facts import where
 from ladder.show.lesson_text import print_lesson
-from ladder.show.tables import where
 from ladder.show.tree import tree_lines
 
 

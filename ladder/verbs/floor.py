@@ -11,7 +11,7 @@ from ladder.errors import UserError
 from ladder.records.machine import measured_card
 from ladder.rungs.list import BY_LABEL, parse_rungs
 from ladder.show import formats
-from ladder.show.tables import measured_over_floors
+from ladder.show.facts import measured_over_floors
 from ladder.show.terminal import COUNT, print_texts
 
 

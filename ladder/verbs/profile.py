@@ -3,11 +3,12 @@ from pathlib import Path
 
 from ladder.files import new_folder
 from ladder.measure.profiler import check_profile, profile_ladder
-from ladder.measure.runner import eager_flags, locked
+from ladder.measure.run_folder import locked
+from ladder.measure.script_flags import eager_flags
 from ladder.records.work import read_profile
 from ladder.rungs.list import parse_rungs
 from ladder.show.plots import profile_picture, save
-from ladder.show.tables import print_profile
+from ladder.show.print_report import print_profile
 from ladder.show.terminal import COUNT
 
 

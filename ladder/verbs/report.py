@@ -8,7 +8,8 @@ from ladder.errors import UserError
 from ladder.records.logs import newest_run, reference_folders
 from ladder.records.summary import build_report
 from ladder.rungs.list import ROOT
-from ladder.show.tables import as_json, print_report, write_tables
+from ladder.show.documents import as_json, write_tables
+from ladder.show.print_report import print_report
 from ladder.show.terminal import messages
 
 

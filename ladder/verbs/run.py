@@ -1,17 +1,18 @@
 """`python -m ladder run`: the rungs, between two measurements of the machine, and the table at the end."""
-import os
 from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
 from ladder.measure.max_batch import fit_batch, largest_batches
 from ladder.measure.peer import find_peers
-from ladder.measure.runner import Runner, check_flags, check_together, eager_flags, locked, plan, quick, split_flags
+from ladder.measure.run_folder import locked
+from ladder.measure.runner import Runner, plan
+from ladder.measure.script_flags import check_flags, check_together, eager_flags, quick, split_flags
 from ladder.records.logs import RUNS, newest_run
 from ladder.records.machine import read_machine
 from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, parse_rungs
-from ladder.show.tables import print_end, print_largest
+from ladder.show.print_report import print_end, print_largest
 from ladder.show.terminal import AMOUNT, COUNT
 
 
@@ -58,8 +59,6 @@ def main(args, console):
     if args.max_batch:
         return print_largest(largest_batches(rungs, args.flags, args.time_limit, args.processes, console), console)
     rungs = fit_batch(args, rungs, settings, console)
-    if args.at_once > 1:  # else each starts as many processes to compile as there are cores
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // args.at_once)))
     rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes)
     runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
     interrupted = False

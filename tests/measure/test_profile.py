@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ladder.errors import UserError
-from ladder.measure import profiler, runner
+from ladder.measure import profiler, script_flags
 from ladder.measure.profiler import CLIP, DATA, STEP, by_kind, check_profile, kind_of
 from ladder.measure.profiler import logit_widths, products_ms, profile_ladder
 from ladder.records.logs import read_log
@@ -26,7 +26,7 @@ from ladder.records.summary import build_report
 from ladder.records.work import KINDS, is_reliable, read_profile
 from ladder.rungs.list import BY_LABEL
 from ladder.show.charts import profile_bars
-from ladder.show.tables import print_profile
+from ladder.show.print_report import print_profile
 from ladder.verbs import profile as profile_verb
 
 WHOLE = ROOT / "logs" / "reference" / "intel_xeon_amx_2_cores_B1_T1024"
@@ -225,7 +225,7 @@ def test_the_floor_is_the_products_at_the_rate_of_the_rungs_format(name, precisi
 
 def test_where_torch_cannot_compile_the_profile_is_of_eager_runs(tmp_path, tokens, monkeypatch, call):
     seen = []
-    monkeypatch.setattr(runner, "compile_problem", lambda device: "no compiler here")
+    monkeypatch.setattr(script_flags, "compile_problem", lambda device: "no compiler here")
     monkeypatch.setattr(profile_verb, "profile_ladder", lambda entries, flags, *_: seen.append(flags))
     code, output, _ = call("profile", "--rungs", "5", "--logs", tmp_path / "new", *flags(tokens)[:-2])
     assert code == 0 and "--compile-mode none: no compiler here" in output

@@ -22,9 +22,9 @@ from run_tool import files_in, flags, is_one_error
 
 from ladder.count.memory import step_bytes
 from ladder.errors import UserError
-from ladder.measure import machine_check, max_batch, processes, runner
+from ladder.measure import machine_check, max_batch, processes, run_folder, runner, script_flags
 from ladder.measure.processes import Job, run_job
-from ladder.measure.runner import ONE_MACHINE, command_for, eager_flags, split_flags
+from ladder.measure.script_flags import ONE_MACHINE, command_for, eager_flags, split_flags
 from ladder.records.logs import PEER, newest_run, read_log
 from ladder.records.machine import read_machine
 from ladder.records.summary import build_report
@@ -131,7 +131,7 @@ def test_a_rung_gets_the_flags_that_it_has_and_saves_no_checkpoints():
 
 
 def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_run, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "compile_problem", lambda device: (
+    monkeypatch.setattr(script_flags, "compile_problem", lambda device: (
         machine_check.compile_problem("mps") if device == "mps" else "No working C++ compiler"))
     modes = {}
 
@@ -150,7 +150,7 @@ def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_ru
 
 @pytest.mark.parametrize("words", [["--rungs", "10,ddp"], ["--max-batch", "--rungs", "fsdp"]])
 def test_windows_has_no_torchrun(words, tokens, monkeypatch, call):
-    monkeypatch.setattr(runner, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(script_flags, "sys", SimpleNamespace(platform="win32"))
     answer = call("run", *words, *flags(tokens))
     assert is_one_error(answer, "--rungs ", "torchrun does not start on Windows", "running.md")
 
@@ -158,8 +158,8 @@ def test_windows_has_no_torchrun(words, tokens, monkeypatch, call):
 def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):
     for rate in (2e12, 3e12, 1e12):
         found = json.dumps({"rates": {"float32": rate}, "bytes_per_second": rate / 10})
-        monkeypatch.setattr(runner, "run_module", lambda *_, found=found: found)
-        runner.write_machine(tmp_path, "cpu", arguments=["run"])
+        monkeypatch.setattr(run_folder, "run_module", lambda *_, found=found: found)
+        run_folder.write_machine(tmp_path, "cpu", arguments=["run"])
     assert json.loads((tmp_path / "machine.json").read_text()) == {
         "rates": {"float32": 3e12}, "bytes_per_second": 3e11, "arguments": ["run"]}
 
@@ -313,7 +313,7 @@ def test_a_quick_look_prepares_its_text_and_says_what_comes_next(byte_tokens, tm
         shutil.copytree(byte_tokens, command[-1])
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(runner.subprocess, "run", prepare)
+    monkeypatch.setattr(script_flags.subprocess, "run", prepare)
     monkeypatch.setattr(runner, "run_jobs", lambda jobs, *rest: started.extend(job.command for job in jobs))
     for number in (1, 2):
         code, output, error = call("run", "--quick", "-T", 64, "--device", "cpu", "--logs", tmp_path / str(number))

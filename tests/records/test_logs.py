@@ -8,7 +8,7 @@ from ladder.count.flops import flops_per_token, mfu
 from ladder.records.logs import PEER, read_log
 from ladder.records.summary import build_report
 from ladder.rungs.list import BY_LABEL
-from ladder.show.tables import as_json
+from ladder.show.documents import as_json
 
 
 @pytest.mark.parametrize("header, tail, complete", [

@@ -18,9 +18,9 @@ import torch
 from conftest import ROOT, known_flags, rung
 from filelock import FileLock
 
-from ladder.measure.processes import Job, Outcome, run_job
 from ladder.measure.machine_check import compile_problem
-from ladder.measure.runner import ONE_MACHINE
+from ladder.measure.processes import Job, Outcome, run_job
+from ladder.measure.script_flags import ONE_MACHINE
 from ladder.records.logs import STEP_LINE
 from ladder.rungs.list import BY_LABEL, RUNGS
 

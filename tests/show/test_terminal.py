@@ -9,7 +9,8 @@ from rich.console import Console
 
 from ladder.errors import UserError
 from ladder.records.summary import build_report
-from ladder.show.tables import print_report, write_tables
+from ladder.show.documents import write_tables
+from ladder.show.print_report import print_report
 from ladder.show.terminal import print_texts
 
 TEXTS = pandas.DataFrame({"the one change": ["DistributedDataParallel, 2 ranks", "fused AdamW, selective decay"],

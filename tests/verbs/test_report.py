@@ -23,8 +23,9 @@ from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show import formats
 from ladder.show.columns import times_before
+from ladder.show.documents import long_table, short_table, write_tables
+from ladder.show.facts import floors_of
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
-from ladder.show.tables import floors_of, long_table, short_table, write_tables
 
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
 BASELINE, TIED, FUSED = (BY_LABEL[label].name for label in ("0", "1", "10"))

@@ -1,0 +1,94 @@
+"""The tables that the tool writes between marks in README.md, docs/ and beyond/; and a report as JSON."""
+import json
+import re
+
+import pandas
+
+from ladder.errors import UserError
+from ladder.files import write_whole
+from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
+from ladder.rungs.list import BY_LABEL, ROOT, RUNGS
+from ladder.show.columns import CAUSAL, CONVENTION, README_COLUMNS, RESULTS_COLUMNS, last_steps, markdown, texts_of
+from ladder.show.facts import gain, marks_of, todays_rows, where
+from ladder.show.formats import NOTHING
+from ladder.show.tree import tree_lines
+
+
+def short_table(report):
+    """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
+    rounds = max(row.rounds for row in report.rows)
+    table = markdown(texts_of(todays_rows(report), README_COLUMNS))
+    return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant "
+            f"difference from the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction)."
+            f"{marks_of(report)}")
+
+
+def long_table(report):
+    """docs/results.md's; the document says what its columns are."""
+    rounds, commit = max(row.rounds for row in report.rows), report.machine.get("commit", "unknown")
+    best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
+    table = markdown(texts_of(todays_rows(report), RESULTS_COLUMNS))
+    return (f"{table}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
+            f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}."
+            f"{marks_of(report)}*")
+
+
+def published_table():
+    """docs/results.md's: what others measured on GPUs, of published.csv, to which a figure is added by a row.
+
+    A row with arrows is a ladder of changes, one on top of the other. T is 1024 and B as stated; the remark says what
+    else differs from these scripts. Numbers are the source's own; those marked † are computed here from what it gives.
+    """
+    rows = pandas.read_csv(ROOT / "ladder" / "count" / "published.csv", dtype=str, keep_default_na=False)
+    rows["GPU"] = rows["card"].where(rows["cards"] == "1", rows["cards"] + " × " + rows["card"])
+    remarks = rows["remark"].where(rows["remark"] == "", ": " + rows["remark"])
+    rows["source"] = "[" + rows["who"] + "](" + rows["link"] + ")" + remarks
+    columns = ["GPU", "B", "what", "ms", "tokens/sec", "source"]
+    return markdown(rows[columns].replace("", NOTHING), len(columns))
+
+
+def write_between(path, name, tables):
+    """Put tables between the marks called `name` of a document; UserError where it lacks them."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    parts = re.split(f"(?s)(?<={begin}\n).*(?={end})", path.read_text(encoding="utf-8"))
+    if len(parts) != 2:
+        raise UserError(f"{path.name} must hold {begin} and then {end} around the table, on lines of their own")
+    text = "\n\n".join(tables)
+    if path.parent.name == "docs":
+        text = re.sub(r"\]\((?!https:)", "](../", text)
+    write_whole(path, f"{parts[0]}{text}\n{parts[1]}")
+
+
+def scripts_table():
+    """beyond/README.md's: the tree from rung 10 on, and what each script brings."""
+    lines = list(tree_lines())
+    branch = "\n".join(line for line, _ in lines[[rung.label for _, rung in lines].index("10"):])
+    rows = [{"script": f"[`{rung.label}`]({rung.file.removeprefix('beyond/')})", "the idea": rung.title,
+             "what it brings": rung.brings} for rung in RUNGS if rung.track]
+    return f"```\n{branch}\n```\n\n{markdown(pandas.DataFrame(rows), 3)}"
+
+
+def write_tables(reports, root=ROOT):
+    """Put the tables between their marks: in README.md of the machine where the ladder gains the most, docs/, beyond/.
+
+    Both show only machines with the whole ladder in enough rounds to test a gain; `report` shows the others.
+    """
+    whole = [report for report in reports if {BY_LABEL["0"].name, BY_LABEL["10"].name} <= report.runs.keys()
+             and min(row.rounds for row in report.rows) >= FEWEST_ROUNDS]
+    if not whole:
+        raise UserError(f"--readme: no record of the whole ladder has {FEWEST_ROUNDS} rounds; add --repeat "
+                        f"{FEWEST_ROUNDS}")
+    whole.sort(key=gain, reverse=True)
+    write_between(root / "README.md", "ladder", [short_table(whole[0])])
+    write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in whole])
+    write_between(root / "docs" / "results.md", "published", [published_table()])
+    write_between(root / "beyond" / "README.md", "scripts", [scripts_table()])
+
+
+def as_json(reports):
+    """All numbers of the reports; null where a log does not say."""
+    return json.dumps([
+        {"name": report.name, "setting": report.setting, "machine": report.machine,
+         "mfu": f"{CONVENTION}; {CAUSAL.explains}", "rows": json.loads(report.table.to_json(orient="records"))}
+        for report in reports
+    ], indent=2)

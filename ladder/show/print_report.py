@@ -1,0 +1,94 @@
+"""Reports in a terminal: a ladder or a race, two logs, a profile, the end of a run."""
+import pandas
+
+from ladder.records.logs import has_steps
+from ladder.records.summary import build_report, warnings
+from ladder.records.two_logs import compare
+from ladder.records.work import UNRELIABLE, is_reliable
+from ladder.rungs.list import BY_NAME
+from ladder.show import formats
+from ladder.show.columns import all_columns, texts_of
+from ladder.show.facts import conditions, few_rounds, remarks_of
+from ladder.show.standings import print_race
+from ladder.show.terminal import print_texts
+
+DIGITS = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
+          "A / B": "{:.2f}"}
+WORDS = ("matmul", "head", "attention", "pointwise", "loss", "optimizer", "data", "waiting")  # for KINDS, in a table
+
+
+def print_report(report, console, card=None):
+    """A report in a terminal: its warnings, its table, and its profile if it has one; or a race.
+
+    `card` is the GPU of logs that name none.
+    """
+    if report.race:
+        print_race(report, console)
+        return
+    for warning in warnings(report, card):
+        console.print(f"! {warning}", style="yellow")
+    columns = all_columns(report)
+    goes = sorted((column for column in columns if column.goes), key=lambda column: -column.goes)
+    explains = {column.heading: column.explains for column in columns}
+    print_texts(texts_of(report.rows, columns), console, " — ".join(filter(None, [report.name, few_rounds(report)])),
+                f"{conditions(report)}{remarks_of(report)}", explains, [column.heading for column in goes])
+    if report.profile:
+        print_profile(report.profile, console)
+
+
+def print_comparison(one, other, console, card=None):
+    result = compare(one, other, card)
+    warm = {*one.steps[one.warm_up :]} & {*other.steps[other.warm_up :]}
+    counted = result.rows[result.rows["step"].isin(warm)]
+    median = (counted if len(counted) else result.rows).median().to_frame().T
+    rows, texts = pandas.concat([result.rows, median]), pandas.DataFrame()
+    for name, form in DIGITS.items():
+        texts[name] = rows[name].map(form.format)
+    texts.insert(0, "step", [*result.rows["step"].map(str), "median"])
+    texts.iloc[-1, 1:3] = ""
+    print_texts(texts, console, f"{one.path}  against  {other.path}", first_to_go=("loss A", "loss B", "ms A", "ms B"))
+    for sentence in result.sentences:
+        console.print(sentence)
+
+
+def print_profile(profile, console):
+    """The profile as a table: ms per step, by kind of work."""
+    rows = []
+    for found in profile["rungs"]:
+        times = dict(zip(WORDS, found["parts_ms"].values(), strict=True))
+        times |= {"step": found["step_ms"], "plain": found["plain_ms"], "products": found["floor_ms"]}
+        rows.append({"rung": BY_NAME[found["name"]].row + " (!)" * (not is_reliable(found))}
+                    | {word: formats.ms(ms) for word, ms in times.items()})
+    caption = "" if all(map(is_reliable, profile["rungs"])) else f"(!) {UNRELIABLE}"
+    explains = {"step": "step: under the profiler", "plain": "plain: without it",
+                "products": "products: all of its matrix products at the rate measured"}
+    print_texts(pandas.DataFrame(rows), console, f"ms per step, {profile['name']}, {profile['model']}, "
+                f"B={profile['B']} T={profile['T']}", caption, explains, ("plain", "data", "wait", "products"),
+                padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def print_end(runner, console, quick):
+    """The table, and what failed; after a quick look, what comes next."""
+    if has_steps(runner.log_dir):
+        print_report(build_report(runner.log_dir), console)
+        console.print(f"logs: {runner.log_dir}")
+    else:
+        console.print("no rung finished a step, so there is no table")
+    failed = runner.failed()
+    if failed:
+        console.print(f"{len(failed)} of {runner.n_jobs} runs did not finish:", style="red")
+        for outcome in failed:
+            console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}")
+    elif quick:
+        steps = 10 if runner.device == "cpu" else 200
+        minutes = "; allow ten minutes on a CPU" if runner.device == "cpu" else ""
+        console.print("\nThat was a small model. The same with GPT-2 (124M): "
+                      f"python -m ladder run --rungs 0,5,6 --steps {steps}{minutes}", soft_wrap=True)
+
+
+def print_largest(found, console):
+    """The largest batch of each rung, as max_batch.py found it; returns the exit code."""
+    texts = [{"rung": rung.title, "largest B": str(best), "tokens/s": formats.number(speed),
+              "what stopped the next one tried": why} for rung, (best, speed, why) in found.items()]
+    print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth", wraps=(0, 3))
+    return 0 if all(best for best, _, _ in found.values()) else 1
