@@ -15,7 +15,7 @@ from ladder.show.columns import markdown
 from ladder.show.documents import write_between
 from ladder.show.facts import batch_of, data_of, machine_of
 from ladder.show.plots import colors_of, heading, save
-from ladder.show.standings import KEY, TIMES, between, race_texts
+from ladder.show.standings import COLUMNS, TIMES, between, race_texts
 
 PAGE = "docs/results.md"
 RACES = "races.png"
@@ -98,7 +98,8 @@ def pictures(races):
 def write_tables(races, root=ROOT):
     newer = [race for race in races if not is_older(race)]
     older = [race for race in races if is_older(race)]
-    write_between(root / PAGE, "race", [*map(race_table, newer), f"{KEY} {TIMES}", older_table(older, newer)])
+    key = "\n".join(f"- {line}" for line in [*COLUMNS, TIMES])
+    write_between(root / PAGE, "race", [*map(race_table, newer), key, older_table(older, newer)])
 
 
 def main():

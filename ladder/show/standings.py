@@ -11,8 +11,8 @@ from ladder.show import formats
 from ladder.show.terminal import print_texts
 
 IN_A_LINK = ["label", "the one change"]  # columns of a race in Markdown; elsewhere "script" says it
-FOR_ALL = (" that holds for all rows at once (99 %, by Bonferroni's correction, so it is a little wider than Holm's p "
-           "requires)")
+FOR_ALL = (" The intervals hold for all rows at once. That takes a stricter correction (Bonferroni's) than Holm's, so "
+           f"an interval may include zero although p < {BEYOND_CHANCE}.")
 REFUTED = "†"  # at a star that a check removed
 FIRST_TO_GO = ["tries", "learning rates", "parameters", "ms/step", "ms /", "val loss"]  # of a narrow terminal
 
@@ -65,24 +65,27 @@ def recipe_texts(table, beside, refuted=()):
 def how_sure(record):
     """In a sentence, whether p holds the luck of the searches."""
     if not len(record.part("search")):
-        return "p and the intervals take the learning rates as given."
+        return "p and the intervals apply to these learning rates only; other rates could change the result."
     if record.own_searches:
-        return ("p and the intervals include part of the luck of the learning-rate search, because each seed has its "
-                "own rates (the median is shown).")
-    return ("p and the intervals leave out the luck of the learning-rate search. So p is too low where doubling a rate "
-            "changes the loss by less than another seed does.")
+        return ("p and the intervals include only a part of the luck of the learning-rate search: each seed has its "
+                "own rates, of which the table shows the median.")
+    return ("p and the intervals leave out the luck of the learning-rate search: another search would find other "
+            "rates. So p is too low where another seed changes the loss more than doubling a rate does.")
 
 
 # ---- a race ----------------------------------------------------------------------------------------------------------
 
-KEY = (
-    "Learning rates: AdamW's, and Muon's if the script has Muon. val loss: the mean over the seeds. − the row before: "
-    "the mean difference between runs with the same seed. p: from a paired t-test, after Holm's correction over the "
-    f"race; * marks p < {BEYOND_CHANCE} with at least {FEWEST_SEEDS} seeds. Parentheses: lowest to highest (range), or "
-    f"an interval{FOR_ALL}."
-)
-TIMES = ("ms/step: the median of timed runs, without compilation and validation. ms / the row before: from runs that "
-         "were timed one after the other.")
+COLUMNS = [  # what they are
+    "learning rates: AdamW's, and Muon's if the script has Muon.",
+    "val loss: the mean over the seeds.",
+    "− the row before: the mean change of the loss between runs with the same seed.",
+    f"p: from a paired t-test, after Holm's correction for all rows; * marks p < {BEYOND_CHANCE} with at least "
+    f"{FEWEST_SEEDS} seeds.",
+    f"In parentheses: the lowest and the highest value (range), or a 99 % interval.{FOR_ALL}",
+]
+KEY = " ".join(COLUMNS)
+TIMES = ("ms/step: the median of timed runs, without compilation and validation. ms / the row before: from pairs of "
+         "runs, timed one after the other.")
 
 
 def caption(report):
@@ -106,7 +109,8 @@ def caption(report):
     modern = any(stage_of(name).file.startswith("beyond/modern/") for name in record.names)
     parts = [f"{seeds}; {searched}; {timed}."]
     if modern and "total batch" in record.facts:
-        parts.append("These scripts also had gradient accumulation and checkpoints: do not compare newer races.")
+        parts.append("These scripts also had gradient accumulation and checkpoints: do not compare their losses with "
+                     "those of newer races.")
     if table.change.notna().any():
         parts.append(how_sure(record))
     unsure = [f"the rates of {called(name)}, which {why}" if name else why for name, why in doubts(record)]

@@ -80,9 +80,9 @@ def print_verdict(record, console):
     """Doubts, the table, the sentences."""
     texts, before, sentences = verdict_of(record)
     corrected, several = f", after Holm's correction for {len(texts) - 1} comparisons", len(texts) > 2
-    interval = FOR_ALL if several else " (99 %)"
     key = (f"val loss: the mean over the seeds. p: from a paired t-test{corrected * several}; * marks "
-           f"p < {BEYOND_CHANCE}. Parentheses: lowest to highest (range), or an interval{interval}.")
+           f"p < {BEYOND_CHANCE}. In parentheses: the lowest and the highest value (range), or a 99 % "
+           f"interval.{FOR_ALL * several}")
     for sentence in before:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True)
     print_texts(texts, console, "Training recipes", key, first_to_go=FIRST_TO_GO)

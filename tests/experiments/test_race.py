@@ -268,8 +268,8 @@ def test_a_star_that_a_check_removed_is_marked(tmp_path):
     assert texts["p"][1] == "<0.001*†" and caption.endswith("† not with other rates.")
 
 
-@pytest.mark.parametrize("tries, seeds, said", [(3, 2, "include part of the luck"), (3, 1, "leave out the luck"),
-                                                (0, 2, "take the learning rates as given")])
+@pytest.mark.parametrize("tries, seeds, said", [(3, 2, "include only a part of the luck"), (3, 1, "leave out the luck"),
+                                                (0, 2, "apply to these learning rates only")])
 def test_it_is_said_whether_p_holds_the_luck_of_the_search(tries, seeds, said, tmp_path):
     """It does not where one pair of rates serves all seeds, as in older races."""
     run_race(tmp_path, [ADAMW, MUON], 4, tries=tries, **{MUON.name: [5.0, 5.01, 5.03, 5.02]})
