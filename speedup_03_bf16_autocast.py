@@ -2,7 +2,7 @@
 
 bfloat16 is float32 cut in half: the same 8 bits of exponent, 7 bits of mantissa. Under
 torch.autocast each operation picks its type: matrix products run in bfloat16, on GPUs softmax and
-LayerNorm in float32. The loss needs the precision, too, but CUDA's autocast leaves the log-softmax
+LayerNorm in float32. The loss also needs that precision, but CUDA's autocast leaves the log-softmax
 of F.cross_entropy in bfloat16: a log-probability near -11 would be rounded to a multiple of 1/16,
 and its probability be off by up to 3 %. So `GPT.forward` casts the logits to float32. Parameters,
 gradients, optimizer states and the residual stream (the vectors that all blocks add to) stay

@@ -11,8 +11,8 @@ that is 0.3 ms on an H100, 0.5 on an A100 and 0.2 on an RTX 4090. FLOPs and byte
 floor, stay as they are. In a profile on an H100 attention took 4.6 ms, and its floor is 1.1. How
 much of that the head size saves was not measured on a GPU yet.
 Cost: half as many attention patterns. In 150 steps of a small model (four heads of 64 or two of
-128, five seeds) no difference of the loss larger than 0.009 nats per byte: -0.001 (99 %: -0.009 to
-+0.008). So short a run hardly uses attention (experiments/README.md).
+128, five seeds) the loss changes by no more than 0.009 nats per byte: by -0.001 (99 % interval
+-0.009 to +0.008). So short a run hardly uses attention (experiments/README.md).
 GPT-2's published weights have 12 heads: --pretrained keeps those, and gains nothing here.
 gpt2-xl stays as it is: 1600 is not a multiple of 128.
 

@@ -9,8 +9,8 @@ Gain, counted for B=16 T=1024: 435 launches a step instead of 606 and 48.7 GB mo
 The floor of a step falls from 21.7 to 20.8 ms on an H100, from 55.9 to 54.6 on an A100 (80 GB) and
 from 107.4 to 104.7 on an RTX 4090. Not measured on a GPU yet.
 Cost: published GPT-2 weights have biases, and do not load. In 150 steps of a small model (five
-seeds) no significant difference of the loss: -0.008 nats per byte (99 %: -0.017 to +0.002), so it
-costs no more than 0.002 there (experiments/README.md).
+seeds) the loss changes by -0.008 nats per byte (99 % interval -0.017 to +0.002), which is no
+significant difference (experiments/README.md).
 
 Source: nanoGPT (bias=False: "a bit better and faster"); most models since PaLM.
 """

@@ -5,7 +5,7 @@
 
 Short runs are `--model tiny -T 256` on data/tokens (50 steps); longer ones are 200 steps on data/bytes, three seeds.
 Changes that are a flag of the script, and predictions that are arithmetic, need no program: the exercise has the
-command. printed.txt has those figures, too, from when this program printed them (commit 1984a32).
+command. printed.txt also has those figures, from when this program printed them (commit 1984a32).
 """
 import argparse
 import contextlib

@@ -18,9 +18,9 @@ The rule, by which every comparison of recipes here is made:
 
 What p does not hold: the points that a search tries, which its seeds share; that a search in shorter runs finds rates
 that are not the best of longer ones (in the race on bytes that gave SwiGLU its star); and anything about other sizes
-and texts. With rates that are given, p is conditional on them. In older records one pair of rates served all seeds:
-there p is conditional, too, and too low where a factor of two in a rate costs less than seeds differ by. How often p is
-small where a recipe is compared with itself: experiments/README.md, "fair comparison".
+and texts. With rates that are given, p is conditional on them. In older records one pair of rates served all seeds. So
+their p is also conditional, and it is too low where another seed changes the loss more than doubling a rate does.
+experiments/README.md ("Is a fair comparison fair?") tells how often p is small where a recipe meets itself.
 
 Losses do not depend on what else the machine does, so that several scripts may run at once where no time is measured.
 """

@@ -55,7 +55,7 @@ def problem_of(code):
 def nvidia_problem():
     """What keeps torch from using this machine's NVIDIA GPU, and a remedy; None if nothing does."""
     gpus, failure = ask_nvidia_smi()
-    if failure:  # torch may hang, too, where nvidia-smi does
+    if failure:  # where nvidia-smi hangs, torch may hang as well
         works = "answered" not in failure and problem_of("import torch; torch.ones(1, device='cuda')") is None
         return None if works else f"{failure}; restart the machine, or reinstall its NVIDIA driver"
     problem = problem_of("import torch; torch.ones(1, device='cuda')") if gpus else None
@@ -99,7 +99,7 @@ def check_device(device):
 
 def check_formats(device):
     capability, cuda = (0, 0), False
-    if device == "cuda":  # AMD's GPUs, too, but without TF32, and with other formats of 8 bits
+    if device == "cuda":  # also AMD's GPUs, but without TF32, and with other formats of 8 bits
         capability, cuda = torch.cuda.get_device_capability(), bool(torch.version.cuda)
     tf32 = cuda and capability >= (8, 0) and "GeForce" not in torch.cuda.get_device_name()
     yield finding(tf32, "TF32", "rung 2 gains", "none here, or (GeForce, by its datasheet) no "
