@@ -81,9 +81,8 @@ def print_end(runner, console, quick):
             console.print(f"  {outcome.name}: {outcome.status}: {outcome.reason}")
     elif quick:
         steps = 10 if runner.device == "cpu" else 200
-        minutes = "; allow ten minutes on a CPU" if runner.device == "cpu" else ""
         console.print("\nThat was a small model. The same with GPT-2 (124M): "
-                      f"python -m ladder run --rungs 0,5,6 --steps {steps}{minutes}", soft_wrap=True)
+                      f"python -m ladder run --rungs 0,5,6 --steps {steps}", soft_wrap=True)
 
 
 def print_largest(found, console):
