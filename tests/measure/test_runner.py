@@ -317,7 +317,7 @@ def test_a_quick_look_prepares_its_text_and_says_what_comes_next(byte_tokens, tm
     monkeypatch.setattr(runner, "run_jobs", lambda jobs, *rest: started.extend(job.command for job in jobs))
     for number in (1, 2):
         code, output, error = call("run", "--quick", "-T", 64, "--device", "cpu", "--logs", tmp_path / str(number))
-        assert code == 0 and "python -m ladder run --rungs 0,5,6 --steps 10;" in output, error
+        assert code == 0 and "python -m ladder run --rungs 0,5,6 --steps 10" in output, error
     assert [words[-4:] for words in prepared] == [["--tokenizer", "bytes", "--out", "data/bytes"]]
     assert [Path(command[1]).stem for command in started] == 2 * [BY_LABEL[label].name for label in ("0", "5", "6")]
     settings = load_script(BY_LABEL["6"]).parse_args(started[2][2:])
