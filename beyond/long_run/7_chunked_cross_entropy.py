@@ -355,7 +355,7 @@ class Checkpoints:
         self.folder = args.checkpoint_dir
         # what makes it this run and no other: the script, the text, the flags
         text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
-        self.run = {"script": SCRIPT.name, "text": text}
+        self.run = {"script": SCRIPT.name, "text": text, "train_tokens": len(loader.tokens)}
         for name, value in vars(args).items():
             if name not in MAY_CHANGE:
                 self.run[name] = str(value) if isinstance(value, Path) else value
@@ -405,7 +405,7 @@ class Checkpoints:
     def refuse_other_run(self, path, saved):
         """Exit if the checkpoint is not one of this run."""
         for name, value in self.run.items():
-            theirs = saved["run"].get(name)
+            theirs = saved["run"].get(name, value)  # an older file may lack it
             if theirs != value:
                 sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value};"
                          " a new run from its weights needs --pretrained, another --checkpoint-dir")

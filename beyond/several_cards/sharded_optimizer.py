@@ -515,7 +515,7 @@ class Checkpoints:
         self.folder = args.checkpoint_dir
         # what makes it this run and no other: the script, the text, the flags
         text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
-        self.run = {"script": SCRIPT.name, "text": text}
+        self.run = {"script": SCRIPT.name, "text": text, "train_tokens": len(loader.tokens)}
         for name, value in vars(args).items():
             if name not in MAY_CHANGE:
                 self.run[name] = str(value) if isinstance(value, Path) else value
@@ -570,7 +570,7 @@ class Checkpoints:
             and saved["step"] <= last_step_at_max_lr(saved["run"])
         )
         for name, value in self.run.items():
-            theirs = saved["run"].get(name)
+            theirs = saved["run"].get(name, value)  # an older file may lack it
             if name in ("steps", "decay_share") and not_yet_falling:
                 continue
             if theirs != value:

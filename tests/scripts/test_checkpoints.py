@@ -179,15 +179,28 @@ def test_checkpoints_a_finished_run_repeats_nothing(byte_tokens, whole, copied, 
     ("preemption", ["--resume", "--steps", 9], {}, "--resume: .* with steps 6, not 9; a new run .*--pretrained"),
     ("preemption", ["--resume"], {"sha256": "0" * 64}, r"--resume: .* with text \w+ in bytes tokens, not 0000"),
     ("preemption", ["--resume"], {"tokenizer": "gpt2"}, r"--resume: .* text (\w+) in bytes tokens, not \1 in gpt2"),
+    ("preemption", ["--resume"], {"train_tokens": 900}, r"--resume: .* with train_tokens \d+, not 900"),
 ])
 def test_checkpoints_a_different_run_is_not_resumed(label, more, meta, reason, copied, byte_tokens, tmp_path):
-    """Nor one on another text of as many tokens, nor by a rung that could go on longer. And its log is still there."""
+    """Nor one on another text of as many tokens, nor by a rung that could go on longer. And its log is still there.
+
+    On one text two tokenizers of one name, or two shares of held-out text, show in the number of tokens.
+    """
     copied(STEP_4)
     data = shutil.copytree(byte_tokens, tmp_path / "data")
     edit_json(data / "meta.json", **meta)
     (tmp_path / log_name(label)).write_text("an earlier log")
     assert_refused(six_steps(data, tmp_path, label, *more), "error: " + reason)
     assert [path.read_text() for path in tmp_path.glob("*.log*")] == ["an earlier log"]
+
+
+def test_checkpoints_a_checkpoint_from_before_a_comparison_is_resumed(byte_tokens, whole, copied, tmp_path):
+    """It says nothing of how many tokens there were."""
+    path = copied(STEP_4) / STEP_4
+    saved = torch.load(path, weights_only=True)
+    del saved["run"]["train_tokens"]
+    torch.save(saved, path)
+    assert_resumes(byte_tokens, whole, tmp_path)
 
 
 FREE = {"B", "device", "compile_mode", "data", "log_dir", "save", "checkpoint_every", "checkpoint_dir", "val_every",
