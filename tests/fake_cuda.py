@@ -94,7 +94,8 @@ register_guard()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
-from conftest import known_flags, rung, tokens_of  # noqa: E402
+from load_script import known_flags, rung  # noqa: E402
+from token_folders import tokens_of  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.amp import grad_scaler  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402

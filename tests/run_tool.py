@@ -3,7 +3,7 @@ import json
 import sys
 
 import pytest
-from conftest import run_command
+from run_script import run_command
 
 import ladder.__main__ as tool
 from ladder.measure import run_folder, runner, script_flags

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load_module
+from load_script import ROOT, load_module
 
 from ladder.__main__ import VERBS, parse_args
 from ladder.errors import UserError

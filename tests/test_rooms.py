@@ -3,7 +3,7 @@ import ast
 from collections import Counter
 from pathlib import Path
 
-from conftest import ROOT
+from load_script import ROOT
 
 from ladder.__main__ import VERBS
 

@@ -1,6 +1,6 @@
 """An exercise: a reader's script in the place of rung N. Its tests, its losses and times beside ours.
 
-pytest runs the tests; what tests/conftest.py prints of them, each red one with its hint, is shown.
+pytest runs the tests; what tests/exercise_hooks.py prints of them, each red one with its hint, is shown.
 """
 import itertools
 import math
@@ -28,7 +28,7 @@ SAME = {"total_batch": ["-B", "4", "--total-batch", "1024"], "muon_lr": ["--muon
 ROUNDS = 3
 SECONDS = 60  # for a script's import, and for each test
 FLAGS = "flags of the script:"
-VERDICT = "the exercise:"  # after this line come those of tests/conftest.py
+VERDICT = "the exercise:"  # after this line come those of tests/exercise_hooks.py
 
 
 def names_of_flags(path):
@@ -64,7 +64,7 @@ def check_file(file):
 
 
 def run_tests(rung, file, folder):
-    """What the tests of a rung say with a file in its place, as lines of tests/conftest.py; UserError without any.
+    """What the tests of a rung say with a file in its place, as lines of tests/exercise_hooks.py; UserError without any.
 
     All that pytest prints goes to tests.txt in the folder.
     """

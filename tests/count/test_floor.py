@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import builds_on, new_gpt, rung
+from load_script import builds_on, new_gpt, rung
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ladder.__main__ import main

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ROOT, new_gpt, rung
+from load_script import ROOT, new_gpt, rung
 
 from ladder.count.flops import flops_per_token
 from ladder.count.memory import step_bytes

@@ -12,7 +12,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, run_command, tokens_in
+from load_script import ROOT
+from run_script import run_command
+from token_folders import tokens_in
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from data import texts as reading

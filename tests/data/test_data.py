@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load_module, run_command, tokens_in
+from load_script import ROOT, load_module
+from run_script import run_command
+from token_folders import tokens_in
 
 from data import vocabulary
 

@@ -10,8 +10,10 @@ import pytest
 import tiktoken
 import tokenizers
 import torch
-from conftest import (NEEDS_GPT2, ROOT, Attack, cut_in_half, data_with, edit_json, load_module, rung,
-                      save_as_from_a_gpu, tokens_in)
+from damaged_files import Attack, cut_in_half
+from load_script import ROOT, load_module, rung
+from saved_models import save_as_from_a_gpu
+from token_folders import NEEDS_GPT2, data_with, edit_json, tokens_in
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from data import vocabulary

@@ -7,7 +7,7 @@ import pandas
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from load_script import ROOT
 from log_files import MEDIAN, write_log
 
 from experiments import python_corpus

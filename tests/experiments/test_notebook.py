@@ -7,9 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import nbformat
 import pytest
-from conftest import ROOT, run_command
+from load_script import ROOT
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from run_script import run_command
 
 from ladder.__main__ import parse_args
 from ladder.rungs.list import load_script, parse_rungs

@@ -8,7 +8,7 @@ from itertools import pairwise
 import PIL.Image
 import pandas
 import pytest
-from conftest import ROOT
+from load_script import ROOT
 from run_tool import flags
 from scipy.stats import ttest_rel
 

@@ -3,8 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load_module, rung, train
+from load_script import ROOT, load_module, rung
 from log_files import MEDIAN, write_log
+from run_script import train
 from run_tool import flags, is_one_error
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, edit_json
+from load_script import ROOT
 from log_files import write_log
 from rich.console import Console
 from run_tool import flags, is_one_error, ladder
+from token_folders import edit_json
 from torch._inductor import config
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function

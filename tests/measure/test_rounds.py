@@ -7,8 +7,9 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import ROOT, rung, run_command, train
+from load_script import ROOT, rung
 from rich.console import Console
+from run_script import run_command, train
 from run_tool import LADDER, flags
 
 from ladder.measure import contest, processes

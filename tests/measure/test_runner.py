@@ -15,7 +15,7 @@ import filelock
 import psutil
 import pytest
 import torch
-from conftest import ROOT
+from load_script import ROOT
 from log_files import MEDIAN, write_log
 from rich.console import Console
 from run_tool import files_in, flags, is_one_error

@@ -5,7 +5,7 @@ import statistics
 import sys
 
 import pytest
-from conftest import ROOT, builds_on
+from load_script import ROOT, builds_on
 
 from ladder.rungs.check_laws import changed_definitions, definitions, foreign, plumbing, violations
 from ladder.rungs.list import BANNER, BY_LABEL, LADDER, RUNGS

@@ -2,7 +2,7 @@
 import re
 
 import pytest
-from conftest import ROOT, load_module
+from load_script import ROOT, load_module
 
 from ladder.records.logs import PEERS
 from ladder.rungs.list import BY_LABEL, BY_NAME, RUNGS, TRACKS, today

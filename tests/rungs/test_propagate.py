@@ -3,7 +3,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import builds_on
+from load_script import builds_on
 
 from ladder.errors import UserError
 from ladder.rungs.carry import propagate

@@ -2,8 +2,11 @@
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    Crash, assert_same_weights, crash_in_step, files_in, losses, rung, saved_model, tokens_of, train, val_losses)
+from load_script import rung
+from log_files import losses, val_losses
+from run_script import Crash, crash_in_step, train
+from saved_models import assert_same_weights, names_in, saved_model
+from token_folders import tokens_of
 from torch.nn import functional as F
 
 LOG = "2_best_checkpoint.log"
@@ -56,7 +59,7 @@ def test_best_checkpoint_the_best_is_the_one_with_the_lowest_validation_loss(who
         logits = saved_model(rung("best_checkpoint"), whole / "model.pt")(ids[: n * T].view(n, T)).double()
     loss = F.cross_entropy(logits.flatten(0, 1), ids[1 : n * T + 1]).item()
     assert step_of(whole / "model.pt") == 12 and loss == pytest.approx(found[12], abs=1e-5)
-    assert files_in(whole) == {LOG, "model.pt"}
+    assert names_in(whole) == {LOG, "model.pt"}
 
 
 def test_best_checkpoint_a_crash_leaves_the_best_so_far(whole, small, tmp_path):
@@ -96,7 +99,7 @@ def test_best_checkpoint_an_earlier_runs_model_is_set_aside(whole, small, tmp_pa
 def test_best_checkpoint_what_is_saved_without_save_or_validation(small, tmp_path):
     """Nothing, and the last one."""
     train(rung("best_checkpoint"), tmp_path / "none", small, *FLAGS)
-    assert files_in(tmp_path / "none") == {LOG} and "# best: step " in (tmp_path / "none" / LOG).read_text()
+    assert names_in(tmp_path / "none") == {LOG} and "# best: step " in (tmp_path / "none" / LOG).read_text()
     folder = run_in(tmp_path / "run", small, "--val-every", 0)
     assert step_of(folder / "model.pt") == 30 and "# best" not in (folder / LOG).read_text()
 

@@ -20,9 +20,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    Attack, Crash, as_program, assert_same_weights, builds_on, crash_in_step, cut_in_half, edit_json, files_in,
-    lines_that_count, losses, rung, rungs_that_change, save_as_from_a_gpu, tokens_of, train)
+from damaged_files import Attack, cut_in_half
+from load_script import builds_on, rung, rungs_that_change
+from log_files import losses
+from run_script import Crash, as_program, crash_in_step, train
+from saved_models import assert_same_weights, names_in, save_as_from_a_gpu
+from token_folders import edit_json, tokens_of
 from torch.nn import functional as F
 
 from ladder.records.logs import read_log
@@ -54,6 +57,19 @@ def assert_refused(run, line):
     assert re.fullmatch(line + r".*\n", run.stderr), run.stderr
 
 
+def lines_that_count(log):
+    """The lines of a log file, without what a resumed run did again, and without its earlier headers."""
+    lines = []
+    for line in Path(log).read_text().splitlines():
+        resumed = re.match(r"# resumed after step (\d+)", line)
+        if resumed:
+            begun = max(i for i, earlier in enumerate(lines) if earlier.startswith("# script: "))
+            steps = [(re.match(r"(?:val : step|step :) (\d+) ", earlier), earlier) for earlier in lines[:begun]]
+            lines = lines[begun:] + [line for found, line in steps if found and int(found[1]) <= int(resumed[1])]
+        lines.append(line)
+    return lines
+
+
 def what_it_says(log):
     """The lines of a log, without times and without those of a run's interruptions."""
     lines = [re.sub(r"(dt|tokens/sec|left|time): [^|]*", "", line) for line in lines_that_count(log)]
@@ -73,7 +89,7 @@ def whole(tmp_path_factory, byte_tokens):
     folder = tmp_path_factory.mktemp("whole")
     run = six_steps(byte_tokens, folder)
     assert run.returncode == 0, run.stderr
-    assert files_in(folder / "checkpoints") == {STEP_4, STEP_6}  # the two newest
+    assert names_in(folder / "checkpoints") == {STEP_4, STEP_6}  # the two newest
     return folder
 
 
@@ -123,7 +139,7 @@ def test_checkpoints_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_pa
     assert "# resumed after step 4 of 6" in run.stdout and "step : 4 " not in run.stdout
     assert not more or "# recomputed blocks: 2 of 2\n" in run.stdout
     assert_same_run(folder, tmp_path / "whole", label)
-    left = {name.removesuffix(".pt") for name in files_in(folder / "checkpoints")}
+    left = {name.removesuffix(".pt") for name in names_in(folder / "checkpoints")}
     assert left == {STEP_4[:-3], STEP_6[:-3]}
     log = (folder / log_name(label)).read_text()
     assert log == crashed + run.stdout and "step : 5 " in crashed
@@ -161,7 +177,7 @@ def test_checkpoints_without_checkpoints_no_folder_is_needed(byte_tokens, copied
     folder = copied(STEP_4)
     assert "step : 1 " in six_steps(byte_tokens, tmp_path, "preemption", "--checkpoint-every", 0).stdout
     resumed = six_steps(byte_tokens, tmp_path, "preemption", "--checkpoint-every", 0, "--resume")
-    assert "# resumed after step 4" in resumed.stdout and files_in(folder) == {STEP_4}
+    assert "# resumed after step 4" in resumed.stdout and names_in(folder) == {STEP_4}
 
 
 def test_checkpoints_a_finished_run_repeats_nothing(byte_tokens, whole, copied, tmp_path):
@@ -356,13 +372,13 @@ def test_checkpoints_a_full_disk_or_a_deleted_folder_costs_a_checkpoint_not_the_
     def step_and_delete(log, number, *args, **more):
         step(log, number, *args, **more)
         if number == 3:
-            assert files_in(folder) == set()
+            assert names_in(folder) == set()
             shutil.rmtree(folder)
 
     module.Log.step = step_and_delete
     log = train(module, tmp_path, byte_tokens, *SIX, "--save", tmp_path / "model.pt")
     assert log.read_text().count("# WARNING: no checkpoint of step 2: ") == log.read_text().count("WARNING: no ") == 1
-    assert files_in(folder) == {STEP_4, STEP_6}
+    assert names_in(folder) == {STEP_4, STEP_6}
     assert_same_weights(tmp_path / "model.pt", whole / "model.pt")
 
 
@@ -383,7 +399,7 @@ def test_checkpoints_a_drive_without_locks_keeps_checkpoints(error, byte_tokens,
     run = six_steps(byte_tokens, tmp_path, "checkpoints")
     assert run.returncode == 0, run.stderr
     assert f"# WARNING: {tmp_path}/checkpoints has no lock, so start no second run in it: " in run.stdout
-    assert files_in(tmp_path / "checkpoints") == {STEP_4, STEP_6}
+    assert names_in(tmp_path / "checkpoints") == {STEP_4, STEP_6}
 
 
 def interrupt(monkeypatch, call, number=signal.SIGINT):
@@ -455,14 +471,14 @@ def test_preemption_a_closed_terminal_saves(byte_tokens, tmp_path):
     run.wait(timeout=60)
     last = read_log(log).steps[-1]
     assert f"# ended by a signal after step {last}\n" in log.read_text()
-    assert files_in(tmp_path / "checkpoints") >= {f"step_{last:07}.pt"}
+    assert names_in(tmp_path / "checkpoints") >= {f"step_{last:07}.pt"}
 
 
 def test_preemption_a_signal_in_the_first_step_saves_it(byte_tokens, tmp_path, monkeypatch):
     interrupt(monkeypatch, 3)
     run = six_steps(byte_tokens, tmp_path)
     assert run.returncode == 0 and "# ended by a signal after step 1\n" in run.stdout, run.stderr
-    assert "step_0000001.pt" in files_in(tmp_path / "checkpoints")
+    assert "step_0000001.pt" in names_in(tmp_path / "checkpoints")
 
 
 def test_checkpoints_a_folder_that_cannot_be_written_ends_the_run_before_its_first_step(byte_tokens, tmp_path):

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    NEEDS_GPT2, ROOT, Attack, assert_same_weights, data_with, edit_json, flip_a_byte, load_module, new_gpt, rung,
-    rungs_that_change, save_as_from_a_gpu, saved_model, train)
+from damaged_files import Attack
+from load_script import ROOT, load_module, new_gpt, rung, rungs_that_change
+from run_script import train
 from safetensors.torch import load_file, save_file
+from saved_models import assert_same_weights, save_as_from_a_gpu, saved_model
+from token_folders import NEEDS_GPT2, data_with, edit_json
 
 from data import vocabulary
 from ladder.rungs.list import BY_LABEL
@@ -369,7 +371,9 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
 
     (tmp_path / "text.pt").write_text("not a checkpoint")
     shutil.copy(saved["10"], tmp_path / "flipped.pt")
-    flip_a_byte(tmp_path / "flipped.pt")  # torch.load does not look at the check sums
+    data = bytearray((tmp_path / "flipped.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "flipped.pt").write_bytes(data)  # torch.load does not look at the check sums
     torch.save({"model": {}, "optimizer": {}}, tmp_path / "foreign.pt")
     changed(saved["10"], tmp_path / "attack.pt", T=Attack(tmp_path / "attacked"))
     changed(saved["10"], tmp_path / "tokenizer.pt", tokenizer="mine", tokenizer_json="{")

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import (NEEDS_GPT2, ROOT, edit_json, known_flags, load_module, rung, tokens_of, train,
-                      train_in_float32, val_losses)
+from load_script import ROOT, known_flags, load_module, rung
+from log_files import val_losses
+from run_script import train, train_in_float32
+from token_folders import NEEDS_GPT2, edit_json, tokens_of
 from torch.nn import functional as F
 
 from data import vocabulary

@@ -8,19 +8,24 @@ import functools
 import json
 import math
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    Crash, assert_same_weights, assert_untrained, attended, crash_in_step, known_flags, losses, new_gpt, norm_of,
-    on_ranks, read_steps, rung, saved_model, tiny, tokens_of, train, val_losses, watch)
+from load_script import known_flags, new_gpt, rung, tiny
+from log_files import losses, read_steps, val_losses
+from ranks import on_ranks
+from run_script import Crash, crash_in_step, train
+from saved_models import assert_same_weights, assert_untrained, saved_model
 from tensor_bytes import Watch
+from token_folders import tokens_of
 from torch._dynamo.utils import counters
 from torch.multiprocessing.spawn import ProcessException
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from watch_training import norm_of, watch
 
 SMALL = {"B": 2, "T": 32, "steps": 3, "total_batch": 64, "val_every": 0, "checkpoint_every": 0}
 BFLOAT16_TOLERANCE = 0.02  # it keeps 8 bits: each activation is off by up to 0.2 %, and so is a loss of up to 10.8
@@ -658,6 +663,14 @@ def test_trapezoid_lr_without_a_decay_and_where_rise_and_fall_meet(run, settings
     """--decay-share 0 must not divide by it; a rate is never above the rise, nor above the fall."""
     found, _ = rates(run("trapezoid_lr", **TRAPEZOID | settings))
     assert found == expected
+
+
+@torch.no_grad()
+def attended(model, tokens):
+    """What the attention kernel gets for these tokens in each block: queries, keys and values, (B, nh, T, hs) each."""
+    with mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as kernel:
+        model(tokens)
+    return [made.args[:3] for made in kernel.call_args_list]
 
 
 def one_token_everywhere(label):

@@ -4,7 +4,8 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT, builds_on, run_command, rungs_that_change
+from load_script import ROOT, builds_on, rungs_that_change
+from run_script import run_command
 
 from ladder.rungs.list import BY_LABEL, RUNGS
 

@@ -4,7 +4,8 @@ import argparse
 import pytest
 import torch
 import torchao.float8
-from conftest import new_gpt, rung, train
+from load_script import new_gpt, rung
+from run_script import train
 from torch._dynamo.utils import counters
 
 

@@ -4,9 +4,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import (
-    assert_same_losses, assert_same_weights, cut_in_half, files_in, losses, new_gpt, on_ranks, rung, train,
-    train_in_float32, val_losses)
+from damaged_files import cut_in_half
+from load_script import new_gpt, rung
+from log_files import assert_same_losses, losses, val_losses
+from ranks import on_ranks
+from run_script import train, train_in_float32
+from saved_models import assert_same_weights, names_in
 from tensor_bytes import Watch
 
 from ladder.count.flops import SHAPES, VOCAB_SIZE
@@ -171,7 +174,7 @@ def test_a_checkpoint_of_two_ranks_resumes_alone(label, suffix, two_ranks, one_p
     log = train_in_float32(label, tmp_path, byte_tokens, "-B", 2, *SIX, "--resume", "--save", tmp_path / "model.pt")
     assert "# resumed after step 4 of 6" in log.read_text()
     assert_same_losses(log, one_process, after=4)
-    assert files_in(checkpoints) == {STEP_4 + suffix, STEP_6 + suffix}
+    assert names_in(checkpoints) == {STEP_4 + suffix, STEP_6 + suffix}
     assert_same_weights(tmp_path / "model.pt", one_process.with_name("model.pt"), atol=2e-5)
 
 

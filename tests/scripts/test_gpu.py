@@ -7,8 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import (
-    assert_same_losses, assert_same_weights, assert_untrained, new_gpt, rung, tiny, train, train_in_float32)
+from load_script import new_gpt, rung, tiny
+from log_files import assert_same_losses
+from run_script import train, train_in_float32
+from saved_models import assert_same_weights, assert_untrained
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel

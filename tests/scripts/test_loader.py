@@ -2,7 +2,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import builds_on, rung, rungs_that_change, tokens_of, train
+from load_script import builds_on, rung, rungs_that_change
+from run_script import train
+from token_folders import tokens_of
 
 LOADERS = [label for label in rungs_that_change("DataLoaderLite") if label != "shuffled_windows"]
 N = 1003  # the tokens of `numbers` are their own places in the file

@@ -13,7 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, STEP_LINE, FakeClock, as_program, read_steps, rung, train
+from load_script import ROOT, rung
+from log_files import STEP_LINE, read_steps
+from run_script import FakeClock, as_program, train
 
 
 def test_a_running_script_keeps_its_steps_and_a_later_one_its_log(tmp_path, byte_tokens):

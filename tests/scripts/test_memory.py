@@ -1,7 +1,7 @@
 """chunked_cross_entropy, which keeps no logits of a whole batch: in 16 bits and compiled. More: test_exercises.py."""
 import pytest
 import torch
-from conftest import rung, tiny
+from load_script import rung, tiny
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 

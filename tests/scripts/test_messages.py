@@ -13,9 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ROOT, Attack, as_program, cut_in_half, data_with, edit_json, known_flags, load_module, losses, rung,
-    rungs_that_change, save_as_from_a_gpu, saved_model, tokens_of, train, validates)
+from damaged_files import Attack, cut_in_half
+from load_script import ROOT, known_flags, load_module, rung, rungs_that_change, validates
+from log_files import losses
+from run_script import as_program, train
+from saved_models import save_as_from_a_gpu, saved_model
+from token_folders import data_with, edit_json, tokens_of
 
 from data import vocabulary
 from ladder.rungs.list import BY_LABEL

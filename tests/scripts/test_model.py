@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, cut_in_half, edit_json, load_module, rung, rungs_that_change, saved_model, tiny
+from damaged_files import cut_in_half
+from load_script import ROOT, load_module, rung, rungs_that_change, tiny
 from safetensors.torch import save_file
+from saved_models import saved_model
+from token_folders import edit_json
 from torch.nn import functional as F
 
 from data import vocabulary

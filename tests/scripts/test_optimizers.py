@@ -1,7 +1,7 @@
 """Muon against its definition; muP's scales in closed form."""
 import pytest
 import torch
-from conftest import new_gpt, rung, rungs_that_change, tiny
+from load_script import new_gpt, rung, rungs_that_change, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from load_script import ROOT
 
 NODES_A_STATEMENT = 12.5  # nanoGPT's model.py has 12.7, its train.py 9.5
 

@@ -3,18 +3,21 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import (
-    GROUP_OF_ONE, ROOT, TORCHRUN, assert_same_losses, assert_same_weights, builds_on, known_flags, losses, new_gpt,
-    on_ranks, read_steps, run_command, rung, rungs_that_change, train, train_in_float32, val_losses,
-    write_runs)
+from load_script import ROOT, builds_on, known_flags, new_gpt, rung, rungs_that_change
+from log_files import assert_same_losses, losses, read_steps, val_losses
+from ranks import GROUP_OF_ONE, on_ranks, write_runs
+from run_script import run_command, train, train_in_float32
+from saved_models import assert_same_weights
 from tensor_bytes import Watch
 
 from ladder.rungs.list import BY_LABEL
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 FIRST = "gradient_accumulation"
 # Everything of which ranks could disagree; ddp is in test_exercises.py, fsdp in test_fsdp.py.
@@ -222,7 +225,7 @@ def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
     runs = {"run": (label, "float32", ["-B", 2, *SIX])}
     on_ranks(2, tmp_path / "whole", byte_tokens, runs)
     write_runs(tmp_path / "killed", byte_tokens, runs)
-    run = run_command(*TWO_RANKS, "--max-restarts=1", ROOT / "tests" / "rank.py", tmp_path / "killed", timeout=200,
+    run = run_command(*TWO_RANKS, "--max-restarts=1", ROOT / "tests" / "ranks.py", tmp_path / "killed", timeout=200,
                       TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", DIE_RANK="1", DIE_BATCH="4")
     assert run.returncode == 0, run.stderr
     log = f"run/{BY_LABEL[label].name}.log"
@@ -240,7 +243,7 @@ def test_two_machines(two_ranks, byte_tokens, tmp_path):
         probe.bind(("127.0.0.1", 0))
         endpoint = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
     command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=test", endpoint,
-               "--local-addr=127.0.0.1", ROOT / "tests" / "rank.py", tmp_path]
+               "--local-addr=127.0.0.1", ROOT / "tests" / "ranks.py", tmp_path]
     agents = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
     assert [agent.wait(timeout=300) for agent in agents] == [0, 0]
     assert losses(tmp_path / "gradient_accumulation" / LOG_11) == losses(two_ranks / "gradient_accumulation" / LOG_11)

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import new_gpt, rung, tiny
+from load_script import new_gpt, rung, tiny
 from torch.nn import functional as F
 
 

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from conftest import losses, rung, rungs_that_change, tokens_of, train, val_losses
+from load_script import rung, rungs_that_change
+from log_files import losses, val_losses
+from run_script import train
+from token_folders import tokens_of
 
 VOCAB_SIZE, END = 1000, 999  # few, so that tests are quick
 SHORT = ("-B", 1, "-T", 16, "--steps", 4, "--val-every", 0)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, known_flags, rung
 from filelock import FileLock
+from load_script import ROOT, known_flags, rung
 
 from ladder.measure.machine_check import compile_problem
 from ladder.measure.processes import Job, Outcome, run_job

@@ -6,13 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import (
-    ROOT, Crash, assert_untrained, builds_on, known_flags, norm_of, read_steps, rung, rungs_that_change, saved_model,
-    train, train_in_float32, watch)
+from load_script import ROOT, builds_on, known_flags, rung, rungs_that_change
+from log_files import read_steps
+from run_script import Crash, train, train_in_float32
+from saved_models import assert_untrained, saved_model
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from watch_training import norm_of, watch
 
 
 # The rungs in which a step with the scaler differs from that of the rung before; 3 and 8 have exercises.

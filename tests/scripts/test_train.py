@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    FakeClock, builds_on, known_flags, losses, new_gpt, norm_of, read_steps, rung, rungs_that_change, train,
-    validates, watch)
+from load_script import builds_on, known_flags, new_gpt, rung, rungs_that_change, validates
+from log_files import losses, read_steps
+from run_script import FakeClock, train
 from torch.nn import functional as F
+from watch_training import norm_of, watch
 
 from ladder.rungs.list import BY_LABEL
 

@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import Crash, data_with, known_flags, losses, rung, rungs_that_change, tiny, tokens_of, train
+from load_script import known_flags, rung, rungs_that_change, tiny
+from log_files import losses
+from run_script import Crash, train
+from token_folders import data_with, tokens_of
 from torch.nn import functional as F
 
 import convert

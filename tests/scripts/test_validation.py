@@ -3,7 +3,9 @@ which rank."""
 import numpy as np
 import pytest
 import torch
-from conftest import builds_on, new_gpt, rung, rungs_that_change, tokens_of, train, validates
+from load_script import builds_on, new_gpt, rung, rungs_that_change, validates
+from run_script import train
+from token_folders import tokens_of
 
 FORWARDS = [label for label in rungs_that_change("evaluate", "GPT.forward") if validates(label)]
 

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from conftest import ROOT
+from load_script import ROOT
 from log_files import write_log
 from run_tool import is_one_error
 from test_documents import anchors_of

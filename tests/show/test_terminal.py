@@ -4,7 +4,7 @@ import re
 
 import pandas
 import pytest
-from conftest import ROOT
+from load_script import ROOT
 from rich.console import Console
 
 from ladder.errors import UserError

@@ -3,7 +3,7 @@ import os
 import subprocess
 
 import pytest
-from conftest import ROOT
+from load_script import ROOT
 from log_files import MEDIAN, write_log
 from run_tool import LADDER, files_in, flags, is_one_error, ladder
 

@@ -10,7 +10,7 @@ from functools import partial
 import numpy
 import pandas
 import pytest
-from conftest import ROOT
+from load_script import ROOT
 from log_files import MEDIAN, write_log
 from rich.console import Console
 from run_tool import flags, is_one_error

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import PIL.Image
 import pytest
-from conftest import ROOT
+from load_script import ROOT
 from log_files import MEDIAN, write_log
 from scipy.stats import ttest_1samp
 

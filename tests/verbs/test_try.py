@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from load_script import ROOT
 from rich.console import Console
 from run_tool import files_in, is_one_error
 
@@ -140,7 +140,7 @@ def test_each_red_test_comes_with_its_own_hint(tmp_path, monkeypatch):
     """A test is red if it is for one of its parameters, and one that did not run is red."""
     (tmp_path / "test_made_up.py").write_text(MADE_UP)
     monkeypatch.setattr(exercise, "TESTS", tmp_path / "test_made_up.py")
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p conftest")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p exercise_hooks")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     reasons = {"b": "no assert 'y' != 'y'", "c": "error: no such flag", "d": "KeyError: 'k'", "e": "no compiler",
                "g": "it did not run"}

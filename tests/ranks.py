@@ -1,31 +1,72 @@
-"""One rank of a distributed test: scripts' own train(), one run after the other in one process group.
+"""Distributed runs: on_ranks(n, …) trains on n ranks, forks of one process; what each rank does.
 
-    torchrun ... tests/rank.py FOLDER        # FOLDER/runs.json: {name of the run: [label, dtype, [flags]]}
+    torchrun ... tests/ranks.py FOLDER        # the same by torchrun; FOLDER/runs.json is of write_runs
 
-`on_ranks` of conftest.py forks ranks instead. Each run leaves FOLDER/NAME/rank<n>.json: a digest of the parameters that
-this rank has in the end, how much was compiled and, of FSDP, what it held and, in bfloat16, moved in the last step, in
-bytes. What is compiled runs as it was traced. In float16 the first gradient of rank 1 overflows. With DIE_RANK and
-DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died tells.
+Scripts' own train(), one run after the other in one process group. Each leaves FOLDER/NAME/rank<n>.json: a digest of
+the parameters that this rank has in the end, how much was compiled and, of FSDP, what it held and, in bfloat16, moved
+in the last step, in bytes. What is compiled runs as it was traced. In float16 the first gradient of rank 1 overflows.
+With DIE_RANK and DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died
+tells.
 """
 import contextlib
 import hashlib
 import json
 import os
 import signal
+import socket
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict  # noqa: F401 - here, once for all forks
 import torch.distributed.fsdp  # noqa: F401
-from conftest import builds_on, known_flags, main, rung
+from load_script import ROOT, builds_on, known_flags, rung
+from run_script import main
 from tensor_bytes import Watch, local_bytes
 from torch._dynamo.utils import counters
+from torch.multiprocessing import start_processes
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+GROUP_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0"}  # what torchrun tells a single process
 
-def run(folder, rank, name, label, dtype, flags):
+
+def write_runs(folder, data, runs):
+    """What each rank is to run in a folder: {name: (label, dtype, flags)}."""
+    own = ["--model", "tiny", "--device", "cpu", "--data", data, "--compile-mode", "none"]
+    runs = {name: (*kind, [str(word) for word in (*own, *flags)]) for name, (*kind, flags) in runs.items()}
+    folder.mkdir(exist_ok=True)
+    (folder / "runs.json").write_text(json.dumps(runs))
+
+
+def on_ranks(n, folder, data, runs):
+    """Make these runs on n ranks, one after the other. Each leaves FOLDER/NAME; what each rank printed is returned."""
+    write_runs(folder, data, runs)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    forkserver.set_forkserver_preload(["ranks"])  # forks of a process that has imported torch, in which nothing ran
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
+        forkserver.ensure_running()
+    start_processes(forked_rank, (n, port, folder), nprocs=n, start_method="forkserver")
+    return [(folder / f"printed_{rank}.txt").read_text() for rank in range(n)]
+
+
+def forked_rank(rank, n, port, folder):
+    """One of n ranks."""
+    sys.stdout = open(folder / f"printed_{rank}.txt", "w", buffering=1)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_PORT": port}
+    os.environ.update(GROUP_OF_ONE | {name: str(number) for name, number in numbers.items()})
+    try:
+        run_all(folder)
+    except SystemExit as stop:
+        raise RuntimeError(f"error: {stop.code}") from stop
+
+
+def run_one(folder, rank, name, label, dtype, flags):
     script, found, fetched, watch = rung(label), {}, [], Watch()
     script.autocast_dtype = lambda device: getattr(torch, dtype)
     sharded = builds_on(label, "fsdp")
@@ -83,7 +124,7 @@ def run_all(folder):
     dist.init_process_group = lambda *args, **how: dist.is_initialized() or start(*args, **how)
     dist.destroy_process_group = lambda: None
     for name, own in json.loads((folder / "runs.json").read_text()).items():
-        run(folder, rank, name, *own)
+        run_one(folder, rank, name, *own)
     end()
 
 
