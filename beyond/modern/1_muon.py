@@ -361,14 +361,10 @@ def autocast_dtype(device):
 
 def check_compiler(device):
     """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # compiling takes seconds anyway
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
     try:
-        for library in Path(cache_dir()).rglob("*.so"):
-            if library.stat().st_size == 0 and time.time() - library.stat().st_mtime > 60:
-                sys.exit(f"error: {library}: empty, in torch.compile's cache: delete it")
         torch.compile(torch.sin)(torch.ones(1, device=device))
     except (OSError, RuntimeError) as error:  # OSError: the cache cannot be written to
         if "out of memory" in str(error):

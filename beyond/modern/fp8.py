@@ -133,11 +133,8 @@ def float8_product(a, a_factor, b, b_factor, fast=False):
     a = a.contiguous()
     b = b.t().contiguous().t()
     # twice as fast as bfloat16; the factors undo the scaling that the short range of 8 bits needs
-    options = {"use_fast_accum": fast}
-    if not hasattr(F, "scaled_mm"):  # an older torch
-        return torch._scaled_mm(a, b, a_factor, b_factor, out_dtype=torch.bfloat16, **options)
     one_factor = F.ScalingType.TensorWise  # for all numbers of a matrix
-    return F.scaled_mm(a, b, a_factor, one_factor, b_factor, one_factor, **options)
+    return F.scaled_mm(a, b, a_factor, one_factor, b_factor, one_factor, use_fast_accum=fast)
 
 
 class Float8Product(torch.autograd.Function):
@@ -176,18 +173,17 @@ class Float8Linear(nn.Linear):
 
 def use_float8(model, args):
     """Switch the wide linear layers of the blocks to float8, where the GPU has it: their number."""
-    if args.device != "cuda" or torch.version.cuda is None:  # None: an AMD GPU
+    # torch.version.cuda is None on an AMD GPU
+    if args.float8_from == 0 or args.device != "cuda" or torch.version.cuda is None:
         return 0
     # older than Ada; or B * T, an inner dimension of the weights' gradients, does not fit
     if torch.cuda.get_device_capability() < (8, 9) or args.B * args.T % 16 != 0:
         return 0
     n_layers = 0
     for layer in model.transformer.h.modules():
-        if not isinstance(layer, Float8Linear) or args.float8_from == 0:
-            continue
+        wide = isinstance(layer, Float8Linear) and layer.out_features >= args.float8_from
         # the kernels need multiples of 16
-        fits = layer.in_features % 16 == 0 and layer.out_features % 16 == 0
-        if fits and layer.out_features >= args.float8_from:
+        if wide and layer.in_features % 16 == 0 and layer.out_features % 16 == 0:
             layer.in_float8 = True
             n_layers += 1
     return n_layers
@@ -468,14 +464,10 @@ def autocast_dtype(device):
 
 def check_compiler(device):
     """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # compiling takes seconds anyway
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
     try:
-        for library in Path(cache_dir()).rglob("*.so"):
-            if library.stat().st_size == 0 and time.time() - library.stat().st_mtime > 60:
-                sys.exit(f"error: {library}: empty, in torch.compile's cache: delete it")
         torch.compile(torch.sin)(torch.ones(1, device=device))
     except (OSError, RuntimeError) as error:  # OSError: the cache cannot be written to
         if "out of memory" in str(error):

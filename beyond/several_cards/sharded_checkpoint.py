@@ -36,9 +36,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.utils.checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_state_dict, set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
@@ -443,9 +441,8 @@ def evaluate(model, loader, n_sequences, autocast, rank, world_size):
     total = torch.zeros((), device=loader.device)
     model.eval()
     with autocast:
-        n_turns = math.ceil(n_sequences / world_size)
-        for turn in range(n_turns):
-            i = turn * world_size + rank
+        for first in range(0, n_sequences, world_size):
+            i = first + rank
             x, y = loader.batch(i)  # (1, T) each: no more memory than a step of training
             loss = model(x, y)  # every rank must come here, as the blocks gather parameters
             if i < n_sequences:
@@ -606,14 +603,10 @@ def autocast_dtype(device):
 
 def check_compiler(device):
     """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # compiling takes seconds anyway
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
     try:
-        for library in Path(cache_dir()).rglob("*.so"):
-            if library.stat().st_size == 0 and time.time() - library.stat().st_mtime > 60:
-                sys.exit(f"error: {library}: empty, in torch.compile's cache: delete it")
         torch.compile(torch.sin)(torch.ones(1, device=device))
     except (OSError, RuntimeError) as error:  # OSError: the cache cannot be written to
         if "out of memory" in str(error):
@@ -694,10 +687,10 @@ def shard(model, device):
     if not dist.is_initialized():
         return
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # RoPE's angles stay float32
-    if autocast_dtype(device) == torch.bfloat16:
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # None: gathered as they are, in float32
+    gathered_dtype = torch.bfloat16 if autocast_dtype(device) == torch.bfloat16 else None
+    policy = MixedPrecisionPolicy(param_dtype=gathered_dtype, reduce_dtype=torch.float32,
+                                  cast_forward_inputs=False)  # RoPE's angles stay float32
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # the rest: embedding, last norm
@@ -712,9 +705,8 @@ def gather(model, optimizer):
         return None, None
     with torch.device("meta"):  # draws no random weights
         whole = GPT(model.config)
-    whole.to_empty(device="cpu")
+    whole.load_state_dict(weights, assign=True)
     whole.transformer.wte.weight = whole.lm_head.weight  # one parameter again
-    whole.load_state_dict(weights)
     return whole, moments
 
 
@@ -828,13 +820,13 @@ def train(args):
         if last:
             break
 
+    whole = None
     if args.save:
         whole, _ = gather(model, optimizer)  # every rank must come here
     if rank == 0:
         if log.seconds:  # else no step was left
             log.finish(step)
-        if args.save:
-            save_model(args.save, whole, loader, step)
+        save_model(args.save, whole, loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process

@@ -75,11 +75,6 @@ def test_dropout_masks_are_new_in_each_step_and_those_of_the_seed(tmp_path, byte
     assert masks(tmp_path / "seed", byte_tokens, "--seed", 7)[0] not in first
 
 
-def test_dropout_not_a_probability(tmp_path, byte_tokens):
-    with pytest.raises(SystemExit, match="^error: --dropout 1.0: .*less than 1$"):
-        train(rung("dropout"), tmp_path, byte_tokens, *SHORT, "--dropout", 1.0)
-
-
 ROWS = [(40, 1, 70, 89), (199, 1)]  # lengths of documents; the first of the first row has lost its beginning
 
 
