@@ -34,6 +34,13 @@ GROUP_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR"
                 "TORCHELASTIC_MAX_RESTARTS": "0"}  # what torchrun tells a single process
 
 
+def start_forkserver():
+    """Processes of the start method "forkserver" are forks of one that has imported torch, and in which nothing ran."""
+    forkserver.set_forkserver_preload(["ranks"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
+        forkserver.ensure_running()
+
+
 def write_runs(folder, data, runs):
     """What each rank is to run in a folder: {name: (label, dtype, flags)}."""
     own = ["--model", "tiny", "--device", "cpu", "--data", data, "--compile-mode", "none"]
@@ -48,9 +55,7 @@ def on_ranks(n, folder, data, runs):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    forkserver.set_forkserver_preload(["ranks"])  # forks of a process that has imported torch, in which nothing ran
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
-        forkserver.ensure_running()
+    start_forkserver()
     start_processes(forked_rank, (n, port, folder), nprocs=n, start_method="forkserver")
     return [(folder / f"printed_{rank}.txt").read_text() for rank in range(n)]
 

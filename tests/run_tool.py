@@ -1,12 +1,20 @@
 """The tool as a user calls it: in a process of its own, or in this one, which does not measure the machine."""
+import contextlib
+import io
 import json
+import multiprocessing
+import os
+import runpy
 import sys
+from unittest import mock
 
 import pytest
-from run_script import run_command
+from ranks import start_forkserver
+from run_script import own_settings, run_command
 
 import ladder.__main__ as tool
 from ladder.measure import run_folder, runner, script_flags
+from ladder.measure.processes import Outcome
 from ladder.show.terminal import console
 
 LADDER = [sys.executable, "-m", "ladder"]
@@ -18,6 +26,45 @@ def flags(tokens):
 
 def ladder(*words, timeout=300, **environment):
     return run_command(*LADDER, *words, timeout=timeout, COLUMNS="200", **environment)
+
+
+def run_here(job, *_):
+    """What run_job does, but in this process: to import torch takes longer than to train a tiny model."""
+    words, said = [*map(str, job.command[1:])], io.StringIO()
+    with own_settings(), mock.patch("sys.argv", words), contextlib.redirect_stdout(said):
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as stop:
+            return Outcome(job.name, "failed", str(stop))
+    return Outcome(job.name, "ok", lines=said.getvalue().splitlines())
+
+
+def run_jobs_here(jobs, seconds, device, at_once, ended, show=None):
+    for job in jobs:
+        ended(job, run_here(job))
+
+
+def run_in_a_fork(job, *_):
+    """What run_job does with a `python -m pytest ...`, but as a fork of a process that has imported torch."""
+    start_forkserver()
+    job.log_dir.mkdir(parents=True, exist_ok=True)
+    output = job.log_dir / "output.txt"
+    fork = multiprocessing.get_context("forkserver").Process(target=_pytest, args=(job.command[3:], job.env, output))
+    fork.start()
+    fork.join()
+    status, reason = ("failed", f"exit code {fork.exitcode}") if fork.exitcode else ("ok", "")
+    return Outcome(job.name, status, reason, output.read_text(encoding="utf-8").splitlines())
+
+
+def _pytest(words, env, output):
+    with open(output, "wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os.environ.update(env)
+    for name, module in [*sys.modules.items()]:  # what the tests share reads it when it is imported
+        if str(getattr(module, "__file__", "")).startswith(os.path.dirname(__file__)):
+            del sys.modules[name]
+    sys.exit(pytest.main(words))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A lesson: the docstring of a rung, the difference to the rung before, down to the changed words, what it computes."""
 import ast
 import difflib
+import functools
 import hashlib
 import itertools
 import re
@@ -41,6 +42,7 @@ class Lesson:
         return sum(line.sign == sign for hunk in self.hunks for line in hunk)
 
 
+@functools.cache
 def split_docstring(source):
     """(docstring, body lines, number of the body's first line) of a script; a reader's need not have a docstring."""
     tree = ast.parse(source)

@@ -1,5 +1,6 @@
 """A lesson's text, picture, exercise and diff as HTML: markdown-it renders text, Pygments colors code."""
 import ast
+import functools
 import html
 import itertools
 import re
@@ -78,6 +79,7 @@ def color_line(line):
     return "".join(parts)
 
 
+@functools.cache  # of one script as the one before, and as this one
 def blocks_of(source):
     """(name, first line, last line) of each function, class and method of a script, the outer ones first."""
     return [(node.name, first_line(node), node.end_lineno) for node in ast.walk(ast.parse(source))

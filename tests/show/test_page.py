@@ -1,5 +1,4 @@
 """The tutorial page: made from invented machines, then read, and looked at in a real browser where there is one."""
-import functools
 import html
 import json
 import re
@@ -83,7 +82,6 @@ def test_the_committed_page_has_each_lesson():
     assert lessons == [rung.label for rung in RUNGS], "run python -m ladder page"
 
 
-@functools.cache
 def body_of(rung):
     return split_docstring(rung.path.read_text(encoding="utf-8"))[1]
 
@@ -190,9 +188,9 @@ def test_a_lesson_has_its_counted_floor_and_the_lecture(text):
 
 
 def test_page_opens_what_it_makes(tmp_path, monkeypatch, call):
-    assert is_one_error(call("page", "--out", tmp_path), "is a folder")
     opened = []
     monkeypatch.setattr(page_verb, "build_report", lambda folder: folder)
+    assert is_one_error(call("page", "--out", tmp_path), "is a folder")
     monkeypatch.setattr(page_verb, "write_page", lambda reports, path: path.write_text("a page"))
     monkeypatch.setattr(page_verb.webbrowser, "open", opened.append)
     call("page", "--out", tmp_path / "a.html", "--no-browser")

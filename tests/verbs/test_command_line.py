@@ -19,8 +19,8 @@ def test_help_comes_without_torch():
     assert "argparse" in run.stderr and "torch" not in run.stderr and "pandas" not in run.stderr
 
 
-def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere():
-    words = ["report", ROOT / "logs" / "reference" / "intel_xeon_amx_2_cores_B1_T1024"]
+def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere(tmp_path):
+    words = ["report", write_log(tmp_path / "baseline.log").parent]
     run = ladder(*words, PYTHONIOENCODING="ascii")
     assert run.returncode == 0 and "tokens/s" in run.stdout, run.stderr
     read, write = os.pipe()
@@ -29,21 +29,21 @@ def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere():
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_diff_shows_the_reader_s_own_newest_run_beside_the_records(call, tmp_path, monkeypatch):
+def test_diff_shows_the_change_and_its_effect_in_the_records_and_in_the_reader_s_own_newest_run(call, tmp_path,
+                                                                                                monkeypatch):
+    """That the text and the change are whole: test_page.py."""
     monkeypatch.chdir(tmp_path)
-    for label, ms in (("5", 60.0), ("6", 40.0)):
-        write_log(RUNS / "mine" / f"{BY_LABEL[label].name}.log", ms=[ms] * 3)
-    (RUNS / "mine" / "machine.json").write_text('{"rates": {"float32": 1e12}}')
-    records, _, own = call("diff", "6")[1].partition("Your newest run, mine")
-    assert "Measured, " in records and "60.0 -> 40.0 ms/step (1.50 x" in own
-
-
-def test_diff_shows_text_change_and_effect(call):
-    """That it is whole: test_page.py."""
-    output = call("diff", "06")[1]
+    monkeypatch.setattr("ladder.records.logs.REFERENCE", tmp_path / "records")
+    for folder, times in ((tmp_path / "records" / "an_epyc", (90.0, 30.0)), (RUNS / "mine", (60.0, 40.0))):
+        for label, ms in zip("56", times, strict=True):
+            write_log(folder / f"{BY_LABEL[label].name}.log", ms=[ms] * 3)
+        (folder / "machine.json").write_text('{"rates": {"float32": 1e12}}')
+    records, _, own = call("diff", "06")[1].partition("Your newest run, mine")
     for part in ("Rung 6, flash attention", "+ y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
-                 "- att = F.softmax(att, dim=-1)", "Measured, ", "ms/step"):
-        assert part in output
+                 "- att = F.softmax(att, dim=-1)"):
+        assert part in records
+    assert "90.0 -> 30.0 ms/step (3.00 x" in records.partition("Measured, ")[2]
+    assert "60.0 -> 40.0 ms/step (1.50 x" in own
     assert "+ " in call("diff", "ddp", "2_prefetch.py")[1] and "@@" not in call("diff", "0")[1]
 
 

@@ -4,13 +4,15 @@ import importlib.util
 import io
 import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from load_script import ROOT
 from rich.console import Console
-from run_tool import files_in, is_one_error
+from run_tool import files_in, is_one_error, run_in_a_fork, run_jobs_here
 
 from ladder.errors import UserError
 from ladder.measure import exercise, runner
@@ -33,9 +35,31 @@ def edited(label, path, *changes):
     return path
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """To import torch in the processes that an exercise starts would take nine tenths of the time."""
+    monkeypatch.setattr(exercise, "run_job", run_in_a_fork)
+    monkeypatch.setattr(runner, "run_jobs", run_jobs_here)
+
+
+@pytest.fixture
+def imported_here(monkeypatch):
+    """So would the process that tries to import a script."""
+    def run(words, **_):
+        try:
+            return SimpleNamespace(stdout=f"{exercise.FLAGS} {' '.join(exercise.names_of_flags(words[-1]))}", stderr="",
+                                   returncode=0)
+        except SystemExit as stop:
+            return SimpleNamespace(stdout="", stderr=f"{stop}\n", returncode=1)
+
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    monkeypatch.setattr(exercise.subprocess, "run", run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("label", EXERCISES)
-def test_the_rung_before_is_not_a_solution(label, tmp_path):
+def test_the_rung_before_is_not_a_solution(label, tmp_path, forked):
     """And is red because something is missing, not because a test broke. Ours is one: test_exercises.py."""
     said = "\n".join(run_tests(BY_LABEL[label], BY_LABEL[label].start.path, tmp_path))
     assert "  RED  " in said
@@ -51,7 +75,7 @@ def test_each_test_belongs_to_an_exercise_and_has_a_hint():
     assert all(tests.values()) and sorted(sum(tests.values(), [])) == sorted(hints)
 
 
-def test_another_right_solution_passes(call, tmp_path, tokens, monkeypatch):
+def test_another_right_solution_passes(forked, call, tmp_path, tokens, monkeypatch):
     """Wherever the file is; then both scripts run, and the changes are shown. Nothing is written beside it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
@@ -68,7 +92,7 @@ def test_another_right_solution_passes(call, tmp_path, tokens, monkeypatch):
     assert files_in(tmp_path / "elsewhere") == before and {*os.listdir(tmp_path)} == {"elsewhere", "logs"}
 
 
-def test_what_is_red_comes_with_a_hint(call, tmp_path, monkeypatch):
+def test_what_is_red_comes_with_a_hint(forked, imported_here, call, tmp_path, monkeypatch):
     """And neither with our solution, nor with a comparison of what does not work."""
     monkeypatch.chdir(tmp_path)
     edited("0", tmp_path / "mine.py", (
@@ -82,7 +106,7 @@ def test_what_is_red_comes_with_a_hint(call, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "pytest.exit('all is well', 0)"])
-def test_a_script_that_ends_the_tests_is_not_green(end, call, tmp_path, monkeypatch):
+def test_a_script_that_ends_the_tests_is_not_green(end, forked, imported_here, call, tmp_path, monkeypatch):
     """Ours, but for that: pytest has ended with 0, and no test was red."""
     monkeypatch.chdir(tmp_path)
     edited("1", tmp_path / "mine.py", (
@@ -208,20 +232,23 @@ def test_an_import_without_end_is_stopped(call, tmp_path, monkeypatch):
     (6, "def f(:\n", ["mine.py: does not start: SyntaxError: invalid syntax (mine.py, line 1); correct it"]),
     (6, "\n\nimport no_such_module\n", ["mine.py: does not start: line 3: ModuleNotFoundError: No module named"]),
     (6, "import sys\nsys.exit(0)\n", ["mine.py: does not start: line 2: SystemExit: 0; correct it"]),
-    (6, "import os\nprint('all is well', flush=True)\nos._exit(0)\n",
-     ["mine.py: does not start: its process ended (exit code 0)"]),
-    (6, "x = 1\n".encode("utf-16"), ["mine.py: does not start: "]),
     (6, "x = 1\n", ["does not start: AttributeError", "'parse_args'"]),
     ("prefetch", "x = 1\n", ["prefetch has no exercise; try one of 1, 2, 3"]),
     (99, "x = 1\n", ["no rung 99"]),
 ])
-def test_one_line_where_there_is_nothing_to_try(label, text, reasons, call, tmp_path, monkeypatch):
+def test_one_line_where_there_is_nothing_to_try(label, text, reasons, imported_here, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if text is not None:
-        Path("mine.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+        Path("mine.py").write_text(text)
     before = files_in(tmp_path)
     assert is_one_error(call("try", label, "mine.py"), *reasons)
     assert files_in(tmp_path) == before
+
+
+def test_a_script_that_ends_its_process_does_not_start(call, tmp_path):
+    (tmp_path / "mine.py").write_text("import os\nprint('all is well', flush=True)\nos._exit(0)\n")
+    answer = call("try", 6, tmp_path / "mine.py")
+    assert is_one_error(answer, "mine.py: does not start: its process ended (exit code 0)")
 
 
 def test_without_pytest_it_says_what_to_install(call, monkeypatch):
