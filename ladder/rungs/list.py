@@ -143,7 +143,7 @@ add("rope", "beyond/modern/3_rope.py", "RoPE", before="trapezoid_lr",
     exports_to=None, brings="encodes relative positions without parameters")
 add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", before="rope",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT",
-    brings="fewer parameters; no significant difference")
+    brings="fewer parameters, without a significant change in the loss")
 add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", before="rmsnorm",
     may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward GPT",
     brings="bounded attention scores, a lower loss")
@@ -152,7 +152,7 @@ add("swiglu", "beyond/modern/6_swiglu.py", "SwiGLU", before="qk_norm",
     exports_to="qwen3", brings="Qwen3's MLP; its gain is not established")
 add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections", before="swiglu",
     may_change="GPT._init_weights",
-    brings="no significant difference")
+    brings="no significant change in the loss")
 # What starts from the modern model: larger models, past Qwen3, a wide model's rates, a small model's vocabulary.
 add("fp8", "beyond/modern/fp8.py", "FP8", before="zero_init",
     may_change="add_flags to_float8 float8_product Float8Product Float8Linear use_float8 CausalSelfAttention.__init__ "
@@ -182,7 +182,7 @@ add("dropout", "beyond/small_text/3_dropout.py", "dropout", before="best_checkpo
     brings="perhaps a lower loss on a text that is read many times (three seeds)")
 add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", before="dropout",
     may_change="document_mask CausalSelfAttention Block.forward GPT.__init__ GPT.forward train",
-    brings="no significant difference")
+    brings="no significant change in the loss")
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
 add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", before="ddp",
     may_change="add_flags batches_per_step optimizer_step train",

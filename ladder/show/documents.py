@@ -7,11 +7,11 @@ import pandas
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
-from ladder.rungs.list import BY_LABEL, ROOT, RUNGS
-from ladder.show.columns import CAUSAL, CONVENTION, README_COLUMNS, RESULTS_COLUMNS, last_steps, markdown, texts_of
+from ladder.rungs.list import BY_LABEL, ROOT, TRACKS
+from ladder.show.columns import CAUSAL, CONVENTION, README_COLUMNS, RESULTS_COLUMNS, markdown, texts_of
 from ladder.show.facts import gain, marks_of, todays_rows, where
 from ladder.show.formats import NOTHING
-from ladder.show.tree import tree_lines
+from ladder.show.tree import parts, tree_lines
 
 
 def short_table(report):
@@ -29,8 +29,7 @@ def long_table(report):
     best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
     table = markdown(texts_of(todays_rows(report), RESULTS_COLUMNS))
     return (f"{table}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
-            f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}. Losses: step {last_steps(report)}."
-            f"{marks_of(report)}*")
+            f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}.{marks_of(report)}*")
 
 
 def published_table():
@@ -59,13 +58,16 @@ def write_between(path, name, tables):
     write_whole(path, f"{parts[0]}{text}\n{parts[1]}")
 
 
-def scripts_table():
-    """beyond/README.md's: the tree from rung 10 on, and what each script brings."""
+def scripts_list():
+    """beyond/README.md's: the tree from rung 10 on, and what each script brings, by folder."""
     lines = list(tree_lines())
     branch = "\n".join(line for line, _ in lines[[rung.label for _, rung in lines].index("10"):])
-    rows = [{"script": f"[`{rung.label}`]({rung.file.removeprefix('beyond/')})", "the idea": rung.title,
-             "what it brings": rung.brings} for rung in RUNGS if rung.track]
-    return f"```\n{branch}\n```\n\n{markdown(pandas.DataFrame(rows), 3)}"
+    texts = [f"```\n{branch}\n```"]
+    for part, rungs in parts():
+        if part.id in TRACKS:
+            items = [f"- [`{rung.label}`]({rung.file.removeprefix('beyond/')}): {rung.brings}" for rung in rungs]
+            texts += [f"**`{part.id}/`: {part.title}**", "\n".join(items)]
+    return "\n\n".join(texts)
 
 
 def write_tables(reports, root=ROOT):
@@ -82,7 +84,7 @@ def write_tables(reports, root=ROOT):
     write_between(root / "README.md", "ladder", [short_table(whole[0])])
     write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in whole])
     write_between(root / "docs" / "results.md", "published", [published_table()])
-    write_between(root / "beyond" / "README.md", "scripts", [scripts_table()])
+    write_between(root / "beyond" / "README.md", "scripts", [scripts_list()])
 
 
 def as_json(reports):

@@ -11,8 +11,8 @@ from ladder.show import formats
 from ladder.show.terminal import print_texts
 
 IN_A_LINK = ["label", "the one change"]  # columns of a race in Markdown; elsewhere "script" says it
-FOR_ALL = (" The intervals hold for all rows at once. That takes a stricter correction (Bonferroni's) than Holm's, so "
-           f"an interval may include zero although p < {BEYOND_CHANCE}.")
+FOR_ALL = (" The intervals hold for all rows at once, by Bonferroni's correction. It is stricter than Holm's, so an "
+           f"interval may include zero although p < {BEYOND_CHANCE}.")
 REFUTED = "†"  # at a star that a check removed
 FIRST_TO_GO = ["tries", "learning rates", "parameters", "ms/step", "ms /", "val loss"]  # of a narrow terminal
 
@@ -70,7 +70,7 @@ def how_sure(record):
         return ("p and the intervals include only a part of the luck of the learning-rate search: each seed has its "
                 "own rates, of which the table shows the median.")
     return ("p and the intervals leave out the luck of the learning-rate search: another search would find other "
-            "rates. So p is too low where another seed changes the loss more than doubling a rate does.")
+            "rates. So p may be too low.")
 
 
 # ---- a race ----------------------------------------------------------------------------------------------------------
