@@ -13,7 +13,7 @@ docs/own_text.md has the commands to convert one and train it further.
 
 Gain: a cache that is n_head / n_kv_head times smaller, and fewer parameters.
 Cost: the model is a little less expressive. With two heads of keys and values for four of queries,
-neither the loss nor the time of a step differed measurably (three seeds: experiments/README.md).
+three seeds do not exclude a loss that is 0.05 nats per byte higher (experiments/README.md).
 
 Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models".
 """
