@@ -18,7 +18,7 @@ import torch._dynamo  # noqa: E402, its import must not see what a test has patc
 from load_script import ROOT, load_module  # noqa: E402
 from ranks import GROUP_OF_ONE  # noqa: E402
 from run_script import own_settings  # noqa: E402
-from run_tool import call, fake_run  # noqa: E402, F401, fixtures
+from run_tool import call, fake_run, imported_here  # noqa: E402, F401, fixtures
 from token_folders import data_with  # noqa: E402
 
 from data import vocabulary  # noqa: E402

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from ranks import start_forkserver
 from run_script import own_settings, run_command
 
 import ladder.__main__ as tool
-from ladder.measure import run_folder, runner, script_flags
+from ladder.measure import exercise, run_folder, runner, script_flags
 from ladder.measure.processes import Outcome
 from ladder.show.terminal import console
 
@@ -84,6 +85,21 @@ def call(monkeypatch, capsys):
         return code, " ".join(out.split()), error
 
     return call
+
+
+@pytest.fixture
+def imported_here(monkeypatch):
+    """A reader's script is imported in this process, where the tool would start one for it."""
+    def run(words, **_):
+        try:
+            return SimpleNamespace(stdout=f"{exercise.FLAGS} {' '.join(exercise.names_of_flags(words[-1]))}", stderr="",
+                                   returncode=0)
+        except SystemExit as stop:
+            return SimpleNamespace(stdout="", stderr=f"{stop}\n", returncode=1)
+
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    monkeypatch.setattr(exercise.subprocess, "run", run)
 
 
 @pytest.fixture

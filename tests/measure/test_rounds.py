@@ -6,21 +6,19 @@ import time
 
 import psutil
 import pytest
-import torch
 from load_script import ROOT, rung
 from rich.console import Console
 from run_script import run_command, train
 from run_tool import LADDER, flags
 
-from ladder.measure import contest, processes
 from ladder.measure import runner as runner_module
-from ladder.measure.contest import Contest
-from ladder.measure.processes import Job, Outcome
 from ladder.measure.peer import find_peers
+from ladder.measure.processes import Outcome
 from ladder.measure.runner import Runner, plan
 from ladder.records.logs import PEER, read_log
 from ladder.records.summary import build_report
-from ladder.rungs.list import BY_LABEL, LADDER as RUNGS
+from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import LADDER as RUNGS
 
 
 @pytest.mark.parametrize("words, compiled", [
@@ -60,14 +58,6 @@ def test_each_of_several_rounds_has_an_order_of_its_own(tmp_path):
     assert all(sorted(order) == sorted(names) for order in five)
     folders = {job.log_dir.name for jobs in plan(RUNGS, [], tmp_path, 2) for job in jobs}
     assert folders == {"round_1", "round_2"}
-
-
-def test_runs_side_by_side_share_the_cores_and_the_memory(tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(contest, "free_memory", lambda device: 10e9)
-    Contest([], [], tmp_path, 1, lambda jobs, at_once: ran.extend(jobs), at_once=4).run_shared([Job("a", [], tmp_path)])
-    assert ran[0].env["OMP_NUM_THREADS"] == "2" and ran[0].memory == processes.MEMORY_SHARE * 10e9 / 4
 
 
 @pytest.mark.slow

@@ -5,11 +5,11 @@ import re
 import shutil
 
 import pytest
+from fake_race import ADAMW, MUON, VAL_LOSSES, run_race
 from load_script import ROOT
 from log_files import write_log
 from run_tool import is_one_error
 from test_documents import anchors_of
-from test_race import ADAMW, MUON, VAL_LOSSES, run_race
 
 from ladder.count.cards import CARDS
 from ladder.count.floors import floor_data

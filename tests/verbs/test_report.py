@@ -15,10 +15,9 @@ import ladder.__main__ as tool
 from experiments import race_docs
 from experiments.growth import __main__ as growth
 from ladder.count.flops import flops_per_token, mfu
-from ladder.records.logs import PEER, PEERS, RUNS, read_log
+from ladder.records.logs import PEER, PEERS, RUNS
 from ladder.records.machine import read_machine
-from ladder.records.significance import holm, speed_p
-from ladder.records.summary import build_report, check_comparable, rounds_of, steps_of, warnings
+from ladder.records.summary import build_report, check_comparable, warnings
 from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, BY_NAME
 from ladder.show import formats
@@ -205,34 +204,6 @@ def test_a_gain_is_named_where_a_paired_test_over_five_rounds_says_so(tmp_path, 
     assert "too few rounds" in call("diff", "distributed_validation")[1]
 
 
-@pytest.mark.parametrize("tokens, ms, p", [(2, 200, 1), (2, 100, 0)])
-def test_p_compares_the_time_of_a_token_not_of_a_step(tokens, ms, p, tmp_path):
-    """Twice the tokens in twice the time are no difference; in the same time they are one."""
-    runs = [read_log(write_log(tmp_path / f"round_{number}" / f"{name}.log", ms=[time + noise] * 3,
-                               header=f"# batch: B={B} T=64 | steps: 3\n"))
-            for name, B, time, noises in (("a", 1, 100, (0, 1, 2, 1, 0)), ("b", tokens, ms, (1, 0, 1, 2, 0)))
-            for number, noise in enumerate(noises)]
-    assert (speed_p(rounds_of(runs, steps_of(runs)), "a", "b") < 0.01) == (p == 0)
-
-
-def test_rounds_are_paired_by_name(tmp_path):
-    """Rounds 1 to 6 against 2 to 7 of a machine that gets slower: only the five that both have are compared."""
-    runs = [read_log(write_log(tmp_path / f"round_{number}" / f"{name}.log", ms=[factor * 100 * 1.1**number] * 3))
-            for name, numbers, factor in (("a", range(1, 7), 1), ("b", range(2, 8), 0.9)) for number in numbers]
-    jitter = rounds_of(runs, steps_of(runs))
-    jitter.loc[("b", "round_3"), "ms"] *= 1.01
-    assert speed_p(jitter, "a", "b") < 1e-4
-    assert speed_p(jitter.drop(("b", "round_3")), "a", "b") is None  # four are too few
-
-
-@pytest.mark.parametrize("ps, corrected", [
-    ({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}, {"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06}),  # as 2 * 0.03
-    ({"a": 0.4, "b": 0.9, "c": 0.004}, {"c": 0.012, "a": 0.8, "b": 0.9}),
-    ({"a": 0.7, "b": 0.6}, {"b": 1, "a": 1}), ({"a": 0.3}, {"a": 0.3}), ({}, {})])
-def test_holm_multiplies_the_smallest_p_by_all_and_keeps_the_order(ps, corrected):
-    assert holm(ps) == pytest.approx(corrected)
-
-
 @pytest.mark.parametrize("device, batch, shown", [
     ("NVIDIA H100 80GB HBM3", "B=16 T=1024", True), ("NVIDIA H100 80GB HBM3", "B=8 T=1024", False),
     ("EPYC (2 threads)", "B=16 T=1024", False)])
@@ -296,9 +267,6 @@ def test_without_folders_plots_show_the_newest_run_and_the_page_the_reference_ma
     (tmp_path / "page.html").touch()
     assert call("page", "--out", tmp_path / "page.html")[0] == 0
     assert made == ["a_t4", "an_epyc"]
-
-
-# ---- what is committed -----------------------------------------------------------------------------------------------
 
 
 def test_the_reference_logs_are_possible(reference):

@@ -4,9 +4,7 @@ import importlib.util
 import io
 import os
 import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,21 +38,6 @@ def forked(monkeypatch):
     """To import torch in the processes that an exercise starts would take nine tenths of the time."""
     monkeypatch.setattr(exercise, "run_job", run_in_a_fork)
     monkeypatch.setattr(runner, "run_jobs", run_jobs_here)
-
-
-@pytest.fixture
-def imported_here(monkeypatch):
-    """So would the process that tries to import a script."""
-    def run(words, **_):
-        try:
-            return SimpleNamespace(stdout=f"{exercise.FLAGS} {' '.join(exercise.names_of_flags(words[-1]))}", stderr="",
-                                   returncode=0)
-        except SystemExit as stop:
-            return SimpleNamespace(stdout="", stderr=f"{stop}\n", returncode=1)
-
-    monkeypatch.setattr("sys.path", [*sys.path])
-    monkeypatch.setattr("sys.dont_write_bytecode", True)
-    monkeypatch.setattr(exercise.subprocess, "run", run)
 
 
 @pytest.mark.slow

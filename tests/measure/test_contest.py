@@ -1,0 +1,83 @@
+"""A contest: which seeds and rates its jobs have, in which order; of known losses."""
+from itertools import pairwise
+
+import pytest
+import torch
+from fake_race import ADAMW, BEST, MUON, TRAPEZOID, flag_of, part_of, rates_of, run_race, searched
+
+from ladder.errors import UserError
+from ladder.measure import contest, processes
+from ladder.measure.contest import Contest
+from ladder.measure.learning_rates import SEED
+from ladder.measure.processes import Job
+from ladder.records.recipes import read_logs
+from ladder.records.summary import build_report
+
+
+def test_each_tested_seed_has_a_seed_of_the_search_and_the_rates_that_it_found(tmp_path):
+    """A slope k in the loss moves the lowest point of (x - b)^2 by -k / 2 octaves: 0.1 down and up."""
+    entries = [ADAMW, MUON, TRAPEZOID]
+    jobs = run_race(tmp_path, entries, tries=24)
+    assert {(flag_of(job, "--seed"), flag_of(job, "--val-every")) for job in part_of(jobs, "sweep")} == {
+        ("1337", "40"), ("1336", "40")}
+    rounds, names = part_of(jobs, "round"), [entry.name for entry in entries]
+    assert [job.name for job in rounds] == [*names, *names[::-1]]
+    assert [int(flag_of(job, "--seed")) for job in rounds] == [1338] * 3 + [1339] * 3
+    for job in rounds:
+        moved = 2 ** (-0.05 if flag_of(job, "--seed") == "1338" else 0.05)
+        first, *others = map(float, rates_of(job))
+        assert first == pytest.approx(BEST[job.name][0] * moved, rel=1e-3) and tuple(others) == BEST[job.name][1:]
+    record, _ = read_logs(tmp_path)
+    assert record.own_searches and {*record.tested.seed} == {SEED, SEED + 1}
+    assert record.sweep[MUON.name][1.2e-3, 4e-3] == pytest.approx(4.0)
+    rates = build_report(tmp_path).race.table.rates
+    assert [rates[name] for name in names] == [pytest.approx(BEST[name], rel=1e-3) for name in names]
+
+
+def test_neighbors_are_timed_next_to_each_other_in_the_order_abba(tmp_path):
+    jobs = part_of(run_race(tmp_path, [ADAMW, MUON, TRAPEZOID]), "timing")
+    assert {(flag_of(job, "--steps"), flag_of(job, "--val-every"), flag_of(job, "--seed")) for job in jobs} == {
+        ("30", "0", "1338")}
+    names = [job.name for job in jobs]
+    abba = [name for a, b in pairwise([ADAMW.name, MUON.name, TRAPEZOID.name]) for name in (a, b, b, a)]
+    assert names == 3 * abba
+    assert [len(list(folder.iterdir())) for folder in tmp_path.glob("timing/*")] == [2] * 12
+
+
+def test_each_rung_gets_as_many_tries_as_the_longest_search_took(tmp_path):
+    """Also one with a single rate; and none more than it may have."""
+    jobs = run_race(tmp_path, [ADAMW, MUON, TRAPEZOID], tries=24)
+    assert {len({*searched(jobs, entry)}) for entry in (ADAMW, MUON, TRAPEZOID)} == {18}
+    jobs = run_race(tmp_path / "few", [ADAMW, MUON, TRAPEZOID], tries=6)
+    assert [len({*searched(jobs, entry)}) for entry in (ADAMW, MUON, TRAPEZOID)] == [6, 6, 6]
+
+
+def test_without_tries_the_rates_are_those_of_the_flags(tmp_path):
+    jobs = run_race(tmp_path, [ADAMW, MUON], tries=0)
+    assert part_of(jobs, "sweep") == [] and {rates_of(job) for job in jobs} == {("0.0006",), ("0.0006", "0.002")}
+
+
+def test_a_search_may_be_shorter_than_the_rounds(tmp_path):
+    jobs = run_race(tmp_path, [ADAMW], search_steps=20)
+    for part, expected in (("sweep", ("20", "20")), ("round", ("40", None))):
+        assert {(flag_of(job, "--steps"), flag_of(job, "--val-every")) for job in part_of(jobs, part)} == {expected}
+
+
+def test_a_run_that_diverges_is_never_the_best_and_a_resumed_race_keeps_its_rates(tmp_path):
+    """Though the run that had diverged would now be the best: rounds of both rates would be one rung's."""
+    lost = {ADAMW.name: lambda end, job: "nan" if float(flag_of(job, "--max-lr")) > 7e-4 else end}
+    jobs = run_race(tmp_path, [ADAMW], tries=24, **lost)
+    [(kept,)] = {rates_of(job) for job in part_of(jobs, "round")}
+    assert 5e-4 < float(kept) < 7e-4
+    jobs = run_race(tmp_path, [ADAMW], tries=24)
+    assert part_of(jobs, "sweep") == [] and {rates_of(job) for job in part_of(jobs, "round")} == {(kept,)}
+    with pytest.raises(UserError, match="no run of beyond/.*/6_gradient.* ended with a loss"):
+        run_race(tmp_path / "all", [ADAMW], **{ADAMW.name: lambda end, job: "inf"})
+
+
+def test_runs_side_by_side_share_the_cores_and_the_memory(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(contest, "free_memory", lambda device: 10e9)
+    Contest([], [], tmp_path, 1, lambda jobs, at_once: ran.extend(jobs), at_once=4).run_shared([Job("a", [], tmp_path)])
+    assert ran[0].env["OMP_NUM_THREADS"] == "2" and ran[0].memory == processes.MEMORY_SHARE * 10e9 / 4
