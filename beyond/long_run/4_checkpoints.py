@@ -8,15 +8,12 @@ the optimizer's moments, the gradient scaler, the step. --resume continues from 
 Give --resume from the start: without a checkpoint the run begins at step 1, and after a crash you
 rerun the same command. No data position is saved: the loader computes it from the step. No RNG
 state either: nothing here draws random numbers once the weights are initialized. Read `save`, then
-`load`. --resume refuses a checkpoint of another text or of other flags; those in MAY_CHANGE may
-differ (B too, because --total-batch stays). A lock keeps a second run out of the folder. A full
-disk costs a checkpoint, not the run.
+`load`. --resume refuses a checkpoint of another text or of other flags than those in MAY_CHANGE.
 
 Gain: a crash costs only the steps since the last checkpoint. On a CPU the repeated steps are
-bit-for-bit identical; on a GPU they may differ in the last digits, because the order of some sums
-varies from run to run.
-Cost: 12 bytes per parameter and file (1.5 GB for GPT-2); the newest two stay, and a third is there
-while saving. The time is not in `dt`.
+bit-for-bit identical; on a GPU the order of some sums varies, and with it the last digits.
+Cost: 12 bytes per parameter and file (1.5 GB for GPT-2), of which two stay. The time is not in
+`dt`. Let one run at a time use a folder: only `preemption` locks it.
 sample.py and --pretrained read a checkpoint, too. More: docs/long_runs.md.
 
 Source: "Saving and loading a general checkpoint" in PyTorch's tutorials.
@@ -35,7 +32,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -308,19 +304,6 @@ class Checkpoints:
         """The checkpoints, the newest last."""
         return sorted(self.folder.glob("step_" + 7 * "[0-9]" + ".pt"))
 
-    def lock(self):
-        """Keep other runs out of the folder until this process ends; exit if one is in it."""
-        self.folder.resolve().mkdir(parents=True, exist_ok=True)
-        self.folder_lock = filelock.FileLock(self.folder / "lock")
-        try:
-            self.folder_lock.acquire(timeout=0)
-        except filelock.Timeout:
-            sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
-        except (OSError, NotImplementedError) as error:  # some network drives have no locks
-            if isinstance(error, PermissionError):
-                raise
-            print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
-
     def load(self):
         """Restore the newest checkpoint and return its step; 0 if none is there or wanted."""
         found = [self.paths()]
@@ -365,7 +348,7 @@ class Checkpoints:
         # aside, then renamed: no kill leaves half a file under its name
         partial = self.folder / "partial"
         try:
-            self.folder.resolve().mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+            self.folder.resolve().mkdir(parents=True, exist_ok=True)  # also if it was deleted
             with open(partial, "wb") as file:
                 torch.save(saved, file)
                 os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
@@ -510,8 +493,6 @@ def train(args):
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
     checkpoints = Checkpoints(args, loader, model, optimizer, scaler)
-    if args.checkpoint_every and rank == 0:
-        checkpoints.lock()
     step = checkpoints.load()
     if rank == 0:
         log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype],

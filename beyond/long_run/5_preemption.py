@@ -6,7 +6,8 @@ the step. Read `catch_signals`, then `on_any_rank`, then the end of `train`'s lo
 says what it waits for; the third does not wait.
 
 If a rank dies, torchrun starts all of them again, up to --max-restarts times, and --resume
-continues (it needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: docs/long_runs.md has the command).
+continues (it needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: docs/long_runs.md has the command). The
+run that was stopped may still be saving then, so each run locks its folder.
 
 Gain: a signal costs no finished step; a dead rank costs those since the last checkpoint. With
 --checkpoint-every 0 no checkpoint is saved.
@@ -360,7 +361,7 @@ class Checkpoints:
         # aside, then renamed: no kill leaves half a file under its name
         partial = self.folder / "partial"
         try:
-            self.folder.resolve().mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+            self.folder.resolve().mkdir(parents=True, exist_ok=True)  # also if it was deleted
             with open(partial, "wb") as file:
                 torch.save(saved, file)
                 os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file

@@ -373,7 +373,7 @@ class Checkpoints:
         # aside, then renamed: no kill leaves half a file under its name
         partial = self.folder / "partial"
         try:
-            self.folder.resolve().mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+            self.folder.resolve().mkdir(parents=True, exist_ok=True)  # also if it was deleted
             with open(partial, "wb") as file:
                 torch.save(saved, file)
                 os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file

@@ -194,10 +194,10 @@ add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "va
     may_change="add_flags DataLoaderLite evaluate train",
     same_losses=0.01, brings="the loss on held-out text, on any number of ranks")
 add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", before="distributed_validation",
-    may_change="imports add_flags MAY_CHANGE Checkpoints train",
+    may_change="add_flags MAY_CHANGE Checkpoints train",
     same_losses=0.01, brings="a crash costs only the steps since the last checkpoint")
 add("preemption", "beyond/long_run/5_preemption.py", "preemption", before="checkpoints",
-    may_change="imports on_any_rank catch_signals train",
+    may_change="imports Checkpoints.lock on_any_rank catch_signals train",
     same_losses=0.01, brings="saves a checkpoint on Ctrl-C or SIGTERM")
 add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing",
     before="preemption",

@@ -391,12 +391,12 @@ def test_a_full_disk_costs_a_sharded_checkpoint_not_the_run(byte_tokens, tmp_pat
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
-def test_checkpoints_a_drive_without_locks_keeps_checkpoints(error, byte_tokens, tmp_path, monkeypatch):
+def test_preemption_a_drive_without_locks_keeps_checkpoints(error, byte_tokens, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr("filelock.FileLock.acquire", fail)
-    run = six_steps(byte_tokens, tmp_path, "checkpoints")
+    run = six_steps(byte_tokens, tmp_path)
     assert run.returncode == 0, run.stderr
     assert f"# WARNING: {tmp_path}/checkpoints has no lock, so start no second run in it: " in run.stdout
     assert names_in(tmp_path / "checkpoints") == {STEP_4, STEP_6}
@@ -488,8 +488,8 @@ def test_checkpoints_a_folder_that_cannot_be_written_ends_the_run_before_its_fir
     assert not (tmp_path / "run" / log_name("preemption")).exists()
 
 
-@pytest.mark.parametrize("label", rungs_that_change("Checkpoints.lock", since="checkpoints"))
-def test_checkpoints_the_folder_stays_locked_while_the_run_lives(label, byte_tokens, tmp_path):
+@pytest.mark.parametrize("label", rungs_that_change("Checkpoints.lock", since="preemption"))
+def test_preemption_the_folder_stays_locked_while_the_run_lives(label, byte_tokens, tmp_path):
     """After each step, and the checkpoint of the first, another run is refused; once it has ended, it is not."""
     module, tried = rung(label), []
     step, other = module.Log.step, (tmp_path / "other", "preemption", "--checkpoint-dir", tmp_path / "checkpoints")
