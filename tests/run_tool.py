@@ -15,7 +15,7 @@ from run_script import own_settings, run_command
 
 import ladder.__main__ as tool
 from ladder.measure import exercise, run_folder, runner, script_flags
-from ladder.measure.processes import Outcome
+from ladder.measure.processes import Outcome, judge
 from ladder.show.terminal import console
 
 LADDER = [sys.executable, "-m", "ladder"]
@@ -31,13 +31,14 @@ def ladder(*words, timeout=300, **environment):
 
 def run_here(job, *_):
     """What run_job does, but in this process: to import torch takes longer than to train a tiny model."""
-    words, said = [*map(str, job.command[1:])], io.StringIO()
+    words, said, end = [*map(str, job.command[1:])], io.StringIO(), ""
     with own_settings(), mock.patch("sys.argv", words), contextlib.redirect_stdout(said):
         try:
             runpy.run_path(words[0], run_name="__main__")
         except SystemExit as stop:
-            return Outcome(job.name, "failed", str(stop))
-    return Outcome(job.name, "ok", lines=said.getvalue().splitlines())
+            end = str(stop)
+    lines = [*said.getvalue().splitlines(), end]
+    return Outcome(job.name, *judge(bool(end), lines), lines)
 
 
 def run_jobs_here(jobs, seconds, device, at_once, ended, show=None):
@@ -46,18 +47,18 @@ def run_jobs_here(jobs, seconds, device, at_once, ended, show=None):
 
 
 def run_in_a_fork(job, *_):
-    """What run_job does with a `python -m pytest ...`, but as a fork of a process that has imported torch."""
+    """What run_job does with a `python -m ...`, but as a fork of a process that has imported torch."""
     start_forkserver()
     job.log_dir.mkdir(parents=True, exist_ok=True)
     output = job.log_dir / "output.txt"
-    fork = multiprocessing.get_context("forkserver").Process(target=_pytest, args=(job.command[3:], job.env, output))
+    fork = multiprocessing.get_context("forkserver").Process(target=_fork, args=(job.command[2:], job.env, output))
     fork.start()
     fork.join()
-    status, reason = ("failed", f"exit code {fork.exitcode}") if fork.exitcode else ("ok", "")
-    return Outcome(job.name, status, reason, output.read_text(encoding="utf-8").splitlines())
+    lines = output.read_text(encoding="utf-8").splitlines()
+    return Outcome(job.name, *judge(fork.exitcode, lines), lines)
 
 
-def _pytest(words, env, output):
+def _fork(words, env, output):
     with open(output, "wb") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -65,7 +66,8 @@ def _pytest(words, env, output):
     for name, module in [*sys.modules.items()]:  # what the tests share reads it when it is imported
         if str(getattr(module, "__file__", "")).startswith(os.path.dirname(__file__)):
             del sys.modules[name]
-    sys.exit(pytest.main(words))
+    sys.argv[:] = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 @pytest.fixture

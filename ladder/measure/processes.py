@@ -97,6 +97,19 @@ def record(job, env, peak):
             file.write(f"# {' | '.join(words)}\n")
 
 
+def judge(code, lines):
+    """The status and the reason of an exit code, after this output."""
+    if code == 0:
+        return "ok", ""
+    errors = [line.strip() for line in lines if COMPLAINT.match(line)]
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    final = errors[-1] if errors else last
+    killed_rank = next((line.strip() for line in lines if KILLED_RANK.search(line)), "")
+    if code == -SIGKILL or killed_rank or re.search(OUT_OF_MEMORY, final):
+        return "out of memory", killed_rank or final
+    return "failed", "; ".join(errors) or last or f"exit code {code}"
+
+
 class Child:
     """A job while it runs: its process, and the `lines` that it has printed so far."""
 
@@ -121,7 +134,9 @@ class Child:
         *lines, self.rest = (self.rest + self.output.read()).split("\n")
         self.lines += lines
         if code is not None:
-            status, reason = self.judge(code, [*self.lines, self.rest])
+            status, reason = judge(code, [*self.lines, self.rest])
+            if status == "ok" and self.device == "cpu":
+                record(self.job, self.env, self.peak)
         elif seconds > self.seconds:
             status, reason = "timed out", f"no end after {self.seconds:g} s"
         elif held > self.limit:
@@ -130,20 +145,6 @@ class Child:
             return None
         self.stop()
         return Outcome(self.job.name, status, reason, self.lines, seconds)
-
-    def judge(self, code, lines):
-        """The status and the reason of an exit code, after this output."""
-        if code == 0:
-            if self.device == "cpu":
-                record(self.job, self.env, self.peak)
-            return "ok", ""
-        errors = [line.strip() for line in lines if COMPLAINT.match(line)]
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        final = errors[-1] if errors else last
-        killed_rank = next((line.strip() for line in lines if KILLED_RANK.search(line)), "")
-        if code == -SIGKILL or killed_rank or re.search(OUT_OF_MEMORY, final):
-            return "out of memory", killed_rank or final
-        return "failed", "; ".join(errors) or last or f"exit code {code}"
 
     def stop(self):
         stop(self.process)

@@ -1,4 +1,4 @@
-"""On a CPU what the tool starts keeps the memory that it frees; that a log says so test_runner.py sees."""
+"""On a CPU what the tool starts keeps the memory that it frees; test_runner.py sees that a log says so."""
 import os
 import resource
 import subprocess
