@@ -2,28 +2,22 @@
 
 bfloat16 is float32 cut in half: the same 8 bits of exponent, 7 bits of mantissa. Under
 torch.autocast each operation picks its type: matrix products run in bfloat16, on GPUs softmax and
-LayerNorm in float32. The loss also needs that precision, but CUDA's autocast leaves the log-softmax
-of F.cross_entropy in bfloat16: a log-probability near -11 would be rounded to a multiple of 1/16,
-and its probability be off by up to 3 %. So `GPT.forward` casts the logits to float32. Parameters,
-gradients, optimizer states and the residual stream (the vectors that all blocks add to) stay
-float32, and TF32 stays on for products that remain in float32. The backward pass uses the forward
-pass's types: it stays outside the `with` block.
+LayerNorm in float32. The loss also needs that precision, but CUDA's autocast would round a
+log-probability near -11 to a multiple of 1/16. So `GPT.forward` casts the logits to float32.
+Parameters, gradients, optimizer states and the residual stream (the vectors that all blocks add to)
+stay float32. The backward pass uses the forward pass's types: it stays outside the `with` block.
 
 Gain: half the bytes to move for activations, and matrix units that run 16-bit products faster than
 32-bit ones. On an H100 a step takes 166 ms instead of 187 (measured before the loss was float32
 there), on two Xeon cores with AMX 1.6 s instead of 3.7 (measured).
 Cost: activations keep two to three decimal digits instead of seven; the loss follows rung 2's to
 about two decimals.
-GPUs without bfloat16 arithmetic (T4, V100 and older) use float16, whose range is small: a
-GradScaler multiplies the loss so that small gradients do not underflow, divides the gradients again
-before the optimizer step, and skips a step whose gradients overflowed. With bfloat16 the scaler is
-disabled and passes everything through.
-On CPUs without bfloat16 instructions (AVX512-BF16) autocast stays off: emulated, bfloat16 is slower
-than float32, and without AVX-512 tens of times slower (pytorch pull request 86550,
-experiments/cpu_bfloat16).
+GPUs without bfloat16 arithmetic (T4, V100 and older) use float16, which has a small range and so
+needs the GradScaler. CPUs without bfloat16 instructions (AVX512-BF16) keep float32: emulated,
+bfloat16 is slower than that (experiments/cpu_bfloat16).
 
 Sources: Micikevicius et al. 2018, "Mixed Precision Training"; PyTorch's "Automatic Mixed Precision"
-documentation. nanochat does without autocast: it casts explicitly, F.linear(x, w.to(x.dtype)).
+documentation.
 """
 import argparse
 import contextlib

@@ -9,18 +9,14 @@ which follows a change in gradient scale sooner.
 
 2. The clipping. The gradients are clipped to a global norm of 1.0, the norm of all of them taken as
 one vector. AdamW divides by the gradients' own size, so late in a run even a huge gradient moves a
-weight by at most (1 - beta1) / sqrt(1 - beta2) learning rates in its step: 0.45, or 3.2 with
-torch's betas. But it would dominate the running averages, and with them the direction and the size
-of many steps to come.
+weight by at most 0.45 learning rates in its step (3.2 with torch's betas). But it would dominate
+the running averages, and with them the direction and the size of many steps to come.
 
 Gain: perhaps a lower loss. In 300 steps of a narrow model of 12 layers it was 0.17 to 0.20 nats
-lower with each of five seeds. Four of them chose no rates, too few to name a gain. And it learns at
-rates at which it otherwise stalls: without clipping one seed in five did. Of the two alone neither
-gains significantly (experiments/README.md). The log gets a gradient norm, the first place to look
-when a run diverges. Memory stays the same, and speed except for one pass over the gradients.
-Cost: that pass.
-Under float16 the gradients carry the scaler's factor, which is divided out first: clipping needs
-the true norm.
+lower with each of five seeds. Four of them chose no rates, too few to name a gain. Without
+clipping, one seed in five stalled at the same rates. Neither setting alone gains significantly
+(experiments/README.md). The log gets a gradient norm, the first place to look when a run diverges.
+Cost: one pass over the gradients.
 
 Source: Brown et al. 2020, "Language Models are Few-Shot Learners" (GPT-3), appendix B.
 """

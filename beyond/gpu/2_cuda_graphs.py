@@ -3,19 +3,16 @@
 Python launches each kernel, some 600 in a step. Where the GPU is done before the next launch
 arrives, it waits. A CUDA graph is a recording of launches. The first three steps run as before. The
 fourth is captured: its kernels are recorded, not run. From there on a single launch replays all.
-A replay repeats the launches with the addresses and the numbers that they had. So what differs
-from step to step has to be in tensors that stay in their place: the batch, the learning rate, the
-loss and the norm. And nothing in a step may wait for the GPU: an .item(), or an `if` on a tensor,
-is an error while capturing.
+A replay repeats the launches with the addresses and the numbers that they had. So what differs from
+step to step has to be in tensors that stay in their place: the batch, the learning rate, the loss
+and the norm. And nothing in a step may wait for the GPU: an .item(), or an `if` on a tensor, is an
+error while capturing.
 
 Gain: the gaps between kernels. FLOPs and bytes, and with them the floor, stay as they are. On an
-H200 (torch 2.11) a step went from 33.8 to 32.4 ms: two rounds, too few to name a gain. torchtitan's
-core trainer captures the whole step, too (its pull request 3559).
-Elsewhere graphs made a step slower: by 2 % on an RTX 4090, and by far with torch 2.10 on an H100,
-where each launch of a graph took 7 times as long (sources).
-Cost: shapes are fixed, and memory that the graph uses is never given back. --compile-mode
-reduce-overhead, which this replaces, makes a graph of the forward and one of the backward pass, and
-copies their inputs; clipping and the update are launched as before.
+H200 (torch 2.11) a step went from 33.8 to 32.4 ms: two rounds, too few to name a gain. Elsewhere
+graphs made a step slower: by 2 % on an RTX 4090, and by far with torch 2.10 on an H100, where each
+launch of a graph took 7 times as long (sources).
+Cost: shapes are fixed, and memory that the graph uses is never given back.
 
 Sources: "CUDA semantics" in PyTorch's documentation (whole-network capture); slower: issues 6 of
 karpathy/build-nanogpt, 174575 of pytorch/pytorch.

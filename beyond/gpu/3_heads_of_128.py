@@ -2,22 +2,20 @@
 
 GPT-2 divides its width of 768 into 12 heads of 64. With 6 heads of 128 the products of attention
 take as many FLOPs: half as many heads, each with sums twice as long. But each head needs scores of
-its own, and each score costs an exponential in the forward pass and one in the backward pass. A
-GPU computes exponentials in special units, some 250 times as slow as its tensor cores (an H100: 3.9
+its own, and each score costs an exponential in the forward pass and one in the backward pass. A GPU
+computes exponentials in special units, some 250 times as slow as its tensor cores (an H100: 3.9
 against 990 T/s). At a head size of 64 the tensor cores wait for them.
 
 Gain, counted for B=16 T=1024: 1.2e9 exponentials a step instead of 2.4e9. At the units' full rate
-that is 0.3 ms on an H100, 0.5 on an A100 and 0.2 on an RTX 4090. FLOPs and bytes, and with them the
-floor, stay as they are. In a profile on an H100 attention took 4.6 ms, and its floor is 1.1. How
-much of that the head size saves was not measured on a GPU yet.
-Cost: half as many attention patterns. In 150 steps of a small model (four heads of 64 or two of
-128, five seeds) the loss changes by no more than 0.009 nats per byte: by -0.001 (99 % interval
--0.009 to +0.008). So short a run hardly uses attention (experiments/README.md).
-GPT-2's published weights have 12 heads: --pretrained keeps those, and gains nothing here.
-gpt2-xl stays as it is: 1600 is not a multiple of 128.
+that is 0.3 ms on an H100, 0.5 on an A100 and 0.2 on an RTX 4090. Not measured on a GPU yet.
+Cost: half as many attention patterns. In 150 steps of a small model (five seeds) the loss changes
+by -0.001 nats per byte (99 % interval -0.009 to +0.008), but so short a run hardly uses attention
+(experiments/README.md).
+GPT-2's published weights have 12 heads: --pretrained keeps those, and gains nothing here. gpt2-xl
+stays as it is: 1600 is not a multiple of 128.
 
 Sources: Shah et al. 2024, "FlashAttention-3" (exponentials); nanochat and modded-nanogpt, whose
-heads have 128 (nanochat's log of 2026-01-17 "definitely prefers" it).
+heads have 128.
 """
 import argparse
 import contextlib

@@ -4,19 +4,17 @@ Starts from ddp_run.py.
 GPT-3 trained its 125M model with batches of half a million tokens, far more than fit into one
 forward pass. But a batch's gradient is the mean of its parts' gradients, and backward() adds to the
 gradients that are there: so split the batch into micro-batches of B sequences, divide each loss by
-their number, and make one optimizer step at the end.
+their number, and make one optimizer step at the end. What `train` did in a step is now the function
+optimizer_step.
 
     python beyond/long_run/1_gradient_accumulation.py --total-batch 524288
-    torchrun --standalone --nproc_per_node=2 beyond/long_run/1_gradient_accumulation.py
 
 Gain: any batch size in the memory of one micro-batch. The optimizer step, the clipping and, on
 several ranks, the all-reduce of the gradients happen once for all micro-batches: `no_sync` switches
 DDP's averaging off until the last.
 Cost: no extra arithmetic; the gradients stay in memory between micro-steps, under DDP beside its
 buckets.
---total-batch counts the tokens of all micro-steps and ranks, and so does tokens/sec. Tiny
-Shakespeare has 0.3 million tokens, so each step of half a million repeats some. What `train` did in
-a step is now the function optimizer_step.
+--total-batch counts the tokens of all micro-steps and ranks, and so does tokens/sec.
 
 Source: Brown et al. 2020 (GPT-3), table 2.1 (0.5M tokens); DistributedDataParallel.no_sync in
 PyTorch's documentation.

@@ -6,16 +6,13 @@ input and recomputes the rest then: the activations of one block in memory inste
 n_layer blocks.
 
     python beyond/long_run/6_gradient_checkpointing.py -B 16 --recompute-blocks 12  # all
-    python beyond/long_run/6_gradient_checkpointing.py -B 16 --recompute-blocks 6   # half
 
 Gain: a larger -B, a longer -T or a larger model on the same device, with the same loss and
 gradients.
 Cost: up to one more forward pass through the blocks, about a third more compute for them; on two
-EPYC cores steps of small models of 2 to 16 blocks took 21 to 25 % longer (measured,
-docs/results.md).
-The logits and their gradient take as much memory as before: they lie outside the blocks.
-Also called activation checkpointing. It has nothing to do with the checkpoints of `checkpoints`,
-which save the run on disk.
+EPYC cores steps of small models took 21 to 25 % longer (measured, docs/results.md).
+The logits and their gradient take as much memory as before: they lie outside the blocks. These
+checkpoints are not those of `checkpoints`, which save the run on disk.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; torch.utils.checkpoint in
 PyTorch's documentation.

@@ -6,16 +6,16 @@ are recomputed (`gradient_checkpointing`). But the loss is a mean over tokens, a
 token's loss with respect to its logits depends on no other token: it is the softmax, minus 1 at the
 target. So the forward pass takes --loss-chunk tokens at a time and, while a chunk's logits exist,
 also adds its share to the gradients of the output matrix and of the hidden vectors. The backward
-pass only scales those. With --loss-chunk 0 the loss is F.cross_entropy, as before: use that if you
-change the loss. A batch of up to --loss-chunk tokens, as -B 4 -T 1024 is, saves little memory; try
+pass only scales those. If you change the loss, give --loss-chunk 0, which is F.cross_entropy, as
+before.
 
-    python beyond/long_run/7_chunked_cross_entropy.py -B 16
+    python beyond/long_run/7_chunked_cross_entropy.py -B 16  # smaller batches gain little
 
 Gain: memory, not speed. That of the logits no longer grows with B or T: a 12M model on
-micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured on a CPU; for a GPU it is
-only counted yet: experiments/README.md).
+micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured on a CPU).
 Cost: no extra matrix products: the existing three are split into chunks, which must stay large
 enough to be efficient. The gradient of the output matrix exists from the forward pass on.
+
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al.
 2024, "Liger Kernel".
 """

@@ -4,22 +4,21 @@ AdamW treats a matrix as a list of numbers. But the momentum of a linear layer, 
 has a few large singular values and many small ones: most of a step goes into a few directions. Muon
 gives all of them the same length: the momentum U S V^T becomes U V^T, the nearest matrix with
 orthonormal rows or columns. That takes no SVD: five Newton-Schulz iterations, an odd polynomial of
-the matrix, bring the singular values s close to 1 with matrix products only. Scaled by 0.2 * max(m,
-n)^0.5, an update is as large as AdamW's typically is at the same rate. Read `muon_update` first.
+the matrix, bring the singular values close to 1 with matrix products only. Read `muon_update`
+first.
 Muon trains the matrices of the blocks, at --muon-lr; embeddings, biases and LayerNorms stay with
 AdamW, and the log's lr is theirs. Matrices of one shape are stacked, so that one product multiplies
-them all. One by one, Muon would launch 1,196 kernels a step of GPT-2 (124M); now it launches 112
-(counted; not timed on a GPU yet).
+them all: a step of GPT-2 (124M) launches 112 kernels for Muon, not 1,196 (counted).
 
 Gain: no direction dominates a matrix's updates, so training takes fewer steps: after 600 a small
-model's loss is 0.29 nats per byte lower (99 % interval 0.27 to 0.31, eight seeds; rates from an
-earlier search gave 0.26: docs/results.md). One moment instead of two per parameter.
+model's loss is 0.29 nats per byte lower (99 % interval 0.27 to 0.31, eight seeds: docs/results.md).
+One moment instead of two per parameter.
 Cost: 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step (counted), however few
 tokens the step has: in GPT-2 (124M) 0.4 % of the arithmetic of 524,288 tokens, 46 % of that of
-4,096. Stacking copies the matrices, 0.2 ms a step on an H100 (counted). Details: docs/modern.md.
-Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (the
-polynomial); Liu et al. 2025, "Muon is Scalable for LLM Training" (the factor 0.2 and the weight
-decay).
+4,096. Details: docs/modern.md.
+
+Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al.
+2025, "Muon is Scalable for LLM Training" (the factor 0.2 and the weight decay).
 """
 import argparse
 import contextlib

@@ -5,14 +5,13 @@ At first a model gives all tokens about the same probability, and the steepest f
 comes from learning how frequent each one is. That needs no training: the logarithm of each token's
 share of the text (of its first 10M tokens) becomes a bias of the logits, which is not trained. The
 output layer learns what to add to it in each context. At first it should add little, but its
-weights are also the embedding. While the blocks are the identity, the last norm divides a token's
-embedding w by its RMS s, and that token's own logit is w * w / s = n_embd * s: 15 in GPT-2 with
-`zero_init`'s s of 0.02. So these weights start smaller, which keeps that logit at or below 1.
+weights are also the embedding. While the blocks are the identity, a token's own logit is n_embd
+times the RMS of its embedding: 15 in GPT-2 with `zero_init`'s 0.02. So these weights start smaller,
+which keeps that logit at or below 1.
 
 Gain: perhaps a faster start. In a race over 0.25 million of GPT-2's tokens (docs/results.md) the
 final loss is 0.18 lower than `zero_init`'s (four seeds, too few to name a gain). On another text it
-is no lower, over 0.25 (one seed) or 2.5 million tokens, nor on bytes, whose frequencies are learned
-at once.
+is no lower, nor on bytes, whose frequencies are learned at once.
 Cost: one fixed number per entry of the vocabulary, added to each logit: there 8 % more time per
 step. The model is no longer a Qwen3: convert.py makes one from a Qwen3, but not back.
 

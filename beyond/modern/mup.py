@@ -9,16 +9,13 @@ vector, grows with the square root of the width. Here the output layer's input i
 
 Gain: perhaps no search in the wide model. We trained a width of 512 with the best rates of width
 128, and with rates searched at 512. The narrow model's rates change the loss by +0.005 nats here
-(99 % interval -0.039 to +0.049), and by +0.034 in `zero_init` (+0.010 to +0.058). At 256 nothing
-differs significantly. Two layers, 200 steps, four seeds that chose no rates: too few to name a
-gain. The runs are in
-experiments/README.md#do-learning-rates-of-a-narrow-model-fit-a-wide-one.
+(99 % interval -0.039 to +0.049), and by +0.034 in `zero_init` (+0.010 to +0.058). Two layers, 200
+steps, four seeds that chose no rates: too few to name a gain (experiments/README.md).
 Cost: none in time or memory. Rates found with `zero_init` at another width have to be searched
 again. Whether they fit a deeper model or a longer run was not tried.
 
-Source: Yang et al. 2022, "Tensor Programs V: Tuning Large Neural Networks via Zero-Shot
-Hyperparameter Transfer" (muP); for the norm of an update, Yang, Simon and Bernstein 2023, "A
-Spectral Condition for Feature Learning".
+Sources: Yang et al. 2022, "Tensor Programs V" (muP); Yang, Simon and Bernstein 2023, "A Spectral
+Condition for Feature Learning" (the norm of an update).
 """
 import argparse
 import contextlib
