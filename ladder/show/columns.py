@@ -80,7 +80,7 @@ def all_columns(report):
 
 
 README_COLUMNS = [replace(LABEL, heading="rung"), LINKED_TITLE, MS_SPREAD, BEFORE, BASELINE]
-RESULTS_COLUMNS = [*README_COLUMNS, MFU, MEMORY]
+RESULTS_COLUMNS = [*README_COLUMNS[:3], TOKENS, *README_COLUMNS[3:], MFU, MEMORY]
 
 
 def markdown(texts, n_left=2):
