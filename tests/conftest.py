@@ -115,6 +115,7 @@ def group_of_one(monkeypatch):
     """The environment that torchrun gives to a single process."""
     for name, value in GROUP_OF_ONE.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # before a script's process may end
 
 
 @pytest.fixture

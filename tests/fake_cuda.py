@@ -429,9 +429,9 @@ def run(label, how, folder, backend):
     script, watch, graphs, kernels = rung(label), Watch(BY_LABEL[label].path), [], []
     recompute, float16 = how == "recompute", how == "float16"
     script.DEVICES = ["cuda", "cpu"]
-    words = known_flags(  # two steps of two micro-steps, with a validation after each
+    words = known_flags(  # two steps of two micro-steps, with a validation after the second
         script, B=B, T=T, steps=2, model="1x2x64", device="cuda", data=folder / "data", log_dir=folder / "logs",
-        compile_mode="none" if backend == "none" else "default", total_batch=N_MICRO_STEPS * B * T, val_every=1,
+        compile_mode="none" if backend == "none" else "default", total_batch=N_MICRO_STEPS * B * T, val_every=2,
         val_sequences=2, checkpoint_every=1, float8_from=0,
         checkpoint_dir=folder / f"{label}_{how}", loss_chunk=T, recompute_blocks=int(recompute))
     log_step = script.Log.step

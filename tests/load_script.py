@@ -10,8 +10,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ladder.rungs.list import BY_LABEL, load_script  # noqa: E402
+from ladder.rungs.list import BY_LABEL, RUNGS, load_script  # noqa: E402
 
+LEAVES = [entry for entry in RUNGS if entry not in {start for other in RUNGS for start in other.starts}]
 TRIED, _, TRIED_FILE = os.environ.get("LADDER_TRY", "").partition("=")  # a rung's label, and the file in its place
 
 

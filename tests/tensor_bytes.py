@@ -32,8 +32,9 @@ class Watch(TorchDispatchMode):
         }
         if name in buffer and buffer[name]().nbytes > 100:
             self.moved.append((name, buffer[name]().nbytes))
-        for tensor in tree_leaves(result):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                self.storages[tensor.untyped_storage()] = None
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
+        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+        if any(storage not in self.storages for storage in made):
+            for storage in made:
+                self.storages[storage] = None
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
         return result

@@ -23,7 +23,6 @@ FIRST = "gradient_accumulation"
 # Everything of which ranks could disagree; ddp is in test_exercises.py, fsdp in test_fsdp.py.
 LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks", since=FIRST)
           if not builds_on(label, "fsdp")]
-LOG_11 = f"{BY_LABEL[FIRST].name}.log"
 TOTAL = {"total_batch": 256, "val_every": 3, "val_sequences": 5, "checkpoint_every": 0}
 
 
@@ -221,24 +220,21 @@ SIX = ["-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "-
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["long_run", "sharded_checkpoint"])
 def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
-    """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as an undisturbed one."""
-    runs = {"run": (label, "float32", ["-B", 2, *SIX])}
-    on_ranks(2, tmp_path / "whole", byte_tokens, runs)
-    write_runs(tmp_path / "killed", byte_tokens, runs)
+    """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as one process that nobody disturbs."""
+    alone = train_in_float32(label, tmp_path / "alone", byte_tokens, "-B", 4, *SIX)
+    write_runs(tmp_path / "killed", byte_tokens, {"run": (label, "float32", ["-B", 2, *SIX])})
     run = run_command(*TWO_RANKS, "--max-restarts=1", ROOT / "tests" / "ranks.py", tmp_path / "killed", timeout=200,
                       TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", DIE_RANK="1", DIE_BATCH="4")
     assert run.returncode == 0, run.stderr
-    log = f"run/{BY_LABEL[label].name}.log"
-    assert (tmp_path / "killed" / "died").exists()
-    assert "# resumed after step 2 of 6" in (tmp_path / "killed" / log).read_text()
-    assert losses(tmp_path / "killed" / log) == losses(tmp_path / "whole" / log)
+    log = tmp_path / "killed" / "run" / alone.name
+    assert (tmp_path / "killed" / "died").exists() and "# resumed after step 2 of 6" in log.read_text()
+    assert_same_losses(log, alone)
 
 
 @pytest.mark.slow
-def test_two_machines(two_ranks, byte_tokens, tmp_path):
-    """Two torchrun agents that meet on loopback, one rank each: the losses of one with two ranks, digit for digit."""
-    runs = json.loads((two_ranks / "runs.json").read_text())
-    (tmp_path / "runs.json").write_text(json.dumps({"gradient_accumulation": runs["gradient_accumulation"]}))
+def test_two_machines(byte_tokens, tmp_path):
+    """Two torchrun agents that meet on loopback, one rank each: the losses of one process."""
+    write_runs(tmp_path, byte_tokens, {"run": (FIRST, "float32", six_steps(FIRST, 2))})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
@@ -246,7 +242,8 @@ def test_two_machines(two_ranks, byte_tokens, tmp_path):
                "--local-addr=127.0.0.1", ROOT / "tests" / "ranks.py", tmp_path]
     agents = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
     assert [agent.wait(timeout=300) for agent in agents] == [0, 0]
-    assert losses(tmp_path / "gradient_accumulation" / LOG_11) == losses(two_ranks / "gradient_accumulation" / LOG_11)
+    alone = train_in_float32(FIRST, tmp_path / "alone", byte_tokens, *six_steps(FIRST, 8))
+    assert_same_losses(tmp_path / "run" / alone.name, alone)
 
 
 def test_compiled_as_eagerly(two_ranks):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from load_script import ROOT, known_flags, rung
+from load_script import LEAVES, ROOT, known_flags, rung
 
 from ladder.measure.machine_check import compile_problem
 from ladder.measure.processes import Job, Outcome, run_job
@@ -33,7 +33,7 @@ script = load_script(BY_LABEL[sys.argv[1]])
 script.autocast_dtype = lambda device: torch.float16
 script.train(script.parse_args(sys.argv[2:]))"""
 LABELS = [entry.label for entry in RUNGS]
-ENDS = [entry.label for entry in RUNGS if entry not in {start for other in RUNGS for start in other.starts}]
+ENDS = [entry.label for entry in LEAVES]
 RANKS = [entry.label for entry in RUNGS if entry.torchrun] + ["long_run"]
 RESUMED = [("long_run", "")] + [(entry.label, "torchrun") for entry in RUNGS if entry.torchrun and entry.label != "ddp"]
 USED = list({(entry.exports_to, entry.tied): entry.label for entry in RUNGS}.values())  # the last of its kind

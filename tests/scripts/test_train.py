@@ -7,6 +7,7 @@ import contextlib
 import io
 import math
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ SHORT = {  # as far as a rung has the flag
 }
 # What one step costs on the fake clock: (seconds, part).
 STEP_SECONDS = {"batch": 1, "forward": 10, "synchronize": 100}
+ITEM_SECONDS = 1000  # of reading a number of the device, which belongs after the step
 EACH = pytest.mark.parametrize("label", rungs_that_change(
     "train", "optimizer_step", "DataLoaderLite", "GPT.configure_optimizers", "Checkpoints"))
 
@@ -50,8 +52,14 @@ def short_run(tmp_path_factory, byte_tokens):
         slow_batch = clock.slow(batch, STEP_SECONDS["batch"])
         module.DataLoaderLite.batch = lambda loader, i: (
             batch if i in getattr(loader, "prefetched", ()) else slow_batch)(loader, i)
-        output = io.StringIO()
+        output, read = io.StringIO(), torch.Tensor.item
+
+        def item(tensor):
+            clock.now += ITEM_SECONDS * (sys._getframe(1).f_code.co_filename == module.__file__)  # not an optimizer's
+            return read(tensor)
+
         with pytest.MonkeyPatch.context() as patch, watch() as seen, contextlib.redirect_stdout(output):
+            patch.setattr(torch.Tensor, "item", item)
             patch.setattr(torch.cpu, "synchronize", clock.slow(torch.cpu.synchronize, STEP_SECONDS["synchronize"]))
             seen.log = train(module, tmp_path_factory.mktemp("run"), byte_tokens, *known_flags(module, **SHORT))
         seen.printed, seen.lines = output.getvalue().splitlines(), seen.log.read_text().splitlines()
@@ -146,7 +154,7 @@ def test_what_the_model_is_given(label, short_run, byte_tokens):
 
 @EACH
 def test_a_step_is_timed_from_its_batch_to_the_synchronized_device(label, short_run):
-    """On the fake clock: all of its parts once, and no validation. test_fake_cuda.py sees if it reads the loss."""
+    """On the fake clock: all of its parts once, no validation, and nothing that waits for a number, as the loss."""
     run = short_run(label)
     expected = sum(STEP_SECONDS.values())
     for step in run.steps:
