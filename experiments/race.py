@@ -19,8 +19,8 @@ from rich.console import Console
 
 from experiments.race_docs import races_picture
 from ladder.errors import UserError
-from ladder.measure.contest import MOST_TRIES, TIMINGS, Contest, hold, read_about
-from ladder.measure.fairness import check_fair, check_logs, check_scripts
+from ladder.measure.contest import MOST_TRIES, TIMINGS, Contest, open_contest, read_about
+from ladder.measure.fairness import check_fair, check_scripts
 from ladder.measure.run_folder import locked
 from ladder.measure.script_flags import eager_flags
 from ladder.records.recipes import RACE, SEEDS, read_logs, write_csv
@@ -63,9 +63,13 @@ def main(argv=None):
              "flags": flags}
     with locked(args.logs, resume=bool(read_about(args.logs)), flag="LOGS"):
         contest = Contest(rungs, flags, args.logs, args.seeds, at_once=args.jobs, most_tries=args.tries,
-                          search_steps=args.search_steps, timings=0 if args.untimed else TIMINGS, check=check_logs)
+                          search_steps=args.search_steps, timings=0 if args.untimed else TIMINGS)
+        open_contest(contest, about, settings.device, args.time_limit, console)
         try:
-            runner = hold(contest, about, settings.device, args.time_limit, console, measured=True, arguments=argv)
+            with contest.runner as runner:  # between two measurements of the machine
+                runner.measure_machine(arguments=argv)
+                contest.hold()
+                runner.measure_machine()
         finally:
             for reason in keep(args.logs, names):
                 console.print(f"! skipped: {reason}", soft_wrap=True)

@@ -6,16 +6,16 @@ import argparse
 
 import pandas
 
-from ladder.records.logs import ORDER, stage_of
+from ladder import formats
+from ladder.records.logs import ORDER, rung_of
 from ladder.records.recipes import RACE
 from ladder.records.summary import build_report
 from ladder.rungs.list import ROOT
-from ladder.show import formats
 from ladder.show.columns import markdown
 from ladder.show.documents import write_between
 from ladder.show.facts import batch_of, data_of, machine_of
 from ladder.show.plots import colors_of, heading, save
-from ladder.show.standings import COLUMNS, between, race_texts
+from ladder.show.standings import BRACKETS, FOR_ALL, LINKED_SCRIPT, between, caption, race_texts
 
 PAGE = "docs/results.md"
 RACES = "races.png"
@@ -36,11 +36,10 @@ def races_of(folders):
 
 def race_table(report):
     """Without times, which `report` shows: a race is about losses."""
-    texts, caption = race_texts(report)
-    times = [heading for heading in texts if heading.startswith("ms")]
-    rows = texts.drop(columns=["script", *times]).rename(columns={"label": ""})
-    return (f"### {race_name(report)}\n\n{markdown(rows, 2)}\n\n"
-            f"*{machine_of(report)}, {batch_of(report)}. {caption}*")
+    texts, _ = race_texts(report, LINKED_SCRIPT)
+    texts = texts[[heading for heading in texts if not heading.startswith("ms")]]
+    return (f"### {race_name(report)}\n\n{markdown(texts, 2)}\n\n"
+            f"*{machine_of(report)}, {batch_of(report)}. {caption(report)}*")
 
 
 def older_table(older, newer):
@@ -55,13 +54,13 @@ def older_table(older, newer):
                   for row in race.race.table.itertuples()}
         seeds = race.race.tested.seed.nunique()
         rows.append({"text": race_name(race), "seeds": formats.number(seeds),
-                     **{f"`{stage_of(name).label}`": losses.get(name, formats.NOTHING) for name in shown}})
+                     **{f"`{rung_of(name).label}`": losses.get(name, formats.NOTHING) for name in shown}})
     return f"### Older races\n\n{markdown(pandas.DataFrame(rows), 1)}"
 
 
 def race_bar(row, color):
     """How a script's loss differs from the row before, and the interval."""
-    rung, effect = stage_of(row.name), row.change
+    rung, effect = rung_of(row.name), row.change
     return {"title": rung.title, "label": rung.label, "parts": [effect.mean], "low": effect.low, "high": effect.high,
             "color": color, "end": between(effect, formats.difference)}
 
@@ -71,7 +70,7 @@ def races_picture(reports):
     tables = [report.race.table for report in reports]
     tables = [table[table.change.notna()] for table in tables]
     names = sorted({name for table in tables for name in table.name}, key=[*ORDER, *names_of(tables)].index)
-    rows = [heading({"title": stage_of(name).title, "label": stage_of(name).label}) for name in names]
+    rows = [heading({"title": rung_of(name).title, "label": rung_of(name).label}) for name in names]
     colors, panels = colors_of(names), []
     for report, table in zip(reports, tables, strict=True):
         above = race_name(report).replace(" (", "\n(").replace(", ", "\n")
@@ -100,7 +99,9 @@ def pictures(races):
 def write_tables(races, root=ROOT):
     newer = [race for race in races if not is_older(race)]
     older = [race for race in races if is_older(race)]
-    key = "\n".join(f"- {line}" for line in COLUMNS)
+    _, explains = race_texts(newer[0])
+    key = [f"- {text}." for heading, text in explains.items() if not heading.startswith("ms")]
+    key = "\n".join([*key, f"- {BRACKETS} {FOR_ALL}"])
     write_between(root / PAGE, "race", [*map(race_table, newer), key, older_table(older, newer)])
 
 

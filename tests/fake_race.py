@@ -1,6 +1,7 @@
 """A race of which the losses are known: run_race() holds it without training, flag_of() and others read its jobs."""
 import functools
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 from ladder.measure import contest, script_flags
@@ -81,7 +82,7 @@ def run_race(folder, entries, seeds=2, best=BEST, slow=(), search_steps=None, tr
 
     words = ["--model", "tiny", "--steps", "40"]
     with mock.patch.object(contest, "load_script", loaded), mock.patch.object(script_flags, "load_script", loaded):
-        contest.Contest(entries, words, folder, seeds, run, at_once=2, most_tries=tries,
+        contest.Contest(entries, words, folder, seeds, SimpleNamespace(run=run), at_once=2, most_tries=tries,
                         search_steps=search_steps).hold()
     record, _ = read_logs(folder, [entry.name for entry in entries])
     write_csv(record, folder / "race.csv")

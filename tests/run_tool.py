@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import traceback
 from types import SimpleNamespace
 from unittest import mock
 
@@ -93,13 +94,17 @@ def call(monkeypatch, capsys):
 def imported_here(monkeypatch):
     """A reader's script is imported in this process, where the tool would start one for it."""
     def run(words, **_):
-        try:
-            return SimpleNamespace(stdout=f"{exercise.FLAGS} {' '.join(exercise.names_of_flags(words[-1]))}", stderr="",
-                                   returncode=0)
-        except SystemExit as stop:
-            return SimpleNamespace(stdout="", stderr=f"{stop}\n", returncode=1)
+        out, error, code = io.StringIO(), io.StringIO(), 0
+        monkeypatch.setattr("sys.argv", words[2:])
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            try:
+                runpy.run_path(str(words[2]), run_name="__main__")
+            except SystemExit as stop:
+                code = stop.code
+            except Exception:
+                code = traceback.print_exc() or 1
+        return SimpleNamespace(stdout=out.getvalue(), stderr=error.getvalue(), returncode=code)
 
-    monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setattr("sys.dont_write_bytecode", True)
     monkeypatch.setattr(exercise.subprocess, "run", run)
 

@@ -47,19 +47,19 @@ def first_seed(number):
     return 100 * number + 10_000 * (number // 100)
 
 
-def runner(scripts, number):
-    """What runs the jobs of one contest in this process, with seeds that no other contest has."""
-    by_name = {rung.name: load_script(rung) for rung in scripts}
+class InThisProcess:
+    """Runs the jobs of one contest in this process, with seeds that no other contest has."""
 
-    def run(jobs, at_once=1):
+    def __init__(self, scripts, number):
+        self.by_name, self.number = {rung.name: load_script(rung) for rung in scripts}, number
+
+    def run(self, jobs, at_once=1):
         for job in jobs:
-            script = by_name[job.name]
+            script = self.by_name[job.name]
             args = script.parse_args(job.command[2:])
-            args.seed += first_seed(number)
+            args.seed += first_seed(self.number)
             with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # at NaN
                 script.train(args)
-
-    return run
 
 
 def train(logs, contests):
@@ -70,7 +70,8 @@ def train(logs, contests):
     for number in range(contests):
         folder = logs / str(number)
         if not (folder / "row.json").exists():
-            contest = Contest(scripts, FLAGS, folder, SEEDS, runner(scripts, number), most_tries=MOST_TRIES, timings=0)
+            contest = Contest(scripts, FLAGS, folder, SEEDS, InThisProcess(scripts, number), most_tries=MOST_TRIES,
+                              timings=0)
             contest.hold()
             record, _ = read_logs(folder)
             effect = effects(record.ends.val_loss, [(base.name, "reseeded")])["reseeded"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ladder.errors import UserError
-from ladder.rungs.list import BY_LABEL, RUNGS
+from ladder.rungs.list import RUNGS
 
 STORE = Path(__file__).with_name("floors.json")
 STORED = {"model": "gpt2", "B": 16, "T": 1024}
@@ -60,17 +60,22 @@ def counted_rungs(rungs, console):
     return counted
 
 
-def floor_data(cards):
-    """What is stored for each rung, and its floors on `cards`."""
-    return STORED | {"rungs": [floor_row(label, rung["kernels"], cards) for label, rung in read_store().items()]}
+def stored_floors(cards):
+    """{label: what floor_row says of it} of all rungs that are stored."""
+    return {label: floor_row(rung["kernels"], cards) for label, rung in read_store().items()}
 
 
-def floor_row(label, kernels, cards):
+def floors_on(card):
+    """{label: ms of its floor} on one card."""
+    return {label: floor_of(rung["kernels"], card)["floor"] for label, rung in read_store().items()}
+
+
+def floor_row(kernels, cards):
     """One rung: TFLOP by number format, GB, launches, and {card: ms} of the floor and its two parts."""
     tflop = Counter()
     for kernel, n in kernels.items():
         tflop[kernel.number_format] += n * kernel.flops / 1e12
-    return {"label": label, "title": BY_LABEL[label].title, "tflop": {name: x for name, x in tflop.items() if x},
+    return {"tflop": {name: x for name, x in tflop.items() if x},
             "gb": sum(n * kernel.bytes for kernel, n in kernels.items()) / 1e9,
             "launches": sum(n * kernel.launches for kernel, n in kernels.items()),
             "ms": {card.name: floor_of(kernels, card) for card in cards}}

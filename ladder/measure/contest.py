@@ -29,9 +29,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,12 +42,15 @@ from ladder.measure.processes import MEMORY_SHARE, Job
 from ladder.measure.runner import Runner
 from ladder.measure.script_flags import command_for, settings_of
 from ladder.measure.this_machine import describe
+from ladder.records.logs import read_log
 from ladder.records.machine import read_json
 from ladder.records.recipes import MOST_TRIES, RATES, last_val_loss, pairs_of, read_rates, show_rates
 from ladder.rungs.list import load_script
 
 TIMINGS = 3  # of each pair of scripts that is compared, in the order A B B A
 TIMED_STEPS_ON_A_CPU, TIMED_STEPS = 30, 200
+SAME = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
+        "val_every": "--val-every", "val_sequences": "--val-sequences"}  # a comparison is unfair where these differ
 
 
 def known_flags(rung, flags):
@@ -65,22 +66,44 @@ def known_flags(rung, flags):
     return known
 
 
+def refuse_unlike(facts):
+    """Refuse {script: {what: value}} that are not all alike, by name."""
+    (first, wanted), *others = facts.items()
+    for name, found in others:
+        for what, value in found.items():
+            if value != wanted[what]:
+                raise UserError(f"{SAME.get(what, what)}: {name} has {value} and {first} {wanted[what]}, which is not "
+                                "a fair comparison; give both the same")
+
+
+def check_logs(logs):
+    """Refuse runs that did not do the same, whatever their flags were."""
+    facts = {}
+    for path in logs:
+        try:
+            run = read_log(path)
+        except UserError:  # it ended before its first step
+            continue
+        facts[path.stem] = {"--data": run.data, "T": run.T, "tokens": run.tokens_per_step,
+                            "validation": run.headers.get("validation")}
+    if facts:
+        refuse_unlike(facts)
+
+
 @dataclass
 class Contest:
-    """A contest to be held in a folder; `run` runs a list of jobs, `at_once` at a time, until all have ended."""
+    """A contest to be held in a folder."""
 
     scripts: list  # Rungs
     flags: list  # each script gets those it knows
     folder: Path
     seeds: int
-    run: Callable = None
+    runner: object = None  # a Runner, of `open_contest`
     at_once: int = 1
     most_tries: int = MOST_TRIES  # 0: the rates that the flags name, or the scripts' own
     search_steps: int | None = None  # the length of the runs of the search; None: that of the rounds
     timings: int = TIMINGS
     against_first: bool = False  # else each script is compared with the one before
-    check: Callable = lambda logs: None  # called with the logs of jobs that ran together
-    planned: Callable = lambda n_jobs: None  # called with the number of jobs, as soon as it is known
     env: dict = field(default_factory=dict)  # variables for all jobs
     searches: dict = field(default_factory=dict)  # {script: its Search}
 
@@ -100,8 +123,8 @@ class Contest:
             threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self.at_once))}
             memory = MEMORY_SHARE * free_memory("cpu") / self.at_once
             jobs = [replace(job, env=job.env | threads, memory=memory) for job in jobs]
-        self.run(jobs, self.at_once)
-        self.check([job.log for job in jobs if job.log.exists()])
+        self.runner.run(jobs, self.at_once)
+        check_logs([job.log for job in jobs])
 
     def try_rates(self, wanted):
         """Add the losses of {script: points} to its searches: means over their seeds, from one validation of each."""
@@ -155,37 +178,26 @@ class Contest:
     def hold(self):
         """The search, the rounds, the timing."""
         chosen = self.find_rates()
-        n_tries = sum(len(search.losses) for search in self.searches.values())
-        self.planned(n_tries * self.seeds + self.seeds * len(self.scripts)
-                     + sum(map(len, timed_pairs(self))))
+        self.runner.n_jobs = self.n_jobs(sum(len(search.losses) for search in self.searches.values()))
         for number in range(self.seeds):
             folder = self.folder / f"round_{number + 1}"
-            self.run_shared([self.job(rung, folder, chosen[rung.name][number], SEED + number)
-                             for rung in in_turns(self.scripts, number)])
+            in_turns = self.scripts[::-1] if number % 2 else self.scripts  # so that none always runs first
+            self.run_shared([self.job(rung, folder, chosen[rung.name][number], SEED + number) for rung in in_turns])
         settings, timing = self.settings(self.scripts[0]), []
         most = TIMED_STEPS_ON_A_CPU if settings.device == "cpu" else TIMED_STEPS
         more = ["--steps", str(min(settings.steps, most)), "--val-every", "0"]
-        for number, pair in enumerate(timed_pairs(self)):
+        for number, pair in enumerate(self.timed_pairs()):
             folder = self.folder / "timing" / f"round_{number + 1}"
             timing += [self.job(rung, folder, chosen[rung.name][0], SEED, *more) for rung in pair]
-        self.run(timing)
+        self.runner.run(timing)
 
+    def timed_pairs(self):
+        """The scripts of each round of the timing: pairs that are compared, in the order A B, B A."""
+        pairs = pairs_of(self.scripts, self.against_first) or [tuple(self.scripts)]
+        return [order for _ in range(self.timings) for pair in pairs for order in (pair, pair[::-1])]
 
-def in_turns(scripts, number):
-    """The scripts in the order of a round: every other one backwards, so that none always runs first."""
-    return scripts[::-1] if number % 2 else scripts
-
-
-def timed_pairs(contest):
-    """The scripts of each round of the timing: pairs that are compared, next to each other, in the order A B, B A."""
-    pairs = pairs_of(contest.scripts, contest.against_first) or [tuple(contest.scripts)]
-    return [order for _ in range(contest.timings) for pair in pairs for order in (pair, pair[::-1])]
-
-
-def n_jobs(contest):
-    """How many jobs a contest has about: a search is rarely shorter."""
-    tries = sum(min(contest.most_tries, 3 + 3 * len(default_rates(rung))) for rung in contest.scripts)
-    return (tries + len(contest.scripts)) * contest.seeds + sum(map(len, timed_pairs(contest)))
+    def n_jobs(self, n_tries):
+        return (n_tries + len(self.scripts)) * self.seeds + sum(map(len, self.timed_pairs()))
 
 
 # ---- a contest in a folder -------------------------------------------------------------------------------------------
@@ -196,13 +208,17 @@ THREADS = re.compile(r" \(\d+ threads\)")  # the timing may have more than the r
 
 def read_about(folder):
     """What contest.json says; {} without it."""
-    return read_json(Path(folder) / CONTEST, lambda about: about["scripts"][0]["name"], "start a new comparison")
+    return read_json(Path(folder) / CONTEST)
 
 
-def begin(folder, scripts, about, device):
-    """Write contest.json or, where a contest is resumed, refuse another one: of other arguments, scripts, a machine."""
+def open_contest(contest, about, device, seconds, console):
+    """Give a contest its runner; write contest.json in its folder, which must be locked.
+
+    Where a contest is resumed, another one is refused: of other arguments or scripts, or on another machine.
+    """
+    folder = contest.folder
     about["scripts"] = [{"name": rung.name, "label": rung.label, "title": rung.title,
-                         "sha256": hashlib.sha256(rung.path.read_bytes()).hexdigest()} for rung in scripts]
+                         "sha256": hashlib.sha256(rung.path.read_bytes()).hexdigest()} for rung in contest.scripts]
     begun = read_about(folder)
     for what, new in about.items():
         if begun and begun[what] != new:
@@ -214,20 +230,5 @@ def begin(folder, scripts, about, device):
             raise UserError(f"{folder}: was begun with {old}, and this is {new}; give a new folder")
     if not begun:
         write_whole(folder / CONTEST, json.dumps(about | here, indent=2) + "\n")
-
-
-def hold(contest, about, device, seconds, console, measured=False, **more):
-    """Hold a contest in its folder, which must be locked; returns the runner.
-
-    `measured`: with the machine's matrix-product rates, and `more` of machine.json.
-    """
-    begin(contest.folder, contest.scripts, about, device)
-    runner = Runner(device, contest.folder, seconds, console, resume=True, n_jobs=n_jobs(contest))
-    contest.run, contest.planned = runner.run, partial(setattr, runner, "n_jobs")
-    with runner:
-        if measured:
-            runner.measure_machine(**more)
-        contest.hold()
-        if measured:
-            runner.measure_machine()
-    return runner
+    shortest = sum(min(contest.most_tries, 3 + 3 * len(default_rates(rung))) for rung in contest.scripts)  # of searches
+    contest.runner = Runner(device, folder, seconds, console, resume=True, n_jobs=contest.n_jobs(shortest))

@@ -21,20 +21,22 @@ SECONDS = 1.0  # of measuring, for each shape and format
 COPIED = {"cuda": 2**30, "mps": 2**28, "cpu": 2**28}  # bytes
 
 
+def best_seconds(statement, **values):
+    timer = benchmark.Timer(statement, globals=values, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=SECONDS).times)
+
+
 def best_rate(device, dtype, shape):
     """The highest FLOP/s over repeated products of one shape (m, k, n)."""
     m, k, n = shape
     a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
-    timer = benchmark.Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
-    return 2 * m * k * n / min(timer.blocked_autorange(min_run_time=SECONDS).times)
+    return 2 * m * k * n / best_seconds("a @ b", a=a, b=b)
 
 
 def best_bandwidth(device):
     """The highest bytes/s at which memory is read and written, of repeated copies."""
     source = torch.ones(COPIED[device], device=device, dtype=torch.uint8)
-    timer = benchmark.Timer("target.copy_(source)", globals={"source": source, "target": torch.empty_like(source)},
-                            num_threads=torch.get_num_threads())
-    return 2 * source.numel() / min(timer.blocked_autorange(min_run_time=SECONDS).times)
+    return 2 * source.numel() / best_seconds("target.copy_(source)", source=source, target=torch.empty_like(source))
 
 
 def measure(device):

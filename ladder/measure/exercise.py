@@ -4,62 +4,45 @@ pytest runs the tests; what tests/exercise_hooks.py prints of them, each red one
 """
 import itertools
 import math
+import re
 import statistics
 import subprocess
 import sys
-import traceback
-from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
+from ladder import formats
 from ladder.errors import UserError
 from ladder.measure.processes import Job, run_job
 from ladder.measure.runner import Runner
 from ladder.measure.script_flags import check_flags, command_for, defaults, eager_flags, split_flags
 from ladder.records.logs import read_log
-from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, paired_p
-from ladder.rungs.list import ROOT, load_script
+from ladder.records.significance import FEWEST_ROUNDS, is_significant, paired_p
+from ladder.rungs.list import ROOT
 
 TESTS = ROOT / "tests" / "scripts" / "test_exercises.py"
 SHORT = ["--model", "tiny", "-T", "128", "--steps"]  # of the runs side by side, unless flags say otherwise
 SAME = {"total_batch": ["-B", "4", "--total-batch", "1024"], "muon_lr": ["--muon-lr", "2e-3"],
         "kv_heads": ["--kv-heads", "1"]}  # what both get, since an exercise does not name our defaults
 ROUNDS = 3
-SECONDS = 60  # for a script's import, and for each test
-FLAGS = "flags of the script:"
+SECONDS = 60  # for a script's start, and for each test
 VERDICT = "the exercise:"  # after this line come those of tests/exercise_hooks.py
 
 
-def names_of_flags(path):
-    """The names of the flags of a script, which may do anything: call it in a process of its own.
-
-    Exits with a line that says where and why the script does not start.
-    """
-    sys.path.insert(0, str(path.parent))  # as for a script that is run
-    sys.dont_write_bytecode = True  # nothing of ours beside it
-    try:
-        script = load_script(SimpleNamespace(name="tried", path=path))
-        return [*vars(script.parse_args([]))]
-    except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)][-1:]
-        sys.exit("".join([*where, f"{type(error).__name__}: {error}"]))
-
-
 def check_file(file):
-    """The names of the flags of a script. Raises UserError where it is none, or does not start."""
+    """The flags of a script, as its --help says them. Raises UserError where it is none, or does not start."""
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"{file}: no such script; give a copy of the rung before, as a .py file")
-    words = [sys.executable, "-m", "ladder.measure.exercise", file.resolve()]
+    words = [sys.executable, "-B", file.resolve(), "--help"]  # -B: nothing of ours beside it
     try:
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
-        reason = (done.stderr.strip() or f"its process ended (exit code {done.returncode})").splitlines()[-1]
-        flags = done.stdout.partition(FLAGS)[2].split()  # none where the script did not start
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        reason, flags = f"no end of its import within {SECONDS} s", []
-    if not flags:
-        raise UserError(f"{file}: does not start: {reason}; correct it, and try again")
+        raise UserError(f"{file}: --help has no end within {SECONDS} s; correct it, and try again") from None
+    flags = re.findall(r"\[(--[\w-]+)", done.stdout)
+    if done.returncode or not flags:
+        places = re.findall(rf'File "{re.escape(str(file.resolve()))}", (line \d+)', done.stderr)
+        reasons = [*places[-1:], (done.stderr.strip() or "its --help shows no flags").splitlines()[-1]]
+        raise UserError(f"{file}: does not start: {': '.join(reasons)}; correct it, and try again")
     return flags
 
 
@@ -102,7 +85,7 @@ def run_both(rung, file, known, flags, folder, rounds, console):
         device, flags = "cpu", [*flags, "--device", "cpu"]
     if rung.label == "5":
         flags = eager_flags([rung], flags, device, console)
-    theirs = flags if "compile_mode" in known else split_flags(flags, "--compile-mode")[1]
+    theirs = flags if "--compile-mode" in known else split_flags(flags, "--compile-mode")[1]
     jobs, logs = [], {"ours": [], "yours": []}
     for number in range(1, rounds + 1):
         both = [("ours", rung.path, flags), ("yours", file.resolve(), theirs)]
@@ -131,15 +114,11 @@ def sentences(ours, yours):
     logs_of_times = [[math.log(run.median_ms) for run in rounds] for rounds in (ours, yours)]
     p = paired_p(*logs_of_times, FEWEST_ROUNDS)
     verdict, doubt = "A step of yours takes", ""
-    if p is not None and p < BEYOND_CHANCE:
+    if is_significant(p):
         how = "slower" if statistics.median(ratios) > 1 else "faster"
-        verdict = f"Yours is {how} (p = {p:.1g}): a step takes"
+        verdict = f"Yours is {how} ({formats.p_is(p)}): a step takes"
     elif ratios[0] <= 1 <= ratios[-1]:
         verdict = "About the same speed: a step of yours takes"
     elif len(ratios) < FEWEST_ROUNDS:
         doubt = f"; run with --rounds {FEWEST_ROUNDS} to test whether that is chance"
     yield f"{verdict} {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as ours ({len(ratios)} rounds){doubt}."
-
-
-if __name__ == "__main__":
-    print(FLAGS, *names_of_flags(Path(sys.argv[1])))

@@ -6,18 +6,15 @@ from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
-from ladder.measure.contest import Contest, hold, known_flags, read_about
+from ladder.measure.contest import SAME, Contest, known_flags, open_contest, read_about, refuse_unlike
 from ladder.measure.exercise import check_file
 from ladder.measure.run_folder import locked
 from ladder.measure.script_flags import check_flags, defaults, settings_of, split_flags
-from ladder.records.logs import read_log
 from ladder.records.recipes import CSV, FOLDERS, read_logs, write_csv
 from ladder.rungs.list import BY_NAME, ROOT, Rung, find_rung
 
 SMALL = ["--model", "4x4x128", "-B", "16", "-T", "64", "--steps", "200", "--val-every", "20", "--val-sequences", "256",
          "--compile-mode", "none"]  # unless flags say otherwise: a run takes seconds on a CPU
-SAME = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
-        "val_every": "--val-every", "val_sequences": "--val-sequences"}  # a comparison is unfair where these differ
 
 
 def script_of(word):
@@ -53,16 +50,6 @@ def check_scripts(scripts):
             raise UserError(f"{rung.file}: has no --val-every or --max-lr; take a script of beyond/modern/ or a copy")
 
 
-def refuse_unlike(facts):
-    """Refuse {script: {what: value}} that are not all alike, by name."""
-    (first, wanted), *others = facts.items()
-    for name, found in others:
-        for what, value in found.items():
-            if value != wanted[what]:
-                raise UserError(f"{SAME.get(what, what)}: {name} has {value} and {first} {wanted[what]}, which is not "
-                                "a fair comparison; give both the same")
-
-
 def check_fair(scripts, flags):
     """The settings of the first script. Refuses flags that no script has, or with which they do not do the same."""
     if split_flags(flags, "--seed")[0]:
@@ -83,33 +70,12 @@ def check_fair(scripts, flags):
     return settings
 
 
-def check_logs(logs):
-    """Refuse runs that did not do the same, whatever their flags were."""
-    facts = {}
-    for path in logs:
-        try:
-            run = read_log(path)
-        except UserError:  # it ended before its first step
-            continue
-        facts[path.stem] = {"--data": run.data, "T": run.T, "tokens": run.tokens_per_step,
-                            "validation": run.headers.get("validation")}
-    if facts:
-        refuse_unlike(facts)
-
-
 def newest_of(about):
     """The newest folder with a comparison of this kind."""
     for folder in sorted(FOLDERS.glob("*"), reverse=True):
         if about.items() <= read_about(folder).items():
             return folder
     raise UserError(f"--resume: {FOLDERS} holds no comparison of these arguments; start it without --resume")
-
-
-def keep(scripts, folder):
-    """Write the record of what has ended."""
-    record, _ = read_logs(folder, [rung.name for rung in scripts])
-    if len(record.points):
-        write_csv(record, folder / CSV)
 
 
 def held(args, console):
@@ -126,12 +92,16 @@ def held(args, console):
     folder = args.logs or (newest_of(about) if args.resume else new_folder(FOLDERS))
     with locked(folder, args.resume):
         scripts = copied(scripts, folder / "scripts")
-        contest = Contest(scripts, flags, folder, args.seeds, at_once=at_once, most_tries=args.tries, check=check_logs,
-                          against_first=True,
+        contest = Contest(scripts, flags, folder, args.seeds, at_once=at_once, most_tries=args.tries, against_first=True,
                           env={"PYTHONPATH": os.pathsep.join([*beside, os.environ.get("PYTHONPATH", "")])})
+        open_contest(contest, about, settings.device, args.time_limit, console)
         try:
-            return folder, hold(contest, about, settings.device, args.time_limit, console)
+            with contest.runner:
+                contest.hold()
+            return folder, contest.runner
         except KeyboardInterrupt:
             return folder, None
         finally:
-            keep(scripts, folder)
+            record, _ = read_logs(folder, [rung.name for rung in scripts])
+            if len(record.points):
+                write_csv(record, folder / CSV)

@@ -16,7 +16,7 @@ from ladder.count.memory import free_memory
 from ladder.errors import UserError
 from ladder.measure.device_rates import attention_kernel, rung_10
 from ladder.measure.processes import COMPLAINT, OUT_OF_MEMORY
-from ladder.measure.this_machine import ask_nvidia_smi, device_name, nvidia_gpus
+from ladder.measure.this_machine import ask_nvidia_smi, device_name
 from ladder.rungs.list import ROOT
 
 GOOD, NEUTRAL, BAD = "+", "-", "x"
@@ -82,7 +82,7 @@ def check_device(device):
     total = torch.cuda.mem_get_info()[1] if device == "cuda" else psutil.virtual_memory().total
     memory = f"{total / 1e9:.0f} GB, {free_memory(device) / 1e9:.0f} GB free"
     name = f"{device}: {device_name(device)}, {memory}"
-    gpus = nvidia_gpus()
+    gpus, _ = ask_nvidia_smi()
     if device == "cuda" and gpus:
         name += f" (name, driver, power limit: {'; '.join(gpus)})"
     yield finding(device != "cpu", "device", name, name)

@@ -1,6 +1,5 @@
 """The largest batch of a rung: where the memory model says, and from there by trying; or what the model says alone."""
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from ladder.count.memory import largest_fitting
@@ -10,17 +9,16 @@ from ladder.measure.run_folder import run_module
 from ladder.measure.script_flags import command_for, settings_of, split_flags
 from ladder.records.logs import read_log
 
-
 ENOUGH = 16  # sequences in a batch where no -B is given: what the tables of GPUs have
 
 
-def fit_batch(args, rungs, settings, console):
-    """The rungs that fit into a GPU's memory; adds the largest -B that fits them all to the flags, and says so.
+def fit_batch(rungs, flags, settings, console):
+    """(the rungs that fit into a GPU's memory, ["-B", the largest that fits them all]); says so.
 
-    Where a -B is given, and on a CPU, where a larger one only makes a step longer, all stays as it is.
+    Where a -B is given, and on a CPU, where a larger one only makes a step longer, all rungs and [].
     """
-    if settings.device == "cpu" or split_flags(args.flags, "-B", "--batch-size")[0]:
-        return rungs
+    if settings.device == "cpu" or split_flags(flags, "-B", "--batch-size")[0]:
+        return rungs, []
     free = int(run_module("ladder.count.memory", settings.device))
     largest = {rung: largest_fitting(settings.model, settings.T, [rung.label], MEMORY_SHARE * free) for rung in rungs}
     fit = [rung for rung in rungs if largest[rung]]
@@ -32,12 +30,10 @@ def fit_batch(args, rungs, settings, console):
         raise UserError(f"-T {settings.T}: no rung fits into the memory; give a smaller -T or --model")
     B = str(min(ENOUGH, *(largest[rung] for rung in fit)))
     console.print(f"-B {B}: the largest that fits every rung, {ENOUGH} at most; -B sets another", soft_wrap=True)
-    args.flags = [*args.flags, "-B", B]
-    args.argv = [*args.argv, "--rungs", ",".join(rung.label for rung in fit), "-B", B]  # what --resume reads
-    return fit
+    return fit, ["-B", B]
 
 
-def largest_batch(rung, flags, seconds, processes, say):
+def largest_batch(rung, flags, seconds, processes, console):
     """(largest B per process, tokens/sec at that B, why the next one did not run) of a rung.
 
     The search starts at the B that the memory model predicts, since every B costs a compilation. An attempt may take
@@ -58,16 +54,10 @@ def largest_batch(rung, flags, seconds, processes, say):
         with tempfile.TemporaryDirectory() as folder:
             job = Job(rung.name, command_for(rung, [*flags, *more], Path(folder), processes), Path(folder))
             outcome = run_job(job, seconds, settings.device)
-            say(f"{rung.name}: B={B} {outcome.status}")
+            console.print(f"{rung.name}: B={B} {outcome.status}", style="dim")
             if outcome.status == "ok":
                 best, speed = B, read_log(job.log).tokens_per_second
             else:
                 failed, why = B, f"{outcome.status}: {outcome.reason}"
         B = (best + failed) // 2 if failed else B + max(1, B // 4)
     return best, speed, why
-
-
-def largest_batches(rungs, flags, seconds, processes, console):
-    """{rung: what largest_batch found}; says what it tries."""
-    say = partial(console.print, style="dim")
-    return {rung: largest_batch(rung, flags, seconds, processes, say) for rung in rungs}

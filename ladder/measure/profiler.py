@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ladder import formats
 from ladder.count.flops import flops_per_token
 from ladder.errors import UserError
 from ladder.files import write_whole
@@ -25,7 +26,7 @@ from ladder.measure.run_folder import write_machine
 from ladder.measure.script_flags import check_flags, own_flags, split_flags
 from ladder.records.logs import read_log
 from ladder.records.machine import read_machine
-from ladder.records.work import KINDS, UNRELIABLE, is_reliable, read_profile
+from ladder.records.step_profile import KINDS, UNRELIABLE, is_reliable, read_profile
 from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
 
 STEP, DATA, CLIP = "ProfilerStep*", "ladder: data", "ladder: clip"  # ranges: torch.profiler's own, and two of ours
@@ -170,7 +171,7 @@ def profile_once(rung, flags, machine, trace):
             return None, outcome
         found = json.loads(result.read_text())
         run = read_log(folder / f"{rung.name}.log")
-        found["floor_ms"] = products_ms(run, machine["rates"], found.pop("vocab_size"))
+        found["products_ms"] = products_ms(run, machine["rates"], found.pop("vocab_size"))
     return found, outcome
 
 
@@ -201,8 +202,8 @@ def profile_ladder(rungs, flags, settings, folder, console, repeat, traces=False
             counted = list(filter(is_reliable, rounds)) or rounds
             profile["rungs"].append(sorted(counted, key=lambda one: one["step_ms"])[len(counted) // 2])
         write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
-        console.print(f"{rung.name}: {one['step_ms']:,.1f} ms/step under the profiler, {one['plain_ms']:,.1f} "
-                      f"without{'' if is_reliable(one) else ': ' + UNRELIABLE}")
+        console.print(f"{rung.name}: {formats.ms(one['step_ms'])} ms/step under the profiler, "
+                      f"{formats.ms(one['plain_ms'])} without{'' if is_reliable(one) else ': ' + UNRELIABLE}")
     return failed
 
 

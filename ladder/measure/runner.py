@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from rich.progress import Progress
 
+from ladder import formats
 from ladder.errors import UserError
 from ladder.measure.processes import Job, Outcome, run_jobs
 from ladder.measure.run_folder import write_machine
@@ -121,4 +122,5 @@ class Runner:
             say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red")
             return
         run, name = read_log(job.log), (job.log_dir / job.name).relative_to(self.log_dir)
-        say(f"{name}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.median_ms:,.1f} ms/step")
+        say(f"{name}: loss {formats.loss(run.losses[0])} -> {formats.loss(run.losses[-1])}, "
+            f"{formats.ms(run.median_ms)} ms/step")

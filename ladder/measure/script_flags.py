@@ -14,8 +14,8 @@ ONE_MACHINE = ["--standalone", "--local-addr=127.0.0.1"]
 QUICK_DATA = Path("data/bytes")
 
 
-def quick(args):
-    """The arguments of `run --quick`, whose text it prepares; flags that are given count.
+def quick_flags():
+    """The scripts' flags for `run --quick`, whose text it prepares.
 
     In a small model the output layer takes most of a step, and on most CPUs no rung makes it faster: so the tokens are
     bytes. On a long sequence attention takes most of the rest, which rung 6 makes faster on any machine.
@@ -24,9 +24,7 @@ def quick(args):
         prepare = [sys.executable, ROOT / "data" / "prepare.py", "--tokenizer", "bytes", "--out", QUICK_DATA]
         if subprocess.run(prepare).returncode:
             raise UserError("--quick: data/prepare.py could not prepare its text; see its message above")
-    args.rungs = "0,5,6"
-    args.flags = [*f"--model 2x4x128 -B 1 -T 4096 --steps 20 --data {QUICK_DATA}".split(), *args.flags]
-    return args
+    return f"--model 2x4x128 -B 1 -T 4096 --steps 20 --data {QUICK_DATA}".split()
 
 
 def split_flags(flags, *names):

@@ -32,11 +32,6 @@ def ask_nvidia_smi():
     return child.stdout.splitlines(), None
 
 
-def nvidia_gpus():
-    """The machine's NVIDIA GPUs, as far as their driver tells."""
-    return ask_nvidia_smi()[0]
-
-
 def cpu_name():
     """The processor's name, as far as the system tells."""
     if sys.platform == "darwin":
@@ -57,7 +52,7 @@ def describe(device):
     """What a reader of the rates needs to know about the machine, and the project's commit where git tells it."""
     code, commit, _ = collect_env.run(f'git -C "{ROOT}" describe --always --dirty')
     return ({"commit": commit} if code == 0 else {}) | {
-        "device": device, "name": device_name(device), "cpu": device_name("cpu"), "gpus": nvidia_gpus(),
+        "device": device, "name": device_name(device), "cpu": device_name("cpu"), "gpus": ask_nvidia_smi()[0],
         "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
         "system": platform.platform(), "threads": torch.get_num_threads(),
     }

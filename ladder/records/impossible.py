@@ -1,6 +1,7 @@
 """Numbers that no run can have: tokens/sec that are something else, steps faster than the card's arithmetic."""
 import math
 
+from ladder import formats
 from ladder.count.cards import card_of
 from ladder.count.flops import flops_per_token
 
@@ -59,6 +60,6 @@ def impossible(run, card=None):
     fastest = fastest_ms(run, card)
     if fastest and run.median_ms < fastest[0]:
         least, card = fastest
-        sentences.append(f"{run.median_ms:,.1f} ms, and the matrix products alone take {least:,.1f} ms at "
+        sentences.append(f"{formats.ms(run.median_ms)} ms, and the matrix products alone take {formats.ms(least)} ms at "
                          f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {card.name}: {CLOCK}")
     return sentences

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.rungs.list import BY_NAME, ROOT, today
+from ladder.rungs.list import BY_NAME, ROOT, Rung, today
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
@@ -35,25 +35,8 @@ class NoStep(UserError):
     """A log without a step."""
 
 
-@dataclass(frozen=True)
-class Other:
-    """What a log's name stands for that is not in the list of rungs: a peer, or a reader's own script."""
-
-    file: str
-    title: str
-    label = ""
-    start = None  # the rung that it is compared with
-
-    @property
-    def called(self):
-        """As a Rung's: what a sentence and a row of a table call it."""
-        return self.title
-
-    row = called
-
-
 PEER = "peer_transformers"  # the one that needs no file fetched
-PEERS = {name: Other("ladder/measure/peer.py", f"{whose} GPT-2, everything on")  # by the names of their logs
+PEERS = {name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on")  # by the names of their logs
          for name, whose in ((PEER, "transformers'"), ("peer_nanogpt", "nanoGPT's"),
                              ("peer_build_nanogpt", "build-nanogpt's"))}
 ORDER = [*BY_NAME, *PEERS]
@@ -166,9 +149,9 @@ class Run:
         return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": device}
 
 
-def stage_of(name):
+def rung_of(name):
     """The rung of a log's name; one without a label for a peer, and for a script outside of the ladder."""
-    return BY_NAME.get(name) or PEERS.get(name) or Other(f"{name}.py", name)
+    return BY_NAME.get(name) or PEERS.get(name) or Rung("", f"{name}.py", name)
 
 
 def read_headers(lines):
@@ -215,13 +198,9 @@ def run_of(path, headers):
     return Run(path, name, headers, B, T, int(headers.get("ranks", "1")))
 
 
-def read_log(path):
-    """Read one log. Raises UserError if it has no step line, or the lines of two runs."""
-    return run_from(Path(path))
-
-
-def run_from(path, text=None):
-    """The Run of a log, of its text if that has been read."""
+def read_log(path, text=None):
+    """The Run of a log, whose text may have been read. UserError if it has no step, or the lines of two runs."""
+    path = Path(path)
     lines = lines_of(text_of(path) if text is None else text)
     run = run_of(path, read_headers(lines))
     for line in lines:
@@ -281,7 +260,7 @@ def read_folder(folder):
     runs, skipped, without = {}, [], []
     for path, text in logs_in(folder):
         try:
-            run = run_from(path, text)
+            run = read_log(path, text)
             runs.setdefault(run.name, []).append(run)
         except NoStep:
             without.append(path.relative_to(folder).as_posix())
@@ -296,9 +275,16 @@ def read_folder(folder):
     return {name: runs[name] for name in order}, skipped
 
 
-def newest_run(wanted=None):
-    """The folder of the newest run that is `wanted`: by default that has a step, without which nothing can be shown."""
-    wanted = wanted or has_steps
+def has_steps(folder):
+    """Whether a log in `folder` or its rounds has a step: without one nothing can be shown."""
+    with contextlib.suppress(UserError):
+        texts = (text_of(path) if text is None else text for path, text in logs_in(folder))
+        return any(STEP_LINE.match(line) for text in texts for line in lines_of(text))
+    return False
+
+
+def newest_run(wanted=has_steps):
+    """The folder of the newest run that is `wanted`."""
     for path in sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         if wanted(path.parent):
             return path.parent
@@ -307,11 +293,3 @@ def newest_run(wanted=None):
 
 def reference_folders():
     return sorted(path for path in REFERENCE.glob("*") if path.is_dir())
-
-
-def has_steps(folder):
-    """Whether a log in `folder` or its rounds has a step: without one nothing can be shown."""
-    with contextlib.suppress(UserError):
-        texts = (text_of(path) if text is None else text for path, text in logs_in(folder))
-        return any(STEP_LINE.match(line) for text in texts for line in lines_of(text))
-    return False

@@ -6,21 +6,17 @@ from ladder.count.cards import Card
 from ladder.errors import UserError
 
 
-def read_json(path, check, remedy):
-    """The JSON object in the file `path` after `check`, which raises for a wrong one; {} without the file."""
-    if not path.exists():
-        return {}
+def read_json(path):
+    """The JSON in a file; {} without the file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        check(data)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): {remedy}") from None
-    return data
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); delete it, and run its command again") from None
 
 
 def read_machine(folder):
     """What `run` recorded about the machine; {} without it."""
-    return read_json(Path(folder) / "machine.json", dict, "run python -m ladder run again, or delete it")
+    return read_json(Path(folder) / "machine.json")
 
 
 def measured_card(folder):

@@ -203,8 +203,7 @@ def rows_of(run):
 
 def read_rates(folder):
     """{script: its learning rates in each round} as far as they are chosen: a contest that is resumed keeps them."""
-    rates = read_json(Path(folder) / RATES, lambda rates: [rate[0][0] for rate in rates.values()],
-                      "delete it to search again")
+    rates = read_json(Path(folder) / RATES)
     return {name: [tuple(of_round) for of_round in found] for name, found in rates.items()}
 
 

@@ -10,6 +10,11 @@ FEWEST_SEEDS = 5  # for a star; with fewer, only the numbers are shown
 FEWEST_PAIRS = 3  # for an interval: with two it says next to nothing
 
 
+def is_significant(p):
+    """Whether such a difference is beyond chance; None is the p of what could not be tested."""
+    return p is not None and p < BEYOND_CHANCE
+
+
 @dataclass
 class Effect:
     """The mean of paired differences, and p of the paired t-test of that mean."""
@@ -22,7 +27,7 @@ class Effect:
 
     @property
     def significant(self):
-        return self.pairs >= FEWEST_SEEDS and self.p < BEYOND_CHANCE
+        return self.pairs >= FEWEST_SEEDS and is_significant(self.p)
 
     def quantile(self, level):
         from scipy.stats import t

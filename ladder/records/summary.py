@@ -1,4 +1,4 @@
-"""A folder of logs as tables: a row for each step, then for each round of a script, then for each script; or a race.
+"""A folder of logs as tables: a row for each round of a script, then for each script; or a race.
 
 A script with several rounds (`run --repeat`) has the median of the rounds' medians, and their spread. Runs that differ
 in data, model, B, T or device are refused. What a log does not say is NaN in a table and None in a row.
@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import numpy
 import pandas
 
 from ladder.count.flops import mfu
 from ladder.errors import UserError
 from ladder.records.impossible import CLOCK, impossible
-from ladder.records.logs import read_folder, run_of, stage_of
+from ladder.records.logs import read_folder, run_of, rung_of
 from ladder.records.machine import read_machine
 from ladder.records.recipes import Record, read_race
 from ladder.records.significance import holm, speed_p
 from ladder.records.two_logs import MIN_COUNTED
-from ladder.records.work import read_profile
+from ladder.records.step_profile import read_profile
 from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, BY_NAME, today
 
 GPU_STEPS, GPU_MS = 150, 3000  # of a run, at least: a GPU's first second is one or two percent faster than the rest
-ROUND = ["name", "round"]  # a run's keys: its script, and the folder or file of its round
 
 
 @dataclass
@@ -35,7 +35,6 @@ class Report:
     setting: dict  # data, model, B, T, device
     machine: dict  # rates and versions measured in the same run; {} when unknown
     runs: dict = field(default_factory=dict)  # {name: [Run, ...]}; none in a race, nor a row of a table
-    steps: pandas.DataFrame = None  # of `steps_of`
     rounds: pandas.DataFrame = None  # of `rounds_of`
     table: pandas.DataFrame = None  # of `summary_of`
     profile: dict | None = None  # where each rung's step time goes, as profile.json has it
@@ -54,35 +53,18 @@ class Report:
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
-def steps_of(runs):
-    """The long table: a row for each step and each validation of some Runs.
-
-    Columns: name, round; kind, "step" or "val"; step; loss (nats); ms; seconds of training at its end; counted, whether
-    a step is one of those whose median is the round's time.
-    """
-    parts = []
-    for run in runs:
-        place = {"name": run.name, "round": run.path.parent.name}
-        counted = [number >= run.warm_up for number in range(len(run.ms))]
-        parts.append(pandas.DataFrame({**place, "kind": "step", "step": run.steps, "loss": run.losses, "ms": run.ms,
-                                       "seconds": run.seconds.values(), "counted": counted}))
-        parts.append(pandas.DataFrame({**place, "kind": "val", "step": run.val_steps, "loss": run.val_losses,
-                                       "seconds": [run.seconds.get(step) for step in run.val_steps]}))
-    return pandas.concat([part for part in parts if len(part)], ignore_index=True)
-
-
-def rounds_of(runs, steps):
+def rounds_of(runs):
     """A row for each Run, by name and round: the median and the middle half of its counted steps' ms, and its end."""
-    facts = pandas.DataFrame([{
-        "name": run.name, "round": run.path.parent.name, "title": title_of(run), "tokens": run.tokens_per_step,
-        "ranks": run.ranks, "peak_memory_gb": run.peak_memory_gb, "complete": run.complete} for run in runs])
-    trained = steps[steps.kind == "step"].groupby(ROUND, sort=False)
-    counted = steps[steps.counted.eq(True)].groupby(ROUND, sort=False).ms
-    ends, first = trained.tail(1).set_index(ROUND), trained.head(1).set_index(ROUND)
-    return facts.set_index(ROUND).assign(
-        ms=counted.median(), ms_low=counted.quantile(0.25), ms_high=counted.quantile(0.75), counted=counted.size(),
-        first_step_s=first.ms / 1000, last_loss=ends.loss, last_step=ends.step,
-        last_val_loss=steps[steps.kind == "val"].groupby(ROUND).tail(1).set_index(ROUND).loss)
+    rows = []
+    for run in runs:
+        low, high = numpy.quantile(run.ms[run.warm_up :], (0.25, 0.75))
+        rows.append({
+            "name": run.name, "round": run.path.parent.name, "title": title_of(run), "tokens": run.tokens_per_step,
+            "ranks": run.ranks, "ms": run.median_ms, "ms_low": low, "ms_high": high, "counted": run.counted,
+            "first_step_s": run.ms[0] / 1000, "peak_memory_gb": run.peak_memory_gb, "last_loss": run.losses[-1],
+            "last_step": run.steps[-1], "last_val_loss": run.val_losses[-1] if run.val_losses else None,
+            "complete": run.complete})
+    return pandas.DataFrame(rows).set_index(["name", "round"])
 
 
 def summary_of(rounds):
@@ -106,7 +88,7 @@ def add_speeds(table, runs, rounds, rates):
     speed = table["tokens_per_second"] = table.tokens / table.ms * 1000
     for column, causal in (("mfu", False), ("mfu_causal", True)):
         table[column] = [mfu(runs[name][0], rates, of_it, causal) for name, of_it in speed.items()]
-    before = {name: stage_of(name).start for name in table.index}
+    before = {name: rung_of(name).start for name in table.index}
     before = {name: start.name for name, start in before.items() if start and start.name in table.index}
     table["times_baseline"] = speed / speed.get(BY_LABEL["0"].name, math.nan)
     table["times_before"] = pandas.Series({name: speed[name] / speed[start] for name, start in before.items()})
@@ -142,7 +124,7 @@ def check_comparable(runs, folder):
 
 
 def title_of(run):
-    return stage_of(run.name).title + (f", {run.ranks} ranks" if run.ranks > 1 else "")
+    return rung_of(run.name).title + (f", {run.ranks} ranks" if run.ranks > 1 else "")
 
 
 def build_report(folder):
@@ -163,10 +145,9 @@ def build_report(folder):
         skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
                        "but the logs are not")
         profile = None
-    steps = rounds = table = pandas.DataFrame()
+    rounds = table = pandas.DataFrame()
     if runs:
-        steps = steps_of(every_run)
-        rounds = rounds_of(every_run, steps)
+        rounds = rounds_of(every_run)
         table = summary_of(rounds)
         add_speeds(table, runs, rounds, machine.get("rates"))
         table = table.reset_index().astype({"tokens": "Int64"})
@@ -177,7 +158,7 @@ def build_report(folder):
     allocators = {run.allocator or "unknown" for run in every_run if run.complete or run.allocator}
     headers = [run.headers.get("machine", run.headers.get("device", "")) for run in every_run]
     cores = [int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)]
-    return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, runs, steps, rounds,
+    return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, runs, rounds,
                   table, profile, race, skipped, max(cores, default=0), sorted(allocators))
 
 

@@ -3,6 +3,7 @@ from collections import namedtuple
 
 import pandas
 
+from ladder import formats
 from ladder.records.impossible import impossible
 from ladder.records.logs import ORDER
 from ladder.records.significance import FEWEST_ROUNDS
@@ -82,8 +83,8 @@ def differing(one, other):
 
 def speed_verdict(one, other, faster, different):
     unit = "tokens/sec" if one.tokens_per_step and other.tokens_per_step else "steps/sec"
-    word = f"{faster:.2f} times the {unit} of" if abs(faster - 1) >= 0.005 else f"the same {unit} as"
-    verdict = f"The second has {word} the first ({one.median_ms:.2f} -> {other.median_ms:.2f} ms/step, medians)"
+    word = f"{formats.ratio(faster)} times the {unit} of" if abs(faster - 1) >= 0.005 else f"the same {unit} as"
+    verdict = f"The second has {word} the first ({formats.ms(one.median_ms)} -> {formats.ms(other.median_ms)} ms/step, medians)"
     work = [what for what in ("model", "B", "T") if what in different]
     if work:
         return f"{verdict}, with a different {' and '.join(work)}: this does not measure a change in the code."

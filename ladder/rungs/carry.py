@@ -11,18 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ladder.errors import UserError
-from ladder.files import write_whole
 from ladder.rungs.check_laws import definitions, foreign, pieces, plumbing, rung_violations
 from ladder.rungs.lessons import split_docstring
 from ladder.rungs.list import ROOT, RUNGS
-
-
-class Stop(Exception):
-    """Why a fix does not go on; `text` is a file with git's conflict markers, if there is a conflict."""
-
-    def __init__(self, why, text=None):
-        super().__init__(why)
-        self.text = text
 
 
 def git(*words, folder=None):
@@ -89,7 +80,10 @@ def body_with(source, other, names):
 
 
 def carry(rung, old, new):
-    """The text of `rung` with what has changed in the rungs that it starts from; raises Stop."""
+    """(the text of `rung` with what has changed in the rungs that it starts from, why the fix stops here or "").
+
+    Where it conflicts, the text has git's markers; where it would break the law, it is as it was.
+    """
     text = new[rung.file]
     for start in rung.starts:
         docstring, ours = split(rung.file, text)
@@ -99,14 +93,14 @@ def carry(rung, old, new):
         merged, conflict = merge(ours, base, theirs, names)
         text = docstring + merged
         if conflict:
-            raise Stop("it conflicts with what this rung changes, as git's markers there show", text)
+            return text, "it conflicts with what this rung changes, as git's markers there show"
     try:
         broken = list(rung_violations(rung, new | {rung.file: text}))
     except SyntaxError as error:
         broken = [f"not Python: {error.msg}: {(error.text or '').strip()}"]
     if broken:
-        raise Stop(f"the result would break the ladder's law: {broken[0]}")
-    return text
+        return new[rung.file], f"the result would break the ladder's law: {broken[0]}"
+    return text, ""
 
 
 def propagate(rung, root=ROOT):
@@ -122,25 +116,15 @@ def propagate(rung, root=ROOT):
         raise UserError(f"{rung.file} has no uncommitted change outside its docstring: make the fix there first")
     for broken in rung_violations(rung, new) if rung.starts else foreign(new):
         raise UserError(f"nothing was written; the fix breaks the ladder's law: {broken}")
-    changed, stops = {}, []
-    for one in later:  # what starts from one where the fix has stopped sees no change
-        try:
-            text = carry(one, old, new)
-        except Stop as stop:
-            stops.append(f"{one.file}: the fix stops here, for {len(rungs_after(one))} later rungs, too: {stop}; "
-                         f"make it there by hand, then: python -m ladder propagate {one.file}")
-            if stop.text:
-                write(root / one.file, stop.text)
-            continue
+    written, stops = [], []
+    for one in later:
+        text, why = carry(one, old, new)
         if text != new[one.file]:
-            new[one.file] = changed[one.file] = text
-    for file, text in changed.items():
-        write(root / file, text)
-    return list(changed), stops
-
-
-def write(path, text):
-    """Write a script, which stays executable if it was."""
-    mode = path.stat().st_mode
-    write_whole(path, text)
-    path.chmod(mode)
+            (root / one.file).write_text(text, encoding="utf-8", newline="\n")
+        if why:  # what starts from here sees no change
+            stops.append(f"{one.file}: the fix stops here, for {len(rungs_after(one))} later rungs, too: {why}; "
+                         f"make it there by hand, then: python -m ladder propagate {one.file}")
+        elif text != new[one.file]:
+            new[one.file] = text
+            written.append(one.file)
+    return written, stops

@@ -20,7 +20,7 @@ RUNGS, BY_LABEL = [], {}  # filled below
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung of the ladder."""
+    """One rung of the ladder; without a label, any other script."""
 
     label: str  # what it is called on the command line: "0" to "10", "ddp"; in beyond/ its file's name without number
     file: str  # relative to the repository's root
@@ -52,8 +52,8 @@ class Rung:
 
     @property
     def called(self):
-        """What a sentence calls it: "rung 6", or by its label alone."""
-        return f"rung {self.label}" if self.label.isdigit() else self.label
+        """What a sentence calls it: "rung 6", or by its label alone, or by its title where it has none."""
+        return f"rung {self.label}" if self.label.isdigit() else self.label or self.title
 
     @property
     def row(self):
@@ -244,7 +244,6 @@ add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", before="heads_of_128"
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 TRACKS = list(dict.fromkeys(rung.track for rung in RUNGS if rung.track))  # in the order of the list
-CHOICE = "0 to 10, ddp, or a script of beyond/ by its name (python -m ladder diff lists them)"
 
 
 def parse_rungs(text):
@@ -272,7 +271,8 @@ def find_rung(word):
             return BY_LABEL[name]
     rung = BY_NAME.get(today(stem))
     if rung is None:
-        raise UserError(f"{unknown(word)}; write {CHOICE}")
+        raise UserError(f"{unknown(word)}; write 0 to 10, ddp, or a script of beyond/ by its name (python -m ladder "
+                        "diff lists them)")
     return rung
 
 

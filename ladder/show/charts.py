@@ -4,11 +4,11 @@ A bar is a dictionary: title, label (of its rung), parts (one length, or one for
 text at its end), perhaps low and high (its spread), floor (a mark), pale (a doubt), color.
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
-from ladder.records.logs import stage_of
+from ladder import formats
+from ladder.records.logs import rung_of
 from ladder.records.recipes import curves_of
-from ladder.records.work import KINDS, is_reliable
+from ladder.records.step_profile import KINDS, is_reliable
 from ladder.rungs.list import BY_NAME, LADDER
-from ladder.show import formats
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black.
@@ -25,7 +25,7 @@ def speed_bars(report):
         more = f"  ×{formats.ratio(row.times_baseline)}" if row.times_baseline else ""
         if row.mfu:
             more += f"  MFU {formats.share(row.mfu)}"
-        yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.tokens_per_second],
+        yield {"title": row.title, "label": rung_of(row.name).label, "parts": [row.tokens_per_second],
                "low": work / row.ms_high, "high": work / row.ms_low, "end": formats.number(row.tokens_per_second),
                "more": more}
 
@@ -33,8 +33,8 @@ def speed_bars(report):
 def step_bars(report, floors):
     """Milliseconds of a step, of the rungs 0 to 10; `floors` are the ms of {label: the card's counted floor}."""
     for row in report.rows:
-        label = stage_of(row.name).label
-        if stage_of(row.name) not in LADDER:
+        label = rung_of(row.name).label
+        if rung_of(row.name) not in LADDER:
             continue
         bar = {"title": row.title, "label": label, "parts": [row.ms], "low": row.ms_low, "high": row.ms_high,
                "end": formats.ms(row.ms)}
@@ -45,7 +45,7 @@ def memory_bars(report):
     """Peak memory of each rung, in GB (1e9 bytes)."""
     for row in report.rows:
         if row.peak_memory_gb:
-            yield {"title": row.title, "label": stage_of(row.name).label, "parts": [row.peak_memory_gb],
+            yield {"title": row.title, "label": rung_of(row.name).label, "parts": [row.peak_memory_gb],
                    "end": formats.gigabytes(row.peak_memory_gb)}
 
 
@@ -54,7 +54,7 @@ def profile_bars(profile):
     rungs = profile["rungs"] if profile else []
     for found in rungs:
         rung, parts, sure = BY_NAME[found["name"]], list(found["parts_ms"].values()), is_reliable(found)
-        yield {"title": rung.title, "label": rung.label, "parts": parts, "floor": found["floor_ms"],
+        yield {"title": rung.title, "label": rung.label, "parts": parts, "floor": found["products_ms"],
                "pale": not sure, "end": formats.ms(sum(parts)) + ("" if sure else " (!)")}
 
 
@@ -62,7 +62,7 @@ def curves(report):
     """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
     if report.race:
         for name, curve in curves_of(report.race):
-            yield {"title": stage_of(name).title, "steps": curve.index.tolist(), "loss": curve["mean"].tolist(),
+            yield {"title": rung_of(name).title, "steps": curve.index.tolist(), "loss": curve["mean"].tolist(),
                    "low": curve["min"].tolist(), "high": curve["max"].tolist()}
         return
     for row in report.rows:

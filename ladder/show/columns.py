@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import pandas
 
-from ladder.records.logs import stage_of
-from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
-from ladder.show import formats
-from ladder.show.formats import NOTHING
+from ladder import formats
+from ladder.records.logs import rung_of
+from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, is_significant
+from ladder.formats import NOTHING
 
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does"
 STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
@@ -24,7 +24,11 @@ class Column:
     heading: str
     text: object  # a function of a row
     explains: str = ""  # what a caption says of it
-    goes: int = 0  # from a narrow terminal: the column with the highest number first, one with 0 never
+
+
+def explained(columns):
+    """{heading: what a caption says of the column}."""
+    return {column.heading: column.explains for column in columns if column.explains}
 
 
 def texts_of(rows, columns):
@@ -37,8 +41,7 @@ def times_before(row):
     """The ratio to the rung before, with what a paired test says of it."""
     if row.times_before is None:
         return NOTHING
-    mark = "?" if row.p_before is None else "*" if row.p_before < BEYOND_CHANCE else ""
-    return formats.ratio(row.times_before) + mark
+    return formats.ratio(row.times_before) + ("?" if row.p_before is None else "*" * is_significant(row.p_before))
 
 
 def mfu_of(row):
@@ -49,24 +52,25 @@ def mark_of(row):
     return OLDER * row.older_code
 
 
-LABEL = Column("", lambda row: stage_of(row.name).label)
+LABEL = Column("", lambda row: rung_of(row.name).label)
 TITLE = Column("the one change", lambda row: row.title + mark_of(row))
-LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({stage_of(row.name).file}){mark_of(row)}")
+LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({rung_of(row.name).file}){mark_of(row)}")
 MS = Column("ms/step", lambda row: formats.ms(row.ms))
-SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high), goes=6)
+SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high))
 MS_SPREAD = Column("ms/step", lambda row: f"{MS.text(row)} ({SPREAD.text(row)})")
-TOKENS = Column("tokens/sec", lambda row: formats.number(row.tokens_per_second), goes=5)
+TOKENS = Column("tokens/sec", lambda row: formats.number(row.tokens_per_second))
 BASELINE = Column("× baseline", lambda row: formats.ratio(row.times_baseline))
-BEFORE = Column("× before", times_before, STARS, goes=1)
-MFU = Column("MFU", mfu_of, CONVENTION, goes=2)
+BEFORE = Column("× before", times_before, STARS)
+MFU = Column("MFU", mfu_of, CONVENTION)
 CAUSAL = Column("causal", lambda row: formats.share(row.mfu_causal),
-                "causal: MFU with the half of attention's FLOPs that a causal kernel computes", goes=9)
-MEMORY = Column("peak GB", lambda row: formats.gigabytes(row.peak_memory_gb), goes=3)
-LOSS = Column("loss", lambda row: formats.loss(row.last_loss), goes=4)
+                "causal: MFU with the half of attention's FLOPs that a causal kernel computes")
+MEMORY = Column("peak GB", lambda row: formats.gigabytes(row.peak_memory_gb))
+LOSS = Column("loss", lambda row: formats.loss(row.last_loss))
 FIRST = Column("1st step s", lambda row: formats.seconds(row.first_step_s),
-               "1st step: with compilation, unless its graphs were in torch's cache", goes=8)
-VAL_LOSS = Column("val loss", lambda row: NOTHING if row.last_val_loss is None else formats.loss(row.last_val_loss),
-                  goes=7)
+               "1st step: with compilation, unless its graphs were in torch's cache")
+VAL_LOSS = Column("val loss", lambda row: NOTHING if row.last_val_loss is None else formats.loss(row.last_val_loss))
+# From a narrow terminal, in this order.
+COLUMNS_TO_GO = ["causal", "1st step s", "val loss", "spread", "tokens/sec", "loss", "peak GB", "MFU", "× before"]
 
 
 def last_steps(report):

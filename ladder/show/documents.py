@@ -2,15 +2,12 @@
 import json
 import re
 
-import pandas
-
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.rungs.list import BY_LABEL, ROOT, TRACKS
 from ladder.show.columns import CAUSAL, CONVENTION, README_COLUMNS, RESULTS_COLUMNS, markdown, texts_of
-from ladder.show.facts import gain, marks_of, todays_rows, where
-from ladder.show.formats import NOTHING
+from ladder.show.facts import fastest, gain, marks_of, todays_rows, where
 from ladder.show.tree import parts, tree_lines
 
 
@@ -26,24 +23,9 @@ def short_table(report):
 def long_table(report):
     """docs/results.md's; the document says what its columns are."""
     rounds, commit = max(row.rounds for row in report.rows), report.machine.get("commit", "unknown")
-    best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
     table = markdown(texts_of(todays_rows(report), RESULTS_COLUMNS))
     return (f"{table}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
-            f"Measured peak: {rate / 1e12:.2f} TFLOP/s in {best}.{marks_of(report)}*")
-
-
-def published_table():
-    """docs/results.md's: what others measured on GPUs, of published.csv, to which a figure is added by a row.
-
-    A row with arrows is a ladder of changes, one on top of the other. T is 1024 and B as stated; the remark says what
-    else differs from these scripts. Numbers are the source's own; those marked † are computed here from what it gives.
-    """
-    rows = pandas.read_csv(ROOT / "ladder" / "count" / "published.csv", dtype=str, keep_default_na=False)
-    rows["GPU"] = rows["card"].where(rows["cards"] == "1", rows["cards"] + " × " + rows["card"])
-    remarks = rows["remark"].where(rows["remark"] == "", ": " + rows["remark"])
-    rows["source"] = "[" + rows["who"] + "](" + rows["link"] + ")" + remarks
-    columns = ["GPU", "B", "what", "ms", "tokens/sec", "source"]
-    return markdown(rows[columns].replace("", NOTHING), len(columns))
+            f"{fastest(report)}{marks_of(report)}*")
 
 
 def write_between(path, name, tables):
@@ -83,7 +65,6 @@ def write_tables(reports, root=ROOT):
     whole.sort(key=gain, reverse=True)
     write_between(root / "README.md", "ladder", [short_table(whole[0])])
     write_between(root / "docs" / "results.md", "ladder", [long_table(report) for report in whole])
-    write_between(root / "docs" / "results.md", "published", [published_table()])
     write_between(root / "beyond" / "README.md", "scripts", [scripts_list()])
 
 

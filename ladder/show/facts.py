@@ -1,7 +1,7 @@
 """Facts about a report, as short texts: the machine, the batch, the rates, what its rows say and do not say."""
 from ladder.count.cards import CARDS, card_of
-from ladder.count.floors import STORED, floor_data
-from ladder.records.logs import reference_folders, stage_of
+from ladder.count.floors import STORED, floors_on
+from ladder.records.logs import reference_folders, rung_of
 from ladder.records.significance import FEWEST_ROUNDS
 from ladder.records.summary import build_report
 from ladder.rungs.list import LADDER
@@ -17,19 +17,17 @@ def floors_of(report):
     """{label: ms of its counted floor} of the report's card, for what is stored; {} for other cards and batches."""
     card = card_of(report.setting["device"])
     stored = all(report.setting[key] == value for key, value in STORED.items())
-    rungs = floor_data([card])["rungs"] if card and stored else []
-    return {row["label"]: row["ms"][card.name]["floor"] for row in rungs}
+    return floors_on(card) if card and stored else {}
 
 
 def measured_over_floors():
     """(lowest, highest): how many times its floor a step took, of the GPUs' records and the lecture's A100."""
-    lecture = CARDS["A100"]
-    floors = {row["label"]: row["ms"][lecture.name]["floor"] for row in floor_data([lecture])["rungs"]}
+    floors = floors_on(CARDS["A100"])
     ratios = [rung.lecture_ms / floors[rung.label] for rung in LADDER if rung.lecture_ms]
     for report in map(build_report, reference_folders()):
         floors = floors_of(report)
-        ratios += [row.ms / floors[stage_of(row.name).label] for row in todays_rows(report)
-                   if stage_of(row.name).label in floors]
+        ratios += [row.ms / floors[rung_of(row.name).label] for row in todays_rows(report)
+                   if rung_of(row.name).label in floors]
     return min(ratios), max(ratios)
 
 

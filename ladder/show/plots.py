@@ -15,8 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ladder.count.cards import CARDS
-from ladder.count.floors import floor_data
-from ladder.records.logs import PEERS, stage_of
+from ladder.count.floors import floors_on
+from ladder.records.logs import PEERS, rung_of
 from ladder.rungs.list import LADDER
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.facts import batch_of, conditions, floors_of, where
@@ -132,7 +132,7 @@ def step_picture(report):
     measured = list(step_bars(report, floors))
     rows = [heading(bar) for bar in measured]
     marks = "black: the computed floor" if floors else "thin lines: lowest to highest"
-    a100 = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
+    a100 = floors_on(CARDS["A100"])
     published = [{"title": rung.title, "label": rung.label, "parts": [rung.lecture_ms or 0],
                   "floor": a100[rung.label], "end": str(rung.lecture_ms or "")} for rung in LADDER]
     return {"title": "A training step, rung by rung", "height": 1.6 + 0.3 * len(rows), "panels": [
@@ -147,7 +147,7 @@ def step_picture(report):
 def loss_picture(report):
     """The loss against steps and, where they were timed, against seconds of training."""
     colors = colors_of(report.race.names if report.race else report.runs)
-    by_title = {stage_of(name).title: color for name, color in colors.items()}
+    by_title = {rung_of(name).title: color for name, color in colors.items()}
     by_title |= {row.title: colors[row.name] for row in report.rows}
     shown = [curve | {"color": by_title.get(curve["title"])} for curve in curves(report)]
     panels = [{"curves": shown, "x": "steps", "xlabel": "step"}]

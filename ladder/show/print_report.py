@@ -1,13 +1,13 @@
 """Reports in a terminal: a ladder or a race, two logs, a profile, the end of a run."""
 import pandas
 
+from ladder import formats
 from ladder.records.logs import has_steps
 from ladder.records.summary import build_report, warnings
 from ladder.records.two_logs import compare
-from ladder.records.work import UNRELIABLE, is_reliable
+from ladder.records.step_profile import UNRELIABLE, is_reliable
 from ladder.rungs.list import BY_NAME
-from ladder.show import formats
-from ladder.show.columns import all_columns, texts_of
+from ladder.show.columns import COLUMNS_TO_GO, all_columns, explained, texts_of
 from ladder.show.facts import conditions, few_rounds, remarks_of
 from ladder.show.standings import print_race
 from ladder.show.terminal import print_texts
@@ -28,10 +28,8 @@ def print_report(report, console, card=None):
     for warning in warnings(report, card):
         console.print(f"! {warning}", style="yellow")
     columns = all_columns(report)
-    goes = sorted((column for column in columns if column.goes), key=lambda column: -column.goes)
-    explains = {column.heading: column.explains for column in columns}
     print_texts(texts_of(report.rows, columns), console, " — ".join(filter(None, [report.name, few_rounds(report)])),
-                f"{conditions(report)}{remarks_of(report)}", explains, [column.heading for column in goes])
+                f"{conditions(report)}{remarks_of(report)}", explained(columns), COLUMNS_TO_GO)
     if report.profile:
         print_profile(report.profile, console)
 
@@ -56,7 +54,7 @@ def print_profile(profile, console):
     rows = []
     for found in profile["rungs"]:
         times = dict(zip(WORDS, found["parts_ms"].values(), strict=True))
-        times |= {"step": found["step_ms"], "plain": found["plain_ms"], "products": found["floor_ms"]}
+        times |= {"step": found["step_ms"], "plain": found["plain_ms"], "products": found["products_ms"]}
         rows.append({"rung": BY_NAME[found["name"]].row + " (!)" * (not is_reliable(found))}
                     | {word: formats.ms(ms) for word, ms in times.items()})
     caption = "" if all(map(is_reliable, profile["rungs"])) else f"(!) {UNRELIABLE}"

@@ -1,17 +1,16 @@
 """Training recipes in one table: a race, each script beside the row before, or a comparison, each beside the first."""
 import math
 
-import pandas
-
-from ladder.records.logs import stage_of
+from ladder import formats
+from ladder.records.logs import rung_of
 from ladder.records.recipes import TUNING_SEEDS, doubts, show_rates
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_SEEDS
 from ladder.rungs.list import today
-from ladder.show import formats
+from ladder.show.columns import Column, explained, texts_of
 from ladder.show.terminal import print_texts
 
-IN_A_LINK = ["label", "the one change"]  # columns of a race in Markdown; elsewhere "script" says it
-FOR_ALL = (" The intervals hold for all rows at once, by Bonferroni's correction. It is stricter than Holm's, so an "
+BRACKETS = "In parentheses: the lowest and the highest value (range), or a 99 % interval."
+FOR_ALL = ("The intervals hold for all rows at once, by Bonferroni's correction. It is stricter than Holm's, so an "
            f"interval may include zero although p < {BEYOND_CHANCE}.")
 REFUTED = "†"  # at a star that a check removed
 FIRST_TO_GO = ["tries", "learning rates", "parameters", "ms/step", "ms /", "val loss"]  # of a narrow terminal
@@ -19,7 +18,7 @@ FIRST_TO_GO = ["tries", "learning rates", "parameters", "ms/step", "ms /", "val 
 
 def called(name):
     """What a reader calls a script: its label, or the file."""
-    return stage_of(name).label or f"{name}.py"
+    return rung_of(name).label or f"{name}.py"
 
 
 def exactly(logarithm):
@@ -38,28 +37,34 @@ def p_of(effect, refuted=False):
     return formats.p(effect.p) + "*" * effect.significant + REFUTED * refuted
 
 
-def recipe_texts(table, beside, refuted=()):
-    """The standings as short texts; `beside` is what each script is compared with, in the headings."""
-    rows = []
-    for row in table.itertuples():
-        rung = stage_of(row.name)
-        rows.append({
-            "script": rung.row if rung.label else called(row.name),
-            "label": f"`{called(row.name)}`",
-            "the one change": f"[{rung.title}]({rung.file})",
-            "learning rates": show_rates(float(f"{rate:.3g}") for rate in row.rates),
-            "tries": str(row.tries),
-            "val loss (range)": formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss),
-            f"− {beside} (99 %)": between(row.change, formats.difference),
-            "p": p_of(row.change, row.name in refuted),
-            "ms/step (range)": (formats.with_spread(row.ms, row.ms_low, row.ms_high) if math.isfinite(row.ms)
-                                else formats.NOTHING),
-            f"ms / {beside} (99 %)": between(row.times, exactly),
-            "parameters": formats.number(row.parameters),
-        })
-    texts = pandas.DataFrame(rows)
-    times = [heading for heading in texts if heading.startswith("ms")]
-    return texts if table.ms.notna().any() else texts.drop(columns=times)
+def times_of(row):
+    return formats.with_spread(row.ms, row.ms_low, row.ms_high) if math.isfinite(row.ms) else formats.NOTHING
+
+
+SCRIPT = Column("script", lambda row: rung_of(row.name).row if rung_of(row.name).label else called(row.name))
+LINKED_SCRIPT = [Column("", lambda row: f"`{called(row.name)}`"),
+                 Column("the one change", lambda row: f"[{rung_of(row.name).title}]({rung_of(row.name).file})")]
+TRIES = Column("tries", lambda row: str(row.tries))
+
+
+def recipe_columns(beside, refuted=()):
+    """The columns of the standings; `beside` is what each script is compared with."""
+    return [
+        Column("learning rates", lambda row: show_rates(float(f"{rate:.3g}") for rate in row.rates),
+               "learning rates: AdamW's, and Muon's if the script has Muon"),
+        Column("val loss (range)",
+               lambda row: formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss),
+               "val loss: the mean over the seeds"),
+        Column(f"− {beside} (99 %)", lambda row: between(row.change, formats.difference),
+               f"− {beside}: the mean change of the loss between runs with the same seed"),
+        Column("p", lambda row: p_of(row.change, row.name in refuted),
+               f"p: from a paired t-test, after Holm's correction for all rows; * marks p < {BEYOND_CHANCE} with at "
+               f"least {FEWEST_SEEDS} seeds"),
+        Column("ms/step (range)", times_of, "ms/step: the median of timed runs, without compilation and validation"),
+        Column(f"ms / {beside} (99 %)", lambda row: between(row.times, exactly),
+               f"ms / {beside}: from pairs of runs, timed one after the other"),
+        Column("parameters", lambda row: formats.number(row.parameters)),
+    ]
 
 
 def how_sure(record):
@@ -75,21 +80,8 @@ def how_sure(record):
 
 # ---- a race ----------------------------------------------------------------------------------------------------------
 
-COLUMNS = [  # what they are
-    "learning rates: AdamW's, and Muon's if the script has Muon.",
-    "val loss: the mean over the seeds.",
-    "− the row before: the mean change of the loss between runs with the same seed.",
-    f"p: from a paired t-test, after Holm's correction for all rows; * marks p < {BEYOND_CHANCE} with at least "
-    f"{FEWEST_SEEDS} seeds.",
-    f"In parentheses: the lowest and the highest value (range), or a 99 % interval.{FOR_ALL}",
-]
-KEY = " ".join(COLUMNS)
-TIMES = ("ms/step: the median of timed runs, without compilation and validation. ms / the row before: from pairs of "
-         "runs, timed one after the other.")
-
-
 def caption(report):
-    """What a reader of a race needs to know beside KEY."""
+    """What a reader of a race needs to know beside what explains the columns."""
     record, table = report.race, report.race.table
     rounds, search = record.tested, record.part("search")
     searched = "learning rates not searched"
@@ -106,7 +98,7 @@ def caption(report):
         seeds += ", too few for a star"
     rounds_of_time = max((effect.pairs for effect in table.times if effect), default=0)
     timed = f"timed in {rounds_of_time} rounds, one script at a time" if rounds_of_time else "not timed"
-    modern = any(stage_of(name).file.startswith("beyond/modern/") for name in record.names)
+    modern = any(rung_of(name).file.startswith("beyond/modern/") for name in record.names)
     parts = [f"{seeds}; {searched}; {timed}."]
     if modern and "total batch" in record.facts:
         parts.append("These scripts also had gradient accumulation and checkpoints: do not compare their losses with "
@@ -124,13 +116,14 @@ def refuted_in(report):
     return {today(name): why for name, why in report.machine.get("refuted", {}).items()}
 
 
-def race_texts(report):
-    """(the standings as short texts, the caption)."""
-    return recipe_texts(report.race.table, "the row before", refuted_in(report)).drop(columns="tries"), caption(report)
+def race_texts(report, scripts=(SCRIPT,)):
+    """(the standings as short texts, {heading: what explains it}); `scripts` are the columns that name a script."""
+    columns = [*scripts, *recipe_columns("the row before", refuted_in(report))]
+    return texts_of([*report.race.table.itertuples()], columns), explained(columns)
 
 
 def print_race(report, console):
     """The standings in a terminal."""
-    texts, below = race_texts(report)
-    print_texts(texts.drop(columns=IN_A_LINK), console, f"{report.name}: a race", f"{below} {KEY}",
-                {heading: TIMES for heading in texts if heading.startswith("ms/step")}, FIRST_TO_GO)
+    texts, explains = race_texts(report)
+    print_texts(texts, console, f"{report.name}: a race", f"{caption(report)} {BRACKETS} {FOR_ALL}", explains,
+                FIRST_TO_GO)

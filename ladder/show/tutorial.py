@@ -9,19 +9,19 @@ from pathlib import Path
 
 import jinja2
 
+from ladder import formats
 from ladder.count.cards import CARDS
-from ladder.count.floors import STORED, floor_data
+from ladder.count.floors import STORED, stored_floors
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.summary import warnings
 from ladder.rungs.lessons import read_lesson
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
-from ladder.show import formats
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
 from ladder.show.columns import STARS, all_columns, mfu_of, texts_of, times_before
 from ladder.show.facts import data_of, fastest, few_rounds, floors_of, gain, remarks_of, where
 from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose, read_exercises
-from ladder.show.standings import IN_A_LINK, KEY, TIMES, between, p_of, race_texts, refuted_in
+from ladder.show.standings import BRACKETS, FOR_ALL, between, caption, p_of, race_texts, refuted_in
 from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
 HERE = Path(__file__).parent
@@ -88,11 +88,6 @@ def race_row(rung, report):
             "p of the loss": p_of(row.change, rung.name in refuted_in(report))}
 
 
-def table(rows):
-    """Some {column: text} for the template."""
-    return {"columns": [*rows[0]] if rows else [], "rows": [[*row.values()] for row in rows]}
-
-
 def counted(rung, floors):
     """In a sentence, the least that a rung's step costs, and what the lecture published of it; "" where neither is.
 
@@ -114,7 +109,7 @@ def counted(rung, floors):
 def effect_view(rung, reports, floors):
     """What a rung did, for the template."""
     found = [[of(rung, report) for report in reports] for of in (measured_row, race_row)]
-    return {"tables": [table(list(filter(None, rows))) for rows in found if any(rows)],
+    return {"tables": [list(filter(None, rows)) for rows in found if any(rows)],
             "counted": counted(rung, floors)}
 
 
@@ -122,9 +117,10 @@ def race_view(report):
     """The standings of a race for the template, None without one."""
     if not report.race:
         return None
-    texts, caption = race_texts(report)
-    times = f" {TIMES}" * any(heading.startswith("ms/step") for heading in texts)
-    return table(texts.drop(columns=IN_A_LINK).to_dict("records")) | {"caption": f"{caption} {KEY}{times}"}
+    texts, explains = race_texts(report)
+    sentences = [f"{explains[heading]}." for heading in texts if heading in explains]
+    return {"rows": texts.to_dict("records"),
+            "caption": " ".join([caption(report), *sentences, BRACKETS, FOR_ALL])}
 
 
 def machine_view(report):
@@ -133,8 +129,8 @@ def machine_view(report):
     texts = texts_of(report.rows, columns)
     explained = [f"{column.explains}." for column in columns if column.heading in texts and column.explains]
     describe = " ".join([fastest(report), *explained]).strip() + remarks_of(report)
-    return table(texts.to_dict("records")) | {
-        "id": report.name, "name": " — ".join(filter(None, [where(report), few_rounds(report)])),
+    return {
+        "rows": texts.to_dict("records"), "id": report.name, "name": " — ".join(filter(None, [where(report), few_rounds(report)])),
         "describe": describe.rstrip("."), "warnings": list(warnings(report)),
         "race": race_view(report)}
 
@@ -156,7 +152,7 @@ def write_page(reports, path):
         raise UserError(f"--out {path} is a folder: name a file")
     # First the machine where the ladder gains the most; those without it by the number of their rungs.
     reports = sorted(reports, reverse=True, key=lambda report: (gain(report), len(report.runs.keys() & BY_NAME)))
-    floors = {row["label"]: row for row in floor_data([CARDS[name] for name in COUNTED_FOR])["rungs"]}
+    floors = stored_floors([CARDS[name] for name in COUNTED_FOR])
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

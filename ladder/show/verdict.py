@@ -1,12 +1,14 @@
 """Several recipes against the first: a sentence and a row for each, a picture, and what they cannot say."""
 from pathlib import Path
 
+from ladder import formats
 from ladder.records.logs import run_of
 from ladder.records.recipes import curves_of, doubts, standings
-from ladder.records.significance import BEYOND_CHANCE, FEWEST_SEEDS
-from ladder.show import formats
+from ladder.records.significance import FEWEST_SEEDS
 from ladder.show.plots import colors_of
-from ladder.show.standings import FIRST_TO_GO, FOR_ALL, IN_A_LINK, called, exactly, how_sure, recipe_texts
+from ladder.show.columns import explained, texts_of
+from ladder.show.standings import (
+    BRACKETS, FIRST_TO_GO, FOR_ALL, SCRIPT, TRIES, called, exactly, how_sure, recipe_columns)
 from ladder.show.terminal import print_texts
 
 
@@ -25,7 +27,7 @@ def loss_sentence(name, first, effect, n_seeds, seeds):
     if effect.pairs < FEWEST_SEEDS:
         return f"{name} against {first}: {numbers}; fewer than {FEWEST_SEEDS} seeds, too few to call it a difference."
     return (f"No significant difference between {name} and {first}: {numbers}. Not excluded are differences of up to "
-            f"{effect.largest:.3f} nats.")
+            f"{formats.loss(effect.largest)} nats.")
 
 
 def time_sentence(name, effect):
@@ -67,25 +69,23 @@ def limits(record, table):
 
 
 def verdict_of(record):
-    """(the table as short texts, what comes before it, the sentences) of a comparison with the first script."""
+    """(the table as short texts, what explains its columns, what comes before it, the sentences) of a comparison."""
     table = standings(record, against_first=True)
     first, seeds = called(record.names[0]), record.tested.seed.nunique()
     sentences = [f"{loss_sentence(called(row.name), first, row.change, row.seeds, seeds)} "
                  f"{time_sentence(row.name, row.times)}" for row in table.iloc[1:].itertuples()]
-    texts = recipe_texts(table, first).drop(columns=IN_A_LINK)
-    return texts, [*cautions(record, table)], [*sentences, *limits(record, table)]
+    columns = [SCRIPT, TRIES, *recipe_columns(first)]
+    texts = texts_of([*table.itertuples()], columns)
+    return texts, explained(columns), [*cautions(record, table)], [*sentences, *limits(record, table)]
 
 
 def print_verdict(record, console):
     """Doubts, the table, the sentences."""
-    texts, before, sentences = verdict_of(record)
-    corrected, several = f", after Holm's correction for {len(texts) - 1} comparisons", len(texts) > 2
-    key = (f"val loss: the mean over the seeds. p: from a paired t-test{corrected * several}; * marks "
-           f"p < {BEYOND_CHANCE}. In parentheses: the lowest and the highest value (range), or a 99 % "
-           f"interval.{FOR_ALL * several}")
+    texts, explains, before, sentences = verdict_of(record)
+    caption = f"{BRACKETS} {FOR_ALL}" if len(texts) > 2 else BRACKETS
     for sentence in before:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True)
-    print_texts(texts, console, "Training recipes", key, first_to_go=FIRST_TO_GO)
+    print_texts(texts, console, "Training recipes", caption, explains, FIRST_TO_GO)
     for sentence in sentences:
         console.print(sentence, soft_wrap=True)
 

@@ -1,13 +1,13 @@
 """`python -m ladder diff`: one lesson: the text, the change, the measured effect; or the tree of all rungs."""
 import contextlib
 
+from ladder import formats
 from ladder.errors import UserError
 from ladder.records.logs import newest_run, reference_folders
-from ladder.records.significance import BEYOND_CHANCE, speed_p
+from ladder.records.significance import is_significant, speed_p
 from ladder.records.summary import build_report
 from ladder.rungs.lessons import read_lesson
 from ladder.rungs.list import find_rung
-from ladder.show import formats
 from ladder.show.facts import where
 from ladder.show.lesson_text import print_lesson
 from ladder.show.tree import tree_lines
@@ -63,4 +63,4 @@ def times_text(row):
 def verdict(p):
     if p is None:
         return "too few rounds to tell a gain from chance"
-    return formats.p_is(p) if p < BEYOND_CHANCE else f"no significant difference: {formats.p_is(p)}"
+    return formats.p_is(p) if is_significant(p) else f"no significant difference: {formats.p_is(p)}"

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pandas
 
+from ladder import formats
 from ladder.count.cards import find_card
 from ladder.count.floors import STORED, counted_rungs, floor_row, read_store
 from ladder.count.flops import SHAPES
@@ -10,7 +11,6 @@ from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.errors import UserError
 from ladder.records.machine import measured_card
 from ladder.rungs.list import BY_LABEL, parse_rungs
-from ladder.show import formats
 from ladder.show.facts import measured_over_floors
 from ladder.show.terminal import COUNT, print_texts
 
@@ -42,12 +42,13 @@ def main(args, console):
     print_floors(kernels, cards, setting, console)
 
 
-def floor_texts(row, cards, low, high):
+def floor_texts(label, kernels, cards, low, high):
     """One rung as {heading: text}: what was counted, the floor on each card; for a single one also its parts.
 
     A measured step takes `low` to `high` times its floor.
     """
-    texts = {"rung": BY_LABEL[row["label"]].row, "GB": f"{row['gb']:,.1f}", "launches": formats.number(row["launches"])}
+    row = floor_row(kernels, cards)
+    texts = {"rung": BY_LABEL[label].row, "GB": f"{row['gb']:,.1f}", "launches": formats.number(row["launches"])}
     for card in cards:
         texts[f"{card.name}, ms"] = formats.ms(row["ms"][card.name]["floor"])
     if len(cards) == 1:
@@ -61,7 +62,7 @@ def floor_texts(row, cards, low, high):
 def print_floors(kernels, cards, setting, console):
     """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
     low, high = measured_over_floors()
-    texts = [floor_texts(floor_row(label, counted, cards), cards, low, high) for label, counted in kernels.items()]
+    texts = [floor_texts(label, counted, cards, low, high) for label, counted in kernels.items()]
     least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
     called = BY_LABEL[label].called
     expect = ("expect: measured steps (the GPUs of logs/reference, the lecture's A100) took "

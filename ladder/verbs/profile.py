@@ -5,7 +5,7 @@ from ladder.files import new_folder
 from ladder.measure.profiler import check_profile, profile_ladder
 from ladder.measure.run_folder import locked
 from ladder.measure.script_flags import eager_flags
-from ladder.records.work import read_profile
+from ladder.records.step_profile import read_profile
 from ladder.rungs.list import parse_rungs
 from ladder.show.plots import profile_picture, save
 from ladder.show.print_report import print_profile

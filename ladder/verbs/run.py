@@ -3,11 +3,11 @@ from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
-from ladder.measure.max_batch import fit_batch, largest_batches
+from ladder.measure.max_batch import fit_batch, largest_batch
 from ladder.measure.peer import find_peers
 from ladder.measure.run_folder import locked
 from ladder.measure.runner import Runner, plan
-from ladder.measure.script_flags import check_flags, check_together, eager_flags, quick, split_flags
+from ladder.measure.script_flags import check_flags, check_together, eager_flags, quick_flags, split_flags
 from ladder.records.logs import RUNS, newest_run
 from ladder.records.machine import read_machine
 from ladder.rungs.lessons import code_of
@@ -48,25 +48,26 @@ def as_started(args):
 
 
 def main(args, console):
-    """Do what the parsed `args` say; returns the exit code."""
     args = as_started(args) if args.resume else args
-    args = quick(args) if args.quick else args
-    logs, rungs = args.logs or new_folder(RUNS), parse_rungs(args.rungs)
+    logs, rungs = args.logs or new_folder(RUNS), parse_rungs("0,5,6" if args.quick else args.rungs)
     check_together(args, rungs)
-    peers, settings = find_peers(args.peers), check_flags(rungs, args.flags)
+    flags = [*quick_flags(), *args.flags] if args.quick else args.flags
+    peers, settings = find_peers(args.peers), check_flags(rungs, flags)
     with_peers = rungs + [BY_LABEL["10"]] * bool(peers)  # each is another rung 10
-    args.flags = eager_flags(with_peers, args.flags, settings.device, console)
+    flags = eager_flags(with_peers, flags, settings.device, console)
     if args.max_batch:
-        return print_largest(largest_batches(rungs, args.flags, args.time_limit, args.processes, console), console)
-    rungs = fit_batch(args, rungs, settings, console)
-    rounds = plan(rungs, args.flags, logs, args.repeat, peers, args.processes)
+        found = {rung: largest_batch(rung, flags, args.time_limit, args.processes, console) for rung in rungs}
+        return print_largest(found, console)
+    rungs, batch = fit_batch(rungs, flags, settings, console)
+    arguments = [*args.argv, *(["--rungs", ",".join(rung.label for rung in rungs), *batch] if batch else [])]
+    rounds = plan(rungs, [*flags, *batch], logs, args.repeat, peers, args.processes)
     runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
     interrupted = False
     with locked(logs, args.resume):
         try:
             with runner:  # between two measurements of the machine
                 if not args.resume:
-                    runner.measure_machine(arguments=args.argv, code=code_of(rungs))
+                    runner.measure_machine(arguments=arguments, code=code_of(rungs))
                 if args.at_once > 1:
                     runner.compile_first(rounds[0], args.at_once)
                 for jobs in rounds:

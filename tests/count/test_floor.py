@@ -116,7 +116,7 @@ def test_floor_is_the_slower_of_arithmetic_and_memory_kernel_by_kernel():
     card = find_card("mine:1,2,4,1000")
     step = {floors.Kernel("16 bits", 8 * 10**12, 10**12): 2, floors.Kernel("", 0, 10**12, 3): 2}
     assert floors.floor_of(step, card) == pytest.approx({"floor": 6000, "products": 4000, "traffic": 4000})
-    row = floors.floor_row("10", step, [card])
+    row = floors.floor_row(step, [card])
     assert (row["tflop"], row["gb"], row["launches"]) == ({"16 bits": 16}, 4000, 8)
 
 
@@ -132,8 +132,8 @@ def test_stored_counts_belong_to_the_scripts_as_they_are():
 def test_stored_products_are_the_closed_forms():
     """Of a step's tokens; from `muon` on also Muon's: 5 iterations of three products for each matrix of a block."""
     n_layer, _, n_embd = SHAPES["gpt2"]
-    for row in floors.floor_data([])["rungs"]:
-        label, causal = row["label"], BY_LABEL[row["label"]].causal
+    for label, row in floors.stored_floors([]).items():
+        causal = BY_LABEL[label].causal
         with torch.device("meta"):
             model = new_gpt(rung(label), "gpt2")
         matrices = [weight.shape for weight in model.transformer.h.parameters() if weight.dim() == 2]
@@ -147,7 +147,7 @@ def test_stored_products_are_the_closed_forms():
 
 
 def test_every_floor_lies_below_the_published_step_and_falls_with_it():
-    rows = {row["label"]: row["ms"]["A100"] for row in floors.floor_data([CARDS["A100"]])["rungs"]}
+    rows = {label: row["ms"]["A100"] for label, row in floors.stored_floors([CARDS["A100"]]).items()}
     for entry in (entry for entry in LADDER if entry.lecture_ms):
         assert 0.3 * entry.lecture_ms < rows[entry.label]["floor"] < entry.lecture_ms
         assert max(rows[entry.label]["products"], rows[entry.label]["traffic"]) <= rows[entry.label]["floor"]
@@ -199,7 +199,7 @@ def test_command_prints_what_is_stored_for_several_cards(capsys):
     assert main(["floor", "--gpu", "a100", "mine:19.5,156,312,1555", "--rungs", "0,10"]) == 0
     out = capsys.readouterr().out
     assert "0 baseline" in out and "10 fused" in out and "mine, ms" in out
-    row = floors.floor_data([CARDS["A100"]])["rungs"][0]
+    row = floors.stored_floors([CARDS["A100"]])["0"]
     assert out.count(f"{row['ms']['A100']['floor']:,.1f}") == 2
 
 

@@ -256,7 +256,7 @@ def test_contests_of_a_recipe_with_itself_have_seeds_of_their_own(tmp_path, monk
     monkeypatch.setattr(null, "load_script", lambda rung: SimpleNamespace(
         parse_args=lambda words: SimpleNamespace(seed=int(words[1])), train=lambda args: seeds.append(args.seed)))
     for number in range(300):
-        null.runner([BY_LABEL["zero_init"]], number)([job])
+        null.InThisProcess([BY_LABEL["zero_init"]], number).run([job])
     assert "manual_seed(args.seed + 10_000" in null.copy_of(BY_LABEL["zero_init"], tmp_path / "a.py").path.read_text()
     assert all(after - before >= 100
                for before, after in itertools.pairwise(sorted([*seeds, *(seed + 10_000 for seed in seeds)])))

@@ -15,11 +15,11 @@ from experiments import race as race_module
 from experiments import race_docs
 from experiments.race import keep
 from ladder.errors import UserError
-from ladder.records.logs import stage_of
+from ladder.records.logs import rung_of
 from ladder.records.recipes import read_csv, read_logs, write_csv
 from ladder.records.summary import build_report
 from ladder.show.plots import digest, save
-from ladder.show.standings import race_texts
+from ladder.show.standings import caption
 
 
 def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
@@ -50,7 +50,7 @@ def test_the_record_says_what_the_logs_do(tmp_path):
     table = build_report(tmp_path).race.table
     assert table.val_loss["an_idea"] == table.val_loss[MUON.name] and table.rates["an_idea"] == table.rates[MUON.name]
     write_csv(replace(record, points=record.points[record.points.part != "search"]), tmp_path / "race.csv")
-    assert "too few for a star; learning rates not searched;" in race_texts(build_report(tmp_path))[1]
+    assert "too few for a star; learning rates not searched;" in caption(build_report(tmp_path))
 
 
 def test_the_picture_of_races_has_the_effects_and_their_intervals(tmp_path):
@@ -76,7 +76,7 @@ def test_the_table_of_older_races_has_the_losses_of_some_rungs(tmp_path):
     """The first one's, those of the newer races' last one, and of the rungs that no newer race has."""
     run_race(tmp_path, [ADAMW, MUON, TRAPEZOID], 3, **VAL_LOSSES | {TRAPEZOID.name: [5.0, 5.1, 5.2]})
     older = build_report(tmp_path)
-    first, muon, trapezoid = (stage_of(name) for name in older.race.table.name)
+    first, muon, trapezoid = (rung_of(name) for name in older.race.table.name)
     record = older.race
     newer = replace(older, race=replace(record, points=record.points[record.points.rung != TRAPEZOID.name]))
     lines = race_docs.older_table([older], [newer]).splitlines()

@@ -1,5 +1,6 @@
 """A contest: which seeds and rates its jobs have, in which order; of known losses."""
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,5 +80,6 @@ def test_runs_side_by_side_share_the_cores_and_the_memory(tmp_path, monkeypatch)
     ran = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(contest, "free_memory", lambda device: 10e9)
-    Contest([], [], tmp_path, 1, lambda jobs, at_once: ran.extend(jobs), at_once=4).run_shared([Job("a", [], tmp_path)])
+    runner = SimpleNamespace(run=lambda jobs, at_once: ran.extend(jobs))
+    Contest([], [], tmp_path, 1, runner, at_once=4).run_shared([Job("a", [], tmp_path)])
     assert ran[0].env["OMP_NUM_THREADS"] == "2" and ran[0].memory == processes.MEMORY_SHARE * 10e9 / 4

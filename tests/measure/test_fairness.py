@@ -8,7 +8,7 @@ from run_tool import flags, is_one_error
 
 from ladder.errors import UserError
 from ladder.measure import fairness
-from ladder.measure.contest import Contest, known_flags
+from ladder.measure.contest import Contest, check_logs, known_flags
 from ladder.rungs.list import BY_LABEL
 
 
@@ -85,8 +85,8 @@ def test_runs_that_did_not_do_the_same_are_refused_though_their_flags_say_so(tmp
     logs = [write_log(tmp_path / f"{name}.log", header=f"# batch: B=4 T={T} | steps: 3\n# data: a\n")
             for name, T in (("one", 64), ("two", 32))]
     with pytest.raises(UserError, match="T: two has 32 and one 64"):
-        fairness.check_logs(logs)
-    fairness.check_logs([logs[0], tmp_path / "none.log"])
+        check_logs(logs)
+    check_logs([logs[0], tmp_path / "none.log"])
 
 
 @pytest.mark.slow

@@ -18,20 +18,17 @@ from ladder.rungs.list import LADDER as RUNGS_0_TO_10
 def test_without_a_batch_size_a_gpu_gets_one_that_fits(gigabytes, B, left_out, monkeypatch, capsys):
     monkeypatch.setattr(max_batch, "run_module", lambda *_: gigabytes * 1e9)
     settings = SimpleNamespace(device="cuda", model="gpt2", T=1024)
-    args = SimpleNamespace(flags=[], argv=["run"])
     if B is None:
         with pytest.raises(UserError, match="no rung fits"):
-            max_batch.fit_batch(args, RUNGS_0_TO_10, settings, Console())
+            max_batch.fit_batch(RUNGS_0_TO_10, [], settings, Console())
         return
-    fit = max_batch.fit_batch(args, RUNGS_0_TO_10, settings, Console(width=200))
+    fit, batch = max_batch.fit_batch(RUNGS_0_TO_10, [], settings, Console(width=200))
     said = capsys.readouterr().out
-    assert args.flags == ["-B", str(B)] and f"-B {B}:" in said
+    assert batch == ["-B", str(B)] and f"-B {B}:" in said
     assert left_out in said if left_out else "left out" not in said
     for rung in fit:
         assert step_bytes("gpt2", B, 1024, rung.label) <= processes.MEMORY_SHARE * gigabytes * 1e9
-    assert args.argv == ["run", "--rungs", ",".join(rung.label for rung in fit), "-B", str(B)]  # as --resume reads it
-    args.flags = ["-B", "3"]
-    assert max_batch.fit_batch(args, RUNGS_0_TO_10, settings, Console()) == RUNGS_0_TO_10 and args.flags == ["-B", "3"]
+    assert max_batch.fit_batch(RUNGS_0_TO_10, ["-B", "3"], settings, Console()) == (RUNGS_0_TO_10, [])
 
 
 @pytest.mark.parametrize("label, limit", [

@@ -24,7 +24,7 @@ from ladder.measure.profiler import CLIP, DATA, STEP, by_kind, check_profile, ki
 from ladder.measure.profiler import logit_widths, products_ms, profile_ladder
 from ladder.records.logs import read_log
 from ladder.records.summary import build_report
-from ladder.records.work import KINDS, is_reliable, read_profile
+from ladder.records.step_profile import KINDS, is_reliable, read_profile
 from ladder.rungs.list import BY_LABEL
 from ladder.show.charts import profile_bars
 from ladder.show.print_report import print_profile
@@ -102,7 +102,7 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
 
     def once(entry, *_):
         step_ms, plain_ms = next(answers[entry.label])
-        rung = {"name": entry.name, "step_ms": step_ms, "plain_ms": plain_ms, "floor_ms": 50.0,
+        rung = {"name": entry.name, "step_ms": step_ms, "plain_ms": plain_ms, "products_ms": 50.0,
                 "parts_ms": dict.fromkeys(KINDS, 0.0) | {"matrix products": step_ms}}
         return rung, SimpleNamespace(status="ok")
 
@@ -178,7 +178,7 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path, call)
         assert sum(parts.values()) == pytest.approx(step)
         assert rung["plain_ms"] / 4 < step < 4 * rung["plain_ms"]  # other tests run beside it, and not all the time
         assert min(parts[kind] for kind in ("matrix products", "head", "attention", "cross-entropy", "optimizer")) > 0
-        assert parts["waiting"] < 0.5 * step and rung["floor_ms"] > 0, parts
+        assert parts["waiting"] < 0.5 * step and rung["products_ms"] > 0, parts
     assert (tmp_path / "profile.png").exists()
     with gzip.open(tmp_path / "speedup_10_fused_adamw.trace.json.gz", "rt") as trace:
         names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}

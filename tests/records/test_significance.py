@@ -9,7 +9,7 @@ from scipy.stats import ttest_1samp
 
 from ladder.records.logs import read_log
 from ladder.records.significance import holm, holm_effects, paired_effect, speed_p
-from ladder.records.summary import rounds_of, steps_of
+from ladder.records.summary import rounds_of
 
 
 @pytest.mark.parametrize("family", [1, 7])
@@ -45,14 +45,14 @@ def test_p_compares_the_time_of_a_token_not_of_a_step(tokens, ms, p, tmp_path):
                                header=f"# batch: B={B} T=64 | steps: 3\n"))
             for name, B, time, noises in (("a", 1, 100, (0, 1, 2, 1, 0)), ("b", tokens, ms, (1, 0, 1, 2, 0)))
             for number, noise in enumerate(noises)]
-    assert (speed_p(rounds_of(runs, steps_of(runs)), "a", "b") < 0.01) == (p == 0)
+    assert (speed_p(rounds_of(runs), "a", "b") < 0.01) == (p == 0)
 
 
 def test_rounds_are_paired_by_name(tmp_path):
     """Rounds 1 to 6 against 2 to 7 of a machine that gets slower: only the five that both have are compared."""
     runs = [read_log(write_log(tmp_path / f"round_{number}" / f"{name}.log", ms=[factor * 100 * 1.1**number] * 3))
             for name, numbers, factor in (("a", range(1, 7), 1), ("b", range(2, 8), 0.9)) for number in numbers]
-    jitter = rounds_of(runs, steps_of(runs))
+    jitter = rounds_of(runs)
     jitter.loc[("b", "round_3"), "ms"] *= 1.01
     assert speed_p(jitter, "a", "b") < 1e-4
     assert speed_p(jitter.drop(("b", "round_3")), "a", "b") is None  # four are too few

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from ladder.show import formats
+from ladder import formats
 
 
 @pytest.mark.parametrize("form, value, text", [

@@ -12,7 +12,7 @@ from run_tool import is_one_error
 from test_documents import anchors_of
 
 from ladder.count.cards import CARDS
-from ladder.count.floors import floor_data
+from ladder.count.floors import floors_on, stored_floors
 from ladder.records.summary import build_report
 from ladder.rungs.lessons import split_docstring
 from ladder.rungs.list import BY_LABEL, RUNGS
@@ -54,7 +54,7 @@ def file(tmp_path_factory):
         "model": "gpt2", "B": 1, "T": 1024, "steps": 3, "name": "a CPU", "device": "cpu", "torch": "2.13.0+cpu",
         "rates": {"float32": 1.8e11}, "rungs": [
             {"name": BY_LABEL[label].name, "step_ms": sum(parts), "plain_ms": sum(parts) - 50,
-             "floor_ms": FLOORS[label], "parts_ms": dict(zip(KIND_COLORS, parts, strict=True))}
+             "products_ms": FLOORS[label], "parts_ms": dict(zip(KIND_COLORS, parts, strict=True))}
             for label, parts in PARTS.items()]}))
     run_race(root / "race", [ADAMW, MUON], 3, **VAL_LOSSES)
     path = root / "some" / "where" / "index.html"
@@ -177,7 +177,7 @@ def test_a_lesson_tells_what_its_rung_did(text):
 
 
 def test_a_lesson_has_its_counted_floor_and_the_lecture(text):
-    rows = {row["label"]: row for row in floor_data([CARDS["H100"], CARDS["A100"]])["rungs"]}
+    rows = stored_floors([CARDS["H100"], CARDS["A100"]])
     old, new = rows["5"], rows["6"]
     h100, a100 = ([f"{row['ms'][card]['floor']:.1f}" for row in (old, new)] for card in ("H100", "A100"))
     lesson = lesson_of(text, "6")
@@ -252,7 +252,7 @@ def test_bars_are_as_long_as_what_they_show(open_page, width):
     page = open_page(width)
     steps, profile = page.evaluate(BARS, ".steps"), page.evaluate(BARS, ".profile")
     scale = steps[0][0][1] / PLAIN["0"][0]  # pixels per millisecond
-    floors = {row["label"]: row["ms"]["A100"]["floor"] for row in floor_data([CARDS["A100"]])["rungs"]}
+    floors = floors_on(CARDS["A100"])
     for bar, label in zip(steps, ("0", "1", "3", "10"), strict=True):
         assert bar[0][1] == pytest.approx(scale * PLAIN[label][0], abs=1)
         assert bar[1][0] == pytest.approx(scale * floors[label], abs=2)

@@ -14,13 +14,13 @@ from scipy.stats import ttest_1samp
 import ladder.__main__ as tool
 from experiments import race_docs
 from experiments.growth import __main__ as growth
+from ladder import formats
 from ladder.count.flops import flops_per_token, mfu
 from ladder.records.logs import PEER, PEERS, RUNS
 from ladder.records.machine import read_machine
 from ladder.records.summary import build_report, check_comparable, warnings
 from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, BY_NAME
-from ladder.show import formats
 from ladder.show.columns import times_before
 from ladder.show.documents import long_table, short_table, write_tables
 from ladder.show.facts import floors_of
@@ -294,10 +294,10 @@ def test_every_generated_table_is_up_to_date(tmp_path, reference):
         (tmp_path / folder).mkdir()
     paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "beyond" / "README.md"]
     marked = [path.relative_to(ROOT) for path in paths
-              if re.search("^<!-- (ladder|published|scripts):begin -->", path.read_text(encoding="utf-8"), re.M)]
+              if re.search("^<!-- (ladder|scripts):begin -->", path.read_text(encoding="utf-8"), re.M)]
     for file in marked:
         text = (ROOT / file).read_text(encoding="utf-8")
-        text = re.sub(r"(?ms)(^<!-- (?:ladder|published|scripts):begin -->\n).*?^(<!-- )", r"\1\2", text)
+        text = re.sub(r"(?ms)(^<!-- (?:ladder|scripts):begin -->\n).*?^(<!-- )", r"\1\2", text)
         (tmp_path / file).write_text(text, encoding="utf-8")
     write_tables(reference, tmp_path)
     assert len(marked) == 3

@@ -207,15 +207,15 @@ def test_two_ranks_run_on_the_cpu_where_there_are_no_two_gpus(device, gpus, too_
 def test_an_import_without_end_is_stopped(call, tmp_path, monkeypatch):
     monkeypatch.setattr(exercise, "SECONDS", 15)
     (tmp_path / "mine.py").write_text("while True:\n    pass\n")
-    assert is_one_error(call("try", 6, tmp_path / "mine.py"), "does not start: no end of its import within 15 s")
+    assert is_one_error(call("try", 6, tmp_path / "mine.py"), "--help has no end within 15 s")
 
 
 @pytest.mark.parametrize("label, text, reasons", [
     (6, None, ["mine.py: no such script"]),
-    (6, "def f(:\n", ["mine.py: does not start: SyntaxError: invalid syntax (mine.py, line 1); correct it"]),
+    (6, "def f(:\n", ["mine.py: does not start: line 1: SyntaxError: invalid syntax; correct it"]),
     (6, "\n\nimport no_such_module\n", ["mine.py: does not start: line 3: ModuleNotFoundError: No module named"]),
-    (6, "import sys\nsys.exit(0)\n", ["mine.py: does not start: line 2: SystemExit: 0; correct it"]),
-    (6, "x = 1\n", ["does not start: AttributeError", "'parse_args'"]),
+    (6, "import sys\nsys.exit(0)\n", ["mine.py: does not start: its --help shows no flags; correct it"]),
+    (6, "x = 1\n", ["does not start: its --help shows no flags"]),
     ("prefetch", "x = 1\n", ["prefetch has no exercise; try one of 1, 2, 3"]),
     (99, "x = 1\n", ["no rung 99"]),
 ])
@@ -231,7 +231,7 @@ def test_one_line_where_there_is_nothing_to_try(label, text, reasons, imported_h
 def test_a_script_that_ends_its_process_does_not_start(call, tmp_path):
     (tmp_path / "mine.py").write_text("import os\nprint('all is well', flush=True)\nos._exit(0)\n")
     answer = call("try", 6, tmp_path / "mine.py")
-    assert is_one_error(answer, "mine.py: does not start: its process ended (exit code 0)")
+    assert is_one_error(answer, "mine.py: does not start: its --help shows no flags")
 
 
 def test_without_pytest_it_says_what_to_install(call, monkeypatch):
@@ -247,14 +247,14 @@ def rounds(*ms, loss=4.0):
 @pytest.mark.parametrize("ours, yours, said", [
     ((10, 11, 10), (10.1, 10.5, 10), ["About the same speed", "0.95 to 1.01 times as long as ours (3 rounds)."]),
     ((10, 11, 10), (20, 21, 22), ["A step of yours takes 1.91 to 2.20", "(3 rounds); run with --rounds 5"]),
-    ((10, 11, 10, 11, 10), (20, 21, 22, 20, 20), ["Yours is slower (p = "]),
-    ((20, 21, 22, 20, 20), (10, 11, 10, 11, 10), ["Yours is faster (p = "]),
+    ((10, 11, 10, 11, 10), (20, 21, 22, 20, 20), ["Yours is slower (p "]),
+    ((20, 21, 22, 20, 20), (10, 11, 10, 11, 10), ["Yours is faster (p "]),
     ((10, 11, 10, 11, 10), (10.1, 11.2, 10.1, 12, 14), ["A step of yours takes 1.01 to 1.40 times"]),
 ])
 def test_no_verdict_on_speed_that_the_rounds_do_not_carry(ours, yours, said):
     text = " ".join(sentences(rounds(*ours), rounds(*yours)))
     assert all(words in text for words in said), text
-    assert ("p = " in text) == any("p = " in words for words in said)
+    assert ("(p " in text) == any("(p " in words for words in said)
 
 
 @pytest.mark.parametrize("loss, said", [(4.0, "the same to the last digit"), (4.5, "up to 0.500000 apart")])

@@ -1,7 +1,4 @@
-"""The profile of a folder: where the time of each rung's step goes, as measured by `python -m ladder profile`.
-
-A record calls what the step's matrix products take at the measured rate "floor_ms".
-"""
+"""The profile of a folder: where the time of each rung's step goes, as measured by `python -m ladder profile`."""
 from pathlib import Path
 
 from ladder.records.machine import read_json
@@ -29,7 +26,9 @@ def is_reliable(rung):
 
 def read_profile(folder):
     """The profile that `python -m ladder profile` put into a folder, or None."""
-    profile = read_json(Path(folder) / "profile.json", dict, "delete it, and run python -m ladder profile again")
+    profile = read_json(Path(folder) / "profile.json")
     for found in profile.get("rungs", []):
         found["name"] = today(found["name"])
+        if "floor_ms" in found:  # what records call it
+            found["products_ms"] = found.pop("floor_ms")
     return profile or None
