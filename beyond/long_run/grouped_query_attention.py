@@ -138,8 +138,7 @@ def model_config(args, vocab_size):
     return GPTConfig(
         block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
-        n_kv_head=n_kv_head,
-        head_size=args.head_size,
+        n_kv_head=n_kv_head, head_size=args.head_size,
     )
 
 
@@ -633,12 +632,11 @@ def catch_signals():
 
     def catch(number, frame):
         caught.append(number)
-        if number != signal.SIGINT:
-            return
-        with contextlib.suppress(OSError):  # print could be what was interrupted
-            os.write(2, b"\nends after this step and saves; a third Ctrl-C ends at once, without\n")
-        if caught.count(number) == 2:  # a second one is often a slip
-            signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            with contextlib.suppress(OSError):  # print could be what was interrupted
+                os.write(2, b"\nends after this step and saves; a third Ctrl-C ends at once\n")
+        if caught.count(signal.SIGINT) == 2:  # a second one is often a slip
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     # SIGTERM comes before a cluster takes the machine away
     numbers = [signal.SIGTERM, signal.SIGINT]

@@ -538,7 +538,9 @@ class Checkpoints:
         whole, moments = gather(self.model, self.optimizer)
         if log is None:  # not on rank 0
             return
+        # no data position and no RNG state: all that a step reads or draws follows from its number
         saved = model_file(whole, self.loader, step)
+        # its moments: without them the first resumed steps would go astray
         saved["optimizer"] = moments
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
@@ -624,12 +626,11 @@ def catch_signals():
 
     def catch(number, frame):
         caught.append(number)
-        if number != signal.SIGINT:
-            return
-        with contextlib.suppress(OSError):  # print could be what was interrupted
-            os.write(2, b"\nends after this step and saves; a third Ctrl-C ends at once, without\n")
-        if caught.count(number) == 2:  # a second one is often a slip
-            signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            with contextlib.suppress(OSError):  # print could be what was interrupted
+                os.write(2, b"\nends after this step and saves; a third Ctrl-C ends at once\n")
+        if caught.count(signal.SIGINT) == 2:  # a second one is often a slip
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     # SIGTERM comes before a cluster takes the machine away
     numbers = [signal.SIGTERM, signal.SIGINT]

@@ -630,12 +630,11 @@ def catch_signals():
 
     def catch(number, frame):
         caught.append(number)
-        if number != signal.SIGINT:
-            return
-        with contextlib.suppress(OSError):  # print could be what was interrupted
-            os.write(2, b"\nends after this step and saves; a third Ctrl-C ends at once, without\n")
-        if caught.count(number) == 2:  # a second one is often a slip
-            signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            with contextlib.suppress(OSError):  # print could be what was interrupted
+                os.write(2, b"\nends after this step and saves; a third Ctrl-C ends at once\n")
+        if caught.count(signal.SIGINT) == 2:  # a second one is often a slip
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     # SIGTERM comes before a cluster takes the machine away
     numbers = [signal.SIGTERM, signal.SIGINT]

@@ -422,7 +422,9 @@ class Best:
 
     def is_out_of_patience(self, step):
         """Whether --patience validations have passed since the best one."""
-        return 0 < self.steps_of_patience <= step - self.step
+        if self.steps_of_patience == 0:
+            return False
+        return step - self.step >= self.steps_of_patience
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):

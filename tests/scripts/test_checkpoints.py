@@ -438,7 +438,7 @@ def test_preemption_the_first_interrupt_says_what_comes_and_the_third_ends_the_r
         os.kill(os.getpid(), number)
     assert caught == 3 * [signal.SIGTERM] + [signal.SIGINT]
     assert capfd.readouterr().err == (
-        "\nends after this step and saves; a third Ctrl-C ends at once, without\n")
+        "\nends after this step and saves; a third Ctrl-C ends at once\n")
     assert signal.SIG_DFL not in (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL != signal.getsignal(signal.SIGTERM)
