@@ -11,9 +11,8 @@ follows half a cosine down to a tenth of it at the last step.
 Gain: meant to be a lower loss after the same number of steps, once a run is long enough for the
 schedule to play out. In 300 steps of a narrow model of 12 layers, each at its best rate, it was
 0.02 nats lower, not significant (four seeds that the search had not seen, p = 0.07:
-experiments/README.md). Speed and memory stay the same.
-Cost: the number of steps has to be known beforehand. A run no longer than --warmup-steps never
-leaves the warm-up.
+experiments/README.md).
+Cost: the number of steps has to be known beforehand.
 The default of 10 warm-up steps suits a demonstration of 50 steps; GPT-3 warmed up over 375 million
 tokens, 715 steps of 524,288.
 

@@ -10,15 +10,13 @@ where they meet:
 
 - `GPT.__init__` and `GPT.forward`: a recomputed block needs RoPE's angles, too;
 - `Checkpoints.refuse_other_run`: until the learning rate falls (`trapezoid_lr`), no step depends on
-  how many there will be. A run that was stopped before that (Ctrl-C) can be resumed with other
-  --steps or --decay-share: longer, or with an early decay. After it other values are refused;
+  how many there will be. So a run that was stopped before that (Ctrl-C) can be resumed with other
+  --steps or --decay-share;
 - `train`: the steps of `chunked_cross_entropy` with the optimizer and the learning rates of
   `zero_init`, and in the log how much time is left.
 
-Gain: what both trunks bring, in one script. Cost: its length; to read what one of them does,
-read that one.
-
-docs/long_runs.md has the commands.
+Gain: what both trunks bring, in one script.
+Cost: its length; to read what one of them does, read that one. docs/long_runs.md has the commands.
 """
 import argparse
 import contextlib
@@ -241,14 +239,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 probs = (logits.float() - log_sum[:, None]).exp_()
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
+                # (n_rows, chunk) @ (chunk, C), / 64: a chunk's sum could be too large for float16
                 weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
+        x_grad, weight_grad = ctx.saved_tensors  # of the losses' sum, and a 64th of it
         scale = loss_grad / len(x_grad)
         return x_grad * scale, weight_grad * (64 * scale), None, None, None
 

@@ -237,14 +237,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 probs = (logits.float() - log_sum[:, None]).exp_()
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C); / 64, so that a chunk's sum fits into float16
+                # (n_rows, chunk) @ (chunk, C), / 64: a chunk's sum could be too large for float16
                 weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses; weight_grad: a 64th
+        x_grad, weight_grad = ctx.saved_tensors  # of the losses' sum, and a 64th of it
         scale = loss_grad / len(x_grad)
         return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
