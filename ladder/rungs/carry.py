@@ -23,7 +23,8 @@ def git(*words, folder=None):
 def committed(file, root):
     done = git("show", f"HEAD:./{file}", folder=root)
     if done.returncode:
-        raise UserError(f"git has no committed {file} to compare with: {done.stderr.strip().splitlines()[-1]}")
+        why = done.stderr.strip().splitlines()[-1]
+        raise UserError(f"{file}: not committed, so there is no change to carry; git commit it first ({why})")
     return done.stdout
 
 

@@ -5,7 +5,7 @@ from ladder.rungs.list import find_rung
 
 
 def add_flags(parser):
-    parser.add_argument("rung", help="its file, or N")
+    parser.add_argument("rung", help="its file or label")
 
 
 def main(args, console):

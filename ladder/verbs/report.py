@@ -43,7 +43,7 @@ def main(args, console):
         if args.readme:
             write_tables(reports)
             write_plots(reports, ROOT / "docs", only=shown_in_docs(ROOT))
-            messages.print("README.md, docs/*.md: tables and pictures rewritten")
+            messages.print("README.md, beyond/README.md, docs/: tables and pictures rewritten")
         for path in write_plots(reports, args.png) if args.png else []:
             messages.print(str(path))
     if args.json:
