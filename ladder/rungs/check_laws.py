@@ -100,7 +100,7 @@ def rung_violations(rung, sources):
     names = " and ".join(start.file for start in rung.starts)
     for name in sorted(changed_definitions(starts, after)):
         if not {name, name.split(".")[0]} & rung.may_change:
-            yield f"{names} -> {rung.file}: {name} differs, which this rung may not change"
+            yield f"{names} -> {rung.file}: {name} differs, which its may_change in ladder/rungs/list.py does not name"
     if plumbing(after) != plumbing(starts[0]):
         yield f"{rung.file}: below the banner it differs from {rung.start.file}"
 

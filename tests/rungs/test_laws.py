@@ -133,4 +133,7 @@ ROOMS = ["rungs", "count", "show", "measure"]  # of the tool: each imports from 
 def test_every_script_is_a_stage():
     files = [*ROOT.glob("*.py"), *ROOT.glob("beyond/**/*.py")]
     scripts = {path.relative_to(ROOT).as_posix() for path in files}
-    assert scripts - {"sample.py", "convert.py", "evaluate.py", "mine.py"} == {entry.file for entry in RUNGS}
+    listed = {entry.file for entry in RUNGS}
+    assert scripts - {"sample.py", "convert.py", "evaluate.py", "mine.py"} == listed, "correct ladder/rungs/list.py"
+    silent = [entry.file for entry in RUNGS if entry.track and not entry.brings]
+    assert silent == [], "brings=\"...\" in ladder/rungs/list.py fills the last column of beyond/README.md"

@@ -55,7 +55,9 @@ def test_each_test_belongs_to_an_exercise_and_has_a_hint():
     assert all(hint and "\n" not in hint for hint in hints.values())
     prefixes = [f"test_{label.zfill(2)}_" for label in EXERCISES]
     tests = {prefix: [name for name in hints if name.startswith(prefix)] for prefix in prefixes}
-    assert all(tests.values()) and sorted(sum(tests.values(), [])) == sorted(hints)
+    untested = [prefix for prefix in prefixes if not tests[prefix]]
+    assert untested == [], f"{TESTS.name} has no such test, but docs/exercises.md the exercise"
+    assert sorted(sum(tests.values(), [])) == sorted(hints), "docs/exercises.md has no section for a test"
 
 
 def test_another_right_solution_passes(forked, call, tmp_path, tokens, monkeypatch):
