@@ -33,7 +33,7 @@ def rung(label):
 def rungs_that_change(*definitions, since="0"):
     """The labels of rungs whose lesson may lie in one of these definitions; in others it is that of the rung before.
 
-    test_laws.py holds the scripts to that, so these stand for all: `since`, and those that go back to it.
+    test_check_laws.py holds the scripts to that, so these stand for all: `since`, and those that go back to it.
     """
     def overlap(one, other):
         return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")

@@ -50,6 +50,7 @@ def pieces(source):
     return found
 
 
+@functools.cache
 def definitions(source):
     """The pieces of a script without the blank lines between them."""
     return {name: text.rstrip() for name, text in pieces(source).items()}

@@ -63,20 +63,20 @@ def test_data_wait_is_what_lies_between_zero_grad_and_the_model(tokens, monkeypa
     module = load_script(BY_LABEL["gradient_accumulation"])
     batch, forward = module.DataLoaderLite.batch, module.GPT.forward
 
-    sleeps = iter([0.4, 0.4, 0.05, 0.05, 0.05])
+    sleeps = iter([0.3, 0.3, 0.05, 0.05, 0.05])
 
     def late(*args):
         time.sleep(next(sleeps))
         return batch(*args)
 
     def slow(*args):
-        time.sleep(0.2)
+        time.sleep(0.15)
         return forward(*args)
 
     monkeypatch.setattr(module.DataLoaderLite, "batch", late)
     monkeypatch.setattr(module.GPT, "forward", slow)
     flags = ["--data", str(tokens), "--model", "tiny", "-B", "1", "-T", "8", "--steps", "5", "--device", "cpu"]
-    assert 50 <= data_wait.median_wait(module, flags) < 200
+    assert 50 <= data_wait.median_wait(module, flags) < 150
 
 
 def test_sharded_step_counts_the_moments(alone, monkeypatch, capsys):

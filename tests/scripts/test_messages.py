@@ -1,6 +1,6 @@
 """Every wrong value ends in one clear line and a non-zero exit, never in a traceback or a damaged file.
 
-All of it is plumbing, the same in every script (test_laws.py), so one script or two stand for all.
+All of it is plumbing, the same in every script (test_check_laws.py), so one script or two stand for all.
 """
 import io
 import json

@@ -20,8 +20,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ladder.errors import UserError
 from ladder.measure import profiler, script_flags
-from ladder.measure.profiler import CLIP, DATA, STEP, by_kind, check_profile, kind_of
-from ladder.measure.profiler import logit_widths, products_ms, profile_ladder
+from ladder.measure.profiler import (
+    CLIP,
+    DATA,
+    STEP,
+    by_kind,
+    check_profile,
+    kind_of,
+    logit_widths,
+    products_ms,
+    profile_ladder,
+)
 from ladder.records.logs import read_log
 from ladder.records.summary import build_report
 from ladder.records.step_profile import KINDS, is_reliable, read_profile

@@ -24,7 +24,6 @@ from ladder.verbs import page as page_verb
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PICTURES = [*tutorial.HERE.glob("pictures/*.svg")]
-WIDTHS = pytest.mark.parametrize("width", [1400, 390])
 
 # Two invented machines. Milliseconds and GB of each rung:
 PROFILED = {"0": (9600, 4.41), "1": (8100, 3.6)}
@@ -212,25 +211,20 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture
-def open_page(chromium, file):
-    """open_page(width) shows the page in a new window, which must neither complain nor fetch anything."""
-    contexts, complaints = [], []
-
-    def opened(width=1400):
-        phone = width < 600
-        contexts.append(chromium.new_context(viewport={"width": width, "height": 900}, is_mobile=phone,
-                                             has_touch=phone, reduced_motion="reduce"))
-        page = contexts[-1].new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "assert") else None)
-        page.on("request", lambda request: complaints.append(request.url))
-        page.goto(file.as_uri())
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
+@pytest.fixture(scope="module", params=[1400, 390])
+def page(chromium, file, request):
+    """The page in a window or on a phone, which must neither complain nor fetch anything."""
+    width, complaints = request.param, []
+    phone = width < 600
+    context = chromium.new_context(viewport={"width": width, "height": 900}, is_mobile=phone, has_touch=phone,
+                                   reduced_motion="reduce")
+    page = context.new_page()
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "assert") else None)
+    page.on("request", lambda request: complaints.append(request.url))
+    page.goto(file.as_uri())
+    yield page
+    context.close()
     assert all(complaint.startswith((file.as_uri(), "data:,")) for complaint in complaints), complaints
 
 
@@ -247,9 +241,7 @@ BARS = """selector => [...document.querySelectorAll(selector + " .bar")].map(bar
     }))"""
 
 
-@WIDTHS
-def test_bars_are_as_long_as_what_they_show(open_page, width):
-    page = open_page(width)
+def test_bars_are_as_long_as_what_they_show(page):
     steps, profile = page.evaluate(BARS, ".steps"), page.evaluate(BARS, ".profile")
     scale = steps[0][0][1] / PLAIN["0"][0]  # pixels per millisecond
     floors = floors_on(CARDS["A100"])
@@ -263,11 +255,10 @@ def test_bars_are_as_long_as_what_they_show(open_page, width):
     assert page.locator(".bar b").all_inner_texts() == ["3,200", "3,000", "1,280", "1,024", "9,500", "8,000"]
 
 
-@WIDTHS
-def test_contents_lead_to_a_lesson_and_show_where_the_reader_is(open_page, width):
-    page, link = open_page(width), '#contents [href="#rung-cuda_graphs"]'
+def test_contents_lead_to_a_lesson_and_show_where_the_reader_is(page):
+    link = '#contents [href="#rung-cuda_graphs"]'
     assert in_sight(page, "h1") and in_sight(page, ".path .first")
-    if width < 600:
+    if page.viewport_size["width"] < 600:
         page.locator("aside button").tap()
         page.locator(link).tap()
         assert not in_sight(page, "#contents")
@@ -278,7 +269,7 @@ def test_contents_lead_to_a_lesson_and_show_where_the_reader_is(open_page, width
     assert in_sight(page, "#rung-cuda_graphs h3")
     page.evaluate("location.hash = '#rung-0'")
     page.wait_for_function("document.querySelector('#contents [aria-current]').getAttribute('href') === '#rung-0'")
-    if width < 600:
+    if page.viewport_size["width"] < 600:
         page.locator("aside button").tap()
     page.wait_for_function("""link => { const box = document.querySelector(link).getBoundingClientRect();
         return box.top > 0 && box.bottom < innerHeight; }""", arg='#contents [href="#rung-0"]')
@@ -298,20 +289,17 @@ TEXTS = """() => [...document.querySelectorAll("figure svg")].map(svg => {
 })"""
 
 
-@WIDTHS
-def test_the_texts_of_pictures_are_legible_and_apart(open_page, width):
-    found = open_page(width).evaluate(TEXTS)
+def test_the_texts_of_pictures_are_legible_and_apart(page):
+    found = page.evaluate(TEXTS)
     assert len(found) == len(PICTURES)
     for smallest, beyond, overlapping in found:
         assert smallest >= 11.9 and beyond == [] and overlapping == []
 
 
-@WIDTHS
-def test_nothing_scrolls_sideways_with_everything_open(open_page, width):
-    page = open_page(width)
+def test_nothing_scrolls_sideways_with_everything_open(page):
     folded = page.locator(".diff:not([open])")
     assert folded.count() > 10
     page.locator("#open").click()
     assert folded.count() == 0
     page.evaluate("document.querySelectorAll('details').forEach(details => { details.open = true; })")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]

@@ -13,16 +13,24 @@ from ladder.rungs.list import BY_LABEL, RUNGS
 BASELINE = BY_LABEL["0"]
 
 
-@pytest.fixture
-def repository(tmp_path):
-    """A copy of the scripts under git, to be fixed."""
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """The scripts under git."""
+    folder = tmp_path_factory.mktemp("repository")
     for entry in RUNGS:
-        (tmp_path / entry.file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(entry.path, tmp_path / entry.file)
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-qm", "commit")
-    return tmp_path
+        (folder / entry.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(entry.path, folder / entry.file)
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "commit")
+    return folder
+
+
+@pytest.fixture
+def repository(copies):
+    """A copy of the scripts under git, to be fixed."""
+    git(copies, "reset", "-q", "--hard")
+    return copies
 
 
 def git(folder, *words):
