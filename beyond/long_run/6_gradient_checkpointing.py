@@ -321,9 +321,9 @@ class Checkpoints:
             self.folder_lock.acquire(timeout=0)
         except filelock.Timeout:
             sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
+        except PermissionError:
+            raise
         except (OSError, NotImplementedError) as error:  # some network drives have no locks
-            if isinstance(error, PermissionError):
-                raise
             print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
 
     def load(self):
