@@ -151,7 +151,7 @@ def rotary_angles(T, head_size, theta=10_000.0):
 def rotate(x, cos, sin):
     """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
     partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
-    return x * cos + partner * sin
+    return x * cos + partner * sin  # sin has its sign: minus in the first half
 
 
 class CausalSelfAttention(nn.Module):
