@@ -203,9 +203,8 @@ def check_files():
     yield check_data(Path("data/tokens"))
 
 
-def check_machine(device=None):
+def check_machine(device):
     """All findings, and a command that takes a few minutes on this machine."""
-    device = device or rung_10.parse_args([]).device
     findings = [*check_device(device), *check_formats(device), *check_kernels(device), *check_ranks(device),
                 *check_cache(), *check_files()]
     return findings, f"python -m ladder run {'--quick' if device == 'cpu' else '--steps 200'}"

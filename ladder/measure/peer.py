@@ -70,7 +70,6 @@ class Peer(nn.Module):
 
 
 def fetched_peer(file):
-    """The class of a peer from a fetched file."""
     class FetchedPeer(Peer):
         def build(self, shape):
             theirs = load_classes(file)
@@ -101,7 +100,6 @@ def classes_of(file):
 
 
 def load_classes(file):
-    """A module with the classes of a fetched file."""
     module = types.ModuleType(f"fetched_{file.stem}")
     sys.modules[module.__name__] = module  # torch.compile looks it up
     vars(module).update(IMPORTED)

@@ -176,7 +176,6 @@ def run_jobs(jobs, seconds, device, at_once, ended, show=lambda running: None):
 
 
 def run_job(job, seconds, device):
-    """Run one job to its end; its Outcome."""
     outcomes = []
     run_jobs([job], seconds, device, 1, lambda _, outcome: outcomes.append(outcome))
     return outcomes[0]

@@ -243,13 +243,11 @@ def read_logs(folder, names=()):
 
 
 def write_csv(record, path):
-    """Keep a record in one file."""
     facts = "".join(f"# {name}: {value}\n" for name, value in record.facts.items())
     write_whole(path, facts + record.points.convert_dtypes().to_csv(index=False))
 
 
 def read_csv(path):
-    """The Record that write_csv wrote."""
     points = pandas.read_csv(path, comment="#", dtype=COLUMNS, usecols=[*COLUMNS])
     points["rung"] = points.rung.map(today)
     return Record(read_headers(lines_of(text_of(path))), points)

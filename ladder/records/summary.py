@@ -57,9 +57,10 @@ def rounds_of(runs):
     """A row for each Run, by name and round: the median and the middle half of its counted steps' ms, and its end."""
     rows = []
     for run in runs:
+        title = rung_of(run.name).title + (f", {run.ranks} ranks" if run.ranks > 1 else "")
         low, high = numpy.quantile(run.ms[run.warm_up :], (0.25, 0.75))
         rows.append({
-            "name": run.name, "round": run.path.parent.name, "title": title_of(run), "tokens": run.tokens_per_step,
+            "name": run.name, "round": run.path.parent.name, "title": title, "tokens": run.tokens_per_step,
             "ranks": run.ranks, "ms": run.median_ms, "ms_low": low, "ms_high": high, "counted": run.counted,
             "first_step_s": run.ms[0] / 1000, "peak_memory_gb": run.peak_memory_gb, "last_loss": run.losses[-1],
             "last_step": run.steps[-1], "last_val_loss": run.val_losses[-1] if run.val_losses else None,
@@ -67,24 +68,21 @@ def rounds_of(runs):
     return pandas.DataFrame(rows).set_index(["name", "round"])
 
 
-def summary_of(rounds):
-    """A row for each script: the medians over its rounds. One round shows the spread of its steps."""
+def summary_of(runs, rounds, rates):
+    """A row for each script: the medians over its rounds, and its speed, also beside other scripts.
+
+    One round shows the spread of its steps. `rates` are the measured FLOP/s.
+    """
     by_name = rounds.groupby("name", sort=False)
     table = by_name.agg(
         title=("title", "first"), ms=("ms", "median"), ms_low=("ms", "min"), ms_high=("ms", "max"),
         rounds=("ms", "size"), counted=("counted", "min"), first_step_s=("first_step_s", "median"),
-        tokens=("tokens", "first"), ranks=("ranks", "first"), mfu=("tokens", lambda _: None),
-        mfu_causal=("tokens", lambda _: None), peak_memory_gb=("peak_memory_gb", "median"),
+        tokens=("tokens", "first"), ranks=("ranks", "first"), peak_memory_gb=("peak_memory_gb", "median"),
         last_loss=("last_loss", lambda losses: losses.median(skipna=False)), last_step=("last_step", "min"),
         complete=("complete", "all"), last_val_loss=("last_val_loss", "median"))
     alone = table.rounds == 1
     for side in ("ms_low", "ms_high"):
         table.loc[alone, side] = by_name[side].first()[alone]
-    return table
-
-
-def add_speeds(table, runs, rounds, rates):
-    """Add to a summary what follows from times and tokens, also beside other scripts."""
     speed = table["tokens_per_second"] = table.tokens / table.ms * 1000
     for column, causal in (("mfu", False), ("mfu_causal", True)):
         table[column] = [mfu(runs[name][0], rates, of_it, causal) for name, of_it in speed.items()]
@@ -94,6 +92,7 @@ def add_speeds(table, runs, rounds, rates):
     table["times_before"] = pandas.Series({name: speed[name] / speed[start] for name, start in before.items()})
     p = {name: speed_p(rounds, start, name) for name, start in before.items()}
     table["p_before"] = pandas.Series(holm({name: one for name, one in p.items() if one is not None}))
+    return table.reset_index().astype({"tokens": "Int64"})
 
 
 def older_code(name, machine):
@@ -123,10 +122,6 @@ def check_comparable(runs, folder):
             raise UserError(f"{other.path} and {run.path} are of the same script, and would count as rounds; move one")
 
 
-def title_of(run):
-    return rung_of(run.name).title + (f", {run.ranks} ranks" if run.ranks > 1 else "")
-
-
 def build_report(folder):
     """Read all logs of a folder, or its race, into a Report. Raises UserError when they cannot be compared."""
     race, machine, profile = read_race(folder), read_machine(folder), read_profile(folder)
@@ -148,9 +143,7 @@ def build_report(folder):
     rounds = table = pandas.DataFrame()
     if runs:
         rounds = rounds_of(every_run)
-        table = summary_of(rounds)
-        add_speeds(table, runs, rounds, machine.get("rates"))
-        table = table.reset_index().astype({"tokens": "Int64"})
+        table = summary_of(runs, rounds, machine.get("rates"))
         titles = dict(zip(table.name, table.title, strict=True)) | machine.get("titles", {})  # of what it ran
         table["title"] = table.name.map(titles)
         table["older_code"] = [older_code(name, machine) for name in table.name]

@@ -86,7 +86,6 @@ def add(label, file, title, before=None, may_change="", **facts):
 
 
 def load_script(rung):
-    """A rung's script as a module."""
     spec = importlib.util.spec_from_file_location(rung.name, rung.path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up

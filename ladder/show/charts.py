@@ -59,15 +59,17 @@ def profile_bars(profile):
 
 
 def curves(report):
-    """The training and validation losses of each rung's first round; for a race, the curves that it compares."""
+    """Yields (script, curve): the losses of each rung's first round and its validations; of a race what it compares."""
     if report.race:
         for name, curve in curves_of(report.race):
-            yield {"title": rung_of(name).title, "steps": curve.index.tolist(), "loss": curve["mean"].tolist(),
-                   "low": curve["min"].tolist(), "high": curve["max"].tolist()}
+            yield name, {"title": rung_of(name).title, "steps": curve.index.tolist(), "loss": curve["mean"].tolist(),
+                         "low": curve["min"].tolist(), "high": curve["max"].tolist()}
         return
     for row in report.rows:
         run = report.runs[row.name][0]
-        yield {"title": row.title, "steps": run.steps, "seconds": list(run.seconds.values()), "loss": run.losses}
+        yield row.name, {"title": row.title, "steps": run.steps, "seconds": list(run.seconds.values()),
+                         "loss": run.losses}
         if run.val_steps:
-            yield {"title": f"{row.title}: validation", "steps": run.val_steps,
-                   "seconds": [run.seconds.get(step) for step in run.val_steps], "loss": run.val_losses, "val": True}
+            seconds = [run.seconds.get(step) for step in run.val_steps]
+            yield row.name, {"title": f"{row.title}: validation", "steps": run.val_steps, "seconds": seconds,
+                             "loss": run.val_losses, "val": True}

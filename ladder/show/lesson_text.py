@@ -5,7 +5,6 @@ from ladder.rungs.lessons import FULL_LINE, diff_hunks, part_paragraphs, split_d
 
 
 def print_lesson(lesson, console):
-    """The lesson in a terminal: the text, then the diff."""
     console.print(f"{lesson.title}\n", style="bold")
     for paragraph in re.split("\n{2,}", part_paragraphs(lesson.body)):
         text = paragraph if re.search("(?m)^[ *-]", paragraph) else paragraph.replace("\n", " ")  # code and lists as is

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from ladder.count.cards import CARDS
 from ladder.count.floors import floors_on
-from ladder.records.logs import PEERS, rung_of
+from ladder.records.logs import PEERS
 from ladder.rungs.list import LADDER
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.facts import batch_of, conditions, floors_of, where
@@ -147,9 +147,7 @@ def step_picture(report):
 def loss_picture(report):
     """The loss against steps and, where they were timed, against seconds of training."""
     colors = colors_of(report.race.names if report.race else report.runs)
-    by_title = {rung_of(name).title: color for name, color in colors.items()}
-    by_title |= {row.title: colors[row.name] for row in report.rows}
-    shown = [curve | {"color": by_title.get(curve["title"])} for curve in curves(report)]
+    shown = [curve | {"color": None if curve.get("val") else colors[name]} for name, curve in curves(report)]
     panels = [{"curves": shown, "x": "steps", "xlabel": "step"}]
     if not report.race:
         panels.append({"curves": shown, "x": "seconds", "xlabel": "seconds of training, the first step included"})

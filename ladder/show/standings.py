@@ -123,7 +123,6 @@ def race_texts(report, scripts=(SCRIPT,)):
 
 
 def print_race(report, console):
-    """The standings in a terminal."""
     texts, explains = race_texts(report)
     print_texts(texts, console, f"{report.name}: a race", f"{caption(report)} {BRACKETS} {FOR_ALL}", explains,
                 FIRST_TO_GO)

@@ -107,14 +107,12 @@ def counted(rung, floors):
 
 
 def effect_view(rung, reports, floors):
-    """What a rung did, for the template."""
     found = [[of(rung, report) for report in reports] for of in (measured_row, race_row)]
     return {"tables": [list(filter(None, rows)) for rows in found if any(rows)],
             "counted": counted(rung, floors)}
 
 
 def race_view(report):
-    """The standings of a race for the template, None without one."""
     if not report.race:
         return None
     texts, explains = race_texts(report)
@@ -124,7 +122,6 @@ def race_view(report):
 
 
 def machine_view(report):
-    """One machine's table for the template."""
     columns = all_columns(report) if report.rows else []
     texts = texts_of(report.rows, columns)
     explained = [f"{column.explains}." for column in columns if column.heading in texts and column.explains]

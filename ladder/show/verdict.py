@@ -80,7 +80,6 @@ def verdict_of(record):
 
 
 def print_verdict(record, console):
-    """Doubts, the table, the sentences."""
     texts, explains, before, sentences = verdict_of(record)
     caption = f"{BRACKETS} {FOR_ALL}" if len(texts) > 2 else BRACKETS
     for sentence in before:

@@ -7,18 +7,19 @@ from ladder.files import write_whole
 from ladder.records.logs import read_log
 from ladder.records.recipes import CSV, DIFFERENCES, FOLDERS, MOST_TRIES, SEEDS, by_seed, read_csv
 from ladder.show.print_report import print_comparison
+from ladder.show.terminal import AMOUNT, COUNT
 
 
 def add_flags(parser):
     flag = parser.add_argument
     flag("what", nargs="+", metavar="WHAT", help="rungs or files: the first, and what is compared with it; or a folder "
          "of such a comparison, to show it again; or two logs")
-    flag("--seeds", type=int, default=SEEDS, metavar="N", help="that are tested (default: %(default)s)")
+    flag("--seeds", type=COUNT, default=SEEDS, metavar="N", help="that are tested (default: %(default)s)")
     flag("--tries", type=int, default=MOST_TRIES, metavar="N", help="of learning rates for each, at most; 0: take "
          "those that the flags or the scripts name (default: %(default)s)")
-    flag("--jobs", type=int, metavar="N",
+    flag("--jobs", type=COUNT, metavar="N",
          help="scripts at a time while only losses count (default: 2 on a CPU, else 1)")
-    flag("--time-limit", type=float, default=3600, metavar="SECONDS", help="for each run (default: %(default)s)")
+    flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each run (default: %(default)s)")
     flag("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {FOLDERS}/DATE_TIME)")
     flag("--resume", action="store_true", help="continue the newest comparison of these arguments, or --logs")
     flag("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
@@ -37,7 +38,6 @@ def main(args, console):
 
 
 def show(folder, console):
-    """The table and the sentences of a comparison, from its record."""
     from ladder.show.verdict import print_verdict
 
     print_verdict(read_csv(folder / CSV), console)

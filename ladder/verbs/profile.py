@@ -23,7 +23,6 @@ def add_flags(parser):
 
 
 def main(args, console):
-    """Profile, then show all that the folder holds; returns the exit code."""
     rungs, flags, folder = parse_rungs(args.rungs), args.flags, args.logs or new_folder("logs/profile")
     settings = check_profile(rungs, flags, folder)  # before creating the folder
     flags = eager_flags(rungs, flags, settings.device, console)

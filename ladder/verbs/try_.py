@@ -27,11 +27,7 @@ def add_flags(parser):
 
 
 def main(args, console):
-    return try_file(find_rung(args.rung), args.file, args.rounds, args.flags, new_folder("logs/try"), console)
-
-
-def try_file(rung, file, rounds, flags, folder, console):
-    """Do all that `try` does; the exit code."""
+    rung, file = find_rung(args.rung), args.file
     exercises = [label for label in read_exercises() if label != "0"]  # which has no rung before it
     if rung.label not in exercises:
         raise UserError(f"try: {rung.called} has no exercise; try one of {', '.join(exercises)}")
@@ -40,9 +36,10 @@ def try_file(rung, file, rounds, flags, folder, console):
     known = check_file(file)
     if rung.torchrun and sys.platform == "win32":
         raise UserError(f"try: torchrun {NO_TORCHRUN}")
-    settings_of(rung, flags)  # exits if they are wrong
+    settings_of(rung, args.flags)  # exits if they are wrong
     steps = "30" if rung.path.parent == ROOT else "10"
-    flags = [*SHORT, steps, *([] if rung.label == "5" else ["--compile-mode", "none"]), *flags]
+    flags = [*SHORT, steps, *([] if rung.label == "5" else ["--compile-mode", "none"]), *args.flags]
+    folder = new_folder("logs/try")
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}_", dir=folder.parent))  # others may try in the same second
     console.print(f"Exercise {rung.label}, {rung.title}: {file} in the place of {rung.file}", style="bold",
@@ -59,8 +56,8 @@ def try_file(rung, file, rounds, flags, folder, console):
     else:
         console.print(f"All {n_tests} tests pass.", style="bold")
     ran = True
-    if rounds or not failed:
-        ran = run_both(rung, file, known, flags, folder, rounds or ROUNDS, console)
+    if args.rounds or not failed:
+        ran = run_both(rung, file, known, flags, folder, args.rounds or ROUNDS, console)
     if not failed:
         show_diffs(rung, file, console)
     return 1 if failed or not ran else 0

@@ -22,7 +22,7 @@ def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
     assert (second.val_loss, second.val_low, second.val_high) == pytest.approx((11.9 / 3, 3.9, 4))
     assert (first.ms, first.ms_low, first.ms_high) == (100, 100, 120)  # one round of six was slow
     assert math.exp(second.times.mean) == pytest.approx(1.1)  # of both, so that the ratio holds
-    curve = [*curves(report)][1]
+    _, curve = [*curves(report)][1]
     assert (curve["title"], curve["steps"]) == ("Muon", [*STEPS])
     assert curve["loss"] == pytest.approx([23 / 3, 19 / 3, 5, 11.9 / 3])
     assert (curve["low"][0], curve["high"][0]) == (7, 8)

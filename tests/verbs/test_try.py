@@ -5,6 +5,7 @@ import io
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,13 +171,14 @@ def test_green_is_only_what_pytest_has_run_to_its_end(status, lines, error, tmp_
 
 def test_each_call_has_a_folder_of_its_own_and_few_steps_beyond_rung_10(console, tmp_path, monkeypatch):
     calls = []
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(try_, "check_file", lambda file: [])
     monkeypatch.setattr(try_, "run_tests", lambda *args: ["  ok   a"])
     monkeypatch.setattr(try_, "run_both", lambda rung, file, known, flags, folder, *more: (
         calls.append((folder, flags[flags.index("--steps") + 1])) or True))
     for label in ("10", "gradient_accumulation", "gradient_accumulation"):
         rung = BY_LABEL[label]
-        assert try_.try_file(rung, rung.start.path, 0, [], tmp_path / "logs" / "now", console) == 0
+        assert try_.main(SimpleNamespace(rung=label, file=rung.start.path, rounds=None, flags=[]), console) == 0
     folders, steps = zip(*calls, strict=True)
     assert steps == ("30", "10", "10") and len(set(folders)) == 3
 
