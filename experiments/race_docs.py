@@ -15,7 +15,7 @@ from ladder.show.columns import markdown
 from ladder.show.documents import write_between
 from ladder.show.facts import batch_of, data_of, machine_of
 from ladder.show.plots import colors_of, heading, save
-from ladder.show.standings import BRACKETS, FOR_ALL, LINKED_SCRIPT, between, caption, race_texts
+from ladder.show.standings import BRACKETS, FOR_ALL, LINKED_SCRIPT, between, race_caption, race_texts
 
 PAGE = "docs/results.md"
 RACES = "races.png"
@@ -39,7 +39,7 @@ def race_table(report):
     texts, _ = race_texts(report, LINKED_SCRIPT)
     texts = texts[[heading for heading in texts if not heading.startswith("ms")]]
     return (f"### {race_name(report)}\n\n{markdown(texts, 2)}\n\n"
-            f"*{machine_of(report)}, {batch_of(report)}. {caption(report)}*")
+            f"*{machine_of(report)}, {batch_of(report)}. {race_caption(report)}*")
 
 
 def older_table(older, newer):

@@ -49,7 +49,7 @@ from ladder.rungs.list import load_script
 
 TIMINGS = 3  # of each pair of scripts that is compared, in the order A B B A
 TIMED_STEPS_ON_A_CPU, TIMED_STEPS = 30, 200
-SAME = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
+MUST_AGREE = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
         "val_every": "--val-every", "val_sequences": "--val-sequences"}  # a comparison is unfair where these differ
 
 
@@ -72,7 +72,7 @@ def refuse_unlike(facts):
     for name, found in others:
         for what, value in found.items():
             if value != wanted[what]:
-                raise UserError(f"{SAME.get(what, what)}: {name} has {value} and {first} {wanted[what]}, which is not "
+                raise UserError(f"{MUST_AGREE.get(what, what)}: {name} has {value} and {first} {wanted[what]}, which is not "
                                 "a fair comparison; give both the same")
 
 

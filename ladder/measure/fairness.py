@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
-from ladder.measure.contest import SAME, Contest, known_flags, open_contest, read_about, refuse_unlike
+from ladder.measure.contest import MUST_AGREE, Contest, known_flags, open_contest, read_about, refuse_unlike
 from ladder.measure.exercise import check_file
 from ladder.measure.run_folder import locked
 from ladder.measure.script_flags import check_flags, defaults, settings_of, split_flags
@@ -63,7 +63,7 @@ def check_fair(scripts, flags):
     for rung, words in known.items():
         own = vars(settings_of(rung, words))
         own["tokens"] = own.get("total_batch") or own["B"] * own["T"]
-        facts[rung.title] = {name: str(own[name]) for name in SAME}
+        facts[rung.title] = {name: str(own[name]) for name in MUST_AGREE}
     refuse_unlike(facts)
     if not settings.val_every:
         raise UserError("--val-every 0: validation losses are compared; give the steps from one to the next")
@@ -78,7 +78,7 @@ def newest_of(about):
     raise UserError(f"--resume: {FOLDERS} holds no comparison of these arguments; start it without --resume")
 
 
-def held(args, console):
+def hold_comparison(args, console):
     """Hold the contest that these arguments describe: (its folder, its runner or None where it was stopped)."""
     scripts = [script_of(word) for word in args.what]
     beside = [str(rung.path.parent) for rung in scripts if not rung.label]  # modules that a file may import

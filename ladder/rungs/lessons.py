@@ -1,4 +1,4 @@
-"""A lesson: the docstring of a rung, the difference to the rung before, down to the changed words, what it computes."""
+"""A lesson: the docstring of a rung, its difference to the rung before, what it computes, its exercise."""
 import ast
 import difflib
 import functools
@@ -9,7 +9,7 @@ import tokenize
 from dataclasses import dataclass, field
 
 from ladder.rungs.check_laws import first_line
-from ladder.rungs.list import BANNER
+from ladder.rungs.list import BANNER, BY_LABEL, ROOT
 
 CONTEXT = 3  # unchanged lines around a change
 WORD = re.compile(r"\w+|\s+|.")
@@ -101,6 +101,15 @@ def part_paragraphs(body):
         if re.match(LABEL, following) or (ends and word and line[0] not in " *-"):
             lines.append("")
     return "\n".join(lines)
+
+
+def read_exercises(path=ROOT / "docs" / "exercises.md"):
+    """{label: Markdown} of the lessons that the file has an exercise for."""
+    text = path.read_text(encoding="utf-8")
+    headings = list(re.finditer(r"(?m)^## (?:`?(\w+)`?\. )?.*$", text))  # "## 6. Flash attention", "## `muon`. Muon"
+    ends = [heading.start() for heading in headings[1:]] + [len(text)]
+    return {heading[1]: text[heading.end() : end].strip() for heading, end in zip(headings, ends, strict=True)
+            if heading[1] in BY_LABEL}
 
 
 def code_of(rungs):

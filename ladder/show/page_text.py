@@ -99,15 +99,6 @@ def hunk_html(hunk, blocks):
     return f"<b>{heading or 'top level'}</b>" + "".join(rows)
 
 
-def read_exercises(path=ROOT / "docs" / "exercises.md"):
-    """{label: Markdown} of the lessons that the file has an exercise for."""
-    text = path.read_text(encoding="utf-8")
-    headings = list(re.finditer(r"(?m)^## (?:`?(\w+)`?\. )?.*$", text))  # "## 6. Flash attention", "## `muon`. Muon"
-    ends = [heading.start() for heading in headings[1:]] + [len(text)]
-    return {heading[1]: text[heading.end() : end].strip() for heading, end in zip(headings, ends, strict=True)
-            if heading[1] in BY_LABEL}
-
-
 def exercise_html(text):
     """An exercise as HTML, its answers folded as in the file; links start from docs/, where the file lies."""
     markdown = MarkdownIt("commonmark", {"typographer": True}).enable("smartquotes")

@@ -16,7 +16,7 @@ REFUTED = "†"  # at a star that a check removed
 FIRST_TO_GO = ["tries", "learning rates", "parameters", "ms/step", "ms /", "val loss"]  # of a narrow terminal
 
 
-def called(name):
+def label_of(name):
     """What a reader calls a script: its label, or the file."""
     return rung_of(name).label or f"{name}.py"
 
@@ -41,8 +41,8 @@ def times_of(row):
     return formats.with_spread(row.ms, row.ms_low, row.ms_high) if math.isfinite(row.ms) else formats.NOTHING
 
 
-SCRIPT = Column("script", lambda row: rung_of(row.name).row if rung_of(row.name).label else called(row.name))
-LINKED_SCRIPT = [Column("", lambda row: f"`{called(row.name)}`"),
+SCRIPT = Column("script", lambda row: rung_of(row.name).row if rung_of(row.name).label else label_of(row.name))
+LINKED_SCRIPT = [Column("", lambda row: f"`{label_of(row.name)}`"),
                  Column("the one change", lambda row: f"[{rung_of(row.name).title}]({rung_of(row.name).file})")]
 TRIES = Column("tries", lambda row: str(row.tries))
 
@@ -80,7 +80,7 @@ def how_sure(record):
 
 # ---- a race ----------------------------------------------------------------------------------------------------------
 
-def caption(report):
+def race_caption(report):
     """What a reader of a race needs to know beside what explains the columns."""
     record, table = report.race, report.race.table
     rounds, search = record.tested, record.part("search")
@@ -105,7 +105,7 @@ def caption(report):
                      "those of newer races.")
     if table.change.notna().any():
         parts.append(how_sure(record))
-    unsure = [f"the rates of {called(name)}, which {why}" if name else why for name, why in doubts(record)]
+    unsure = [f"the rates of {label_of(name)}, which {why}" if name else why for name, why in doubts(record)]
     if unsure:
         parts.append(f"Doubtful: {'; '.join(unsure)}.")
     return " ".join(parts + [f"{REFUTED} {why}." for why in refuted_in(report).values()])
@@ -124,5 +124,5 @@ def race_texts(report, scripts=(SCRIPT,)):
 
 def print_race(report, console):
     texts, explains = race_texts(report)
-    print_texts(texts, console, f"{report.name}: a race", f"{caption(report)} {BRACKETS} {FOR_ALL}", explains,
+    print_texts(texts, console, f"{report.name}: a race", f"{race_caption(report)} {BRACKETS} {FOR_ALL}", explains,
                 FIRST_TO_GO)

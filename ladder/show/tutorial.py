@@ -15,13 +15,13 @@ from ladder.count.floors import STORED, stored_floors
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.summary import warnings
-from ladder.rungs.lessons import read_lesson
+from ladder.rungs.lessons import read_exercises, read_lesson
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
 from ladder.show.columns import STARS, all_columns, mfu_of, texts_of, times_before
 from ladder.show.facts import data_of, fastest, few_rounds, floors_of, gain, remarks_of, where
-from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose, read_exercises
-from ladder.show.standings import BRACKETS, FOR_ALL, between, caption, p_of, race_texts, refuted_in
+from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose
+from ladder.show.standings import BRACKETS, FOR_ALL, between, race_caption, p_of, race_texts, refuted_in
 from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
 HERE = Path(__file__).parent
@@ -118,7 +118,7 @@ def race_view(report):
     texts, explains = race_texts(report)
     sentences = [f"{explains[heading]}." for heading in texts if heading in explains]
     return {"rows": texts.to_dict("records"),
-            "caption": " ".join([caption(report), *sentences, BRACKETS, FOR_ALL])}
+            "caption": " ".join([race_caption(report), *sentences, BRACKETS, FOR_ALL])}
 
 
 def machine_view(report):

@@ -8,7 +8,7 @@ from ladder.records.significance import FEWEST_SEEDS
 from ladder.show.plots import colors_of
 from ladder.show.columns import explained, texts_of
 from ladder.show.standings import (
-    BRACKETS, FIRST_TO_GO, FOR_ALL, SCRIPT, TRIES, called, exactly, how_sure, recipe_columns)
+    BRACKETS, FIRST_TO_GO, FOR_ALL, SCRIPT, TRIES, exactly, how_sure, label_of, recipe_columns)
 from ladder.show.terminal import print_texts
 
 
@@ -30,7 +30,7 @@ def loss_sentence(name, first, effect, n_seeds, seeds):
             f"{formats.loss(effect.largest)} nats.")
 
 
-def time_sentence(name, effect):
+def time_sentence(effect):
     """How long a script's step takes beside the first's."""
     if effect is None:
         return "Steps were not timed often enough to compare."
@@ -42,15 +42,15 @@ def time_sentence(name, effect):
 def cautions(record, table):
     """What a reader should know before the result."""
     for name, why in doubts(record):
-        yield f"Doubtful: {f'the rates of {called(name)} ' if name else ''}{why}."
+        yield f"Doubtful: {f'the rates of {label_of(name)} ' if name else ''}{why}."
     for name in record.points.rung.unique():
         if name not in table.name:
-            yield f"{called(name)} finished 0 of {record.tested.seed.nunique()} seeds."
+            yield f"{label_of(name)} finished 0 of {record.tested.seed.nunique()} seeds."
     first, *others = table.itertuples()
-    more = {called(row.name): row.parameters - first.parameters for row in others}
+    more = {label_of(row.name): row.parameters - first.parameters for row in others}
     unequal = ", ".join(f"{name} {n:+,}" for name, n in more.items() if n)
     if unequal:
-        yield (f"The numbers of parameters differ from {called(first.name)}'s ({unequal}). Part of a difference in "
+        yield (f"The numbers of parameters differ from {label_of(first.name)}'s ({unequal}). Part of a difference in "
                "loss may come from that.")
 
 
@@ -71,9 +71,9 @@ def limits(record, table):
 def verdict_of(record):
     """(the table as short texts, what explains its columns, what comes before it, the sentences) of a comparison."""
     table = standings(record, against_first=True)
-    first, seeds = called(record.names[0]), record.tested.seed.nunique()
-    sentences = [f"{loss_sentence(called(row.name), first, row.change, row.seeds, seeds)} "
-                 f"{time_sentence(row.name, row.times)}" for row in table.iloc[1:].itertuples()]
+    first, seeds = label_of(record.names[0]), record.tested.seed.nunique()
+    sentences = [f"{loss_sentence(label_of(row.name), first, row.change, row.seeds, seeds)} "
+                 f"{time_sentence(row.times)}" for row in table.iloc[1:].itertuples()]
     columns = [SCRIPT, TRIES, *recipe_columns(first)]
     texts = texts_of([*table.itertuples()], columns)
     return texts, explained(columns), [*cautions(record, table)], [*sentences, *limits(record, table)]
@@ -92,7 +92,7 @@ def print_verdict(record, console):
 def verdict_picture(record):
     """The validation losses on the way: the means of the seeds, in a band from the lowest to the highest."""
     colors = colors_of(record.names)
-    curves = [{"title": called(name), "steps": curve.index.tolist(), "loss": curve["mean"].tolist(),
+    curves = [{"title": label_of(name), "steps": curve.index.tolist(), "loss": curve["mean"].tolist(),
                "low": curve["min"].tolist(), "high": curve["max"].tolist(), "color": colors[name]}
               for name, curve in curves_of(record)]
     panel = {"curves": curves, "x": "steps", "xlabel": "step", "ylabel": "validation loss (nats)"}

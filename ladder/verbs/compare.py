@@ -45,11 +45,11 @@ def show(folder, console):
 
 
 def compare_recipes(args, console):
-    from ladder.measure.fairness import held  # loads torch, which two logs do not need
+    from ladder.measure.fairness import hold_comparison  # loads torch, which two logs do not need
     from ladder.show.plots import save
     from ladder.show.verdict import verdict_picture
 
-    folder, runner = held(args, console)
+    folder, runner = hold_comparison(args, console)
     if runner is None:
         console.print("stopped; the same command with --resume continues")
         return 130

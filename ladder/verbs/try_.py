@@ -9,9 +9,9 @@ from ladder.files import new_folder
 from ladder.measure.exercise import ROUNDS, SHORT, check_file, is_red, run_both, run_tests
 from ladder.measure.machine_check import NO_TORCHRUN
 from ladder.measure.script_flags import settings_of
+from ladder.rungs.lessons import read_exercises
 from ladder.rungs.list import ROOT, find_rung
 from ladder.show.lesson_text import show_diffs
-from ladder.show.page_text import read_exercises
 from ladder.show.terminal import COUNT
 
 STYLES = {"ok": "green", "RED": "red", "found:": "dim"}  # of lines, by their first word

@@ -19,7 +19,7 @@ from ladder.records.logs import rung_of
 from ladder.records.recipes import read_csv, read_logs, write_csv
 from ladder.records.summary import build_report
 from ladder.show.plots import digest, save
-from ladder.show.standings import caption
+from ladder.show.standings import race_caption
 
 
 def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
@@ -50,7 +50,7 @@ def test_the_record_says_what_the_logs_do(tmp_path):
     table = build_report(tmp_path).race.table
     assert table.val_loss["an_idea"] == table.val_loss[MUON.name] and table.rates["an_idea"] == table.rates[MUON.name]
     write_csv(replace(record, points=record.points[record.points.part != "search"]), tmp_path / "race.csv")
-    assert "too few for a star; learning rates not searched;" in caption(build_report(tmp_path))
+    assert "too few for a star; learning rates not searched;" in race_caption(build_report(tmp_path))
 
 
 def test_the_picture_of_races_has_the_effects_and_their_intervals(tmp_path):

@@ -11,7 +11,7 @@ from experiments.race import keep
 from ladder.records.recipes import read_logs, write_csv
 from ladder.records.summary import build_report
 from ladder.show.charts import curves
-from ladder.show.standings import caption, how_sure, race_texts
+from ladder.show.standings import race_caption, how_sure, race_texts
 
 
 def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
@@ -28,7 +28,7 @@ def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
     assert (curve["low"][0], curve["high"][0]) == (7, 8)
     texts, _ = race_texts(report)
     assert list(texts["val loss (range)"]) == ["6.000 (5.900–6.100)", "3.967 (3.900–4.000)"]
-    assert all(said in caption(report) for said in ("3 seeds", "3 tries", "6 rounds"))
+    assert all(said in race_caption(report) for said in ("3 seeds", "3 tries", "6 rounds"))
 
 
 def test_times_are_only_those_of_runs_alone(tmp_path):
@@ -40,7 +40,7 @@ def test_times_are_only_those_of_runs_alone(tmp_path):
     keep(tmp_path, ORDER)
     report = build_report(tmp_path)
     texts, _ = race_texts(report)
-    assert report.race.table.ms.isna().all() and "not timed" in caption(report)
+    assert report.race.table.ms.isna().all() and "not timed" in race_caption(report)
     assert not any("ms" in heading for heading in texts)
 
 
@@ -62,7 +62,7 @@ def test_a_rung_is_compared_with_the_row_before(tmp_path):
     few = {name: losses[:3] for name, losses in ends.items()}
     run_race(tmp_path / "few", entries, 3, **few)
     report = build_report(tmp_path / "few")
-    assert race_texts(report)[0]["p"][1] == "<0.001" and "3 seeds, too few for a star" in caption(report)
+    assert race_texts(report)[0]["p"][1] == "<0.001" and "3 seeds, too few for a star" in race_caption(report)
     run_race(tmp_path / "one", entries, 1)
     assert "p" not in race_texts(build_report(tmp_path / "one"))[0]
 
@@ -76,7 +76,7 @@ def test_a_seed_that_chose_the_rates_is_not_tested(tmp_path):
     report = build_report(tmp_path)
     muon, (texts, _) = report.race.table.loc[MUON.name], race_texts(report)
     assert (muon.val_loss, muon.val_low) == pytest.approx((3.015, 3.0)) and texts["p"][1] == "<0.001"
-    assert "4 seeds without 1337, the search's, too few for a star" in caption(report)
+    assert "4 seeds without 1337, the search's, too few for a star" in race_caption(report)
 
 
 def test_a_rung_that_diverges_with_a_seed_is_not_tested(tmp_path):
@@ -92,7 +92,7 @@ def test_a_star_that_a_check_removed_is_marked(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 5, **ends)
     (tmp_path / "machine.json").write_text(json.dumps({"rates": {}, "refuted": {MUON.name: "not with other rates"}}))
     report = build_report(tmp_path)
-    assert race_texts(report)[0]["p"][1] == "<0.001*†" and caption(report).endswith("† not with other rates.")
+    assert race_texts(report)[0]["p"][1] == "<0.001*†" and race_caption(report).endswith("† not with other rates.")
 
 
 @pytest.mark.parametrize("tries, seeds, said", [(3, 2, "include only a part of the luck"), (3, 1, "leave out the luck"),

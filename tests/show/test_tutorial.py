@@ -18,7 +18,7 @@ from ladder.rungs.lessons import split_docstring
 from ladder.rungs.list import BY_LABEL, RUNGS
 from ladder.show import tutorial
 from ladder.show.charts import KIND_COLORS
-from ladder.show.page_text import read_exercises
+from ladder.rungs.lessons import read_exercises
 from ladder.show.tutorial import PAGE, write_page
 from ladder.verbs import page as page_verb
 

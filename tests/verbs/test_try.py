@@ -18,7 +18,7 @@ from ladder.measure import exercise, runner
 from ladder.measure.exercise import TESTS, run_tests, sentences
 from ladder.records.logs import Run
 from ladder.rungs.list import BY_LABEL
-from ladder.show.page_text import read_exercises
+from ladder.rungs.lessons import read_exercises
 from ladder.verbs import try_
 
 EXERCISES = [label for label in read_exercises() if label != "0"]  # which has no test
