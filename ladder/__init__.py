@@ -6,5 +6,6 @@
     count               FLOPs, bytes, floors, cards, memory
     rungs               the list of rungs, their laws
 
+errors.py, files.py and formats.py, which has all formats of numbers, are for every room.
 What reads logs loads no torch.
 """

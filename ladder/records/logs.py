@@ -9,6 +9,7 @@ A step line is `step : 3 | loss: 9.5 | dt: 93.1 ms | tokens/sec: 43995.7`, with 
 else is optional: what a log does not say is None.
 """
 import contextlib
+import functools
 import itertools
 import math
 import re
@@ -167,18 +168,19 @@ def read_headers(lines):
 
 def text_of(path):
     """The text of a log, which may be one of several in the file of a round."""
-    of_round = path.parent.is_file()
+    if path.parent.is_file():
+        return parts_of(path.parent).get(path, "")
     try:
-        text = (path.parent if of_round else path).read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; name the log that a script has written") from None
-    return parts_of(path.parent, text).get(path, "") if of_round else text
 
 
-def parts_of(file, text):
+@functools.cache  # a record does not change
+def parts_of(file):
     """{path: text} of the logs in a round's file; a resumed run has written two parts of its log."""
     parts = {}
-    for part in re.split("(?m)^(?=# script: )", text)[1:]:
+    for part in re.split("(?m)^(?=# script: )", file.read_text(encoding="utf-8", errors="replace"))[1:]:
         name = part.partition("\n")[0].removeprefix("# script: ").removesuffix(".py")
         parts[file / f"{name}.log"] = parts.get(file / f"{name}.log", "") + part
     return parts
@@ -198,10 +200,10 @@ def run_of(path, headers):
     return Run(path, name, headers, B, T, int(headers.get("ranks", "1")))
 
 
-def read_log(path, text=None):
-    """The Run of a log, whose text may have been read. UserError if it has no step, or the lines of two runs."""
+def read_log(path):
+    """The Run of a log. UserError if it has no step, or the lines of two runs."""
     path = Path(path)
-    lines = lines_of(text_of(path) if text is None else text)
+    lines = lines_of(text_of(path))
     run = run_of(path, read_headers(lines))
     for line in lines:
         add_line(run, line)
@@ -241,15 +243,13 @@ def add_line(run, line):
 
 
 def logs_in(folder):
-    """Yields (path, text) of the logs in a folder and in its rounds; as text None where it is yet to be read."""
+    """The paths of the logs in a folder and in its rounds."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of logs")
     rounds = sorted(folder.glob("round_*.log"))  # each holds its logs one after another
-    for path in sorted({*folder.glob("*.log"), *folder.glob("round_*/*.log")} - {*rounds}):
-        yield path, None
-    for file in rounds:
-        yield from parts_of(file, text_of(file)).items()
+    single = {*folder.glob("*.log"), *folder.glob("round_*/*.log")} - {*rounds}
+    return sorted(single) + [path for file in rounds for path in parts_of(file)]
 
 
 def read_folder(folder):
@@ -258,9 +258,9 @@ def read_folder(folder):
     Logs that cannot be read or have no step are skipped. Raises UserError when none is left.
     """
     runs, skipped, without = {}, [], []
-    for path, text in logs_in(folder):
+    for path in logs_in(folder):
         try:
-            run = read_log(path, text)
+            run = read_log(path)
             runs.setdefault(run.name, []).append(run)
         except NoStep:
             without.append(path.relative_to(folder).as_posix())
@@ -278,8 +278,7 @@ def read_folder(folder):
 def has_steps(folder):
     """Whether a log in `folder` or its rounds has a step: without one nothing can be shown."""
     with contextlib.suppress(UserError):
-        texts = (text_of(path) if text is None else text for path, text in logs_in(folder))
-        return any(STEP_LINE.match(line) for text in texts for line in lines_of(text))
+        return any(STEP_LINE.match(line) for path in logs_in(folder) for line in lines_of(text_of(path)))
     return False
 
 
