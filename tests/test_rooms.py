@@ -39,6 +39,9 @@ def test_each_verb_has_a_short_file_of_its_name():
     assert [path.name for path in files if len(path.read_text(encoding="utf-8").splitlines()) > 80] == []
 
 
-def test_tests_are_in_folders_that_mirror_the_house():
-    rooms = {path.name for path in ROOT.glob("ladder/*/")} | {"scripts", "data", "experiments"}
-    assert {path.parent.name for path in Path(__file__).parent.glob("*/test_*.py")} <= rooms
+def test_a_file_of_tests_is_called_like_the_module_that_it_tests():
+    """In a folder of the room's name."""
+    others = {"scripts", "data", "experiments"}
+    tests = {(path.parent.name, path.stem) for path in Path(__file__).parent.glob("*/test_*.py")}
+    modules = {(path.parent.name, f"test_{path.stem.removesuffix('_')}") for path in MODULES}
+    assert {test for test in tests if test[0] not in others} - modules == set()
