@@ -27,7 +27,7 @@ from ladder.measure.processes import Job
 from ladder.measure.runner import Runner
 from ladder.measure.script_flags import command_for, defaults
 from ladder.records.logs import read_log
-from ladder.records.significance import FEWEST_ROUNDS, paired_p
+from ladder.records.significance import paired_effect
 from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.plots import digest
 
@@ -253,7 +253,7 @@ def print_gains(record, name, before, after):
     rows = record[record.curve == name].pivot(index=["value", "round"], columns="rung", values="ms")
     for value, ms in rows.groupby("value"):
         ratios = ms[before] / ms[after]
-        p = paired_p(ms[before].map(math.log), ms[after].map(math.log), FEWEST_ROUNDS)
+        p = paired_effect(ms[before].map(math.log), ms[after].map(math.log)).p
         print(f"{name} {value}: {after}, {ratios.median():.2f} times as fast as {before} "
               f"({ratios.min():.2f} to {ratios.max():.2f}, p = {p:.3f})")
 

@@ -5,7 +5,6 @@ pytest runs the tests; what tests/exercise_hooks.py prints of them, each red one
 import itertools
 import math
 import re
-import statistics
 import subprocess
 import sys
 
@@ -17,7 +16,7 @@ from ladder.measure.processes import Job, run_job
 from ladder.measure.runner import Runner
 from ladder.measure.script_flags import check_flags, command_for, defaults, eager_flags, split_flags
 from ladder.records.logs import read_log
-from ladder.records.significance import FEWEST_ROUNDS, is_significant, paired_p
+from ladder.records.significance import FEWEST_ROUNDS, paired_effect
 from ladder.rungs.list import ROOT
 
 TESTS = ROOT / "tests" / "scripts" / "test_exercises.py"
@@ -112,11 +111,11 @@ def sentences(ours, yours):
     yield f"Loss, ours and yours: {losses}; {agreement}."
     ratios = sorted(b.median_ms / a.median_ms for a, b in zip(ours, yours, strict=True))
     logs_of_times = [[math.log(run.median_ms) for run in rounds] for rounds in (ours, yours)]
-    p = paired_p(*logs_of_times, FEWEST_ROUNDS)
+    effect = paired_effect(*logs_of_times)
     verdict, doubt = "A step of yours takes", ""
-    if is_significant(p):
-        how = "slower" if statistics.median(ratios) > 1 else "faster"
-        verdict = f"Yours is {how} ({formats.p_is(p)}): a step takes"
+    if effect and effect.significant:
+        how = "slower" if effect.mean > 0 else "faster"
+        verdict = f"Yours is {how} ({formats.p_is(effect.p)}): a step takes"
     elif ratios[0] <= 1 <= ratios[-1]:
         verdict = "About the same speed: a step of yours takes"
     elif len(ratios) < FEWEST_ROUNDS:

@@ -78,19 +78,15 @@ def paired_effect(before, after):
     return Effect(mean, statistics.stdev(differences) / math.sqrt(pairs), p, pairs)
 
 
-def paired_p(before, after, fewest):
-    """p of a two-sided paired t-test of two lists of numbers; None for fewer than `fewest` pairs, or the same twice."""
-    effect = paired_effect(before, after)
-    return None if effect is None or effect.pairs < fewest or not effect.error else effect.p
-
-
 def speed_p(rounds, before, after):
     """p of the difference in speed between two scripts, from the logarithms of their rounds' times per token.
 
-    `rounds` has a row for each name and round; None for too few of them, or where a log does not say its batch.
+    `rounds` has a row for each name and round; None for too few of them, for the same times, or where a log does not
+    say its batch.
     """
     times = (rounds.ms / rounds.tokens).astype(float).map(math.log).unstack("name")[[before, after]].dropna()
-    return paired_p(times[before].tolist(), times[after].tolist(), FEWEST_ROUNDS)
+    effect = paired_effect(times[before].tolist(), times[after].tolist())
+    return effect.p if effect and effect.error and effect.pairs >= FEWEST_ROUNDS else None
 
 
 def holm(ps):
