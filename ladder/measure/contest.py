@@ -72,8 +72,8 @@ def refuse_unlike(facts):
     for name, found in others:
         for what, value in found.items():
             if value != wanted[what]:
-                raise UserError(f"{MUST_AGREE.get(what, what)}: {name} has {value} and {first} {wanted[what]}, which is not "
-                                "a fair comparison; give both the same")
+                raise UserError(f"{MUST_AGREE.get(what, what)}: {name} has {value} and {first} {wanted[what]}, which "
+                                "is not a fair comparison; give both the same")
 
 
 def check_logs(logs):

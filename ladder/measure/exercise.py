@@ -46,7 +46,7 @@ def check_file(file):
 
 
 def run_tests(rung, file, folder):
-    """What the tests of a rung say with a file in its place, as lines of tests/exercise_hooks.py; UserError without any.
+    """What the tests of a rung say with a file in its place, in lines of tests/exercise_hooks.py; UserError without.
 
     All that pytest prints goes to tests.txt in the folder.
     """

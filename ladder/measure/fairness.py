@@ -92,8 +92,9 @@ def hold_comparison(args, console):
     folder = args.logs or (newest_of(about) if args.resume else new_folder(FOLDERS))
     with locked(folder, args.resume):
         scripts = copied(scripts, folder / "scripts")
-        contest = Contest(scripts, flags, folder, args.seeds, at_once=at_once, most_tries=args.tries, against_first=True,
-                          env={"PYTHONPATH": os.pathsep.join([*beside, os.environ.get("PYTHONPATH", "")])})
+        path = os.pathsep.join([*beside, os.environ.get("PYTHONPATH", "")])
+        contest = Contest(scripts, flags, folder, args.seeds, at_once=at_once, most_tries=args.tries,
+                          against_first=True, env={"PYTHONPATH": path})
         open_contest(contest, about, settings.device, args.time_limit, console)
         try:
             with contest.runner:

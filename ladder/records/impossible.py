@@ -60,6 +60,6 @@ def impossible(run, card=None):
     fastest = fastest_ms(run, card)
     if fastest and run.median_ms < fastest[0]:
         least, card = fastest
-        sentences.append(f"{formats.ms(run.median_ms)} ms, and the matrix products alone take {formats.ms(least)} ms at "
-                         f"{CLOCKED_HIGHER:g} times the datasheet's rate of the {card.name}: {CLOCK}")
+        sentences.append(f"{formats.ms(run.median_ms)} ms, and the matrix products alone take {formats.ms(least)} ms "
+                         f"at {CLOCKED_HIGHER:g} times the datasheet's rate of the {card.name}: {CLOCK}")
     return sentences

@@ -84,7 +84,8 @@ def differing(one, other):
 def speed_verdict(one, other, faster, different):
     unit = "tokens/sec" if one.tokens_per_step and other.tokens_per_step else "steps/sec"
     word = f"{formats.ratio(faster)} times the {unit} of" if abs(faster - 1) >= 0.005 else f"the same {unit} as"
-    verdict = f"The second has {word} the first ({formats.ms(one.median_ms)} -> {formats.ms(other.median_ms)} ms/step, medians)"
+    times = f"{formats.ms(one.median_ms)} -> {formats.ms(other.median_ms)} ms/step, medians"
+    verdict = f"The second has {word} the first ({times})"
     work = [what for what in ("model", "B", "T") if what in different]
     if work:
         return f"{verdict}, with a different {' and '.join(work)}: this does not measure a change in the code."
