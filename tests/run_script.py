@@ -1,11 +1,15 @@
 """Runs of scripts: in this process, on the tiny model, with a crash or a clock made to order, or as programs."""
 import contextlib
+import fcntl
 import io
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import termios
+import warnings
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -97,6 +101,32 @@ def as_program(label, *words):
         except SystemExit as stop:  # of a line Python prints it and exits with 1
             code = stop.code if isinstance(stop.code, int) else print(stop.code, file=sys.stderr) or 1
     return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=errors.getvalue())
+
+
+def forked_program(ends, label, *words):
+    """A rung's script as a program in a fork of this process, which has imported torch. Every warning is an error.
+
+    It writes to the second end of an os.pipe(), or of a pty.openpty(): this is its terminal, and closing it a hangup.
+    """
+    ours, output = ends
+
+    def run():
+        os.close(ours)
+        os.setsid()
+        if os.isatty(output):
+            fcntl.ioctl(output, termios.TIOCSCTTY, 0)
+        for number in (0, 1, 2):
+            os.dup2(output, number)
+        sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)
+        sys.argv = [str(word) for word in (BY_LABEL[label].path, "--model", "tiny", "--device", "cpu", *words)]
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ResourceWarning)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+    process = get_context("fork").Process(target=run, daemon=True)
+    process.start()
+    os.close(output)
+    return process
 
 
 def run_command(*command, timeout=300, cwd=ROOT, **environment):

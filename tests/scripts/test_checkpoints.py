@@ -1,6 +1,5 @@
 """checkpoints, preemption: a stopped, crashed or killed run continues bit by bit, and nothing is lost or mixed up."""
 import errno
-import fcntl
 import gc
 import os
 import pickle
@@ -9,9 +8,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import termios
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +19,7 @@ import torch
 from damaged_files import Attack, cut_in_half
 from load_script import builds_on, rung, rungs_that_change
 from log_files import losses
-from run_script import Crash, as_program, crash_in_step, train
+from run_script import Crash, as_program, crash_in_step, forked_program, train
 from saved_models import assert_same_weights, names_in, save_as_from_a_gpu
 from token_folders import edit_json, tokens_of
 from torch.nn import functional as F
@@ -455,20 +451,15 @@ def test_preemption_nohup_outlives_a_hangup(nohup):
 
 def test_preemption_a_closed_terminal_saves(byte_tokens, tmp_path):
     """Though nothing can be printed any more: the log has the end, and a checkpoint the step."""
-    terminal, script = pty.openpty()
-    command = [sys.executable, BY_LABEL["preemption"].path, "--model", "tiny", "--device", "cpu",
-               "--compile-mode", "none",
-               "--data", byte_tokens, *ONE, "--steps", 10**6, "--log-dir", tmp_path, "--checkpoint-dir",
-               tmp_path / "checkpoints"]
-    run = subprocess.Popen([*map(str, command)], stdin=script, stdout=script, stderr=script, start_new_session=True,
-                           preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
-    os.close(script)
+    terminal, _ = ends = pty.openpty()
+    run = forked_program(ends, "preemption", "--compile-mode", "none", "--data", byte_tokens, *ONE, "--steps", 10**6,
+                         "--log-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     log, deadline = tmp_path / log_name("preemption"), time.monotonic() + 60
     while not (log.exists() and "step : 2 " in log.read_text()):
-        assert run.poll() is None and time.monotonic() < deadline
+        assert run.is_alive() and time.monotonic() < deadline
         os.read(terminal, 100_000)
     os.close(terminal)
-    run.wait(timeout=60)
+    run.join(60)
     last = read_log(log).steps[-1]
     assert f"# ended by a signal after step {last}\n" in log.read_text()
     assert names_in(tmp_path / "checkpoints") >= {f"step_{last:07}.pt"}

@@ -114,7 +114,7 @@ def test_fp8_only_the_forward_product_accumulates_fast(monkeypatch):
 
 
 def test_fp8_compiled_in_one_graph(fp8):
-    """As `train` runs it on a GPU: as eagerly, up to float8's own error."""
+    """As `train` runs it on a GPU."""
     torch.manual_seed(0)
     model, (x, y), found = new_gpt(fp8, "1x2x64", 257), torch.randint(0, 257, (2, 4, 32)), []
     for block in model.transformer.h:  # no weight is left at zero
@@ -122,7 +122,7 @@ def test_fp8_compiled_in_one_graph(fp8):
             torch.nn.init.normal_(linear.weight, std=0.02)
     fp8.use_float8(model, args_of(fp8, "--float8-from", 1))
     counters.clear()
-    for forward in (model, torch.compile(model, backend="aot_eager")):
+    for forward in (model, torch.compile(model, backend="eager")):
         with torch.autocast("cpu", torch.bfloat16):
             loss = forward(x, y)
         found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])

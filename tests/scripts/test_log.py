@@ -5,7 +5,6 @@ Header, steps and the clock of each rung are in test_train.py.
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,27 +12,27 @@ from unittest import mock
 
 import pytest
 import torch
-from load_script import ROOT, rung
+from load_script import rung
 from log_files import STEP_LINE, read_steps
-from run_script import FakeClock, as_program, train
+from run_script import FakeClock, as_program, forked_program, train
 
 
 def test_a_running_script_keeps_its_steps_and_a_later_one_its_log(tmp_path, byte_tokens):
     """Under its date, line by line. Ctrl-C ends it with one line, and until then nothing has warned either."""
-    command = [sys.executable, "-W", "error", "-W", "ignore::ResourceWarning", ROOT / "baseline.py", "--model", "tiny",
-               "--device", "cpu", "--data", byte_tokens, "--log-dir", tmp_path, "-B", "1", "-T", "16",
-               "--steps", "100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        printed = [run.stdout.readline().rstrip("\n") for _ in range(10)]
+    ends = os.pipe()
+    run = forked_program(ends, "0", "--data", byte_tokens, "--log-dir", tmp_path, "-B", 1, "-T", 16, "--steps", 10**6)
+    with open(ends[0]) as output:
+        printed = [output.readline().rstrip("\n") for _ in range(10)]
         log = train(rung("0"), tmp_path, byte_tokens, "-B", 1, "-T", 8, "--steps", 2)
         kept, = tmp_path.glob("baseline.log.*")
         lines = kept.read_text().splitlines()
-        run.send_signal(signal.SIGINT)
-        _, errors = run.communicate(timeout=60)
-    assert lines[:9] == printed[:9] and "steps: 100000" in kept.read_text()
+        os.kill(run.pid, signal.SIGINT)
+        last = [line for line in output if not STEP_LINE.match(line)]
+    run.join()
+    assert lines[:9] == printed[:9] and "steps: 1000000" in kept.read_text()
     assert all(STEP_LINE.fullmatch(line) for line in lines[5:])
     assert [step["step"] for step in read_steps(log)] == [1, 2] and "steps: 2 " in log.read_text()
-    assert run.returncode == 1 and errors.startswith("stopped: ") and errors.count("\n") == 1
+    assert run.exitcode == 1 and len(last) == 1 and last[0].startswith("stopped: "), last
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -21,7 +21,7 @@ from watch_training import norm_of, watch
 
 from ladder.rungs.list import BY_LABEL
 
-B, T, N_STEPS = 2, 64, 5
+B, T, N_STEPS = 2, 32, 5
 SHORT = {  # as far as a rung has the flag
     "B": B, "T": T, "steps": N_STEPS, "total_batch": B * T, "val_sequences": 2, "max_lr": 2e-3, "warmup_steps": 2,
     "muon_lr": 0.01, "decay_share": 0.6, "dropout": 0, "seed": 7,
@@ -38,9 +38,17 @@ def from_rung(first):
     return pytest.mark.parametrize("label", [label for label in EACH.args[1] if builds_on(label, first)])
 
 
+def mode_of(label):
+    """Of --compile-mode: one that is not the default."""
+    return "max-autotune" + "-no-cudagraphs" * (builds_on(label, "ddp") or builds_on(label, "cuda_graphs"))
+
+
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory, byte_tokens):
-    """short_run(label): what five steps of that rung do, its log as `lines` and `steps`, and what it printed."""
+    """short_run(label): what five steps of that rung do, its log as `lines` and `steps`, what it printed, compiled as.
+
+    From rung 5 on it is told to compile, and what it compiles stays as it is.
+    """
     runs = {}
 
     def run(label):
@@ -52,7 +60,7 @@ def short_run(tmp_path_factory, byte_tokens):
         slow_batch = clock.slow(batch, STEP_SECONDS["batch"])
         module.DataLoaderLite.batch = lambda loader, i: (
             batch if i in getattr(loader, "prefetched", ()) else slow_batch)(loader, i)
-        output, read = io.StringIO(), torch.Tensor.item
+        output, read, modes = io.StringIO(), torch.Tensor.item, []
 
         def item(tensor):
             clock.now += ITEM_SECONDS * (sys._getframe(1).f_code.co_filename == module.__file__)  # not an optimizer's
@@ -61,7 +69,10 @@ def short_run(tmp_path_factory, byte_tokens):
         with pytest.MonkeyPatch.context() as patch, watch() as seen, contextlib.redirect_stdout(output):
             patch.setattr(torch.Tensor, "item", item)
             patch.setattr(torch.cpu, "synchronize", clock.slow(torch.cpu.synchronize, STEP_SECONDS["synchronize"]))
-            seen.log = train(module, tmp_path_factory.mktemp("run"), byte_tokens, *known_flags(module, **SHORT))
+            patch.setattr(torch, "compile", lambda function, mode=None: modes.append(mode) or function)
+            flags = known_flags(module, **SHORT)
+            seen.log = train(module, tmp_path_factory.mktemp("run"), byte_tokens, *flags, compile_mode=mode_of(label))
+        seen.modes = modes
         seen.printed, seen.lines = output.getvalue().splitlines(), seen.log.read_text().splitlines()
         seen.steps = read_steps(seen.log)
         return seen
@@ -243,19 +254,15 @@ def test_a_flag_is_that_of_the_rung_before(label):
 
 
 @from_rung("5")
-def test_the_compile_mode_arrives(label, byte_tokens, tmp_path, monkeypatch):
+def test_the_compile_mode_arrives(label, short_run):
     """At the model; under FSDP at its blocks and at the loss."""
-    module, modes = rung(label), []
-    mode = f"max-autotune{'-no-cudagraphs' * (builds_on(label, 'ddp') or builds_on(label, 'cuda_graphs'))}"
-    monkeypatch.setattr(torch, "compile", lambda function, mode=None: modes.append(mode) or function)
-    flags = known_flags(module, B=1, T=8, steps=1, total_batch=8, val_every=0, checkpoint_every=0)
-    train(module, tmp_path, byte_tokens, *flags, compile_mode=mode)
     n_parts = 2 + 1 if builds_on(label, "fsdp") else 1
-    assert modes == [None] + n_parts * [mode]  # None: check_compiler's
+    assert short_run(label).modes == [None] + n_parts * [mode_of(label)]  # None: check_compiler's
+    assert f"# compile: {mode_of(label)}" in short_run(label).lines
 
 
 NOTES = {  # {first rung: what the log's header says from there on}; the tool reads it
-    "5": "# compile: none", "ddp": "# ranks: 1", "gradient_accumulation": f"# total batch: {B * T} tokens",
+    "ddp": "# ranks: 1", "gradient_accumulation": f"# total batch: {B * T} tokens",
     "distributed_validation": "# validation: every 25 steps on 2 sequences",
     "validation": "# validation: every 25 steps on 2 sequences",
     "gradient_checkpointing": "# recomputed blocks: 0 of 2", "documents_apart": "# documents: one",
