@@ -9,12 +9,13 @@ import PIL.Image
 import pytest
 from fake_race import ADAMW, MUON, ORDER, TRAPEZOID, VAL_LOSSES, cut, run_race
 from load_script import ROOT
-from run_tool import flags
+from run_tool import flags, run_jobs_here
 
 from experiments import race as race_module
 from experiments import race_docs
 from experiments.race import keep
 from ladder.errors import UserError
+from ladder.measure import runner
 from ladder.records.logs import rung_of
 from ladder.records.recipes import read_csv, read_logs, write_csv
 from ladder.records.summary import build_report
@@ -107,7 +108,9 @@ def test_a_race_for_real(byte_tokens, tmp_path, call, monkeypatch):
     words = [str(logs), "--seeds", "1", "--jobs", "2", "--tries", "3", "--rungs", ADAMW.label, *flags(byte_tokens),
              "--total-batch", "32", "--val-every", "2", "--val-sequences", "2", "--compile-mode", "none",
              "--warmup-steps", "0"]
-    assert race_module.main(words) == 0
+    with monkeypatch.context() as here:  # what is resumed runs in processes of its own
+        here.setattr(runner, "run_jobs", run_jobs_here)
+        assert race_module.main(words) == 0
     assert {*build_report(logs).race.tested.step} == {2, 4}
     assert "1 seed, too few for a star; 3 tries of learning rates" in " ".join(call("report", logs)[1].split())
     gone = [logs / "round_1" / f"{name}.log", logs / "timing" / "round_2" / f"{name}.log"]

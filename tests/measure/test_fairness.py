@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 from log_files import write_log
-from run_tool import flags, is_one_error
+from run_tool import flags, is_one_error, run_jobs_here
 
 from ladder.errors import UserError
-from ladder.measure import fairness
+from ladder.measure import fairness, runner
 from ladder.measure.contest import Contest, check_logs, known_flags
 from ladder.rungs.list import BY_LABEL
 
@@ -97,7 +97,9 @@ def test_a_comparison_for_real(mine, byte_tokens, tmp_path, call, monkeypatch):
     (tmp_path / "helper.py").write_text("")  # beside the file, whose copy runs
     words = ["compare", "zero_init", file, "--logs", logs, "--seeds", "3", "--tries", "2", *flags(byte_tokens),
              "--val-every", "2", "--val-sequences", "2"]
-    code, out, error = call(*words)
+    with monkeypatch.context() as here:  # what is resumed runs in a process of its own
+        here.setattr(runner, "run_jobs", run_jobs_here)
+        code, out, error = call(*words)
     assert code == 0, error
     assert "mine.py ends with the same losses as zero_init, to the last digit, with every seed." in out
     n_search = 2 * 3  # two tries, a seed of the search for each that is tested

@@ -116,7 +116,7 @@ def printed(record, width):
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 100, 140, 200])
+@pytest.mark.parametrize("width", [80, 140])
 def test_a_narrow_terminal_loses_columns_and_no_letters(width):
     """Whatever is left out, names, differences and p stay."""
     drift = numpy.array([100, 200, 150, 120, 180])
