@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from ladder.rungs.check_laws import first_line
 from ladder.rungs.list import BANNER, BY_LABEL, ROOT
 
-CONTEXT = 3  # unchanged lines around a change
 WORD = re.compile(r"\w+|\s+|.")
 LABEL = r"(?:Gain|Cost|Beware|Sources?):"
 NOT_COMPUTED = {"add_flags", "model_config", "GPTConfig", "DataLoaderLite", "get_lr", "set_learning_rates",
@@ -66,7 +65,7 @@ def mark_words(old, new):
 
 def diff_hunks(old, new, old_first, new_first):
     """The hunks of two lists of lines whose first lines have the given numbers."""
-    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(CONTEXT):
+    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes():
         hunk = []
         for tag, i1, i2, j1, j2 in group:
             if tag == "equal":
