@@ -8,10 +8,6 @@ import torch
 from ladder.measure import device_rates, machine_check
 
 
-def findings(function, *arguments):
-    return {one.what: f"{one.mark} {one.detail}" for one in function(*arguments)}
-
-
 @pytest.mark.parametrize("dtype, names, bfloat16", [
     (torch.float32, {"float32"}, "- none in this CPU"), (torch.bfloat16, {"float32", "bfloat16"}, "+ rung 3 gains")])
 def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
@@ -20,7 +16,8 @@ def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
     monkeypatch.setattr(device_rates, "SECONDS", 0.01)
     monkeypatch.setattr(device_rates.rung_10, "autocast_dtype", lambda device: dtype)
     assert device_rates.measure("cpu").keys() == names
-    assert findings(machine_check.check_formats, "cpu")["bfloat16"].startswith(bfloat16)
+    _, found, _ = machine_check.check_formats("cpu")
+    assert f"{found.mark} {found.detail}".startswith(bfloat16)
 
 
 def test_each_format_of_a_gpu_is_measured_as_a_rung_multiplies_in_it(monkeypatch):

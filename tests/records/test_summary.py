@@ -13,7 +13,7 @@ from ladder.records.logs import PEER
 from ladder.records.summary import build_report, warnings
 from ladder.rungs.list import BY_LABEL
 
-BASELINE, TIED, FUSED = (BY_LABEL[label].name for label in ("0", "1", "10"))
+BASELINE, TIED = BY_LABEL["0"].name, BY_LABEL["1"].name
 
 
 def rounds(folder, *logs, name=BASELINE):

@@ -127,9 +127,6 @@ def test_definitions_come_in_the_same_order():
             assert [name for name in old if name in new] == [name for name in new if name in old], entry.label
 
 
-ROOMS = ["rungs", "count", "show", "measure"]  # of the tool: each imports from itself and from those before it
-
-
 def test_every_script_is_a_stage():
     files = [*ROOT.glob("*.py"), *ROOT.glob("beyond/**/*.py")]
     scripts = {path.relative_to(ROOT).as_posix() for path in files}

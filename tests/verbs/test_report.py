@@ -32,13 +32,6 @@ def reference():
     return [build_report(folder) for folder in REFERENCE]
 
 
-def rounds(folder, *logs, name=BASELINE):
-    """The row of rung `name` in the report on these rounds: each the arguments of write_log."""
-    for number, arguments in enumerate(logs, 1):
-        write_log(folder / f"round_{number}" / f"{name}.log", **arguments)
-    return build_report(folder).rows[0]
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_table_of_a_gpu_names_its_attention_kernel(device, tmp_path, call):
     write_log(tmp_path / f"{BASELINE}.log")
@@ -84,7 +77,9 @@ def test_a_script_that_computes_something_else_since_its_record_is_marked(tmp_pa
 
 
 def test_csv_and_json_have_every_number_of_a_row(tmp_path, capsys):
-    row = rounds(tmp_path, {"ms": [40] * 3}, {"ms": [50] * 3})
+    for number, ms in ((1, 40), (2, 50)):
+        write_log(tmp_path / f"round_{number}" / f"{BASELINE}.log", ms=[ms] * 3)
+    row = build_report(tmp_path).rows[0]
     assert tool.main(["report", str(tmp_path), "--json"]) == 0
     [report] = json.loads(capsys.readouterr().out)
     assert report["rows"] == [pytest.approx(row._asdict())]
