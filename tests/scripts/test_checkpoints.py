@@ -1,5 +1,7 @@
 """checkpoints, preemption: a stopped, crashed or killed run continues bit by bit, and nothing is lost or mixed up."""
+import copy
 import errno
+import functools
 import gc
 import os
 import pickle
@@ -225,7 +227,7 @@ def another(value):
 
 
 @pytest.mark.parametrize("label", rungs_that_change("Checkpoints", "add_flags", since="checkpoints"))
-def test_checkpoints_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte_tokens):
+def test_checkpoints_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte_tokens, monkeypatch):
     """Whatever flags a rung has."""
     module, made = rung(label), []
     Checkpoints = module.Checkpoints
@@ -233,7 +235,8 @@ def test_checkpoints_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte
     train(module, tmp_path, byte_tokens, *ONE, "--steps", 4, "--val-every", 4, "--val-sequences", 1,
           "--checkpoint-every", 4)  # after the last step the rate has fallen, so --steps is not free
     (args, *parts), = made
-    flags = vars(args)
+    flags, load_file = vars(args), functools.cache(torch.load)
+    monkeypatch.setattr(torch, "load", lambda *file, **how: copy.deepcopy(load_file(*file, **how)))  # it takes longer
 
     def load(**changes):
         """The step that a run with other flags would resume after."""
@@ -250,7 +253,8 @@ def test_checkpoints_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte
     assert refused == flags.keys() - FREE - {"resume"} and len(refused) >= 8
 
 
-@pytest.mark.parametrize("label", [label for label in LOADS if builds_on(label, "trapezoid_lr")])
+@pytest.mark.parametrize("label", rungs_that_change(
+    "Checkpoints.load", "Checkpoints.refuse_other_run", since="trapezoid_lr"))
 def test_a_run_stopped_before_the_decay_may_get_another_end(label, tmp_path, byte_tokens):
     """12 steps, stopped after 4 and resumed for 8, are 8 from the start. Not once the decay has begun, in either."""
     flags = (*ONE, "--checkpoint-every", 4, "--decay-share", 0.5)
