@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from load_script import ROOT, load_module
-from run_script import run_command
+from run_script import as_program, run_command
 from token_folders import tokens_in
 
 from data import vocabulary
@@ -91,19 +91,21 @@ def test_a_bad_download_falls_back_loudly(content, reason, prepare, capsys):
     assert len(prepare.fallback_text()) > 300_000
 
 
-def test_offline_the_scripts_still_run(tmp_path):
+def test_offline_the_scripts_still_run(tmp_path, monkeypatch, capfd):
     """No data, no network: one command still trains, and the log names the text."""
-    nowhere = "http://127.0.0.1:9"
-    proxies = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], nowhere)
-    script = next((ROOT / "beyond" / "long_run").glob("1_*.py"))
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nowhere
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for file in PREPARE.parent.glob("*.py"):
         shutil.copy(file, tmp_path / "data")
-    run = run_command(sys.executable, script, *"--model tiny --device cpu -B 1 -T 32 --total-batch 32".split(),
-                      *"--steps 1 --compile-mode none".split(), cwd=tmp_path, **proxies, no_proxy="", NO_PROXY="",
-                      TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"))
-    assert run.returncode == 0 and run.stderr.count("NOT comparable") == 2, run.stderr
-    assert "# data: python_topics (gpt2-bytes tokens)" in (tmp_path / "logs" / f"{script.stem}.log").read_text()
+    run = as_program("gradient_accumulation", *"-B 1 -T 32 --total-batch 32 --steps 1 --compile-mode none".split())
+    errors = run.stderr + capfd.readouterr().err
+    assert run.returncode == 0 and errors.count("NOT comparable") == 2, errors
+    assert "# data: python_topics (gpt2-bytes tokens)" in run.stdout
 
 
 def test_only_a_default_text_is_replaced(prepare):

@@ -86,13 +86,20 @@ def test_gpt2_s_tokens_are_tiktoken_s():
     assert ours.encode_ordinary(TEXT) == theirs.encode_ordinary(TEXT)
 
 
+@pytest.fixture(scope="module")
+def gpt2s():
+    """GPT-2's tokenizer, ours and as one of transformers."""
+    tokenizer = vocabulary.GPT2()
+    return tokenizer, tokenizer.to_transformers()
+
+
 @NEEDS_GPT2
-def test_gpt2_s_tokens_have_one_name_wherever_they_come_from(prepare, tmp_path, monkeypatch):
+def test_gpt2_s_tokens_have_one_name_wherever_they_come_from(gpt2s, prepare, tmp_path, monkeypatch):
     """From a folder of transformers', too: --pretrained compares names, and a folder's is whatever its owner chose.
 
     What was read once, or fetched, is there without a network from then on; a damaged file is not used.
     """
-    vocabulary.GPT2().to_transformers().save_pretrained(tmp_path / "my_gpt2")
+    gpt2s[1].save_pretrained(tmp_path / "my_gpt2")
     offline(monkeypatch, tmp_path)
     with pytest.raises(vocabulary.NoTokenizer, match="TIKTOKEN_CACHE_DIR"):
         vocabulary.GPT2()
@@ -125,9 +132,8 @@ def test_without_gpt2_s_tokens_only_the_default_text_falls_back_to_bytes(prepare
 
 
 @NEEDS_GPT2
-def test_gpt2_in_the_hands_of_transformers():
-    gpt2 = vocabulary.GPT2()
-    theirs = gpt2.to_transformers()
+def test_gpt2_in_the_hands_of_transformers(gpt2s):
+    gpt2, theirs = gpt2s
     assert theirs.encode(TEXT) == gpt2.encoding.encode(TEXT, allowed_special="all")
     ids = gpt2.encode(TEXT)
     assert 50256 not in ids and gpt2.decode([*ids, 50256, 50300]) == TEXT
@@ -135,9 +141,9 @@ def test_gpt2_in_the_hands_of_transformers():
     known = vocabulary.Tokenizer("theirs", theirs.backend_tokenizer.to_str(), 50256)
     other = vocabulary.of_bytes("gpt2-bytes")  # it has the same end of text
     assert vocabulary.is_gpt2(known) and not vocabulary.is_gpt2(other)
-    theirs.add_tokens(["<pad>"])
-    padded = vocabulary.Tokenizer("padded", theirs.backend_tokenizer.to_str(), 50256)
-    assert not vocabulary.is_gpt2(padded)
+    padded = tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str())
+    padded.add_tokens(["<pad>"])
+    assert not vocabulary.is_gpt2(vocabulary.Tokenizer("padded", padded.to_str(), 50256))
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2-bytes"])

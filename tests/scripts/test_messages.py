@@ -196,6 +196,7 @@ def test_a_model_is_trained_further(model_of, stopped, byte_tokens, tmp_path):
         assert "--pretrained: not a model of this script; " in line and f"{BY_LABEL[source].path.name} loads it" in line
     torch.save(saved_with_nan(model_of("zero_init")), tmp_path / "nan.pt")
     assert "the loss is nan at step 1" in stopped("zero_init", *STEP, "--pretrained", tmp_path / "nan.pt")[1]
+    train(rung("10"), tmp_path / "longest", byte_tokens, *STEP, "-T", 1024, "--pretrained", model_of("10"))
     line = stopped("10", *STEP, "-T", 1100, "--pretrained", model_of("10"))[1]
     assert "-T: the model's longest sequence is 1024" in line
 
@@ -251,7 +252,7 @@ def test_a_pretrained_gpt2_and_data_prepared_offline(stopped, tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(3000))))
     load_module(ROOT / "data" / "prepare.py").main(
         ["--text", str(tmp_path / "text.txt"), "--tokenizer", str(model), "--out", str(tmp_path / "again")])
-    train(rung("0"), tmp_path / "logs", tmp_path / "again", *STEP, "-T", 1024, "--pretrained", model)  # its longest
+    train(rung("0"), tmp_path / "logs", tmp_path / "again", *STEP, "--pretrained", model)
 
 
 def test_save_replaces_nothing(byte_tokens, tmp_path):
