@@ -133,4 +133,4 @@ def test_every_script_is_a_stage():
     listed = {entry.file for entry in RUNGS}
     assert scripts - {"sample.py", "convert.py", "evaluate.py", "mine.py"} == listed, "correct ladder/rungs/list.py"
     silent = [entry.file for entry in RUNGS if entry.track and not entry.brings]
-    assert silent == [], "brings=\"...\" in ladder/rungs/list.py fills the last column of beyond/README.md"
+    assert silent == [], "say in ladder/rungs/list.py what they bring: beyond/README.md shows it"
