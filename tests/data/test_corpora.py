@@ -255,29 +255,6 @@ def test_few_documents_are_cut_at_nine_tenths(n, long, times, val, prepare, tmp_
         assert meta["train_tokens"] == (meta["train_tokens"] + meta["val_tokens"]) * 9 // 10
 
 
-@pytest.mark.parametrize("n, val", [(1, "last tenth"), (300, "documents drawn by hash")])
-def test_tokens_of_four_bytes_are_held_out_whole(n, val, prepare, tmp_path):
-    """Of a tokenizer with more than 65,536 tokens, such as a Qwen3's."""
-    class Wide(vocabulary.Bytes):
-        def encode(self, text):
-            return super().encode(text).astype(vocabulary.U4) + 70_000
-
-        def decode(self, ids):
-            return super().decode(np.asarray(ids) - 70_000)
-
-        def byte_lengths(self):
-            return np.ones(80_000, dtype=int)
-
-    wide = Wide("bytes")
-    wide.dtype, wide.end_of_text = vocabulary.U4, 79_999
-    prepare.load_tokenizer = lambda name: wide
-    write_jsonl(tmp_path / "corpus.jsonl", [f"{number:03} " * (300 // n) for number in range(n)])
-    meta = prepare.prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
-    train, val_tokens = (np.fromfile(tmp_path / "out" / f"{split}.bin", "<u4") for split in ("train", "val"))
-    assert meta["val"] == val and (meta["train_tokens"], meta["val_tokens"]) == (len(train), len(val_tokens))
-    assert min(train.min(), val_tokens.min()) >= 70_000 and len(train) + len(val_tokens) in (1200, 1498)
-    assert 60 <= len(val_tokens) <= 240 and (n > 1 or len(val_tokens) == 120)
-
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here to read the peak memory from")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -318,11 +319,14 @@ def test_what_is_not_a_models_file(prepare, tmp_path):
 
 @pytest.mark.parametrize("largest, dtype", [(65_535, "<u2"), (65_536, "<u4")])
 def test_ids_beyond_16_bits_take_32(largest, dtype, prepare, tmp_path):
-    """From Hugging Face's tokenizer to a script's batch; documents are drawn in that width, too."""
+    """From Hugging Face's tokenizer to a script's batch; a single text is cut, and documents drawn, in that width."""
     contents = json.loads(vocabulary.trained([], 257).json)
     contents["model"]["vocab"]["xyz"] = largest
     large = tokenizers.Tokenizer.from_str(json.dumps(contents))
     hugging_face_folder(tmp_path / "theirs", large)
+    prepare.main(["--text", "text", "--out", "one", "--tokenizer", "theirs"])
+    sizes = [Path("one", f"{split}.bin").stat().st_size // np.dtype(dtype).itemsize for split in ("train", "val")]
+    assert sizes[0] == sum(sizes) * 9 // 10 and json.loads(Path("one/meta.json").read_text())["val_tokens"] == sizes[1]
     texts = [f"document {i}: to be or not to be" for i in range(200)]
     Path("many.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepare.main(["--text", "many.jsonl", "--out", "out", "--tokenizer", "theirs"])

@@ -415,14 +415,16 @@ def interrupt(monkeypatch, call, number=signal.SIGINT):
     monkeypatch.setattr(F, "scaled_dot_product_attention", interrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_preemption_a_signal_saves_and_ends_well(number, byte_tokens, whole, tmp_path, monkeypatch):
-    interrupt(monkeypatch, 15, number)  # in the third step, or the validation after it
+@pytest.mark.parametrize("number, call, steps", [
+    (signal.SIGINT, 3, {1}), (signal.SIGTERM, 15, {3, 4}), (signal.SIGHUP, 15, {3, 4})])
+def test_preemption_a_signal_saves_and_ends_well(number, call, steps, byte_tokens, whole, tmp_path, monkeypatch):
+    """In the first step, or in the third or the validation after it."""
+    interrupt(monkeypatch, call, number)
     run = six_steps(byte_tokens, tmp_path)
     assert run.returncode == 0, run.stderr
     stopped = len(losses(tmp_path / log_name("preemption")))
     log = (tmp_path / log_name("preemption")).read_text()
-    assert stopped in (3, 4) and f"# checkpoint: step {stopped} in " in log
+    assert stopped in steps and f"# checkpoint: step {stopped} in " in log
     assert f"# ended by a signal after step {stopped}" in log and f"-{stopped}\n" in log[log.index("median : ") :]
     assert torch.load(tmp_path / "model.pt", weights_only=True)["step"] == stopped
     monkeypatch.undo()
@@ -468,12 +470,6 @@ def test_preemption_a_closed_terminal_saves(byte_tokens, tmp_path):
     assert f"# ended by a signal after step {last}\n" in log.read_text()
     assert names_in(tmp_path / "checkpoints") >= {f"step_{last:07}.pt"}
 
-
-def test_preemption_a_signal_in_the_first_step_saves_it(byte_tokens, tmp_path, monkeypatch):
-    interrupt(monkeypatch, 3)
-    run = six_steps(byte_tokens, tmp_path)
-    assert run.returncode == 0 and "# ended by a signal after step 1\n" in run.stdout, run.stderr
-    assert "step_0000001.pt" in names_in(tmp_path / "checkpoints")
 
 
 def test_checkpoints_a_folder_that_cannot_be_written_ends_the_run_before_its_first_step(byte_tokens, tmp_path):

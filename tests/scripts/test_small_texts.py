@@ -1,4 +1,4 @@
-"""dropout and documents_apart, for a small text. shuffled_windows: test_loader.py; best_checkpoint: test_best.py."""
+"""dropout and documents_apart, for a small text. shuffled_windows: test_loader.py; best_checkpoint: test_best_checkpoint.py."""
 
 import numpy as np
 import pytest

@@ -3,7 +3,6 @@
 That whole models are transformers' own, test_model.py shows.
 """
 import math
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +14,7 @@ from run_script import Crash, train
 from token_folders import data_with, tokens_of
 from torch.nn import functional as F
 
-import convert
 from data import vocabulary
-from ladder.rungs.list import BY_LABEL
 
 SHORT = ("-B", 1, "-T", 16, "--steps", 3, "--val-every", 0)
 IDS = torch.randint(0, 257, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -182,33 +179,6 @@ def test_ngram_embeddings_the_tables_are_adamws():
     assert {id(p) for p in groups[2]["params"]} == {id(table.weight) for table in (
         model.lm_head, model.pairs, model.triples)}
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-
-
-SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
-         "num_key_value_heads": 2, "vocab_size": 300}
-SAME_HEADS = {"head_dim": 16, "num_key_value_heads": 4}  # as `zero_init`'s: only the base of RoPE differs
-
-
-@pytest.mark.parametrize("shape", [SMALL, SMALL | SAME_HEADS], ids=["small", "same heads"])
-@torch.no_grad()
-def test_grouped_query_attention_has_the_shape_of_a_published_qwen3(shape):
-    """convert.py there and back, with random weights; a longer context and a larger base of RoPE come along."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(**shape, max_position_embeddings=2048, tie_word_embeddings=True,
-                         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000})
-    torch.manual_seed(0)
-    theirs = Qwen3ForCausalLM(config).eval()
-    name = convert.usual_script(config)
-    assert name == BY_LABEL["grouped_query_attention"].path.name
-    ours = convert.from_transformers(theirs, name).eval()
-    assert (ours.config.n_kv_head, ours.config.head_size, ours.config.block_size) == (
-        shape["num_key_value_heads"], shape["head_dim"], 2048)
-    x = torch.randint(0, shape["vocab_size"], (1, 40))
-    logits = theirs(x).logits
-    assert torch.allclose(ours(x), logits, atol=1e-4 * logits.abs().max())
-    back = convert.to_transformers({"config": asdict(ours.config), "model": ours.state_dict(), "end_of_text": 0})
-    assert torch.equal(back(x).logits, logits)
 
 
 @pytest.mark.parametrize("flags, heads", [([], (2, 1, 32)), (["--kv-heads", "2"], (2, 2, 32)),
