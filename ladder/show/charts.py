@@ -50,7 +50,7 @@ def memory_bars(report):
 
 
 def profile_bars(profile):
-    """Milliseconds of each rung's step by kind of work, and its floor; none for None."""
+    """Milliseconds of each rung's step by kind of work; the mark is what its products alone take. None for None."""
     rungs = profile["rungs"] if profile else []
     for found in rungs:
         rung, parts, sure = BY_NAME[found["name"]], list(found["parts_ms"].values()), is_reliable(found)
