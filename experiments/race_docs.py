@@ -4,8 +4,6 @@
 """
 import argparse
 
-import pandas
-
 from ladder import formats
 from ladder.records.logs import ORDER, rung_of
 from ladder.records.recipes import RACE
@@ -39,23 +37,7 @@ def race_table(report):
     texts, _ = race_texts(report, LINKED_SCRIPT)
     texts = texts[[heading for heading in texts if not heading.startswith("ms")]]
     return (f"### {race_name(report)}\n\n{markdown(texts, 2)}\n\n"
-            f"*{machine_of(report)}, {batch_of(report)}. {race_caption(report)}*")
-
-
-def older_table(older, newer):
-    """A row for each older race: the losses of its first script, of the newer races' last, and of those they lack."""
-    known = [name for race in newer for name in race.race.table.name]
-    shown = list(dict.fromkeys(
-        name for race in older for place, name in enumerate(race.race.table.name)
-        if place == 0 or name not in known or name == known[-1]))
-    rows = []
-    for race in older:
-        losses = {row.name: formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss)
-                  for row in race.race.table.itertuples()}
-        seeds = race.race.tested.seed.nunique()
-        rows.append({"text": race_name(race), "seeds": formats.number(seeds),
-                     **{f"`{rung_of(name).label}`": losses.get(name, formats.NOTHING) for name in shown}})
-    return f"### Older races\n\n{markdown(pandas.DataFrame(rows), 1)}"
+            f"*{machine_of(report)}, {batch_of(report)}. {race_caption(report, times=False)}*")
 
 
 def race_bar(row, color):
@@ -97,12 +79,12 @@ def pictures(races):
 
 
 def write_tables(races, root=ROOT):
+    """The page has only the races by today's rule; its text says what the older ones add."""
     newer = [race for race in races if not is_older(race)]
-    older = [race for race in races if is_older(race)]
     _, explains = race_texts(newer[0])
     key = [f"- {text}." for heading, text in explains.items() if not heading.startswith("ms")]
     key = "\n".join([*key, f"- {BRACKETS} {FOR_ALL}"])
-    write_between(root / PAGE, "race", [*map(race_table, newer), key, older_table(older, newer)])
+    write_between(root / PAGE, "race", [*map(race_table, newer), key])
 
 
 def main():

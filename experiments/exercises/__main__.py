@@ -250,7 +250,7 @@ def exercise_muon():
     for n in (1, 3, 5, 10):
         module = script("muon", ("    for _ in range(5):\n        gram", f"    for _ in range({n}):\n        gram"))
         module.autocast_dtype = lambda device: torch.float32
-        values = torch.linalg.svdvals(module.orthogonalize(matrix))
+        values = torch.linalg.svdvals(module.orthogonalize(matrix[None]))
         print(f"{n} iterations: singular values {values.min():.3f} to {values.max():.3f}")
 
 
@@ -314,6 +314,7 @@ LONGER = {
         ("as it is", "8", [], {}),
         ("beta2 0.999", "8", [("betas=(0.9, 0.95)", "betas=(0.9, 0.999)")], {}),
         ("clipped to 0.01", "8", [("parameters(), 1.0)", "parameters(), 0.01)")], {}),
+        ("not clipped", "8", [("parameters(), 1.0)", "parameters(), 1e9)")], {}),
     ],
     "9": [
         ("0.003, cosine", "9", [], {}),

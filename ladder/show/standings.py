@@ -80,8 +80,8 @@ def how_sure(record):
 
 # ---- a race ----------------------------------------------------------------------------------------------------------
 
-def race_caption(report):
-    """What a reader of a race needs to know beside what explains the columns."""
+def race_caption(report, times=True):
+    """What a reader of a race needs to know beside what explains the columns; `times`: whether these are shown."""
     record, table = report.race, report.race.table
     rounds, search = record.tested, record.part("search")
     searched = "learning rates not searched"
@@ -99,10 +99,10 @@ def race_caption(report):
     rounds_of_time = max((effect.pairs for effect in table.times if effect), default=0)
     timed = f"timed in {rounds_of_time} rounds, one script at a time" if rounds_of_time else "not timed"
     modern = any(rung_of(name).file.startswith("beyond/modern/") for name in record.names)
-    parts = [f"{seeds}; {searched}; {timed}."]
+    parts = [f"{seeds}; {searched}; {timed}." if times else f"{seeds}; {searched}."]
     if modern and "total batch" in record.facts:
-        parts.append("These scripts also had gradient accumulation and checkpoints: do not compare their losses with "
-                     "those of newer races.")
+        parts.append("These scripts also had gradient accumulation and checkpoints, and other searches for their rates: "
+                     "do not compare their losses with those of newer races.")
     if table.change.notna().any():
         parts.append(how_sure(record))
     unsure = [f"the rates of {label_of(name)}, which {why}" if name else why for name, why in doubts(record)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pandas
 import PIL.Image
 import pytest
-from fake_race import ADAMW, MUON, ORDER, TRAPEZOID, VAL_LOSSES, cut, run_race
+from fake_race import ADAMW, MUON, ORDER, VAL_LOSSES, cut, run_race
 from load_script import ROOT
 from run_tool import flags, run_jobs_here
 
@@ -16,7 +16,6 @@ from experiments import race_docs
 from experiments.race import keep
 from ladder.errors import UserError
 from ladder.measure import runner
-from ladder.records.logs import rung_of
 from ladder.records.recipes import read_csv, read_logs, write_csv
 from ladder.records.summary import build_report
 from ladder.show.plots import digest, save
@@ -71,20 +70,6 @@ def test_the_picture_of_races_has_the_effects_and_their_intervals(tmp_path):
     effect = report.race.table.change[MUON.name]
     for [bar] in (panel["bars"] for panel in panels):  # nothing stands before the first row
         assert (bar["parts"], bar["low"], bar["high"]) == ([effect.mean], effect.low, effect.high)
-
-
-def test_the_table_of_older_races_has_the_losses_of_some_rungs(tmp_path):
-    """The first one's, those of the newer races' last one, and of the rungs that no newer race has."""
-    run_race(tmp_path, [ADAMW, MUON, TRAPEZOID], 3, **VAL_LOSSES | {TRAPEZOID.name: [5.0, 5.1, 5.2]})
-    older = build_report(tmp_path)
-    first, muon, trapezoid = (rung_of(name) for name in older.race.table.name)
-    record = older.race
-    newer = replace(older, race=replace(record, points=record.points[record.points.rung != TRAPEZOID.name]))
-    lines = race_docs.older_table([older], [newer]).splitlines()
-    assert lines[2] == f"| text | seeds | `{first.label}` | `{muon.label}` | `{trapezoid.label}` |"
-    assert lines[-1].endswith(" | 3 | 6.000 (5.900–6.100) | 3.967 (3.900–4.000) | 5.100 (5.000–5.200) |")
-    heading = race_docs.older_table([older], [older]).splitlines()[2]
-    assert heading == f"| text | seeds | `{first.label}` | `{trapezoid.label}` |"
 
 
 def test_what_docs_shows_of_races_is_up_to_date(tmp_path):
