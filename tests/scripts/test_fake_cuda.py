@@ -18,8 +18,10 @@ SCALED = ["8", *(label for label in LABELS if BY_LABEL[label].may_change & {
 GRAPHS = [label for label in COMPILED if label == "5" or label in rungs_that_change(
     "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward", "ChunkedCrossEntropy")]
 MICRO_STEPS = 2
-ENDS = ["7", "no_biases", "fp8", "ngram_embeddings", "mup", "sampled_softmax", "documents_apart", "long_run",
+LADDER = ["5", "6", "7"]
+ENDS = ["no_biases", "fp8", "ngram_embeddings", "mup", "sampled_softmax", "documents_apart", "long_run",
         "grouped_query_attention"]  # of the trunks and branches: between them they have every part of these graphs
+TRACED = ["cuda_graphs", *(label for label in GRAPHS if label not in [*LADDER, *ENDS])]  # those: test_lowered.py
 RECOMPUTED = "long_run:recompute"
 # Of the others test_train.py sees whether a step reads the loss, and test_loader.py how a batch gets to the device.
 QUICK = ["0", *(entry.label for entry in LEAVES if entry.label in LABELS), "3:float16", "sharded_optimizer:float16"]
@@ -48,10 +50,9 @@ def in_float16(labels):
 
 @pytest.mark.parametrize("backend, words", [
     ("none", QUICK),
-    pytest.param("none", [word for word in [*LABELS, *in_float16(SCALED)] if word not in [*QUICK, *GRAPHS]],
+    pytest.param("none", [word for word in [*LABELS, *in_float16(SCALED)] if word not in [*QUICK, *TRACED]],
                  marks=pytest.mark.slow),
-    pytest.param("aot_eager", [*GRAPHS, "cuda_graphs", *in_float16(["no_biases", "long_run"]), RECOMPUTED],
-                 marks=pytest.mark.slow),
+    pytest.param("aot_eager", [*TRACED, *in_float16(["no_biases", "long_run"]), RECOMPUTED], marks=pytest.mark.slow),
 ], ids=["quick", "none", "aot_eager"])
 def test_no_rung_mixes_devices_breaks_its_graph_or_waits_more_than_it_must(backend, words, tmp_path):
     compiled = backend != "none"
