@@ -34,8 +34,12 @@ def copied(scripts, folder):
             name = rung.name
             while name in [*BY_NAME, *(one.name for one in copies)]:
                 name += "_yours"
-            folder.mkdir(parents=True, exist_ok=True)
-            copy = shutil.copyfile(rung.path, folder / f"{name}.py")
+            copy = folder / f"{name}.py"
+            if not copy.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(rung.path, copy)
+            elif copy.read_bytes() != rung.path.read_bytes():
+                raise UserError(f"{rung.path}: differs from {copy}, its copy that ran; give a new folder")
             rung = Rung("", str(copy.resolve()), rung.title)
         copies.append(rung)
     return copies

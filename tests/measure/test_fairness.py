@@ -34,6 +34,17 @@ def test_a_file_is_no_rung_though_it_has_its_name(mine, tmp_path):
     assert other.path.read_bytes() == copy.path.read_bytes()
 
 
+def test_a_changed_file_never_replaces_the_copy_that_ran(mine, tmp_path):
+    file = mine()
+    rung, before = fairness.script_of(str(file)), file.read_bytes()
+    [copy] = fairness.copied([rung], tmp_path / "scripts")
+    assert fairness.copied([rung], tmp_path / "scripts") == [copy]
+    file.write_bytes(before + b"# changed\n")
+    with pytest.raises(UserError, match="mine.py: differs from .*mine.py, its copy that ran"):
+        fairness.copied([rung], tmp_path / "scripts")
+    assert copy.path.read_bytes() == before
+
+
 def test_each_script_gets_the_flags_that_it_has(mine):
     flag = '    flag("--seed"'
     own = fairness.script_of(str(mine(flag, f'    flag("--idea", type=float, default=1.0)\n{flag}')))
@@ -115,6 +126,6 @@ def test_a_comparison_for_real(mine, byte_tokens, tmp_path, call, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert is_one_error(call(*words, "--resume", "--max-lr", "0.1"), "of other flags")
     file.write_text(file.read_text() + "# changed\n")
-    assert is_one_error(call(*words, "--resume"), "of other scripts")
+    assert is_one_error(call(*words, "--resume"), "mine.py: differs from")
     contest = json.loads((logs / "contest.json").read_text())
     assert contest["seeds"] == 3 and contest["scripts"][1]["title"] == "mine.py" and "commit" in contest
