@@ -232,7 +232,6 @@ def test_one_line_where_there_is_nothing_to_try(label, text, reasons, imported_h
     assert files_in(tmp_path) == before
 
 
-@pytest.mark.slow
 def test_a_script_that_ends_its_process_does_not_start(call, tmp_path):
     (tmp_path / "mine.py").write_text("import os\nprint('all is well', flush=True)\nos._exit(0)\n")
     answer = call("try", 6, tmp_path / "mine.py")
