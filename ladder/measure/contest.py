@@ -36,14 +36,13 @@ import torch
 
 from ladder.count.memory import free_memory
 from ladder.errors import UserError
-from ladder.files import write_whole
+from ladder.files import read_json, write_whole
 from ladder.measure.learning_rates import RATE_FLAGS, SEED, Search, default_rates, tuning_seeds
 from ladder.measure.processes import MEMORY_SHARE, Job
 from ladder.measure.runner import Runner
 from ladder.measure.script_flags import command_for, settings_of
 from ladder.measure.this_machine import describe
 from ladder.records.logs import read_log
-from ladder.records.machine import read_json
 from ladder.records.recipes import MOST_TRIES, RATES, last_val_loss, pairs_of, read_rates, show_rates
 from ladder.rungs.list import load_script
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from ladder.count.memory import largest_fitting
 from ladder.errors import UserError
-from ladder.measure.processes import MEMORY_SHARE, Job, run_job
-from ladder.measure.run_folder import run_module
+from ladder.measure.processes import MEMORY_SHARE, Job, run_job, run_module
 from ladder.measure.script_flags import command_for, settings_of, split_flags
 from ladder.records.logs import read_log
 

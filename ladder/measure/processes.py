@@ -4,6 +4,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,10 @@ import psutil
 import torch
 
 from ladder.count.memory import free_memory
+from ladder.errors import UserError
 from ladder.measure import allocator
 from ladder.measure.this_machine import cpu_name
+from ladder.rungs.list import ROOT
 
 MEMORY_SHARE = 0.9  # of the free memory: a child on a CPU that takes more is stopped before the machine starts to swap
 # A line of a child's output; torchrun's own, about its child, says nothing.
@@ -179,3 +182,13 @@ def run_job(job, seconds, device):
     outcomes = []
     run_jobs([job], seconds, device, 1, lambda _, outcome: outcomes.append(outcome))
     return outcomes[0]
+
+
+def run_module(name, *words):
+    """What `python -m NAME` prints, in a child process, because a process that has used a GPU keeps memory there."""
+    command = [sys.executable, "-m", name, *words]
+    child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    if child.returncode:
+        reason = child.stderr.strip() or f"exit code {child.returncode}"
+        raise UserError(f"python -m {name} failed: {reason.splitlines()[-1]}")
+    return child.stdout

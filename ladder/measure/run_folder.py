@@ -1,9 +1,7 @@
-"""The folder of a run: its lock, and its machine.json with what the machine can do."""
+"""The folder of a run: its lock, its machine.json with what the machine can do, and how the run is continued."""
 import contextlib
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import filelock
@@ -11,7 +9,11 @@ import psutil
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.rungs.list import ROOT
+from ladder.measure.processes import run_module
+from ladder.measure.script_flags import split_flags
+from ladder.records.logs import newest_run
+from ladder.records.machine import read_machine
+from ladder.records.summary import older_code
 
 
 @contextlib.contextmanager
@@ -46,16 +48,6 @@ def left_over(folder):
     return None
 
 
-def run_module(name, *words):
-    """What `python -m NAME` prints, in a child process, because a process that has used a GPU keeps memory there."""
-    command = [sys.executable, "-m", name, *words]
-    child = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
-    if child.returncode:
-        reason = child.stderr.strip() or f"exit code {child.returncode}"
-        raise UserError(f"python -m {name} failed: {reason.splitlines()[-1]}")
-    return child.stdout
-
-
 def write_machine(folder, device, **more):
     """Measure the machine and write its rates, its names and `more` to folder/machine.json.
 
@@ -68,3 +60,25 @@ def write_machine(folder, device, **more):
         machine["rates"][name] = max(rate, machine["rates"].get(name, 0))
     machine["bytes_per_second"] = max(measured["bytes_per_second"], machine.get("bytes_per_second", 0))
     write_whole(path, json.dumps(machine, indent=2) + "\n")
+
+
+def as_started(args):
+    """The arguments that the run to --resume was started with, as its machine.json has them."""
+    _, words = split_flags(args.argv, "--logs")
+    if words != ["run", "--resume"]:
+        raise UserError("--resume: continues a run with the flags it was started with; leave the others out")
+    folder = args.logs or newest_run(wanted=Path.exists)
+    arguments = read_machine(folder).get("arguments")
+    if arguments is None:
+        raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
+    again = args.parse(arguments)
+    again.resume, again.logs = True, folder
+    return again
+
+
+def refuse_changed(rungs, folder):
+    """Refuse to continue a run of rungs whose steps have changed since: its rounds would be of two scripts."""
+    machine = read_machine(folder)
+    for rung in rungs:
+        if older_code(rung.name, machine):
+            raise UserError(f"--resume: {rung.file} has changed since this run began; restore it, or start a new run")

@@ -117,10 +117,14 @@ class Runner:
     def finish(self, job, outcome):
         """Keep the outcome, and print one line about it."""
         say = self.progress.console.print
+        try:
+            run = read_log(job.log) if outcome.status == "ok" else None
+        except UserError:
+            outcome = replace(outcome, status="failed", reason=f"it wrote no step to {job.log}")
         self.outcomes.append(outcome)
         if outcome.status != "ok":
             say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red")
             return
-        run, name = read_log(job.log), (job.log_dir / job.name).relative_to(self.log_dir)
+        name = (job.log_dir / job.name).relative_to(self.log_dir)
         say(f"{name}: loss {formats.loss(run.losses[0])} -> {formats.loss(run.losses[-1])}, "
             f"{formats.ms(run.median_ms)} ms/step")

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from ladder.errors import UserError
-from ladder.measure.machine_check import NO_TORCHRUN, compile_problem, nvidia_problem
+from ladder.measure.problems import compile_problem, nvidia_problem
 from ladder.rungs.list import ROOT, load_script
 
 # of torchrun: without an address it looks its host's name up, and hangs where that has none
@@ -14,8 +14,8 @@ ONE_MACHINE = ["--standalone", "--local-addr=127.0.0.1"]
 QUICK_DATA = Path("data/bytes")
 
 
-def quick_flags():
-    """The scripts' flags for `run --quick`, whose text it prepares.
+def prepare_quick():
+    """Prepare the text of `run --quick`, and return the scripts' flags for it.
 
     In a small model the output layer takes most of a step, and on most CPUs no rung makes it faster: so the tokens are
     bytes. On a long sequence attention takes most of the rest, which rung 6 makes faster on any machine.
@@ -90,13 +90,3 @@ def check_flags(rungs, flags):
     _, meta = script.load_tokens(settings.data, "train", settings.B * settings.T + 1)
     script.model_config(settings, meta["vocab_size"])
     return settings
-
-
-def check_together(args, rungs):
-    """Refuse flags of `run` that say different things, and what cannot start on Windows."""
-    if sys.platform == "win32" and any(rung.torchrun for rung in rungs):
-        raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
-    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1), ("--at-once", args.at_once > 1),
-                        ("--logs", args.logs)):
-        if given and args.max_batch:
-            raise UserError(f"{flag}: not with --max-batch; leave it out")

@@ -1,17 +1,9 @@
 """What a folder records about the machine that its logs come from."""
-import json
 from pathlib import Path
 
 from ladder.count.cards import Card
 from ladder.errors import UserError
-
-
-def read_json(path):
-    """The JSON in a file; {} without the file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); delete it, and run its command again") from None
+from ladder.files import read_json
 
 
 def read_machine(folder):

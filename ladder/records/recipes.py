@@ -11,9 +11,8 @@ from pathlib import Path
 import pandas
 
 from ladder.errors import UserError
-from ladder.files import write_whole
+from ladder.files import read_json, write_whole
 from ladder.records.logs import lines_of, read_headers, read_log, text_of
-from ladder.records.machine import read_json
 from ladder.records.significance import holm_effects, paired_effect
 from ladder.rungs.list import today
 

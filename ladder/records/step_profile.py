@@ -1,7 +1,7 @@
 """The profile of a folder: where the time of each rung's step goes, as measured by `python -m ladder profile`."""
 from pathlib import Path
 
-from ladder.records.machine import read_json
+from ladder.files import read_json
 from ladder.rungs.list import today
 
 KINDS = {  # kind of work: what belongs to it

@@ -1,15 +1,16 @@
 """`python -m ladder run`: the rungs, between two measurements of the machine, and the table at the end."""
+import sys
 from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
 from ladder.measure.max_batch import fit_batch, largest_batch
 from ladder.measure.peer import find_peers
-from ladder.measure.run_folder import locked
+from ladder.measure.problems import NO_TORCHRUN
+from ladder.measure.run_folder import as_started, locked, refuse_changed
 from ladder.measure.runner import Runner, plan
-from ladder.measure.script_flags import check_flags, check_together, eager_flags, quick_flags, split_flags
-from ladder.records.logs import RUNS, newest_run
-from ladder.records.machine import read_machine
+from ladder.measure.script_flags import check_flags, eager_flags, prepare_quick
+from ladder.records.logs import RUNS
 from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, parse_rungs
 from ladder.show.print_report import print_end, print_largest
@@ -33,25 +34,21 @@ def add_flags(parser):
     flag("--logs", type=Path, metavar="FOLDER", help="a new folder (default: logs/ladder/DATE_TIME)")
 
 
-def as_started(args):
-    """The arguments that the run to --resume was started with, as its machine.json has them."""
-    _, words = split_flags(args.argv, "--logs")
-    if words != ["run", "--resume"]:
-        raise UserError("--resume: continues a run with the flags it was started with; leave the others out")
-    folder = args.logs or newest_run(wanted=Path.exists)
-    arguments = read_machine(folder).get("arguments")
-    if arguments is None:
-        raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
-    again = args.parse(arguments)
-    again.resume, again.logs = True, folder
-    return again
+def check_together(args, rungs):
+    """Refuse flags that say different things, and what cannot start on Windows."""
+    if sys.platform == "win32" and any(rung.torchrun for rung in rungs):
+        raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
+    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1), ("--at-once", args.at_once > 1),
+                        ("--logs", args.logs)):
+        if given and args.max_batch:
+            raise UserError(f"{flag}: not with --max-batch; leave it out")
 
 
 def main(args, console):
     args = as_started(args) if args.resume else args
     logs, rungs = args.logs or new_folder(RUNS), parse_rungs("0,5,6" if args.quick else args.rungs)
     check_together(args, rungs)
-    flags = [*quick_flags(), *args.flags] if args.quick else args.flags
+    flags = [*prepare_quick(), *args.flags] if args.quick else args.flags
     peers, settings = find_peers(args.peers), check_flags(rungs, flags)
     with_peers = rungs + [BY_LABEL["10"]] * bool(peers)  # each is another rung 10
     flags = eager_flags(with_peers, flags, settings.device, console)
@@ -59,7 +56,10 @@ def main(args, console):
         found = {rung: largest_batch(rung, flags, args.time_limit, args.processes, console) for rung in rungs}
         return print_largest(found, console)
     rungs, batch = fit_batch(rungs, flags, settings, console)
-    arguments = [*args.argv, *(["--rungs", ",".join(rung.label for rung in rungs), *batch] if batch else [])]
+    if args.resume:
+        refuse_changed(rungs, logs)
+    arguments = [word for word in args.argv if word != "--"]  # behind it, --rungs would be a script's flag
+    arguments += ["--rungs", ",".join(rung.label for rung in rungs), *batch] if batch else []
     rounds = plan(rungs, [*flags, *batch], logs, args.repeat, peers, args.processes)
     runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
     interrupted = False

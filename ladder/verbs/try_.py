@@ -7,7 +7,7 @@ from pathlib import Path
 from ladder.errors import UserError
 from ladder.files import new_folder
 from ladder.measure.exercise import ROUNDS, SHORT, check_file, is_red, run_both, run_tests
-from ladder.measure.machine_check import NO_TORCHRUN
+from ladder.measure.problems import NO_TORCHRUN
 from ladder.measure.script_flags import settings_of
 from ladder.rungs.lessons import read_exercises
 from ladder.rungs.list import ROOT, find_rung

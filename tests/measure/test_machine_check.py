@@ -9,7 +9,7 @@ from log_files import MEDIAN, write_log
 from run_tool import flags, is_one_error
 
 from ladder.errors import UserError
-from ladder.measure import machine_check, this_machine
+from ladder.measure import machine_check, problems, this_machine
 
 
 def findings(function, *arguments):
@@ -20,11 +20,11 @@ def findings(function, *arguments):
 def test_a_missing_compiler_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    assert "/no/such/compiler" in machine_check.compile_problem("cpu")
+    assert "/no/such/compiler" in problems.compile_problem("cpu")
 
 
 def test_check_says_what_is_here_and_recommends_a_run(monkeypatch, call):
-    monkeypatch.setattr(machine_check, "problem_of", lambda code: "g++ not found")
+    monkeypatch.setattr(problems, "problem_of", lambda code: "g++ not found")
     code, out, _ = call("check")
     assert code == 0 and "For this machine: python -m ladder run --quick " in out, out
     assert "x torch.compile: " in out and "install" in out and "NVIDIA GPU" not in out
@@ -35,7 +35,7 @@ def test_check_says_what_is_here_and_recommends_a_run(monkeypatch, call):
 def test_of_a_compiler_s_output_the_error_is_shown():
     """As on a machine without python3-dev."""
     lines = "Traceback", "main.cpp:2:10: fatal error: Python.h: No such file or directory", "compilation terminated."
-    problem = machine_check.problem_of(f"import sys; print(*{lines}, sep='\\n', file=sys.stderr); sys.exit(1)")
+    problem = problems.problem_of(f"import sys; print(*{lines}, sep='\\n', file=sys.stderr); sys.exit(1)")
     assert problem == "fatal error: Python.h: No such file or directory"
 
 
@@ -48,7 +48,8 @@ def in_this_process(monkeypatch):
         except Exception as error:
             return str(error)
 
-    monkeypatch.setattr(machine_check, "problem_of", problem_of)
+    for module in (machine_check, problems):
+        monkeypatch.setattr(module, "problem_of", problem_of)
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_a_switched_off_torch_compile_is_named(name, monkeypatch):
 def test_a_full_gpu_is_not_one_that_cannot_compile(line):
     """Else the rungs would be measured eagerly, and the user sent to install a compiler."""
     with pytest.raises(UserError, match="^out of memory: .*(Tried|ALLOC)"):
-        machine_check.problem_of(f"import sys; print('Traceback', {line!r}, sep='\\n', file=sys.stderr); sys.exit(1)")
+        problems.problem_of(f"import sys; print('Traceback', {line!r}, sep='\\n', file=sys.stderr); sys.exit(1)")
 
 
 @pytest.mark.parametrize("compiled, mark", [

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from load_script import ROOT, rung
-from log_files import write_log
+from log_files import MEDIAN, write_log
 from rich.console import Console
 from run_script import run_command, train
 from run_tool import LADDER, files_in, flags, is_one_error, run_jobs_here
@@ -138,3 +138,13 @@ def test_a_stopped_run_keeps_the_finished_leaves_no_orphan_and_resumes(byte_toke
     assert all(run.complete for rounds in runs.values() for run in rounds)
     for run in runs[BY_LABEL["0"].name]:
         assert run.losses == pytest.approx(alone.losses, abs=1e-4)
+
+
+def test_a_script_without_a_log_of_its_name_fails_alone(fake_run):
+    """As one whose SCRIPT is not its file."""
+    def do(job):
+        if job.name != "baseline":
+            write_log(job.log, tail=MEDIAN)
+
+    code, output, _ = fake_run(do, "--rungs", "0,1")
+    assert code == 1 and "baseline: failed: it wrote no step to " in output and "speedup_01_weight_tying: loss" in output

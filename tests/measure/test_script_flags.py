@@ -3,12 +3,10 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from log_files import MEDIAN, write_log
 from rich.console import Console
-from run_tool import flags, is_one_error
 
-from ladder.measure import machine_check, runner, script_flags
+from ladder.measure import problems, runner, script_flags
 from ladder.measure.script_flags import command_for, eager_flags, split_flags
 from ladder.records.logs import PEER
 from ladder.rungs.list import BY_LABEL, load_script
@@ -27,7 +25,7 @@ def test_a_rung_gets_the_flags_that_it_has_and_saves_no_checkpoints():
 
 def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_run, monkeypatch, capsys):
     monkeypatch.setattr(script_flags, "compile_problem", lambda device: (
-        machine_check.compile_problem("mps") if device == "mps" else "No working C++ compiler"))
+        problems.compile_problem("mps") if device == "mps" else "No working C++ compiler"))
     modes = {}
 
     def do(job):
@@ -41,13 +39,6 @@ def test_where_torch_cannot_compile_scripts_run_eagerly_and_that_is_said(fake_ru
     assert code == 0
     assert modes == {BY_LABEL["4"].name: [], BY_LABEL["5"].name: ["none"], PEER: ["none"]}
     assert output.count("--compile-mode none") == 1 and "No working C++ compiler" in output
-
-
-@pytest.mark.parametrize("words", [["--rungs", "10,ddp"], ["--max-batch", "--rungs", "fsdp"]])
-def test_windows_has_no_torchrun(words, tokens, monkeypatch, call):
-    monkeypatch.setattr(script_flags, "sys", SimpleNamespace(platform="win32"))
-    answer = call("run", *words, *flags(tokens))
-    assert is_one_error(answer, "--rungs ", "torchrun does not start on Windows", "running.md")
 
 
 def test_a_quick_look_prepares_its_text_and_says_what_comes_next(byte_tokens, tmp_path, monkeypatch, call):

@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 from load_script import LEAVES, ROOT, known_flags, rung
 
-from ladder.measure.machine_check import compile_problem
+from ladder.measure.problems import compile_problem
 from ladder.measure.processes import Job, Outcome, run_job
 from ladder.measure.script_flags import ONE_MACHINE
 from ladder.records.logs import STEP_LINE
