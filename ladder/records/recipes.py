@@ -35,7 +35,7 @@ COLUMNS = {"part": str, "rung": str, "max_lr": float, "muon_lr": float, "round":
 class Record:
     """The runs of a contest that finished; those of its search that did not have an infinite loss."""
 
-    facts: dict  # of the logs' headers: {"model": "4x4x128", "data": ..., ...}
+    facts: dict  # of the logs' headers: {"model": "4x4x128", "data": ..., ...}, and the planned number of "seeds"
     points: pandas.DataFrame  # COLUMNS; a row for each validation, one for a run without; `ms` is the run's median
 
     def part(self, name):
@@ -52,6 +52,11 @@ class Record:
     def names(self):
         """Of the scripts that have finished a round."""
         return self.tested.rung.unique().tolist()
+
+    @property
+    def planned(self):
+        """How many seeds were to be tested; an older record says only how many were."""
+        return int(self.facts.get("seeds", self.tested.seed.nunique()))
 
     @cached_property
     def ends(self):
@@ -117,10 +122,11 @@ def effects(values, pairs, whole=True):
 def standings(record, against_first):
     """A DataFrame, a row for each script that finished a round: what every table and sentence about recipes shows.
 
-    `change` is the Effect on the last validation loss, `times` that on the logarithm of a step's time.
+    `change` is the Effect on the last validation loss, once all planned seeds have finished; `times` is that on the
+    logarithm of a step's time.
     """
     pairs, timed, rows = pairs_of(record.names, against_first), record.timed, []
-    change = effects(record.ends.val_loss, pairs)
+    change = effects(record.ends.val_loss, pairs) if record.tested.seed.nunique() == record.planned else {}
     times = effects(timed.set_index(["rung", "round"]).ms.map(math.log), pairs, whole=False)
     for name in record.names:
         ends, ms = record.ends.loc[name], timed.ms[timed.rung == name]
@@ -235,10 +241,13 @@ def read_logs(folder, names=()):
             headers.setdefault(part, run.headers)
     facts = headers.get("round", {}) | {name: value for name, value in headers.get("timing", {}).items()
                                         if name in ("device", "machine")}  # with all of its cores
+    facts = {name: facts[name] for name in FACTS if name in facts}
+    if chosen:
+        facts["seeds"] = str(max(map(len, chosen.values())))
     points, order = pandas.DataFrame(rows, columns=[*COLUMNS]).astype(COLUMNS), [*(names or chosen)]
     points["place"] = points.rung.map({name: place for place, name in enumerate(order)})
     points = points.sort_values(["part", "place", "round", "max_lr", "muon_lr"], kind="stable", ignore_index=True)
-    return Record({name: facts[name] for name in FACTS if name in facts}, points[[*COLUMNS]]), skipped
+    return Record(facts, points[[*COLUMNS]]), skipped
 
 
 def write_csv(record, path):

@@ -94,7 +94,9 @@ def race_caption(report, times=True):
     seeds = "1 seed" if n_seeds == 1 else f"{n_seeds} seeds"
     if record.part("round").seed.isin(TUNING_SEEDS).any():
         seeds += f" without {TUNING_SEEDS[-1]}, the search's"
-    if n_seeds < FEWEST_SEEDS:
+    if n_seeds < record.planned:
+        seeds = f"only {n_seeds} of {record.planned} seeds, so no p"
+    elif n_seeds < FEWEST_SEEDS:
         seeds += ", too few for a star"
     rounds_of_time = max((effect.pairs for effect in table.times if effect), default=0)
     timed = f"timed in {rounds_of_time} rounds, one script at a time" if rounds_of_time else "not timed"

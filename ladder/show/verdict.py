@@ -15,7 +15,7 @@ from ladder.show.terminal import print_texts
 def loss_sentence(name, first, effect, n_seeds, seeds):
     """How the losses of a script compare with the first's."""
     if n_seeds < seeds:
-        return f"{name} finished {n_seeds} of {seeds} seeds; where some diverge, a mean over the others says nothing."
+        return f"{name} finished {n_seeds} of {seeds} seeds, and the test needs all."
     if effect is None:
         return f"{name} against {first}: too few seeds, or one that diverged; no interval."
     if not effect.mean and not effect.error:
@@ -41,11 +41,14 @@ def time_sentence(effect):
 
 def cautions(record, table):
     """What a reader should know before the result."""
+    finished, planned = record.tested.seed.nunique(), record.planned
+    if finished < planned:
+        yield f"Only {finished} of {planned} seeds have finished, so there is no p; rerun the command with --resume."
     for name, why in doubts(record):
         yield f"Doubtful: {f'the rates of {label_of(name)} ' if name else ''}{why}."
     for name in record.points.rung.unique():
         if name not in table.name:
-            yield f"{label_of(name)} finished 0 of {record.tested.seed.nunique()} seeds."
+            yield f"{label_of(name)} finished 0 of {planned} seeds."
     first, *others = table.itertuples()
     more = {label_of(row.name): row.parameters - first.parameters for row in others}
     unequal = ", ".join(f"{name} {n:+,}" for name, n in more.items() if n)
@@ -71,7 +74,7 @@ def limits(record, table):
 def verdict_of(record):
     """(the table as short texts, what explains its columns, what comes before it, the sentences) of a comparison."""
     table = standings(record, against_first=True)
-    first, seeds = label_of(record.names[0]), record.tested.seed.nunique()
+    first, seeds = label_of(record.names[0]), record.planned
     sentences = [f"{loss_sentence(label_of(row.name), first, row.change, row.seeds, seeds)} "
                  f"{time_sentence(row.times)}" for row in table.iloc[1:].itertuples()]
     columns = [SCRIPT, TRIES, *recipe_columns(first)]

@@ -40,8 +40,16 @@ def main(args, console):
 def show(folder, console):
     from ladder.show.verdict import print_verdict
 
-    print_verdict(read_csv(folder / CSV), console)
+    print_verdict(finished(folder), console)
     return 0
+
+
+def finished(folder):
+    """The Record of a comparison."""
+    record = read_csv(folder / CSV)
+    if not record.names:
+        raise UserError(f"{folder}: has no finished round to show; rerun its command with --resume, or see its logs")
+    return record
 
 
 def compare_recipes(args, console):
@@ -53,9 +61,7 @@ def compare_recipes(args, console):
     if runner is None:
         console.print("stopped; the same command with --resume continues")
         return 130
-    record = read_csv(folder / CSV)
-    if not record.names:
-        raise UserError(f"{folder}: no run ended with a validation loss; see its logs")
+    record = finished(folder)
     write_whole(folder / DIFFERENCES, by_seed(record, against_first=True).to_csv(index=False))
     save(verdict_picture(record), folder / "compare.png")
     show(folder, console)

@@ -30,6 +30,11 @@ def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
     assert ["round_2" in reason or "round_3" in reason for reason in keep(tmp_path, ORDER)] == [True, True]
     muon = build_report(tmp_path).race.table.loc[MUON.name]
     assert muon.val_loss == pytest.approx(3.95) and muon.change is None and muon.times.pairs == 5
+    for path in tmp_path.glob("round_3/*.log"):
+        path.unlink()
+    keep(tmp_path, ORDER)
+    report = build_report(tmp_path)
+    assert report.race.planned == 3 and "2 of 3 seeds" in race_caption(report)
     for path in tmp_path.glob("round_*/*.log"):
         cut(path, 8)
     assert read_logs(tmp_path)[0].names == []  # nothing to compare yet

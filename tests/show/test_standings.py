@@ -72,6 +72,7 @@ def test_a_seed_that_chose_the_rates_is_not_tested(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 5, **{MUON.name: [1.0, 3.0, 3.01, 3.02, 3.03]})
     record, _ = read_logs(tmp_path)
     record.points.loc[(record.points.part == "round"), "seed"] -= 1
+    del record.facts["seeds"]  # which older races lack
     write_csv(record, tmp_path / "race.csv")
     report = build_report(tmp_path)
     muon, (texts, _) = report.race.table.loc[MUON.name], race_texts(report)

@@ -43,12 +43,21 @@ def shifted(*shifts):
     (shifted(-0.01, 0.02, 0.01, -0.02, 0.01), "No significant difference between mine.py and zero_init: +0.002 nats"),
     (shifted(-0.01, 0.02, 0.01, -0.02, 0.01), "Not excluded are differences of up to 0.036 nats."),
     (BASE, "the same losses as zero_init, to the last digit"),
-    (BASE[:4], "mine.py finished 4 of 5 seeds; where some diverge"),
+    (BASE[:4], "mine.py finished 4 of 5 seeds, and the test needs all"),
     ([*BASE[:4], math.inf], "or one that diverged; no interval"),
 ])
 def test_one_sentence_says_what_a_comparison_found(losses, said):
     texts, _, _, [sentence, *_] = verdict_of(record_of({"7_zero_init": BASE, "mine": losses}))
     assert said in sentence and ("*" in str(texts.get("p"))) == ("ends lower" in said or "ends higher" in said)
+
+
+def test_a_comparison_that_was_stopped_has_no_p():
+    """The number of seeds is fixed beforehand: who stops at the first small p finds one too often."""
+    record = record_of({"7_zero_init": BASE, "mine": shifted(-0.05, -0.06, -0.05, -0.04, -0.05)})
+    record.facts = FACTS | {"seeds": "8"}
+    texts, _, before, [sentence, *_] = verdict_of(record)
+    assert before == ["Only 5 of 8 seeds have finished, so there is no p; rerun the command with --resume."]
+    assert "mine.py finished 5 of 8 seeds" in sentence and "p" not in texts and "p" not in by_seed(record, True)
 
 
 def test_fewer_seeds_get_no_star():

@@ -1,8 +1,12 @@
 """python -m ladder compare, of two logs."""
 import sys
 
+import pandas
 from log_files import MEDIAN, write_log
 from run_script import run_command
+from run_tool import is_one_error
+
+from ladder.records.recipes import COLUMNS, Record, write_csv
 
 
 def test_the_table_has_each_common_step_and_a_median_without_the_warm_up(tmp_path, call):
@@ -11,6 +15,12 @@ def test_the_table_has_each_common_step_and_a_median_without_the_warm_up(tmp_pat
     assert "median +0.000000 50.00 22.50 2.25" in out  # without the first step, in which both warm up
     write_log(tmp_path / "a.log", tail=MEDIAN)  # warms up one step longer: only the third step is warm in both
     assert "median +0.000000 50.00 20.00 2.50" in call("compare", tmp_path / "a.log", tmp_path / "b.log")[1]
+
+
+def test_a_comparison_that_was_stopped_in_its_search_has_nothing_to_show(tmp_path, call):
+    points = pandas.DataFrame([{"part": "search", "rung": "1_muon", "round": 1337, "step": 4, "tokens": 4}])
+    write_csv(Record({}, points.reindex(columns=[*COLUMNS])), tmp_path / "compare.csv")
+    assert is_one_error(call("compare", tmp_path), "has no finished round")
 
 
 def test_comparing_loads_no_torch(tmp_path):
