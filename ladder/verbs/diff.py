@@ -49,8 +49,7 @@ def print_effect(before, rung, report, console, whose):
         losses = f"validation loss: {formats.loss(old.last_val_loss)} -> {formats.loss(new.last_val_loss)}"
     whose += ", with older code" * (old.older_code or new.older_code)
     ratio = new.tokens_per_second / old.tokens_per_second
-    in_table = before.label == rung.before
-    p = new.p_before if in_table else speed_p(report.rounds, before.name, rung.name)
+    p = new.p_before if before == rung.start else speed_p(report.rounds, before.name, rung.name)
     console.print(f"{whose}, {where(report)}:", style="bold", soft_wrap=True)
     console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({formats.ratio(ratio)} x the tokens/sec; "
                   f"{verdict(p)}){memory}, {losses}", soft_wrap=True)

@@ -1,4 +1,5 @@
 """`python -m ladder floor`: the minimum time of a step on any GPU, computed without one."""
+import itertools
 from pathlib import Path
 
 import pandas
@@ -29,6 +30,9 @@ def add_flags(parser):
 
 def main(args, console):
     cards = [measured_card(name) if Path(name).is_dir() else find_card(name) for name in args.gpu or ["A100"]]
+    for card, other in itertools.combinations(cards, 2):
+        if card.name == other.name:
+            raise UserError(f"--gpu: two cards are called {card.name}; show the floors of each by itself")
     labels = counted_rungs(parse_rungs(args.rungs), console)
     setting = {"model": args.model, "B": args.B, "T": args.T}
     if args.T > BLOCK_SIZE:
