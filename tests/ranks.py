@@ -16,16 +16,14 @@ import signal
 import socket
 import sys
 import time
-from multiprocessing import forkserver
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict  # noqa: F401 - here, once for all forks
 import torch.distributed.fsdp  # noqa: F401
-from load_script import ROOT, builds_on, known_flags, rung
-from run_script import main
+from load_script import builds_on, known_flags, rung
+from run_script import main, start_forkserver
 from tensor_bytes import Watch, local_bytes
 from torch._dynamo.utils import counters
 from torch.multiprocessing import start_processes
@@ -33,13 +31,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 GROUP_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
                 "TORCHELASTIC_MAX_RESTARTS": "0"}  # what torchrun tells a single process
-
-
-def start_forkserver():
-    """Processes of the start method "forkserver" are forks of one that has imported torch, and in which nothing ran."""
-    forkserver.set_forkserver_preload(["ranks"])
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
-        forkserver.ensure_running()
 
 
 def write_runs(folder, data, runs):

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import termios
 import warnings
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -103,30 +104,42 @@ def as_program(label, *words):
     return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=errors.getvalue())
 
 
-def forked_program(ends, label, *words):
-    """A rung's script as a program in a fork of this process, which has imported torch. Every warning is an error.
+def start_forkserver():
+    """Processes of the start method "forkserver" are forks of one that has imported torch, and in which nothing ran.
 
-    It writes to the second end of an os.pipe(), or of a pty.openpty(): this is its terminal, and closing it a hangup.
+    A fork of a process that has trained may hang: it has the locks of threads that it does not have.
     """
-    ours, output = ends
+    forkserver.set_forkserver_preload(["ranks"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])):
+        forkserver.ensure_running()
 
-    def run():
-        os.close(ours)
-        os.setsid()
-        if os.isatty(output):
-            fcntl.ioctl(output, termios.TIOCSCTTY, 0)
-        for number in (0, 1, 2):
-            os.dup2(output, number)
-        sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)
-        sys.argv = [str(word) for word in (BY_LABEL[label].path, "--model", "tiny", "--device", "cpu", *words)]
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", ResourceWarning)
-        runpy.run_path(sys.argv[0], run_name="__main__")
 
-    process = get_context("fork").Process(target=run, daemon=True)
+def forked_program(output, label, *words):
+    """A rung's script as a program in a fork of a process that has imported torch. Every warning is an error.
+
+    It writes to this descriptor, the second end of an os.pipe() or of a pty.openpty(): then this is its terminal, and
+    closing the first end a hangup.
+    """
+    start_forkserver()
+    words = [str(word) for word in (BY_LABEL[label].path, "--model", "tiny", "--device", "cpu", *words)]
+    output = Connection(output)  # of all that has a descriptor, this can be sent to another process
+    process = get_context("forkserver").Process(target=_program, args=(output, words), daemon=True)
     process.start()
-    os.close(output)
+    output.close()
     return process
+
+
+def _program(output, words):
+    os.setsid()
+    if os.isatty(output.fileno()):
+        fcntl.ioctl(output.fileno(), termios.TIOCSCTTY, 0)
+    for number in (0, 1, 2):
+        os.dup2(output.fileno(), number)
+    output.close()
+    sys.stdout, sys.stderr, sys.argv = open(1, "w"), open(2, "w", buffering=1), words
+    warnings.simplefilter("error")
+    warnings.simplefilter("ignore", ResourceWarning)
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run_command(*command, timeout=300, cwd=ROOT, **environment):

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from ranks import start_forkserver
-from run_script import own_settings, run_command
+from run_script import own_settings, run_command, start_forkserver
 
 import ladder.__main__ as tool
 from ladder.measure import exercise, run_folder, runner, script_flags

@@ -457,8 +457,8 @@ def test_preemption_nohup_outlives_a_hangup(nohup):
 
 def test_preemption_a_closed_terminal_saves(byte_tokens, tmp_path):
     """Though nothing can be printed any more: the log has the end, and a checkpoint the step."""
-    terminal, _ = ends = pty.openpty()
-    run = forked_program(ends, "preemption", "--compile-mode", "none", "--data", byte_tokens, *ONE, "--steps", 10**6,
+    terminal, output = pty.openpty()
+    run = forked_program(output, "preemption", "--compile-mode", "none", "--data", byte_tokens, *ONE, "--steps", 10**6,
                          "--log-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     log, deadline = tmp_path / log_name("preemption"), time.monotonic() + 60
     while not (log.exists() and "step : 2 " in log.read_text()):

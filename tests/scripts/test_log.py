@@ -19,9 +19,9 @@ from run_script import FakeClock, as_program, forked_program, train
 
 def test_a_running_script_keeps_its_steps_and_a_later_one_its_log(tmp_path, byte_tokens):
     """Under its date, line by line. Ctrl-C ends it with one line, and until then nothing has warned either."""
-    ends = os.pipe()
-    run = forked_program(ends, "0", "--data", byte_tokens, "--log-dir", tmp_path, "-B", 1, "-T", 16, "--steps", 10**6)
-    with open(ends[0]) as output:
+    ours, output = os.pipe()
+    run = forked_program(output, "0", "--data", byte_tokens, "--log-dir", tmp_path, "-B", 1, "-T", 16, "--steps", 10**6)
+    with open(ours) as output:
         printed = [output.readline().rstrip("\n") for _ in range(10)]
         log = train(rung("0"), tmp_path, byte_tokens, "-B", 1, "-T", 8, "--steps", 2)
         kept, = tmp_path.glob("baseline.log.*")
