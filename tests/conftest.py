@@ -26,7 +26,8 @@ from data import vocabulary  # noqa: E402
 pytest_plugins = ["exercise_hooks"]
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # where a plugin has imported it before
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored,
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup with this
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup with this
 
 
 def pytest_addoption(parser):

@@ -1,13 +1,11 @@
 """Runs of scripts: in this process, on the tiny model, with a crash or a clock made to order, or as programs."""
 import contextlib
-import fcntl
 import io
 import os
 import runpy
 import signal
 import subprocess
 import sys
-import termios
 import warnings
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
@@ -20,12 +18,14 @@ from load_script import ROOT, known_flags, rung
 
 from ladder.rungs.list import BY_LABEL
 
+HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)  # which Windows lacks
+
 
 @contextlib.contextmanager
 def own_settings():
     """Undo what a script sets for its whole process: the precision of products, signal handlers."""
     precision = torch.get_float32_matmul_precision()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, HANGUP)}
     try:
         yield
     finally:
@@ -130,6 +130,9 @@ def forked_program(output, label, *words):
 
 
 def _program(output, words):
+    import fcntl  # not on Windows, where the exercises run without it
+    import termios
+
     os.setsid()
     if os.isatty(output.fileno()):
         fcntl.ioctl(output.fileno(), termios.TIOCSCTTY, 0)

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from load_script import ROOT
 from rich.console import Console
+from run_script import run_command
 from run_tool import files_in, is_one_error, run_in_a_fork, run_jobs_here
 
 from ladder.errors import UserError
@@ -100,6 +102,20 @@ def test_a_script_that_ends_the_tests_is_not_green(end, forked, imported_here, c
         f"        import pytest\n        {end}\n        self.apply(self._init_weights)\n"))
     code, output, error = call("try", 1, "mine.py")
     assert code == 1 and ("pytest: it did not come to its end; see " in error or output.count("it did not run") == 2)
+
+
+AS_ON_WINDOWS = """
+import signal, sys, pytest
+del signal.SIGHUP
+sys.modules |= dict.fromkeys(["fcntl", "termios", "pty"])
+sys.exit(pytest.main([*sys.argv[1:], "-p", "no:xdist", "-o", "addopts="]))
+"""
+
+
+def test_the_exercises_need_nothing_that_windows_lacks(tmp_path):
+    env = {"LADDER_TRY": f"1={BY_LABEL['1'].path}"}
+    done = run_command(sys.executable, "-c", AS_ON_WINDOWS, TESTS, "--basetemp", tmp_path / "tmp", **env)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture
