@@ -46,9 +46,39 @@ def gigabytes(value):
     return f"{value:.2f}"
 
 
+@known
+def traffic(value):
+    """Bytes / 1e9 that a step moves: hundreds."""
+    return f"{value:,.1f}"
+
+
+@known
+def trillions(value):
+    """FLOPs / 1e12, or FLOP/s."""
+    return f"{value:.2f}"
+
+
+@known
+def millions(value):
+    """Parameters, tokens, bytes."""
+    return f"{value / 1e6:.2f}"
+
+
 def loss(value):
     """Nats; a loss that is not a number is shown as that."""
     return "nan" if value is None else f"{value:.3f}"
+
+
+@known
+def logged_loss(value):
+    """Nats, with all digits that a log has."""
+    return f"{value:.6f}"
+
+
+@known
+def logged_difference(value):
+    """Nats, between two logs."""
+    return f"{value:+.6f}"
 
 
 @known

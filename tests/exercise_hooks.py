@@ -1,6 +1,9 @@
 """What pytest does for `python -m ladder try`: the tests of one rung with another file in its place, and a hint each."""
 import itertools
+import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 from load_script import TRIED
@@ -31,15 +34,12 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-def pytest_terminal_summary(terminalreporter):
-    """What `try` shows: each test of an exercise, and of those that are red the hint and the (first) reason."""
-    from ladder.measure.exercise import VERDICT
-
-    lines = [VERDICT] if TRIED else []
+def pytest_sessionfinish():
+    """What `try` reads: of each test of an exercise its sentence, its hint, and the (first) reason why it is red."""
+    results, tests = os.environ.get("LADDER_TRY_RESULTS"), []
     for function, items in itertools.groupby(EXERCISE, key=lambda item: item.function):
         sentence = function.__name__.removeprefix(f"test_{TRIED.zfill(2)}_").replace("_", " ")
-        found = next((EXERCISE[item] for item in items if EXERCISE[item]), None)
-        lines += [f"  ok   {sentence}"] if found is None else [
-            f"  RED  {sentence}", f"       look: {function.__doc__}", f"       found: {found}"]
-    for line in lines:
-        terminalreporter.write_line(line)
+        reason = next((EXERCISE[item] for item in items if EXERCISE[item]), "")
+        tests.append({"sentence": sentence, "hint": function.__doc__, "reason": reason})
+    if results:
+        Path(results).write_text(json.dumps(tests), encoding="utf-8")

@@ -1,7 +1,9 @@
 """One format for each kind of number."""
+import ast
 import math
 
 import pytest
+from load_script import ROOT
 
 from ladder import formats
 
@@ -20,3 +22,13 @@ def test_a_number_has_one_format(form, value, text):
 def test_a_gain_of_five_percent_shows_in_its_milliseconds():
     texts = [formats.with_spread(*ms) for ms in ((42.0, 41.8, 42.2), (40.0, 39.8, 40.2))]
     assert texts == ["42.0 (41.8–42.2)", "40.0 (39.8–40.2)"]
+
+
+@pytest.mark.parametrize("room", ["show", "verbs"])
+def test_what_is_shown_takes_its_formats_from_one_file(room):
+    """Else the same number has other digits at another place."""
+    texts = [(path.name, ast.unparse(node)) for path in ROOT.glob(f"ladder/{room}/*.py")
+             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+             if isinstance(node, ast.FormattedValue) and node.format_spec
+             and getattr(node.format_spec.values[-1], "value", "").endswith("f")]
+    assert texts == []

@@ -1,17 +1,18 @@
 """An exercise: a reader's script in the place of rung N. Its tests, its losses and times beside ours.
 
-pytest runs the tests; what tests/exercise_hooks.py prints of them, each red one with its hint, is shown.
+pytest runs the tests, and tests/exercise_hooks.py writes how each ended; `try` shows it.
 """
-import itertools
 import math
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import torch
 
 from ladder import formats
 from ladder.errors import UserError
+from ladder.files import read_json
 from ladder.measure.processes import Job, run_job
 from ladder.measure.runner import Runner
 from ladder.measure.script_flags import check_flags, command_for, defaults, eager_flags, split_flags
@@ -25,7 +26,14 @@ SAME = {"total_batch": ["-B", "4", "--total-batch", "1024"], "muon_lr": ["--muon
         "kv_heads": ["--kv-heads", "1"]}  # what both get, since an exercise does not name our defaults
 ROUNDS = 3
 SECONDS = 60  # for a script's start, and for each test
-VERDICT = "the exercise:"  # after this line come those of tests/exercise_hooks.py
+
+
+class ExerciseTest(NamedTuple):
+    """A test of an exercise."""
+
+    sentence: str  # what must be true
+    hint: str
+    reason: str  # why it is red; "" if it is green
 
 
 def check_file(file):
@@ -46,27 +54,24 @@ def check_file(file):
 
 
 def run_tests(rung, file, folder):
-    """What the tests of a rung say with a file in its place, in lines of tests/exercise_hooks.py; UserError without.
+    """The ExerciseTests of a rung with a file in its place, as tests/exercise_hooks.py writes them; UserError without.
 
     All that pytest prints goes to tests.txt in the folder.
     """
     options = ["-vv", "-p", "no:cacheprovider", "--basetemp", str(folder / "tmp")]
     for option in ("addopts=", "tmp_path_retention_policy=none", f"timeout={SECONDS}"):
         options += ["-o", option]
-    env = {"LADDER_TRY": f"{rung.label}={file.resolve()}", "PYTHONDONTWRITEBYTECODE": "1"}
+    results = folder.resolve() / "tests.json"
+    env = {"LADDER_TRY": f"{rung.label}={file.resolve()}", "LADDER_TRY_RESULTS": str(results),
+           "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", str(TESTS), *options]
     outcome = run_job(Job("pytest", command, folder, env), math.inf, "cpu")
     (folder / "tests.txt").write_text("\n".join(outcome.lines), encoding="utf-8")
-    after = itertools.dropwhile(lambda line: line != VERDICT, outcome.lines)
-    said = [*itertools.takewhile(lambda line: line.startswith("  "), itertools.islice(after, 1, None))]
-    if not said or outcome.status != "ok" and not any(map(is_red, said)):
+    tests = [ExerciseTest(**found) for found in read_json(results) or []]
+    if not tests or outcome.status != "ok" and not any(test.reason for test in tests):
         raise UserError(f"pytest: {outcome.reason or 'it did not come to its end'}; see {folder / 'tests.txt'}, or "
                         "pip install -r requirements-dev.txt")
-    return said
-
-
-def is_red(line):
-    return line.startswith("  RED ")
+    return tests
 
 
 def too_few_for_ranks(device):
@@ -106,8 +111,9 @@ def sentences(ours, yours):
     """How the losses, and the times of a step, of the Runs of some rounds compare."""
     pairs = list(zip(ours[0].steps, ours[0].losses, yours[0].losses, strict=False))
     apart = max(abs(a - b) for _, a, b in pairs)
-    losses = ", ".join(f"{a:.6f} and {b:.6f} in step {step}" for step, a, b in (pairs[0], pairs[-1]))
-    agreement = f"up to {apart:.6f} apart" if apart else "the same to the last digit"
+    losses = ", ".join(f"{formats.logged_loss(a)} and {formats.logged_loss(b)} in step {step}"
+                       for step, a, b in (pairs[0], pairs[-1]))
+    agreement = f"up to {formats.logged_loss(apart)} apart" if apart else "the same to the last digit"
     yield f"Loss, ours and yours: {losses}; {agreement}."
     ratios = sorted(b.median_ms / a.median_ms for a, b in zip(ours, yours, strict=True))
     logs_of_times = [[math.log(run.median_ms) for run in rounds] for rounds in (ours, yours)]
@@ -120,4 +126,5 @@ def sentences(ours, yours):
         verdict = "About the same speed: a step of yours takes"
     elif len(ratios) < FEWEST_ROUNDS:
         doubt = f"; run with --rounds {FEWEST_ROUNDS} to test whether that is chance"
-    yield f"{verdict} {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as ours ({len(ratios)} rounds){doubt}."
+    least, most = formats.ratio(ratios[0]), formats.ratio(ratios[-1])
+    yield f"{verdict} {least} to {most} times as long as ours ({len(ratios)} rounds){doubt}."

@@ -1,4 +1,5 @@
 """Facts about a report, as short texts: the machine, the batch, the rates, what its rows say and do not say."""
+from ladder import formats
 from ladder.count.cards import CARDS, card_of
 from ladder.count.floors import STORED, floors_on
 from ladder.records.logs import reference_folders, rung_of
@@ -64,7 +65,7 @@ def fastest(report):
     if not report.machine:
         return ""
     best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
-    return f"Fastest matrix products measured: {rate / 1e12:.2f} TFLOP/s in {best}."
+    return f"Fastest matrix products measured: {formats.trillions(rate / 1e12)} TFLOP/s in {best}."
 
 
 def remarks_of(report):

@@ -12,8 +12,8 @@ from ladder.show.facts import conditions, few_rounds, remarks_of
 from ladder.show.standings import print_race
 from ladder.show.terminal import print_texts
 
-DIGITS = {"loss A": "{:.6f}", "loss B": "{:.6f}", "B - A": "{:+.6f}", "ms A": "{:.2f}", "ms B": "{:.2f}",
-          "A / B": "{:.2f}"}
+FORMATS = {"loss A": formats.logged_loss, "loss B": formats.logged_loss, "B - A": formats.logged_difference,
+           "ms A": formats.ms, "ms B": formats.ms, "A / B": formats.ratio}
 WORDS = ("matmul", "head", "attention", "pointwise", "loss", "optimizer", "data", "waiting")  # for KINDS, in a table
 
 
@@ -40,8 +40,8 @@ def print_comparison(one, other, console, card=None):
     counted = result.rows[result.rows["step"].isin(warm)]
     median = (counted if len(counted) else result.rows).median().to_frame().T
     rows, texts = pandas.concat([result.rows, median]), pandas.DataFrame()
-    for name, form in DIGITS.items():
-        texts[name] = rows[name].map(form.format)
+    for name, form in FORMATS.items():
+        texts[name] = rows[name].map(form)
     texts.insert(0, "step", [*result.rows["step"].map(str), "median"])
     texts.iloc[-1, 1:3] = ""
     print_texts(texts, console, f"{one.path}  against  {other.path}", first_to_go=("loss A", "loss B", "ms A", "ms B"))

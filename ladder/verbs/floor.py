@@ -52,12 +52,12 @@ def floor_texts(label, kernels, cards, low, high):
     A measured step takes `low` to `high` times its floor.
     """
     row = floor_row(kernels, cards)
-    texts = {"rung": BY_LABEL[label].row, "GB": f"{row['gb']:,.1f}", "launches": formats.number(row["launches"])}
+    texts = {"rung": BY_LABEL[label].row, "GB": formats.traffic(row["gb"]), "launches": formats.number(row["launches"])}
     for card in cards:
         texts[f"{card.name}, ms"] = formats.ms(row["ms"][card.name]["floor"])
     if len(cards) == 1:
         [ms] = row["ms"].values()
-        texts["TFLOP"] = ", ".join(f"{x:.2f} {name}" for name, x in row["tflop"].items())
+        texts["TFLOP"] = ", ".join(f"{formats.trillions(x)} {name}" for name, x in row["tflop"].items())
         texts |= {part: formats.ms(ms[part]) for part in ("products", "traffic")}
         texts["expect, ms"] = formats.spread(low * ms["floor"], high * ms["floor"], formats.number)
     return texts
@@ -70,8 +70,8 @@ def print_floors(kernels, cards, setting, console):
     least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
     called = BY_LABEL[label].called
     expect = ("expect: measured steps (the GPUs of logs/reference, the lecture's A100) took "
-              f"{low:.1f} to {high:.1f} times their floors")
-    caption = f"{called} needs the most memory, about {least / 1e9:.0f} GB; a card with less needs a smaller -B.\n"
+              f"{formats.ratio(low)} to {formats.ratio(high)} times their floors")
+    caption = f"{called} needs the most memory, about {formats.number(least / 1e9)} GB; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
     title = "Floors, computed: {model}, B={B} T={T}".format(**setting)

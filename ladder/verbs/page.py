@@ -2,6 +2,7 @@
 import webbrowser
 from pathlib import Path
 
+from ladder import formats
 from ladder.records.logs import reference_folders
 from ladder.records.summary import build_report
 from ladder.show.tutorial import PAGE, write_page
@@ -18,4 +19,4 @@ def main(args, console):
     write_page([build_report(folder) for folder in args.folders or reference_folders()], args.out)
     if not args.no_browser:
         webbrowser.open(args.out.resolve().as_uri())
-    console.print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)
+    console.print(f"{args.out}: {formats.millions(args.out.stat().st_size)} MB", soft_wrap=True)

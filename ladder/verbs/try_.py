@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
-from ladder.measure.exercise import ROUNDS, SHORT, check_file, is_red, run_both, run_tests
+from ladder.measure.exercise import ROUNDS, SHORT, check_file, run_both, run_tests
 from ladder.measure.problems import NO_TORCHRUN
 from ladder.measure.script_flags import settings_of
 from ladder.rungs.lessons import read_exercises
@@ -14,7 +14,6 @@ from ladder.rungs.list import ROOT, find_rung
 from ladder.show.lesson_text import show_diffs
 from ladder.show.terminal import COUNT
 
-STYLES = {"ok": "green", "RED": "red", "found:": "dim"}  # of lines, by their first word
 
 
 def add_flags(parser):
@@ -45,16 +44,19 @@ def main(args, console):
     console.print(f"Exercise {rung.label}, {rung.title}: {file} in the place of {rung.file}", style="bold",
                   soft_wrap=True)
     with console.status("the tests"):
-        said = run_tests(rung, file, folder)
-    for line in said:
-        console.print(line, style=STYLES.get(line.split()[0]), soft_wrap=True)
-    failed = sum(map(is_red, said))
-    n_tests = failed + sum(line.startswith("  ok ") for line in said)
+        tests = run_tests(rung, file, folder)
+    failed = [test for test in tests if test.reason]
+    for test in tests:
+        mark, style = ("RED ", "red") if test.reason else ("ok  ", "green")
+        console.print(f"  {mark} {test.sentence}", style=style, soft_wrap=True)
+        if test.reason:
+            console.print(f"       look: {test.hint}", soft_wrap=True)
+            console.print(f"       found: {test.reason}", style="dim", soft_wrap=True)
     if failed:
-        console.print(f"{failed} of {n_tests} tests are red; their output: {folder / 'tests.txt'}. Our change, "
+        console.print(f"{len(failed)} of {len(tests)} tests failed; their output: {folder / 'tests.txt'}. Our change, "
                       f"when you want to see it: python -m ladder diff {rung.label}", soft_wrap=True)
     else:
-        console.print(f"All {n_tests} tests pass.", style="bold")
+        console.print(f"All {len(tests)} tests pass.", style="bold")
     ran = True
     if args.rounds or not failed:
         ran = run_both(rung, file, known, flags, folder, args.rounds or ROUNDS, console)

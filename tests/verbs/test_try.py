@@ -2,6 +2,7 @@
 import ast
 import importlib.util
 import io
+import json
 import os
 import re
 import sys
@@ -17,7 +18,7 @@ from run_tool import files_in, is_one_error, run_in_a_fork, run_jobs_here
 
 from ladder.errors import UserError
 from ladder.measure import exercise, runner
-from ladder.measure.exercise import TESTS, run_tests, sentences
+from ladder.measure.exercise import TESTS, ExerciseTest, run_tests, sentences
 from ladder.records.logs import Run
 from ladder.rungs.list import BY_LABEL
 from ladder.rungs.lessons import read_exercises
@@ -47,9 +48,9 @@ def forked(monkeypatch):
 @pytest.mark.parametrize("label", EXERCISES)
 def test_the_rung_before_is_not_a_solution(label, tmp_path, forked):
     """And is red because something is missing, not because a test broke. Ours is one: test_exercises.py."""
-    said = "\n".join(run_tests(BY_LABEL[label], BY_LABEL[label].start.path, tmp_path))
-    assert "  RED  " in said
-    assert not re.search("found: (Type|Key|Index|Value|UnboundLocal|Name)Error", said), said
+    reasons = [test.reason for test in run_tests(BY_LABEL[label], BY_LABEL[label].start.path, tmp_path)]
+    assert any(reasons)
+    assert not [reason for reason in reasons if re.match("(Type|Key|Index|Value|UnboundLocal|Name)Error", reason)]
 
 
 def test_each_test_belongs_to_an_exercise_and_has_a_hint():
@@ -87,7 +88,7 @@ def test_what_is_red_comes_with_a_hint(forked, imported_here, call, tmp_path, mo
         "        self.apply(self._init_weights)\n",
         "        self.transformer.wte.weights = self.lm_head.weight\n        self.apply(self._init_weights)\n"))
     code, output, _ = call("try", 1, "mine.py")
-    assert code == 1 and "2 of 2 tests are red" in output
+    assert code == 1 and "2 of 2 tests failed" in output
     assert "RED embedding and output layer share one parameter look: Both modules, wte and lm_head, have" in output
     assert "found: assert 163037184 == 124439808" in output
     assert "wte.weight = self.lm_head.weight" not in output and "Losses" not in output
@@ -168,19 +169,22 @@ def test_each_red_test_comes_with_its_own_hint(tmp_path, monkeypatch):
     monkeypatch.setattr(exercise, "TESTS", tmp_path / "test_made_up.py")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p exercise_hooks")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
-    reasons = {"b": "no assert 'y' != 'y'", "c": "error: no such flag", "d": "KeyError: 'k'", "e": "no compiler",
+    reasons = {"a": "", "b": "no assert 'y' != 'y'", "c": "error: no such flag", "d": "KeyError: 'k'", "e": "no compiler",
                "g": "it did not run"}
-    expected = ["  ok   a"]
-    for name, reason in reasons.items():
-        expected += [f"  RED  {name}", f"       look: hint {name}", f"       found: {reason}"]
+    expected = [(name, f"hint {name}", reason) for name, reason in reasons.items()]
     assert run_tests(BY_LABEL["1"], Path("mine.py"), tmp_path) == expected
 
 
-@pytest.mark.parametrize("status, lines, error", [
-    ("failed", ["  ok   a"], "exit code 1"), ("ok", [], "it did not come to its end")])
-def test_green_is_only_what_pytest_has_run_to_its_end(status, lines, error, tmp_path, monkeypatch):
-    outcome = runner.Outcome("pytest", status, "exit code 1" if status == "failed" else "", [exercise.VERDICT, *lines])
-    monkeypatch.setattr(exercise, "run_job", lambda *_: outcome)
+@pytest.mark.parametrize("status, tests, error", [
+    ("failed", [{"sentence": "a", "hint": "hint a", "reason": ""}], "exit code 1"),
+    ("ok", None, "it did not come to its end")])
+def test_green_is_only_what_pytest_has_run_to_its_end(status, tests, error, tmp_path, monkeypatch):
+    def run_job(job, *_):
+        if tests:
+            Path(job.env["LADDER_TRY_RESULTS"]).write_text(json.dumps(tests))
+        return runner.Outcome("pytest", status, "exit code 1" if status == "failed" else "")
+
+    monkeypatch.setattr(exercise, "run_job", run_job)
     with pytest.raises(UserError, match=f"^pytest: {error}"):
         run_tests(BY_LABEL["1"], Path("mine.py"), tmp_path)
 
@@ -189,7 +193,7 @@ def test_each_call_has_a_folder_of_its_own_and_few_steps_beyond_rung_10(console,
     calls = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(try_, "check_file", lambda file: [])
-    monkeypatch.setattr(try_, "run_tests", lambda *args: ["  ok   a"])
+    monkeypatch.setattr(try_, "run_tests", lambda *args: [ExerciseTest("a", "hint a", "")])
     monkeypatch.setattr(try_, "run_both", lambda rung, file, known, flags, folder, *more: (
         calls.append((folder, flags[flags.index("--steps") + 1])) or True))
     for label in ("10", "gradient_accumulation", "gradient_accumulation"):
