@@ -23,7 +23,7 @@ def script_of(word):
     if path.suffix != ".py":
         return find_rung(word)
     known = BY_NAME.get(path.stem)
-    return known if known and known.path == path.resolve() else Rung("", str(path.resolve()), path.name)
+    return known if known and known.path == path.resolve() else Rung("", str(path.resolve()), word)
 
 
 def copied(scripts, folder):

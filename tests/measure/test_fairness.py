@@ -68,13 +68,22 @@ def test_what_cannot_be_compared_is_refused_before_a_folder_is_made(what, words,
     assert is_one_error(answer, *reasons) and not (tmp_path / "logs").exists()
 
 
+def test_two_files_of_one_name_must_agree(mine, tmp_path, tokens, call, imported_here):
+    parsed = "    args = parser.parse_args(argv)\n"
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    one, other = mine(name="a/mine.py"), mine(parsed, f"{parsed}    args.steps = 40\n", "b/mine.py")
+    answer = call("compare", one, other, "--logs", tmp_path / "logs", *flags(tokens))
+    assert is_one_error(answer, f"--steps: {other} has 40 and {one} 4,")
+
+
 @pytest.mark.parametrize("old, new, reasons", [
     ('    args = parser.parse_args(argv)\n', '    args = parser.parse_args(argv)\n    args.T = 16\n',
-     ["-T: mine.py has 16 and zero-initialized projections 32"]),
+     ["-T: ", "mine.py has 16 and zero-initialized projections 32"]),
     ('    args = parser.parse_args(argv)\n', '    args = parser.parse_args(argv)\n    args.val_sequences = 1\n',
-     ["--val-sequences: mine.py has 1"]),
+     ["--val-sequences: ", "mine.py has 1"]),
     ('    args = parser.parse_args(argv)\n', '    args = parser.parse_args(argv)\n    args.data = Path("x")\n',
-     ["--data: mine.py has x"]),
+     ["--data: ", "mine.py has x"]),
     ("def add_flags(parser):", "def add_flags(parser", ["line", "was never closed"]),
 ])
 def test_an_unfair_file_is_refused_by_name(old, new, reasons, mine, tokens, tmp_path, call, imported_here):
@@ -128,4 +137,4 @@ def test_a_comparison_for_real(mine, byte_tokens, tmp_path, call, monkeypatch):
     file.write_text(file.read_text() + "# changed\n")
     assert is_one_error(call(*words, "--resume"), "mine.py: differs from")
     contest = json.loads((logs / "contest.json").read_text())
-    assert contest["seeds"] == 3 and contest["scripts"][1]["title"] == "mine.py" and "commit" in contest
+    assert contest["seeds"] == 3 and contest["scripts"][1]["title"] == str(file) and "commit" in contest
