@@ -87,6 +87,12 @@ def difference(value):
     return f"{value:+.3f}".replace("-", "−")
 
 
+def bound(value):
+    """An upper bound of a difference in nats: two significant digits, rounded up."""
+    digits = 1 - math.floor(math.log10(value))
+    return f"{math.ceil(round(value * 10**digits, 6)) / 10**digits:.{max(digits, 0)}f}"
+
+
 @known
 def p(value):
     """The p of a test, in a table."""

@@ -13,6 +13,7 @@ from ladder import formats
     (formats.ms, 1.234, "1.23"), (formats.ms, None, "–"), (formats.ms, math.nan, "–"),
     (formats.ratio, 1.0034, "1.003"), (formats.ratio, 0.9966, "0.997"), (formats.ratio, 1.0, "1.00"),
     (formats.ratio, 2.1, "2.10"), (formats.p, 0.00099, "<0.001"), (formats.p, 0.0457, "0.046"),
+    (formats.bound, 0.0351, "0.036"), (formats.bound, 0.00041, "0.00041"), (formats.bound, 0.0999, "0.100"),
     (formats.difference, -0.0314, "−0.031"), (formats.loss, None, "nan"), (formats.share, 0.567, "57%"),
 ])
 def test_a_number_has_one_format(form, value, text):

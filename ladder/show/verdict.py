@@ -27,7 +27,7 @@ def loss_sentence(name, first, effect, n_seeds, seeds):
     if effect.pairs < FEWEST_SEEDS:
         return f"{name} against {first}: {numbers}; fewer than {FEWEST_SEEDS} seeds, too few to call it a difference."
     return (f"No significant difference between {name} and {first}: {numbers}. Not excluded are differences of up to "
-            f"{formats.loss(effect.largest)} nats.")
+            f"{formats.bound(effect.largest)} nats.")
 
 
 def time_sentence(effect):

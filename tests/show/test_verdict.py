@@ -42,6 +42,7 @@ def shifted(*shifts):
     (shifted(0.05, 0.06, 0.05, 0.04, 0.05), "mine.py ends higher than zero_init: +0.050 nats"),
     (shifted(-0.01, 0.02, 0.01, -0.02, 0.01), "No significant difference between mine.py and zero_init: +0.002 nats"),
     (shifted(-0.01, 0.02, 0.01, -0.02, 0.01), "Not excluded are differences of up to 0.036 nats."),
+    (shifted(-1e-5, 2e-5, 1e-5, -2e-5, 1e-5), "Not excluded are differences of up to 0.000036 nats."),
     (BASE, "the same losses as zero_init, to the last digit"),
     (BASE[:4], "mine.py finished 4 of 5 seeds, and the test needs all"),
     ([*BASE[:4], math.inf], "or one that diverged; no interval"),
