@@ -11,7 +11,7 @@ from ladder.measure.exercise import check_file
 from ladder.measure.run_folder import locked
 from ladder.measure.script_flags import check_flags, defaults, settings_of, split_flags
 from ladder.records.recipes import CSV, FOLDERS, read_logs, write_csv
-from ladder.rungs.list import BY_NAME, ROOT, Rung, find_rung
+from ladder.rungs.list import BY_NAME, Rung, find_rung
 
 SMALL = ["--model", "4x4x128", "-B", "16", "-T", "64", "--steps", "200", "--val-every", "20", "--val-sequences", "256",
          "--compile-mode", "none"]  # unless flags say otherwise: a run takes seconds on a CPU
@@ -88,8 +88,8 @@ def hold_comparison(args, console):
     beside = [str(rung.path.parent) for rung in scripts if not rung.label]  # modules that a file may import
     sys.path += beside
     check_scripts(scripts)
-    text = "bytes" if (ROOT / "data" / "bytes" / "meta.json").exists() else "tokens"  # bytes take a third of the time
-    flags = [*SMALL, "--data", f"data/{text}", *args.flags]
+    data = "data/bytes" if Path("data/bytes/meta.json").exists() else "data/tokens"  # bytes take a third of the time
+    flags = [*SMALL, "--data", data, *args.flags]
     settings = check_fair(scripts, flags)
     at_once = args.jobs or (2 if settings.device == "cpu" else 1)
     about = {"what": args.what, "seeds": args.seeds, "tries": args.tries, "flags": flags}

@@ -91,6 +91,14 @@ def test_an_unfair_file_is_refused_by_name(old, new, reasons, mine, tokens, tmp_
     assert is_one_error(answer, *reasons) and not (tmp_path / "logs").exists()
 
 
+def test_the_data_are_looked_for_where_the_scripts_read_them(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "bytes").mkdir(parents=True)
+    (tmp_path / "data" / "bytes" / "meta.json").write_text("{}")
+    answer = call("compare", "zero_init", "muon", "--logs", tmp_path / "logs", "--device", "cpu")
+    assert is_one_error(answer, "--data data/bytes: no whole token files")
+
+
 def test_the_newest_comparison_of_the_same_arguments_is_resumed(monkeypatch, tmp_path):
     monkeypatch.setattr(fairness, "FOLDERS", tmp_path)
     for day, seeds in (("01", 5), ("02", 5), ("03", 3)):
