@@ -135,6 +135,7 @@ class Contest:
                 folder = self.folder / "sweep" / show_rates(rates, "_")
                 runs = [self.job(rung, folder / str(seed), rates, seed, "--steps", steps, "--val-every", steps)
                         for seed in tuning_seeds(self.seeds)]
+                runs = [replace(run, is_try=True) for run in runs]
                 jobs += runs
                 tries.append((rung, point, runs))
         self.run_shared(jobs)

@@ -36,6 +36,7 @@ class Job:
     command: list
     log_dir: Path
     env: dict = field(default_factory=dict)  # variables for it alone
+    is_try: bool = False  # of learning rates, which may be too high: that it fails is a result, too
     memory: float | None = None  # bytes it may hold on a CPU; None: MEMORY_SHARE of what is free when it starts
 
     @property

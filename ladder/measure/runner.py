@@ -121,9 +121,9 @@ class Runner:
             run = read_log(job.log) if outcome.status == "ok" else None
         except UserError:
             outcome = replace(outcome, status="failed", reason=f"it wrote no step to {job.log}")
-        self.outcomes.append(outcome)
+        self.outcomes.append(Outcome(job.name, "ok") if job.is_try else outcome)
         if outcome.status != "ok":
-            say(f"{job.name}: {outcome.status}: {outcome.reason}", style="red")
+            say(f"{job.name}: {outcome.status}: {outcome.reason}", style="" if job.is_try else "red")
             return
         name = (job.log_dir / job.name).relative_to(self.log_dir)
         say(f"{name}: loss {formats.loss(run.losses[0])} -> {formats.loss(run.losses[-1])}, "

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_race import ADAMW, BEST, MUON, TRAPEZOID, flag_of, part_of, rates_of, run_race, searched
+from rich.console import Console
 
 from ladder.errors import UserError
-from ladder.measure import contest, processes
+from ladder.measure import contest, processes, runner
 from ladder.measure.contest import Contest
-from ladder.measure.learning_rates import SEED
-from ladder.measure.processes import Job
+from ladder.measure.learning_rates import SEED, Search
+from ladder.measure.processes import Job, Outcome
 from ladder.records.recipes import read_logs
 from ladder.records.summary import build_report
 
@@ -76,10 +77,25 @@ def test_a_run_that_diverges_is_never_the_best_and_a_resumed_race_keeps_its_rate
         run_race(tmp_path / "all", [ADAMW], **{ADAMW.name: lambda end, job: "inf"})
 
 
+def test_a_try_that_diverges_is_no_failure_of_the_comparison(tmp_path, monkeypatch):
+    def run_jobs(jobs, seconds, device, at_once, ended, show):
+        for job in jobs:
+            ended(job, Outcome(job.name, "failed", "error: the loss is nan"))
+
+    monkeypatch.setattr(runner, "run_jobs", run_jobs)
+    held = Contest([MUON], ["--model", "tiny"], tmp_path, 1, runner.Runner("cpu", tmp_path, 60, Console(quiet=True)),
+                   searches={MUON.name: Search((6e-4, 2e-3))})
+    with held.runner as its_runner:
+        held.try_rates({MUON: [(0.0, 0.0)]})
+        assert not its_runner.failed() and len(its_runner.outcomes) == 1
+        held.run_shared([held.job(MUON, tmp_path / "round_1", (6e-4, 2e-3), SEED)])
+    assert len(its_runner.failed()) == 1
+
+
 def test_runs_side_by_side_share_the_cores_and_the_memory(tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(contest, "free_memory", lambda device: 10e9)
-    runner = SimpleNamespace(run=lambda jobs, at_once: ran.extend(jobs))
-    Contest([], [], tmp_path, 1, runner, at_once=4).run_shared([Job("a", [], tmp_path)])
+    fake = SimpleNamespace(run=lambda jobs, at_once: ran.extend(jobs))
+    Contest([], [], tmp_path, 1, fake, at_once=4).run_shared([Job("a", [], tmp_path)])
     assert ran[0].env["OMP_NUM_THREADS"] == "2" and ran[0].memory == processes.MEMORY_SHARE * 10e9 / 4
