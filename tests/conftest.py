@@ -58,7 +58,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(config, items):
     """The files that take longest first, so that two processes end at about the same time."""
-    items.sort(key=lambda item: item.path.name not in ("test_lowered.py", "test_smoke.py", "test_fake_cuda.py"))
+    longest = ("test_lowered.py", "test_smoke.py", "test_fake_cuda.py", "test_checkpoints.py", "test_try.py")
+    items.sort(key=lambda item: item.path.name not in longest)
     smoke = [item for item in items if item.path.name == "test_smoke.py"]
     if config.option.device:
         items[:] = smoke

@@ -125,6 +125,7 @@ def most_alive(graph, numel):
     return most
 
 
+@pytest.mark.slow
 def test_chunked_cross_entropy_the_logits_of_all_chunks_never_exist_at_once_when_compiled_for_a_gpu(monkeypatch):
     """Of two chunks only those of one, and their gradients: an H100's peak had those of all."""
     most, schedule = [], kernels.scheduled_kernels

@@ -94,6 +94,7 @@ def gpt2s():
     return tokenizer, tokenizer.to_transformers()
 
 
+@pytest.mark.slow
 @NEEDS_GPT2
 def test_gpt2_s_tokens_have_one_name_wherever_they_come_from(gpt2s, prepare, tmp_path, monkeypatch):
     """From a folder of transformers', too: --pretrained compares names, and a folder's is whatever its owner chose.

@@ -121,6 +121,7 @@ def test_what_a_layer_keeps():
     assert exercises.kept(lambda: layer(x).exp(), layer) == [((5, 8), 160), ((5, 3), 60)]
 
 
+@pytest.mark.slow
 def test_exercises_short_answers(capsys, monkeypatch, tokens):
     """Those that follow from arithmetic."""
     exercises.main(["4", "gradient_checkpointing", "qk_norm", "swiglu", "--short"])

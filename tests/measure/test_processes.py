@@ -66,6 +66,7 @@ def test_a_rank_that_the_kernel_kills_ran_out_of_memory(tmp_path):
     assert outcome.status == "out of memory" and "SIGKILL" in outcome.reason
 
 
+@pytest.mark.slow
 def test_a_stopped_compiler_leaves_no_half_of_a_library(tmp_path):
     """A kill while it links would leave an empty file in torch's cache, which later runs try to load."""
     (tmp_path / "g++").symlink_to(sys.executable)
@@ -81,6 +82,7 @@ ranks = [subprocess.Popen([sys.executable, "-c", {!r}]) for _ in range(2)]
 sys.exit(sum(rank.wait() for rank in ranks))"""
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_path):
     """Also of two processes, each of which would fit. On a GPU nobody watches: what fills up is not this memory."""
     memory = psutil.virtual_memory()._replace(available=100e6)
@@ -92,6 +94,7 @@ def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_p
     assert run_job(two, 60, "cpu").status == "out of memory"
 
 
+@pytest.mark.slow
 def test_the_peak_of_several_ranks_is_that_of_the_largest(tmp_path):
     job = Job("job", [sys.executable, "-c", TWO_RANKS.format(HUNGRY.format(300_000_000))], tmp_path)
     job.log.touch()

@@ -82,6 +82,7 @@ def work():
     }
 
 
+@pytest.mark.slow
 def test_parts_are_as_large_as_the_clock_says():
     """All kinds in one step; the truth is a clock read around each, inside the same step."""
     functions = work()

@@ -64,6 +64,7 @@ def test_each_test_belongs_to_an_exercise_and_has_a_hint():
     assert sorted(sum(tests.values(), [])) == sorted(hints), "docs/exercises.md has no section for a test"
 
 
+@pytest.mark.slow
 def test_another_right_solution_passes(forked, call, tmp_path, tokens, monkeypatch):
     """Wherever the file is; then both scripts run, and the changes are shown. Nothing is written beside it."""
     monkeypatch.chdir(tmp_path)
@@ -163,6 +164,7 @@ def test_01_g(x):
 """
 
 
+@pytest.mark.slow
 def test_each_red_test_comes_with_its_own_hint(tmp_path, monkeypatch):
     """A test is red if it is for one of its parameters, and one that did not run is red."""
     (tmp_path / "test_made_up.py").write_text(MADE_UP)
