@@ -16,6 +16,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, its import must not see what a test has patched
 from load_script import ROOT, load_module  # noqa: E402
+from my_script import mine  # noqa: E402, F401, a fixture
 from ranks import GROUP_OF_ONE  # noqa: E402
 from run_script import own_settings  # noqa: E402
 from run_tool import call, fake_run, imported_here  # noqa: E402, F401, fixtures

@@ -4,7 +4,7 @@ import math
 from types import SimpleNamespace
 from unittest import mock
 
-from ladder.measure import contest, script_flags
+from ladder.measure import contest, fairness, script_flags
 from ladder.measure.learning_rates import SEED, default_rates, tuning_seeds
 from ladder.records.recipes import read_logs, write_csv
 from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
@@ -81,7 +81,7 @@ def run_race(folder, entries, seeds=2, best=BEST, slow=(), search_steps=None, tr
             done.append(job)
 
     words = ["--model", "tiny", "--steps", "40"]
-    with mock.patch.object(contest, "load_script", loaded), mock.patch.object(script_flags, "load_script", loaded):
+    with mock.patch.object(fairness, "load_script", loaded), mock.patch.object(script_flags, "load_script", loaded):
         contest.Contest(entries, words, folder, seeds, SimpleNamespace(run=run), at_once=2, most_tries=tries,
                         search_steps=search_steps).hold()
     record, _ = read_logs(folder, [entry.name for entry in entries])

@@ -24,11 +24,13 @@ experiments/README.md ("Is a fair comparison fair?") tells how often p is small 
 
 Losses do not depend on what else the machine does, so that several scripts may run at once where no time is measured.
 """
-import argparse
 import hashlib
 import json
 import math
+import os
 import re
+import shutil
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,57 +38,22 @@ import torch
 
 from ladder.count.memory import free_memory
 from ladder.errors import UserError
-from ladder.files import read_json, write_whole
+from ladder.files import new_folder, read_json, write_whole
+from ladder.measure.fairness import check_fair, check_logs, check_scripts, known_flags
 from ladder.measure.learning_rates import RATE_FLAGS, SEED, Search, default_rates, tuning_seeds
 from ladder.measure.processes import MEMORY_SHARE, Job
+from ladder.measure.run_folder import locked
 from ladder.measure.runner import Runner
 from ladder.measure.script_flags import command_for, settings_of
 from ladder.measure.this_machine import describe
-from ladder.records.logs import read_log
-from ladder.records.recipes import MOST_TRIES, RATES, last_val_loss, pairs_of, read_rates, show_rates
-from ladder.rungs.list import load_script
+from ladder.records.recipes import (
+    CSV, FOLDERS, MOST_TRIES, RATES, last_val_loss, pairs_of, read_logs, read_rates, show_rates, write_csv)
+from ladder.rungs.list import BY_NAME, Rung, find_rung
 
 TIMINGS = 3  # of each pair of scripts that is compared, in the order A B B A
 TIMED_STEPS_ON_A_CPU, TIMED_STEPS = 30, 200
-MUST_AGREE = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
-        "val_every": "--val-every", "val_sequences": "--val-sequences"}  # a comparison is unfair where these differ
-
-
-def known_flags(rung, flags):
-    """The words of the flags that a script has; others are for other scripts."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    load_script(rung).add_flags(parser)
-    unknown, known = parser.parse_known_args(flags)[1], []
-    for word in flags:
-        if unknown and word == unknown[0]:
-            unknown.pop(0)
-        else:
-            known.append(word)
-    return known
-
-
-def refuse_unlike(facts):
-    """Refuse {script: {what: value}} that are not all alike, by name."""
-    (first, wanted), *others = facts.items()
-    for name, found in others:
-        for what, value in found.items():
-            if value != wanted[what]:
-                raise UserError(f"{MUST_AGREE.get(what, what)}: {name} has {value} and {first} {wanted[what]}, which "
-                                "is not a fair comparison; give both the same")
-
-
-def check_logs(logs):
-    """Refuse runs that did not do the same, whatever their flags were."""
-    facts = {}
-    for path in logs:
-        try:
-            run = read_log(path)
-        except UserError:  # it ended before its first step
-            continue
-        facts[path.stem] = {"--data": run.data, "T": run.T, "tokens": run.tokens_per_step,
-                            "validation": run.headers.get("validation")}
-    if facts:
-        refuse_unlike(facts)
+SMALL = ["--model", "4x4x128", "-B", "16", "-T", "64", "--steps", "200", "--val-every", "20", "--val-sequences", "256",
+         "--compile-mode", "none"]  # unless flags say otherwise: a run takes seconds on a CPU
 
 
 @dataclass
@@ -232,3 +199,72 @@ def open_contest(contest, about, device, seconds, console):
         write_whole(folder / CONTEST, json.dumps(about | here, indent=2) + "\n")
     shortest = sum(min(contest.most_tries, 3 + 3 * len(default_rates(rung))) for rung in contest.scripts)  # of searches
     contest.runner = Runner(device, folder, seconds, console, resume=True, n_jobs=contest.n_jobs(shortest))
+
+
+# ---- what `compare` does ---------------------------------------------------------------------------------------------
+
+
+def script_of(word):
+    """The Rung that a word names: one of the ladder, or any other file, which has no label."""
+    path = Path(word)
+    if path.suffix != ".py":
+        return find_rung(word)
+    known = BY_NAME.get(path.stem)
+    return known if known and known.path == path.resolve() else Rung("", str(path.resolve()), word)
+
+
+def copied(scripts, folder):
+    """The scripts, files as copies in the folder: each run is then of the same script, under a name of its own."""
+    copies = []
+    for rung in scripts:
+        if not rung.label:
+            name = rung.name
+            while name in [*BY_NAME, *(one.name for one in copies)]:
+                name += "_yours"
+            copy = folder / f"{name}.py"
+            if not copy.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(rung.path, copy)
+            elif copy.read_bytes() != rung.path.read_bytes():
+                raise UserError(f"{rung.path}: differs from {copy}, its copy that ran; give a new folder")
+            rung = Rung("", str(copy.resolve()), rung.title)
+        copies.append(rung)
+    return copies
+
+
+def newest_of(about):
+    """The newest folder with a comparison of this kind."""
+    for folder in sorted(FOLDERS.glob("*"), reverse=True):
+        if about.items() <= read_about(folder).items():
+            return folder
+    raise UserError(f"--resume: {FOLDERS} holds no comparison of these arguments; start it without --resume")
+
+
+def hold_comparison(args, console):
+    """Hold the contest that these arguments describe: (its folder, its runner or None where it was stopped)."""
+    scripts = [script_of(word) for word in args.what]
+    beside = [str(rung.path.parent) for rung in scripts if not rung.label]  # modules that a file may import
+    sys.path += beside
+    check_scripts(scripts)
+    data = "data/bytes" if Path("data/bytes/meta.json").exists() else "data/tokens"  # bytes take a third of the time
+    flags = [*SMALL, "--data", data, *args.flags]
+    settings = check_fair(scripts, flags)
+    at_once = args.jobs or (2 if settings.device == "cpu" else 1)
+    about = {"what": args.what, "seeds": args.seeds, "tries": args.tries, "flags": flags}
+    folder = args.logs or (newest_of(about) if args.resume else new_folder(FOLDERS))
+    with locked(folder, args.resume):
+        scripts = copied(scripts, folder / "scripts")
+        path = os.pathsep.join([*beside, os.environ.get("PYTHONPATH", "")])
+        contest = Contest(scripts, flags, folder, args.seeds, at_once=at_once, most_tries=args.tries,
+                          against_first=True, env={"PYTHONPATH": path})
+        open_contest(contest, about, settings.device, args.time_limit, console)
+        try:
+            with contest.runner:
+                contest.hold()
+            return folder, contest.runner
+        except KeyboardInterrupt:
+            return folder, None
+        finally:
+            record, _ = read_logs(folder, [rung.name for rung in scripts])
+            if len(record.points):
+                write_csv(record, folder / CSV)

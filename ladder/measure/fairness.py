@@ -1,48 +1,37 @@
 """What makes a comparison of training recipes fair: both train with the same data, tokens and validations."""
-import os
-import shutil
-import sys
-from pathlib import Path
+import argparse
 
 from ladder.errors import UserError
-from ladder.files import new_folder
-from ladder.measure.contest import MUST_AGREE, Contest, known_flags, open_contest, read_about, refuse_unlike
 from ladder.measure.exercise import check_file
-from ladder.measure.run_folder import locked
 from ladder.measure.script_flags import check_flags, defaults, settings_of, split_flags
-from ladder.records.recipes import CSV, FOLDERS, read_logs, write_csv
-from ladder.rungs.list import BY_NAME, Rung, find_rung
+from ladder.records.logs import read_log
+from ladder.rungs.list import load_script
 
-SMALL = ["--model", "4x4x128", "-B", "16", "-T", "64", "--steps", "200", "--val-every", "20", "--val-sequences", "256",
-         "--compile-mode", "none"]  # unless flags say otherwise: a run takes seconds on a CPU
-
-
-def script_of(word):
-    """The Rung that a word names: one of the ladder, or any other file, which has no label."""
-    path = Path(word)
-    if path.suffix != ".py":
-        return find_rung(word)
-    known = BY_NAME.get(path.stem)
-    return known if known and known.path == path.resolve() else Rung("", str(path.resolve()), word)
+MUST_AGREE = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
+        "val_every": "--val-every", "val_sequences": "--val-sequences"}  # a comparison is unfair where these differ
 
 
-def copied(scripts, folder):
-    """The scripts, files as copies in the folder: each run is then of the same script, under a name of its own."""
-    copies = []
-    for rung in scripts:
-        if not rung.label:
-            name = rung.name
-            while name in [*BY_NAME, *(one.name for one in copies)]:
-                name += "_yours"
-            copy = folder / f"{name}.py"
-            if not copy.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(rung.path, copy)
-            elif copy.read_bytes() != rung.path.read_bytes():
-                raise UserError(f"{rung.path}: differs from {copy}, its copy that ran; give a new folder")
-            rung = Rung("", str(copy.resolve()), rung.title)
-        copies.append(rung)
-    return copies
+def known_flags(rung, flags):
+    """The words of the flags that a script has; others are for other scripts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    load_script(rung).add_flags(parser)
+    unknown, known = parser.parse_known_args(flags)[1], []
+    for word in flags:
+        if unknown and word == unknown[0]:
+            unknown.pop(0)
+        else:
+            known.append(word)
+    return known
+
+
+def refuse_unlike(facts):
+    """Refuse {script: {what: value}} that are not all alike, by name."""
+    (first, wanted), *others = facts.items()
+    for name, found in others:
+        for what, value in found.items():
+            if value != wanted[what]:
+                raise UserError(f"{MUST_AGREE.get(what, what)}: {name} has {value} and {first} {wanted[what]}, which "
+                                "is not a fair comparison; give both the same")
 
 
 def check_scripts(scripts):
@@ -74,39 +63,15 @@ def check_fair(scripts, flags):
     return settings
 
 
-def newest_of(about):
-    """The newest folder with a comparison of this kind."""
-    for folder in sorted(FOLDERS.glob("*"), reverse=True):
-        if about.items() <= read_about(folder).items():
-            return folder
-    raise UserError(f"--resume: {FOLDERS} holds no comparison of these arguments; start it without --resume")
-
-
-def hold_comparison(args, console):
-    """Hold the contest that these arguments describe: (its folder, its runner or None where it was stopped)."""
-    scripts = [script_of(word) for word in args.what]
-    beside = [str(rung.path.parent) for rung in scripts if not rung.label]  # modules that a file may import
-    sys.path += beside
-    check_scripts(scripts)
-    data = "data/bytes" if Path("data/bytes/meta.json").exists() else "data/tokens"  # bytes take a third of the time
-    flags = [*SMALL, "--data", data, *args.flags]
-    settings = check_fair(scripts, flags)
-    at_once = args.jobs or (2 if settings.device == "cpu" else 1)
-    about = {"what": args.what, "seeds": args.seeds, "tries": args.tries, "flags": flags}
-    folder = args.logs or (newest_of(about) if args.resume else new_folder(FOLDERS))
-    with locked(folder, args.resume):
-        scripts = copied(scripts, folder / "scripts")
-        path = os.pathsep.join([*beside, os.environ.get("PYTHONPATH", "")])
-        contest = Contest(scripts, flags, folder, args.seeds, at_once=at_once, most_tries=args.tries,
-                          against_first=True, env={"PYTHONPATH": path})
-        open_contest(contest, about, settings.device, args.time_limit, console)
+def check_logs(logs):
+    """Refuse runs that did not do the same, whatever their flags were."""
+    facts = {}
+    for path in logs:
         try:
-            with contest.runner:
-                contest.hold()
-            return folder, contest.runner
-        except KeyboardInterrupt:
-            return folder, None
-        finally:
-            record, _ = read_logs(folder, [rung.name for rung in scripts])
-            if len(record.points):
-                write_csv(record, folder / CSV)
+            run = read_log(path)
+        except UserError:  # it ended before its first step
+            continue
+        facts[path.stem] = {"data": run.data, "T": run.T, "tokens": run.tokens_per_step,
+                            "validation": run.headers.get("validation")}
+    if facts:
+        refuse_unlike(facts)

@@ -2,7 +2,7 @@
 
 run         measure/script_flags.py, runner.py, run_folder.py, processes.py, device_rates.py, max_batch.py
 report      show/print_report.py, documents.py, plots.py
-compare     measure/fairness.py, contest.py, learning_rates.py; records/recipes.py; show/verdict.py
+compare     measure/contest.py, fairness.py, learning_rates.py; records/recipes.py; show/verdict.py
 diff        rungs/lessons.py; show/lesson_text.py
 try         measure/exercise.py
 check       measure/machine_check.py

@@ -53,7 +53,7 @@ def finished(folder):
 
 
 def compare_recipes(args, console):
-    from ladder.measure.fairness import hold_comparison  # loads torch, which two logs do not need
+    from ladder.measure.contest import hold_comparison  # loads torch, which two logs do not need
     from ladder.show.plots import save
     from ladder.show.verdict import verdict_picture
 

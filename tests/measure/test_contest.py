@@ -1,4 +1,6 @@
-"""A contest: which seeds and rates its jobs have, in which order; of known losses."""
+"""A contest: which seeds and rates its jobs have, in which order; of known losses, and for real."""
+import json
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -6,6 +8,7 @@ import pytest
 import torch
 from fake_race import ADAMW, BEST, MUON, TRAPEZOID, flag_of, part_of, rates_of, run_race, searched
 from rich.console import Console
+from run_tool import flags, is_one_error, run_jobs_here
 
 from ladder.errors import UserError
 from ladder.measure import contest, processes, runner
@@ -14,6 +17,7 @@ from ladder.measure.learning_rates import SEED, Search
 from ladder.measure.processes import Job, Outcome
 from ladder.records.recipes import read_logs
 from ladder.records.summary import build_report
+from ladder.rungs.list import BY_LABEL
 
 
 def test_each_tested_seed_has_a_seed_of_the_search_and_the_rates_that_it_found(tmp_path):
@@ -99,3 +103,72 @@ def test_runs_side_by_side_share_the_cores_and_the_memory(tmp_path, monkeypatch)
     fake = SimpleNamespace(run=lambda jobs, at_once: ran.extend(jobs))
     Contest([], [], tmp_path, 1, fake, at_once=4).run_shared([Job("a", [], tmp_path)])
     assert ran[0].env["OMP_NUM_THREADS"] == "2" and ran[0].memory == processes.MEMORY_SHARE * 10e9 / 4
+
+
+def test_a_file_is_no_rung_though_it_has_its_name(mine, tmp_path):
+    copy = contest.script_of(str(mine(name="7_zero_init.py")))
+    rung = BY_LABEL["zero_init"]
+    assert copy.label == "" and contest.script_of(str(rung.path)) is rung is contest.script_of("zero_init")
+    one, other = contest.copied([BY_LABEL["zero_init"], copy], tmp_path / "scripts")
+    assert one is BY_LABEL["zero_init"] and other.name == "7_zero_init_yours"
+    assert other.path.read_bytes() == copy.path.read_bytes()
+
+
+def test_a_changed_file_never_replaces_the_copy_that_ran(mine, tmp_path):
+    file = mine()
+    rung, before = contest.script_of(str(file)), file.read_bytes()
+    [copy] = contest.copied([rung], tmp_path / "scripts")
+    assert contest.copied([rung], tmp_path / "scripts") == [copy]
+    file.write_bytes(before + b"# changed\n")
+    with pytest.raises(UserError, match="mine.py: differs from .*mine.py, its copy that ran"):
+        contest.copied([rung], tmp_path / "scripts")
+    assert copy.path.read_bytes() == before
+
+
+def test_the_data_are_looked_for_where_the_scripts_read_them(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "bytes").mkdir(parents=True)
+    (tmp_path / "data" / "bytes" / "meta.json").write_text("{}")
+    answer = call("compare", "zero_init", "muon", "--logs", tmp_path / "logs", "--device", "cpu")
+    assert is_one_error(answer, "--data data/bytes: no whole token files")
+
+
+def test_the_newest_comparison_of_the_same_arguments_is_resumed(monkeypatch, tmp_path):
+    monkeypatch.setattr(contest, "FOLDERS", tmp_path)
+    for day, seeds in (("01", 5), ("02", 5), ("03", 3)):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "contest.json").write_text(json.dumps({"scripts": [{"name": "a"}], "seeds": seeds}))
+    assert contest.newest_of({"seeds": 5}).name == "02"
+    with pytest.raises(UserError, match="no comparison of these arguments"):
+        contest.newest_of({"seeds": 4})
+
+
+@pytest.mark.slow
+def test_a_comparison_for_real(mine, byte_tokens, tmp_path, call, monkeypatch):
+    """The same command resumes and repeats nothing; another one, or a changed file, is refused; the folder is shown."""
+    monkeypatch.setattr(contest, "Contest", partial(Contest, timings=1))
+    logs, file = tmp_path / "logs", mine("import argparse", "import helper\nimport argparse")
+    (tmp_path / "helper.py").write_text("")  # beside the file, whose copy runs
+    words = ["compare", "zero_init", file, "--logs", logs, "--seeds", "3", "--tries", "2", *flags(byte_tokens),
+             "--val-every", "2", "--val-sequences", "2"]
+    with monkeypatch.context() as here:  # what is resumed runs in a process of its own
+        here.setattr(runner, "run_jobs", run_jobs_here)
+        code, out, error = call(*words)
+    assert code == 0, error
+    assert "mine.py ends with the same losses as zero_init, to the last digit, with every seed." in out
+    n_search = 2 * 3  # two tries, a seed of the search for each that is tested
+    assert (logs / "compare.png").exists() and len(list(logs.rglob("*.log"))) == 2 * (n_search + 3 + 2)
+    assert len((logs / "differences.csv").read_text().splitlines()) == 1 + 3
+    again = call("compare", logs)[1]
+    assert "the same losses as zero_init" in again and "Doubtful: 4 steps are too few" in again
+    gone = logs / "round_2" / "mine.log"
+    gone.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in logs.rglob("*.log")}
+    assert is_one_error(call(*words), "is not empty") and not gone.exists()
+    assert call(*words, "--resume")[0] == 0 and gone.exists()
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert is_one_error(call(*words, "--resume", "--max-lr", "0.1"), "of other flags")
+    file.write_text(file.read_text() + "# changed\n")
+    assert is_one_error(call(*words, "--resume"), "mine.py: differs from")
+    about = json.loads((logs / "contest.json").read_text())
+    assert about["seeds"] == 3 and about["scripts"][1]["title"] == str(file) and "commit" in about
