@@ -16,14 +16,14 @@ from ladder.measure.this_machine import describe
 from ladder.rungs.list import BY_LABEL, load_script
 
 rung_10 = load_script(BY_LABEL["10"])
-SHAPES = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
-SECONDS = 1.0  # of measuring, for each shape and format
+PRODUCTS = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
+RATE_SECONDS = 1.0  # of measuring, for each shape and format
 COPIED = {"cuda": 2**30, "mps": 2**28, "cpu": 2**28}  # bytes
 
 
 def best_seconds(statement, **values):
     timer = benchmark.Timer(statement, globals=values, num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=SECONDS).times)
+    return min(timer.blocked_autorange(min_run_time=RATE_SECONDS).times)
 
 
 def best_rate(device, dtype, shape):
@@ -41,7 +41,7 @@ def best_bandwidth(device):
 
 def measure(device):
     """{"float32": FLOP/s} and the rates of what else is in hardware: "tf32", "bfloat16" or, failing that, "float16"."""
-    shapes = SHAPES if device != "cpu" else SHAPES[:2]
+    shapes = PRODUCTS if device != "cpu" else PRODUCTS[:2]
     dtype = rung_10.autocast_dtype(device)
     formats = {"float32": (torch.float32, "highest"), str(dtype).removeprefix("torch."): (dtype, "highest")}
     if device == "cuda" and torch.cuda.is_tf32_supported():

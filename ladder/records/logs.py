@@ -17,18 +17,20 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ladder.count.flops import VOCAB_SIZE
 from ladder.errors import UserError
 from ladder.rungs.list import BY_NAME, ROOT, Rung, today
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
+THREADS_OF = re.compile(r" \((\d+) threads\)")  # a CPU, in a header
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
-COUNT = r"(\d{1,12})"
-STEP_LINE = re.compile(rf"\s*step\s*:?\s*{COUNT}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms"
+INTEGER = r"(\d{1,12})"
+STEP_LINE = re.compile(rf"\s*step\s*:?\s*{INTEGER}\s*\|\s*loss:?\s*{NUMBER}\s*\|\s*dt:?\s*{NUMBER}\s*ms"
                        rf"(?:\s*\|\s*tok(?:ens)?/s(?:ec)?:?\s*{NUMBER})?")
-VAL_LINE = re.compile(rf"val : step {COUNT} \| loss: {NUMBER}")
-RESUMED_LINE = re.compile(rf"# resumed after step {COUNT} of {COUNT}")
-MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*\| steps {COUNT}-")
+VAL_LINE = re.compile(rf"val : step {INTEGER} \| loss: {NUMBER}")
+RESUMED_LINE = re.compile(rf"# resumed after step {INTEGER} of {INTEGER}")
+MEDIAN_LINE = re.compile(rf"median : dt: [\d.]+ ms .*\| steps {INTEGER}-")
 PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
 
 
@@ -68,7 +70,7 @@ class Run:
 
         A run that a signal stopped also has a median line.
         """
-        promised = re.match(COUNT, self.headers.get("steps", ""))
+        promised = re.match(INTEGER, self.headers.get("steps", ""))
         return self.first_counted_step is not None and (not promised or int(promised[1]) == self.steps[-1])
 
     @property
@@ -90,7 +92,7 @@ class Run:
     @property
     def tokens_per_step(self):
         """Tokens over all ranks and micro-steps."""
-        total = re.match(rf"{COUNT} tokens", self.headers.get("total batch", ""))
+        total = re.match(rf"{INTEGER} tokens", self.headers.get("total batch", ""))
         if total:
             return int(total[1])
         return None if self.B is None or self.T is None else self.B * self.T * self.ranks
@@ -118,12 +120,18 @@ class Run:
     def device(self):
         """The device, on a CPU its name where it is known, without the number of threads, which torchrun changes."""
         name = self.headers.get("machine") or self.headers.get("device")
-        return re.sub(r" \(\d+ threads\)", "", name) if name else None
+        return THREADS_OF.sub("", name) if name else None
+
+    @property
+    def threads(self):
+        """Of a CPU; 0 where the log does not say."""
+        found = THREADS_OF.search(self.headers.get("machine") or self.headers.get("device", ""))
+        return int(found[1]) if found else 0
 
     @property
     def on_cpu(self):
         device = self.headers.get("device", "")
-        return device == "cpu" or "threads)" in device
+        return device == "cpu" or bool(THREADS_OF.search(device))
 
     @property
     def allocator(self):
@@ -142,7 +150,7 @@ class Run:
         if not name:
             return None
         trained = re.fullmatch(r"bpe-(\d+)(-\w+)?", name[1])
-        return int(trained[1]) if trained else {"gpt2": 50257, "gpt2-bytes": 50257, "bytes": 257}.get(name[1])
+        return int(trained[1]) if trained else {"gpt2": VOCAB_SIZE, "gpt2-bytes": VOCAB_SIZE, "bytes": 257}.get(name[1])
 
     def setting(self):
         """What two runs must share to be compared, None where it is not known."""
@@ -194,7 +202,7 @@ def lines_of(text):
 
 def run_of(path, headers):
     """A Run without a step."""
-    batch = re.search(rf"B={COUNT} T={COUNT}", headers.get("batch", ""))
+    batch = re.search(rf"B={INTEGER} T={INTEGER}", headers.get("batch", ""))
     B, T = map(int, batch.groups()) if batch else (None, None)
     name = today(Path(headers.get("script", "")).stem or path.stem)
     return Run(path, name, headers, B, T, int(headers.get("ranks", "1")))

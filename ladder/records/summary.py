@@ -4,7 +4,6 @@ A script with several rounds (`run --repeat`) has the median of the rounds' medi
 in data, model, B, T or device are refused. What a log does not say is NaN in a table and None in a row.
 """
 import math
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -149,10 +148,8 @@ def build_report(folder):
         table["older_code"] = [older_code(name, machine) for name in table.name]
     # "unknown" is the allocator of whole logs that do not say.
     allocators = {run.allocator or "unknown" for run in every_run if run.complete or run.allocator}
-    headers = [run.headers.get("machine", run.headers.get("device", "")) for run in every_run]
-    cores = [int(n) for header in headers for n in re.findall(r"\((\d+) threads\)", header)]
     return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, runs, rounds,
-                  table, profile, race, skipped, max(cores, default=0), sorted(allocators))
+                  table, profile, race, skipped, max(run.threads for run in every_run), sorted(allocators))
 
 
 def warnings(report, card=None):

@@ -12,7 +12,7 @@ from ladder.rungs.check_laws import first_line
 from ladder.rungs.list import BANNER, BY_LABEL, ROOT
 
 WORD = re.compile(r"\w+|\s+|.")
-LABEL = r"(?:Gain|Cost|Beware|Sources?):"
+SECTION = r"(?:Gain|Cost|Beware|Sources?):"
 NOT_COMPUTED = {"add_flags", "model_config", "GPTConfig", "DataLoaderLite", "get_lr", "set_learning_rates",
                 "last_step_at_max_lr", "init_ranks", "batches_per_step", "check_compiler", "catch_signals",
                 "on_any_rank", "Checkpoints", "Best", "evaluate"}  # definitions that launch no kernel in a step
@@ -97,7 +97,7 @@ def part_paragraphs(body):
         lines.append(line)
         word = following.split(" ")[0]  # "" in an indented line
         ends = line.endswith((".", ":", ")")) and len(line) + 1 + len(word) <= FULL_LINE
-        if re.match(LABEL, following) or (ends and word and line[0] not in " *-"):
+        if re.match(SECTION, following) or (ends and word and line[0] not in " *-"):
             lines.append("")
     return "\n".join(lines)
 

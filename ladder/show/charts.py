@@ -12,8 +12,9 @@ from ladder.rungs.list import BY_NAME, LADDER
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black.
-KIND_COLORS = dict(zip(KINDS, ("#2463c0", "#6fbdf0", "#c95a2e", "#e5bb3f", "#9676b8", "#35ab72", "#5f5a66", "#b6bfba"),
-                        strict=True))
+KIND_COLORS = {"matrix products": "#2463c0", "head": "#6fbdf0", "attention": "#c95a2e",
+               "normalization and pointwise": "#e5bb3f", "cross-entropy": "#9676b8", "optimizer": "#35ab72",
+               "data": "#5f5a66", "waiting": "#b6bfba"}
 
 
 def speed_bars(report):
@@ -50,10 +51,11 @@ def memory_bars(report):
 
 
 def profile_bars(profile):
-    """Milliseconds of each rung's step by kind of work; the mark is what its products alone take. None for None."""
+    """Milliseconds of each rung's step by kind of work; the mark is what its products alone take. No bars without one."""
     rungs = profile["rungs"] if profile else []
     for found in rungs:
-        rung, parts, sure = BY_NAME[found["name"]], list(found["parts_ms"].values()), is_reliable(found)
+        rung, sure = BY_NAME[found["name"]], is_reliable(found)
+        parts = [found["parts_ms"][kind] for kind in KINDS]
         yield {"title": rung.title, "label": rung.label, "parts": parts, "floor": found["products_ms"],
                "pale": not sure, "end": formats.ms(sum(parts)) + ("" if sure else " (!)")}
 

@@ -13,19 +13,19 @@ from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Operator
 
 from ladder.rungs.check_laws import first_line
-from ladder.rungs.lessons import LABEL, part_paragraphs
+from ladder.rungs.lessons import SECTION, part_paragraphs
 from ladder.rungs.list import BY_LABEL, ROOT
 
 AUTHOR = r"[A-Z][\w’-]+"
 PAPER = re.compile(rf"{AUTHOR}(?: et al\.|(?:,| &amp;| and) {AUTHOR})* \d{{4}}(?:, “[^”]+”| \([^)]+\))?")
 # A script by its label; other code, which stays as it is; a rung; a file; an issue of PyTorch's.
-REFERENCE = re.compile(r"(?s)<pre>.*?</pre>|<code>(?P<label>\w+)</code>|<code>.*?</code>|\b[Rr]ungs? (?P<rung>\w+)\b"
+RUNG_LINK = re.compile(r"(?s)<pre>.*?</pre>|<code>(?P<label>\w+)</code>|<code>.*?</code>|\b[Rr]ungs? (?P<rung>\w+)\b"
                        r"|\b(?P<file>(?:docs|experiments|beyond|ladder|data|tests)/[\w./#-]*\w|\w+\.py)\b"
                        r"|pytorch (?:issue|pull request) (?P<issue>\d+)")
 
 
 def link_reference(found):
-    """The HTML in place of a match of REFERENCE: a link where it leads somewhere."""
+    """The HTML in place of a match of RUNG_LINK: a link where it leads somewhere."""
     file = found["file"]
     label = found["rung"] or found["label"]
     if label in BY_LABEL:
@@ -50,8 +50,8 @@ def prose(body):
     text = re.sub(r"(?m)(?:^    .*\n?)+", lambda code: f"```\n{textwrap.dedent(code[0]).rstrip()}\n```\n", text)
     text = re.sub(r"(```(?s:.*?)```|`.*?`)|(?<!\w)(--[a-z-]+)", lambda found: found[1] or f"`{found[2]}`", text)
     markdown = MarkdownIt("zero", {"typographer": True}).enable(["backticks", "fence", "list", "smartquotes"])
-    page = re.sub(f"<p>({LABEL})", r"<p><b>\1</b>", markdown.render(text))
-    page = REFERENCE.sub(link_reference, page)
+    page = re.sub(f"<p>({SECTION})", r"<p><b>\1</b>", markdown.render(text))
+    page = RUNG_LINK.sub(link_reference, page)
     sources = re.compile(r"(?s)<p>(<b>Sources?:</b>.*?</p>)")
     page = sources.sub(lambda found: f'<p class="dim">{PAPER.sub(link_paper, found[1])}', page)
     return page.replace("<pre>", '<pre tabindex="0">')
@@ -101,6 +101,6 @@ def hunk_html(hunk, blocks):
 
 def exercise_html(text):
     """An exercise as HTML, its answers folded as in the file; links start from docs/, where the file lies."""
-    markdown = MarkdownIt("commonmark", {"typographer": True}).enable("smartquotes")
+    markdown = MarkdownIt("commonmark", {"typographer": True}).enable(["smartquotes", "table"])
     page = markdown.render(text).replace('href="#', 'href="exercises.md#')
     return re.sub('href="(?!https?:)', 'href="../docs/', page).replace("<pre>", '<pre tabindex="0">')

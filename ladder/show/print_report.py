@@ -5,7 +5,7 @@ from ladder import formats
 from ladder.records.logs import has_steps
 from ladder.records.summary import build_report, warnings
 from ladder.records.two_logs import compare
-from ladder.records.step_profile import UNRELIABLE, is_reliable
+from ladder.records.step_profile import KINDS, UNRELIABLE, is_reliable
 from ladder.rungs.list import BY_NAME
 from ladder.show.columns import COLUMNS_TO_GO, all_columns, explained, texts_of
 from ladder.show.facts import conditions, few_rounds, remarks_of
@@ -14,7 +14,7 @@ from ladder.show.terminal import print_texts
 
 FORMATS = {"loss A": formats.logged_loss, "loss B": formats.logged_loss, "B - A": formats.logged_difference,
            "ms A": formats.ms, "ms B": formats.ms, "A / B": formats.ratio}
-WORDS = ("matmul", "head", "attention", "pointwise", "loss", "optimizer", "data", "waiting")  # for KINDS, in a table
+SHORT_KINDS = {"matrix products": "matmul", "normalization and pointwise": "pointwise", "cross-entropy": "loss"}
 
 
 def print_report(report, console, card=None):
@@ -53,7 +53,7 @@ def print_profile(profile, console):
     """The profile as a table: ms per step, by kind of work."""
     rows = []
     for found in profile["rungs"]:
-        times = dict(zip(WORDS, found["parts_ms"].values(), strict=True))
+        times = {SHORT_KINDS.get(kind, kind): found["parts_ms"][kind] for kind in KINDS}
         times |= {"step": found["step_ms"], "plain": found["plain_ms"], "products": found["products_ms"]}
         rows.append({"rung": BY_NAME[found["name"]].row + " (!)" * (not is_reliable(found))}
                     | {word: formats.ms(ms) for word, ms in times.items()})

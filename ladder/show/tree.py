@@ -13,7 +13,7 @@ class Part:
     intro: str  # in the docstrings' Markdown
 
 
-PARTS = [
+PAGE_PARTS = [
     Part("ladder", "The ladder",
          "Each lesson has the script's own explanation, an exercise and the change, which stays folded until you open "
          "it. Below it stands what the change did on the machines that ran it."),
@@ -43,7 +43,7 @@ EXERCISES = {"first": ("0", "1", "6"), "second": ("9", "gradient_accumulation")}
 
 def parts():
     """Yields (Part, its rungs), in the order of the list of rungs."""
-    for part in PARTS:
+    for part in PAGE_PARTS:
         yield part, [rung for rung in RUNGS if (rung.track or "ladder") == part.id]
 
 

@@ -8,6 +8,6 @@ try         measure/exercise.py
 check       measure/machine_check.py
 floor       count/kernels.py, floors.py
 profile     measure/profiler.py
-page        show/tutorial.py, page_text.py
+page        show/html_page.py, page_text.py
 propagate   rungs/carry.py, check_laws.py
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 from ladder import formats
 from ladder.records.logs import reference_folders
 from ladder.records.summary import build_report
-from ladder.show.tutorial import PAGE, write_page
+from ladder.show.html_page import PAGE, write_page
 
 
 def add_flags(parser):

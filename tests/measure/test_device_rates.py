@@ -12,8 +12,8 @@ from ladder.measure import device_rates, machine_check
     (torch.float32, {"float32"}, "- none in this CPU"), (torch.bfloat16, {"float32", "bfloat16"}, "+ rung 3 gains")])
 def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
     """A CPU without bfloat16 multiplies it a hundred times slower: measuring that took minutes."""
-    monkeypatch.setattr(device_rates, "SHAPES", [(8, 8, 8)])
-    monkeypatch.setattr(device_rates, "SECONDS", 0.01)
+    monkeypatch.setattr(device_rates, "PRODUCTS", [(8, 8, 8)])
+    monkeypatch.setattr(device_rates, "RATE_SECONDS", 0.01)
     monkeypatch.setattr(device_rates.rung_10, "autocast_dtype", lambda device: dtype)
     assert device_rates.measure("cpu").keys() == names
     _, found, _ = machine_check.check_formats("cpu")

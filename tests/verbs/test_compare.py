@@ -11,10 +11,10 @@ from ladder.records.recipes import COLUMNS, Record, write_csv
 
 def test_the_table_has_each_common_step_and_a_median_without_the_warm_up(tmp_path, call):
     code, out, _ = call("compare", write_log(tmp_path / "a.log"), write_log(tmp_path / "b.log", ms=(50, 25, 20)))
-    assert code == 0 and "2 9.000000 9.000000 +0.000000 50.00 25.00 2.00" in out
-    assert "median +0.000000 50.00 22.50 2.25" in out  # without the first step, in which both warm up
+    assert code == 0 and "2 9.000000 9.000000 +0.000000 50.0 25.0 2.00" in out
+    assert "median +0.000000 50.0 22.5 2.25" in out  # without the first step, in which both warm up
     write_log(tmp_path / "a.log", tail=MEDIAN)  # warms up one step longer: only the third step is warm in both
-    assert "median +0.000000 50.00 20.00 2.50" in call("compare", tmp_path / "a.log", tmp_path / "b.log")[1]
+    assert "median +0.000000 50.0 20.0 2.50" in call("compare", tmp_path / "a.log", tmp_path / "b.log")[1]
 
 
 def test_a_comparison_that_was_stopped_in_its_search_has_nothing_to_show(tmp_path, call):

@@ -9,7 +9,7 @@ from ladder.rungs.list import BY_LABEL
 
 def test_diff_shows_the_change_and_its_effect_in_the_records_and_in_the_reader_s_own_newest_run(call, tmp_path,
                                                                                                 monkeypatch):
-    """That the text and the change are whole: test_tutorial.py."""
+    """That the text and the change are whole: test_html_page.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ladder.records.logs.REFERENCE", tmp_path / "records")
     for folder, times in ((tmp_path / "records" / "an_epyc", (90.0, 30.0)), (RUNS / "mine", (60.0, 40.0))):

@@ -16,14 +16,14 @@ from ladder.count.floors import floors_on, stored_floors
 from ladder.records.summary import build_report
 from ladder.rungs.lessons import split_docstring
 from ladder.rungs.list import BY_LABEL, RUNGS
-from ladder.show import tutorial
+from ladder.show import html_page
 from ladder.show.charts import KIND_COLORS
 from ladder.rungs.lessons import read_exercises
-from ladder.show.tutorial import PAGE, write_page
+from ladder.show.html_page import PAGE, write_page
 from ladder.verbs import page as page_verb
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-PICTURES = [*tutorial.HERE.glob("pictures/*.svg")]
+PICTURES = [*html_page.HERE.glob("pictures/*.svg")]
 
 # Two invented machines. Milliseconds and GB of each rung:
 PROFILED = {"0": (9600, 4.41), "1": (8100, 3.6)}
