@@ -28,7 +28,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import sys
 from dataclasses import dataclass, field, replace
@@ -46,6 +45,7 @@ from ladder.measure.run_folder import locked
 from ladder.measure.runner import Runner
 from ladder.measure.script_flags import command_for, settings_of
 from ladder.measure.this_machine import describe
+from ladder.records.logs import THREADS_OF
 from ladder.records.recipes import (
     CSV, FOLDERS, MOST_TRIES, RATES, last_val_loss, pairs_of, read_logs, read_rates, show_rates, write_csv)
 from ladder.rungs.list import BY_NAME, Rung, find_rung
@@ -170,7 +170,6 @@ class Contest:
 # ---- a contest in a folder -------------------------------------------------------------------------------------------
 
 CONTEST = "contest.json"  # what is compared, how, and on which machine
-THREADS = re.compile(r" \(\d+ threads\)")  # the timing may have more than the rounds
 
 
 def read_about(folder):
@@ -192,7 +191,7 @@ def open_contest(contest, about, device, seconds, console):
             raise UserError(f"{folder}: holds a comparison of other {what}; rerun its own command, or name another")
     here = describe(device)
     for what in ("torch", "name"):
-        old, new = (THREADS.sub("", there[what]) for there in (begun or here, here))
+        old, new = (THREADS_OF.sub("", there[what]) for there in (begun or here, here))
         if old != new:
             raise UserError(f"{folder}: was begun with {old}, and this is {new}; give a new folder")
     if not begun:

@@ -60,12 +60,11 @@ def cautions(record, table):
 def limits(record, table):
     """What a comparison of this size cannot say."""
     run, first = run_of(Path("x.log"), record.facts), record.ends.iloc[0]
-    text = run.data.partition(" | ")[0]
     effects = [effect for effect in table.change if effect]
     if effects:
         yield how_sure(record)
     yield (f"This says nothing about other sizes: {formats.millions(first.parameters)}M parameters, {formats.number(first.step)} steps, "
-           f"{formats.millions(first.tokens)}M tokens of {text} in windows of {run.T}.")
+           f"{formats.millions(first.tokens)}M tokens of {run.data} in windows of {run.T}.")
     seen = [effect.detectable() for effect in effects if effect.error]
     if seen:
         yield f"With these seeds a test finds a difference of {max(seen):.2g} nats four times in five."

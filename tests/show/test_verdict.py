@@ -15,7 +15,7 @@ from ladder.show.plots import save
 from ladder.show.verdict import print_verdict, verdict_of, verdict_picture
 
 BASE = [2.01, 2.00, 2.02, 1.99, 2.03]
-FACTS = {"batch": "B=16 T=64", "data": "text (bytes tokens) | loaded"}
+FACTS = {"batch": "B=16 T=64", "data": "text (bytes tokens)"}
 
 
 def record_of(losses, ms=None, steps=100):
