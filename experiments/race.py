@@ -36,7 +36,7 @@ def keep(folder, names):
     if len(record.points):
         write_csv(record, folder / RACE)
     report = record.names and build_report(folder)
-    if report and report.race.table.change.notna().any():
+    if report and report.race.race_table.change.notna().any():
         save(races_picture([report]), folder / "race.png")
     return skipped
 

@@ -28,7 +28,7 @@ def races_of(folders):
     """The reports of races: those of the same kind of tokens together, today's and those of many rungs first."""
     races = [build_report(folder) for folder in folders]
     return sorted(races, key=lambda race: (
-        data_of(race).partition(" (")[2], is_older(race), -len(race.race.table),
+        data_of(race).partition(" (")[2], is_older(race), -len(race.race.race_table),
         race.setting["model"]))
 
 
@@ -49,7 +49,7 @@ def race_bar(row, color):
 
 def races_picture(reports):
     """The effects in races side by side, those of the same script in one row."""
-    tables = [report.race.table for report in reports]
+    tables = [report.race.race_table for report in reports]
     tables = [table[table.change.notna()] for table in tables]
     names = sorted({name for table in tables for name in table.name}, key=[*ORDER, *names_of(tables)].index)
     rows = [heading({"title": rung_of(name).title, "label": rung_of(name).label}) for name in names]

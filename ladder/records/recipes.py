@@ -64,7 +64,7 @@ class Record:
         return self.tested.groupby(["rung", "seed"], sort=False).tail(1).set_index(["rung", "seed"])
 
     @cached_property
-    def table(self):
+    def race_table(self):
         """The standings of a race: each script compared with the row before."""
         return standings(self, against_first=False)
 

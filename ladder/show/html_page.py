@@ -79,9 +79,9 @@ def measured_row(rung, report):
 
 def race_row(rung, report):
     """What a rung reached in a report's race, {column: text}; None where it was not in one."""
-    if not report.race or rung.name not in report.race.table.index:
+    if not report.race or rung.name not in report.race.race_table.index:
         return None
-    row = report.race.table.loc[rung.name]
+    row = report.race.race_table.loc[rung.name]
     return {"race": f"{data_of(report)}, {report.setting['model']}",
             "validation loss (range)": formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss),
             "− the row before (99 %)": between(row.change, formats.difference),

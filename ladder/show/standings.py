@@ -21,7 +21,7 @@ def label_of(name):
     return rung_of(name).label or f"{name}.py"
 
 
-def exactly(logarithm):
+def as_ratio(logarithm):
     """A ratio, from its logarithm."""
     return formats.ratio(math.exp(logarithm))
 
@@ -61,7 +61,7 @@ def recipe_columns(beside, refuted=()):
                f"p: from a paired t-test, after Holm's correction for all rows; * marks p < {BEYOND_CHANCE} with at "
                f"least {FEWEST_SEEDS} seeds"),
         Column("ms/step (range)", times_of, "ms/step: the median of timed runs, without compilation and validation"),
-        Column(f"ms / {beside} (99 %)", lambda row: between(row.times, exactly),
+        Column(f"ms / {beside} (99 %)", lambda row: between(row.times, as_ratio),
                f"ms / {beside}: from pairs of runs, timed one after the other"),
         Column("parameters", lambda row: formats.number(row.parameters)),
     ]
@@ -82,7 +82,7 @@ def how_sure(record):
 
 def race_caption(report, times=True):
     """What a reader of a race needs to know beside what explains the columns; `times`: whether these are shown."""
-    record, table = report.race, report.race.table
+    record, table = report.race, report.race.race_table
     rounds, search = record.tested, record.part("search")
     searched = "learning rates not searched"
     if len(search):
@@ -121,7 +121,7 @@ def refuted_in(report):
 def race_texts(report, scripts=(SCRIPT,)):
     """(the standings as short texts, {heading: what explains it}); `scripts` are the columns that name a script."""
     columns = [*scripts, *recipe_columns("the row before", refuted_in(report))]
-    return texts_of([*report.race.table.itertuples()], columns), explained(columns)
+    return texts_of([*report.race.race_table.itertuples()], columns), explained(columns)
 
 
 def print_race(report, console):

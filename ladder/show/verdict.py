@@ -8,7 +8,7 @@ from ladder.records.significance import FEWEST_SEEDS
 from ladder.show.plots import colors_of
 from ladder.show.columns import explained, texts_of
 from ladder.show.standings import (
-    BRACKETS, FIRST_TO_GO, FOR_ALL, SCRIPT, TRIES, exactly, how_sure, label_of, recipe_columns)
+    BRACKETS, FIRST_TO_GO, FOR_ALL, SCRIPT, TRIES, as_ratio, how_sure, label_of, recipe_columns)
 from ladder.show.terminal import print_texts
 
 
@@ -34,9 +34,9 @@ def time_sentence(effect):
     """How long a script's step takes beside the first's."""
     if effect is None:
         return "Steps were not timed often enough to compare."
-    numbers = f"99 % interval {exactly(effect.low)} to {exactly(effect.high)}, {formats.p_is(effect.p)}"
+    numbers = f"99 % interval {as_ratio(effect.low)} to {as_ratio(effect.high)}, {formats.p_is(effect.p)}"
     doubt = "" if effect.significant else "; not significant"
-    return f"A step takes {exactly(effect.mean)} times as long ({numbers}{doubt})."
+    return f"A step takes {as_ratio(effect.mean)} times as long ({numbers}{doubt})."
 
 
 def cautions(record, table):

@@ -28,7 +28,7 @@ def test_a_race_that_was_stopped_counts_what_came_to_its_end(tmp_path):
     cut(tmp_path / "round_2" / f"{MUON.name}.log", 30)
     cut(tmp_path / "timing" / "round_3" / f"{MUON.name}.log", 10)
     assert ["round_2" in reason or "round_3" in reason for reason in keep(tmp_path, ORDER)] == [True, True]
-    muon = build_report(tmp_path).race.table.loc[MUON.name]
+    muon = build_report(tmp_path).race.race_table.loc[MUON.name]
     assert muon.val_loss == pytest.approx(3.95) and muon.change is None and muon.times.pairs == 5
     for path in tmp_path.glob("round_3/*.log"):
         path.unlink()
@@ -52,7 +52,7 @@ def test_the_record_says_what_the_logs_do(tmp_path):
     record, known = read_csv(tmp_path / "race.csv"), read_logs(tmp_path, ORDER)[0]
     pandas.testing.assert_frame_equal(record.points, known.points, check_dtype=False)
     assert record.facts == known.facts and record.sweep["an_idea"][1.2e-3, 2e-3] == math.inf
-    table = build_report(tmp_path).race.table
+    table = build_report(tmp_path).race.race_table
     assert table.val_loss["an_idea"] == table.val_loss[MUON.name] and table.rates["an_idea"] == table.rates[MUON.name]
     write_csv(replace(record, points=record.points[record.points.part != "search"]), tmp_path / "race.csv")
     assert "too few for a star; learning rates not searched;" in race_caption(build_report(tmp_path))
@@ -72,7 +72,7 @@ def test_the_picture_of_races_has_the_effects_and_their_intervals(tmp_path):
     panels = pictures["races.png"]["panels"]
     assert [panel["heading"] for panel in panels] == [
         f"text\n(bytes tokens)\n{model}" for model in ("tiny", "x9x9")]
-    effect = report.race.table.change[MUON.name]
+    effect = report.race.race_table.change[MUON.name]
     for [bar] in (panel["bars"] for panel in panels):  # nothing stands before the first row
         assert (bar["parts"], bar["low"], bar["high"]) == ([effect.mean], effect.low, effect.high)
 

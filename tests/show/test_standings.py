@@ -17,7 +17,7 @@ from ladder.show.standings import race_caption, how_sure, race_texts
 def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 3, slow=["round_3"], **VAL_LOSSES)
     report = build_report(tmp_path)
-    first, second = report.race.table.itertuples()
+    first, second = report.race.race_table.itertuples()
     assert (first.val_loss, first.val_low, first.val_high) == (6.0, 5.9, 6.1)
     assert (second.val_loss, second.val_low, second.val_high) == pytest.approx((11.9 / 3, 3.9, 4))
     assert (first.ms, first.ms_low, first.ms_high) == (100, 100, 120)  # one round of six was slow
@@ -34,13 +34,13 @@ def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
 def test_times_are_only_those_of_runs_alone(tmp_path):
     """Runs of the rounds share the machine."""
     run_race(tmp_path, [ADAMW, MUON], 3, slow=["timing"], **VAL_LOSSES)
-    assert [*build_report(tmp_path).race.table.ms] == pytest.approx([120, 132])
+    assert [*build_report(tmp_path).race.race_table.ms] == pytest.approx([120, 132])
     for path in tmp_path.glob("timing/*/*.log"):
         cut(path, 20)
     keep(tmp_path, ORDER)
     report = build_report(tmp_path)
     texts, _ = race_texts(report)
-    assert report.race.table.ms.isna().all() and "not timed" in race_caption(report)
+    assert report.race.race_table.ms.isna().all() and "not timed" in race_caption(report)
     assert not any("ms" in heading for heading in texts)
 
 
@@ -50,7 +50,7 @@ def test_a_rung_is_compared_with_the_row_before(tmp_path):
     ends = {ADAMW.name: [6.0, 6.01, 6.02, 6.0, 6.03], MUON.name: [5.0, 5.01, 5.03, 5.02, 5.01],
             TRAPEZOID.name: [5.01, 5.0, 5.02, 5.01, 5.02]}
     run_race(tmp_path, entries, 5, **ends)
-    first, muon, trapezoid = build_report(tmp_path).race.table.change
+    first, muon, trapezoid = build_report(tmp_path).race.race_table.change
     pairs = [ttest_rel(ends[b.name], ends[a.name]) for a, b in ((ADAMW, MUON), (MUON, TRAPEZOID))]
     assert first is None and muon.p == pytest.approx(2 * pairs[0].pvalue)
     assert trapezoid.p == pytest.approx(pairs[1].pvalue)
@@ -75,7 +75,7 @@ def test_a_seed_that_chose_the_rates_is_not_tested(tmp_path):
     del record.facts["seeds"]  # which older races lack
     write_csv(record, tmp_path / "race.csv")
     report = build_report(tmp_path)
-    muon, (texts, _) = report.race.table.loc[MUON.name], race_texts(report)
+    muon, (texts, _) = report.race.race_table.loc[MUON.name], race_texts(report)
     assert (muon.val_loss, muon.val_low) == pytest.approx((3.015, 3.0)) and texts["p"][1] == "<0.001"
     assert "4 seeds without 1337, the search's, too few for a star" in race_caption(report)
 
@@ -85,7 +85,7 @@ def test_a_rung_that_diverges_with_a_seed_is_not_tested(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 5, **{MUON.name: [3.0, 3.0, 3.01, 3.02, 3.03]})
     (tmp_path / "round_2" / f"{MUON.name}.log").unlink()
     keep(tmp_path, ORDER)
-    assert build_report(tmp_path).race.table.change[MUON.name] is None
+    assert build_report(tmp_path).race.race_table.change[MUON.name] is None
 
 
 def test_a_star_that_a_check_removed_is_marked(tmp_path):
