@@ -5,10 +5,9 @@
 import argparse
 
 from ladder import formats
-from ladder.records.logs import ORDER, rung_of
 from ladder.records.recipes import RACE
 from ladder.records.summary import build_report
-from ladder.rungs.list import ROOT
+from ladder.rungs.list import ORDER, ROOT, rung_of
 from ladder.show.columns import markdown
 from ladder.show.documents import write_between
 from ladder.show.facts import batch_of, data_of, machine_of

@@ -13,7 +13,7 @@ from ladder.rungs.list import RUNGS
 
 STORE = Path(__file__).with_name("floors.json")
 STORED = {"model": "gpt2", "B": 16, "T": 1024}
-COUNTED = [rung.label for rung in RUNGS if not rung.torchrun and rung.label != "fp8"]  # whose rate no card's row has
+COUNTED = [rung.label for rung in RUNGS if rung.has_floor and not rung.torchrun]
 NOT_COUNTED = "floors are of one card, without float8"  # so not of ddp, what shards, fp8
 
 

@@ -15,7 +15,7 @@ MFU = FLOPs per token * tokens/sec / the highest matrix-product rate measured on
 """
 import re
 
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import rung_of
 
 VOCAB_SIZE = 50257  # of GPT-2's tokens
 SHAPES = {  # of --model: (n_layer, n_head, n_embd), as the scripts have them
@@ -45,8 +45,7 @@ def flops_per_token(model, T, causal=False, vocab_size=VOCAB_SIZE):
 def mfu(run, rates, tokens_per_second, causal=False):
     """A speed as a share (0 to 1) of the device's best measured matrix-product rate (FLOP/s), or None."""
     per_token = flops_per_token(run.model, run.T, causal, run.vocab_size)
-    other_heads = run.name == BY_LABEL["grouped_query_attention"].name
-    if not rates or per_token is None or tokens_per_second is None or other_heads:
+    if not rates or per_token is None or tokens_per_second is None or not rung_of(run.name).has_mfu:
         return None
     devices = 1 if run.on_cpu else run.ranks  # on a CPU all ranks share the measured rate
     return per_token * tokens_per_second / (devices * max(rates.values()))

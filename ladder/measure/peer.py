@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import speedup_10_fused_adamw as rung_10  # noqa: E402
 from ladder.errors import UserError  # noqa: E402
-from ladder.records.logs import PEER, PEERS  # noqa: E402
+from ladder.rungs.list import PEER, PEERS  # noqa: E402
 
 FETCHED = {"model.py": "peer_nanogpt", "train_gpt2.py": "peer_build_nanogpt"}  # {file: its log}
 MORE = {"model.py": {"dropout": 0.0, "bias": True}, "train_gpt2.py": {}}  # of its GPTConfig: GPT-2 has biases

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ladder.count.flops import VOCAB_SIZE
 from ladder.errors import UserError
-from ladder.rungs.list import BY_NAME, ROOT, Rung, today
+from ladder.rungs.list import ORDER, ROOT, today
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
@@ -36,13 +36,6 @@ PEAK = re.compile(rf"peak memory: {NUMBER} GB|process memory: {NUMBER} GB")
 
 class NoStep(UserError):
     """A log without a step."""
-
-
-PEER = "peer_transformers"  # the one that needs no file fetched
-PEERS = {name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on")  # by the names of their logs
-         for name, whose in ((PEER, "transformers'"), ("peer_nanogpt", "nanoGPT's"),
-                             ("peer_build_nanogpt", "build-nanogpt's"))}
-ORDER = [*BY_NAME, *PEERS]
 
 
 @dataclass
@@ -156,11 +149,6 @@ class Run:
         """What two runs must share to be compared, None where it is not known."""
         device = None if self.device == "cpu" else self.device  # a script alone, or one that was stopped, names no CPU
         return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": device}
-
-
-def rung_of(name):
-    """The rung of a log's name; one without a label for a peer, and for a script outside of the ladder."""
-    return BY_NAME.get(name) or PEERS.get(name) or Rung("", f"{name}.py", name)
 
 
 def read_headers(lines):

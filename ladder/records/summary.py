@@ -14,14 +14,14 @@ import pandas
 from ladder.count.flops import mfu
 from ladder.errors import UserError
 from ladder.records.impossible import CLOCK, impossible
-from ladder.records.logs import read_folder, run_of, rung_of
+from ladder.records.logs import read_folder, run_of
 from ladder.records.machine import read_machine
 from ladder.records.recipes import Record, read_race
 from ladder.records.significance import holm, speed_p
 from ladder.records.two_logs import MIN_COUNTED
 from ladder.records.step_profile import read_profile
 from ladder.rungs.lessons import code_of
-from ladder.rungs.list import BY_LABEL, BY_NAME, today
+from ladder.rungs.list import BY_LABEL, BY_NAME, rung_of, today
 
 GPU_STEPS, GPU_MS = 150, 3000  # of a run, at least: a GPU's first second is one or two percent faster than the rest
 

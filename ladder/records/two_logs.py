@@ -5,9 +5,8 @@ import pandas
 
 from ladder import formats
 from ladder.records.impossible import impossible
-from ladder.records.logs import ORDER
 from ladder.records.significance import FEWEST_ROUNDS
-from ladder.rungs.list import BY_LABEL, BY_NAME
+from ladder.rungs.list import BY_NAME, rung_of
 
 SAME_RUN_TOLERANCE = 1.5e-6  # a unit of the last digit of a log, with float's rounding
 ROUNDING = 0.1  # nats: of one script where its numbers are rounded differently, as rungs 3, 5 and 6 do
@@ -71,8 +70,7 @@ def differing(one, other):
     a, b = one.setting(), other.setting()
     a["tokens per step"], b["tokens per step"] = one.tokens_per_step, other.tokens_per_step
     a["seed"], b["seed"] = one.headers.get("seed"), other.headers.get("seed")
-    scheduled = ORDER[ORDER.index(BY_LABEL["9"].name) :]  # whose learning rate depends on --steps
-    if one.name in scheduled or other.name in scheduled:
+    if rung_of(one.name).scheduled or rung_of(other.name).scheduled:
         a["steps"], b["steps"] = one.headers.get("steps"), other.headers.get("steps")
     different = {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
     allocators = one.allocator or "unknown", other.allocator or "unknown"

@@ -31,10 +31,13 @@ class Rung:
     lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/teaching.md)
     brings: str = ""  # what it is good for, in a few words: of the scripts in beyond/
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
+    has_mfu: bool = True  # whether --model alone tells its matrix products
+    has_floor: bool = True  # whether its step's kernels are counted: not if the cards' rates lack its number format
     # From here on, what a rung does not set is as in the (last) rung it starts from.
     tied: bool = False  # one matrix is both embedding and output layer
     causal: bool = False  # attention computes no scores above the diagonal
     memory: tuple = (64, 12, 4)  # bytes of a vector entry, a logit and a score: see memory.py
+    scheduled: bool = False  # its learning rate depends on --steps
     chunked: bool = False  # the logits of a whole batch never exist at once
     exports_to: str | None = "gpt2"  # transformers' model type, None where it has no such model
 
@@ -79,7 +82,7 @@ def add(label, file, title, before=None, may_change="", **facts):
     """Add a rung to the list; `may_change` names definitions, with blanks between them."""
     rung = Rung(label, file, title, before, frozenset(may_change.split()), **facts)
     if before:
-        inherited = ("tied", "causal", "memory", "chunked", "exports_to")
+        inherited = ("tied", "causal", "memory", "scheduled", "chunked", "exports_to")
         rung = replace(rung, **{name: getattr(rung.starts[-1], name) for name in inherited} | facts)
     BY_LABEL[label] = rung
     RUNGS.append(rung)
@@ -119,7 +122,8 @@ add("7", "speedup_07_vocab_pad.py", "vocabulary padding", before="6",
 add("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", before="7",
     may_change="train")
 add("9", "speedup_09_cosine_lr.py", "cosine learning rate", before="8",
-    may_change="add_flags get_lr train")
+    may_change="add_flags get_lr train",
+    scheduled=True)
 add("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", before="9",
     may_change="GPT.configure_optimizers train",
     lecture_ms=90)
@@ -156,7 +160,7 @@ add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections",
 add("fp8", "beyond/modern/fp8.py", "FP8", before="zero_init",
     may_change="add_flags to_float8 float8_product Float8Product Float8Linear use_float8 CausalSelfAttention.__init__ "
                "MLP.__init__ train",
-    brings="multiplies the blocks' matrices in 8 bits, on Ada, Hopper or newer; not timed yet")
+    has_floor=False, brings="multiplies the blocks' matrices in 8 bits, on Ada, Hopper or newer; not timed yet")
 add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", before="zero_init",
     may_change="GPT count_log_frequencies train",
     exports_to=None, brings="starts the logits at the tokens' log-frequencies; perhaps a faster start")
@@ -215,7 +219,7 @@ add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run",
 add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention",
     before="long_run",
     may_change="add_flags GPTConfig model_config CausalSelfAttention GPT.__init__",
-    brings="shares keys and values among query heads, as Qwen3 does; a smaller cache when sampling")
+    has_mfu=False, brings="shares keys and values among query heads, as Qwen3 does; a smaller cache when sampling")
 # Several cards.
 add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", before="long_run",
     may_change="GPT.configure_optimizers MuonAdamW.step ShardedMuonAdamW Checkpoints.save init_ranks train",
@@ -244,6 +248,11 @@ add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", before="heads_of_128"
     brings="linear layers and LayerNorms without biases; fewer kernels, less memory traffic (computed)")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
+PEER = "peer_transformers"  # the one that needs no file fetched
+PEERS = {name: Rung("", "ladder/measure/peer.py", f"{whose} GPT-2, everything on", scheduled=True)  # by their logs
+         for name, whose in ((PEER, "transformers'"), ("peer_nanogpt", "nanoGPT's"),
+                             ("peer_build_nanogpt", "build-nanogpt's"))}
+ORDER = [*BY_NAME, *PEERS]  # of a table
 TRACKS = list(dict.fromkeys(rung.track for rung in RUNGS if rung.track))  # in the order of the list
 
 
@@ -287,9 +296,14 @@ def unknown(word):
     return f"no rung {word}" + (f", perhaps {' or '.join(near[:3])}" if near else "")
 
 
-# ---- the names of earlier times --------------------------------------------------------------------------------------
+# ---- the names of logs, also of earlier times ------------------------------------------------------------------------
 
 
 def today(name):
     """The name that a script has today, from the one that a record gives, both without suffix."""
     return BY_LABEL[OLD_NAMES[name]].name if name in OLD_NAMES else name
+
+
+def rung_of(name):
+    """The rung of a log's name; one without a label for a peer, and for a script outside of the ladder."""
+    return BY_NAME.get(name) or PEERS.get(name) or Rung("", f"{name}.py", name)

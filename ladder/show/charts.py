@@ -5,10 +5,9 @@ text at its end), perhaps low and high (its spread), floor (a mark), pale (a dou
 A curve has title, steps, seconds, loss, and val where the losses are those of validations.
 """
 from ladder import formats
-from ladder.records.logs import rung_of
 from ladder.records.recipes import curves_of
 from ladder.records.step_profile import KINDS, is_reliable
-from ladder.rungs.list import BY_NAME, LADDER
+from ladder.rungs.list import BY_NAME, LADDER, rung_of
 
 # One color per kind of work. Blue is the arithmetic; color-blind readers can tell all eight apart, on white and on
 # black.
@@ -51,7 +50,7 @@ def memory_bars(report):
 
 
 def profile_bars(profile):
-    """Milliseconds of each rung's step by kind of work; the mark is what its products alone take. No bars without one."""
+    """Milliseconds of each rung's step by kind of work; the mark is what its products alone take."""
     rungs = profile["rungs"] if profile else []
     for found in rungs:
         rung, sure = BY_NAME[found["name"]], is_reliable(found)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pandas
 
 from ladder import formats
-from ladder.records.logs import rung_of
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, is_significant
+from ladder.rungs.list import rung_of
 from ladder.formats import NOTHING
 
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does"

@@ -2,10 +2,10 @@
 from ladder import formats
 from ladder.count.cards import CARDS, card_of
 from ladder.count.floors import STORED, floors_on
-from ladder.records.logs import reference_folders, rung_of
+from ladder.records.logs import reference_folders
 from ladder.records.significance import FEWEST_ROUNDS
 from ladder.records.summary import build_report
-from ladder.rungs.list import LADDER
+from ladder.rungs.list import LADDER, rung_of
 from ladder.show.columns import OLDER
 
 

@@ -16,8 +16,7 @@ from matplotlib.patches import Patch
 
 from ladder.count.cards import CARDS
 from ladder.count.floors import floors_on
-from ladder.records.logs import PEERS
-from ladder.rungs.list import LADDER
+from ladder.rungs.list import LADDER, PEERS
 from ladder.show.charts import KIND_COLORS, curves, memory_bars, profile_bars, speed_bars, step_bars
 from ladder.show.facts import batch_of, conditions, floors_of, where
 

@@ -84,8 +84,7 @@ def print_end(runner, console, quick):
 
 
 def print_largest(found, console):
-    """The largest batch of each rung, as max_batch.py found it; returns the exit code."""
+    """The largest batch of each rung, as max_batch.py found it."""
     texts = [{"rung": rung.title, "largest B": str(best), "tokens/s": formats.number(speed),
               "what stopped the next one tried": why} for rung, (best, speed, why) in found.items()]
     print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth", wraps=(0, 3))
-    return 0 if all(best for best, _, _ in found.values()) else 1

@@ -2,10 +2,9 @@
 import math
 
 from ladder import formats
-from ladder.records.logs import rung_of
 from ladder.records.recipes import TUNING_SEEDS, doubts, show_rates
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_SEEDS
-from ladder.rungs.list import today
+from ladder.rungs.list import rung_of, today
 from ladder.show.columns import Column, explained, texts_of
 from ladder.show.terminal import print_texts
 

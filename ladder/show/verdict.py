@@ -63,8 +63,9 @@ def limits(record, table):
     effects = [effect for effect in table.change if effect]
     if effects:
         yield how_sure(record)
-    yield (f"This says nothing about other sizes: {formats.millions(first.parameters)}M parameters, {formats.number(first.step)} steps, "
-           f"{formats.millions(first.tokens)}M tokens of {run.data} in windows of {run.T}.")
+    yield (f"This says nothing about other sizes: {formats.millions(first.parameters)}M parameters, "
+           f"{formats.number(first.step)} steps, {formats.millions(first.tokens)}M tokens of {run.data} in windows "
+           f"of {run.T}.")
     seen = [effect.detectable() for effect in effects if effect.error]
     if seen:
         yield f"With these seeds a test finds a difference of {max(seen):.2g} nats four times in five."

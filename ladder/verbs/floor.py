@@ -71,7 +71,8 @@ def print_floors(kernels, cards, setting, console):
     called = BY_LABEL[label].called
     expect = ("expect: measured steps (the GPUs of logs/reference, the lecture's A100) took "
               f"{formats.ratio(low)} to {formats.ratio(high)} times their floors")
-    caption = f"{called} needs the most memory, about {formats.number(least / 1e9)} GB; a card with less needs a smaller -B.\n"
+    gigabytes = formats.number(least / 1e9)
+    caption = f"{called} needs the most memory, about {gigabytes} GB; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
     title = "Floors, computed: {model}, B={B} T={T}".format(**setting)

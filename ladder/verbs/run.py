@@ -50,11 +50,11 @@ def main(args, console):
     check_together(args, rungs)
     flags = [*prepare_quick(), *args.flags] if args.quick else args.flags
     peers, settings = find_peers(args.peers), check_flags(rungs, flags)
-    with_peers = rungs + [BY_LABEL["10"]] * bool(peers)  # each is another rung 10
-    flags = eager_flags(with_peers, flags, settings.device, console)
+    flags = eager_flags(rungs + [BY_LABEL["10"]] * bool(peers), flags, settings.device, console)  # a peer is a rung 10
     if args.max_batch:
         found = {rung: largest_batch(rung, flags, args.time_limit, args.processes, console) for rung in rungs}
-        return print_largest(found, console)
+        print_largest(found, console)
+        return int(not all(best for best, *_ in found.values()))
     rungs, batch = fit_batch(rungs, flags, settings, console)
     if args.resume:
         refuse_changed(rungs, logs)

@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import convert
 from ladder.measure import peer as peers
-from ladder.records.logs import PEER, PEERS, read_log
+from ladder.records.logs import read_log
 from ladder.records.summary import build_report
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import BY_LABEL, PEER, PEERS
 from ladder.show.plots import colors_of
 
 STAND_IN = """

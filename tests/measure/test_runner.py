@@ -19,10 +19,10 @@ from ladder.measure import runner as runner_module
 from ladder.measure.peer import find_peers
 from ladder.measure.processes import Outcome
 from ladder.measure.runner import Runner, plan
-from ladder.records.logs import PEER, read_log
+from ladder.records.logs import read_log
 from ladder.records.machine import read_machine
 from ladder.records.summary import build_report
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import BY_LABEL, PEER
 from ladder.rungs.list import LADDER as RUNGS
 
 

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from ladder.measure import problems, runner, script_flags
 from ladder.measure.script_flags import command_for, eager_flags, split_flags
-from ladder.records.logs import PEER
-from ladder.rungs.list import BY_LABEL, load_script
+from ladder.rungs.list import BY_LABEL, PEER, load_script
 
 
 def test_a_rung_gets_the_flags_that_it_has_and_saves_no_checkpoints():

@@ -5,9 +5,9 @@ import pytest
 from log_files import MEDIAN, write_log
 
 from ladder.count.flops import flops_per_token, mfu
-from ladder.records.logs import PEER, read_log
+from ladder.records.logs import read_log
 from ladder.records.summary import build_report
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import BY_LABEL, PEER
 from ladder.show.documents import as_json
 
 

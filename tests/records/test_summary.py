@@ -9,9 +9,8 @@ from scipy.stats import ttest_1samp
 
 from ladder import formats
 from ladder.count.flops import flops_per_token
-from ladder.records.logs import PEER
 from ladder.records.summary import build_report, warnings
-from ladder.rungs.list import BY_LABEL
+from ladder.rungs.list import BY_LABEL, PEER
 
 BASELINE, TIED = BY_LABEL["0"].name, BY_LABEL["1"].name
 

@@ -50,7 +50,8 @@ def test_losses_may_differ_as_far_as_the_rungs_between_allow(one, other, losses,
     assert verdict in sentence and ("NOT" in verdict) == ("NOT" in sentence)
 
 
-@pytest.mark.parametrize("label, verdict", [("8", "The same losses"), ("9", "different steps")])
+@pytest.mark.parametrize("label, verdict", [("8", "The same losses"), ("9", "different steps"),
+                                            ("muon", "different steps")])
 def test_a_schedule_depends_on_the_number_of_steps(label, verdict, compared):
     logs = [of_rung(label) | {"header": f"# script: {BY_LABEL[label].file}\n# batch: B=4 T=64 | steps: {steps}\n"}
             for steps in (3, 30)]

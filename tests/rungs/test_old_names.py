@@ -4,8 +4,7 @@ import re
 import pytest
 from load_script import ROOT, load_module
 
-from ladder.records.logs import PEERS
-from ladder.rungs.list import BY_LABEL, BY_NAME, RUNGS, TRACKS, today
+from ladder.rungs.list import BY_LABEL, BY_NAME, PEERS, RUNGS, TRACKS, today
 from ladder.rungs.old_names import OLD_LABELS, OLD_NAMES
 
 GONE = {"rung_37_triton_cross_entropy", "rung_38_fp8_head"}  # what an experiment tried

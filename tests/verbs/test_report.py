@@ -13,11 +13,11 @@ import ladder.__main__ as tool
 from experiments import race_docs
 from experiments.growth import __main__ as growth
 from ladder.count.flops import mfu
-from ladder.records.logs import PEERS, RUNS
+from ladder.records.logs import RUNS
 from ladder.records.machine import read_machine
 from ladder.records.summary import build_report, check_comparable
 from ladder.rungs.lessons import code_of
-from ladder.rungs.list import BY_LABEL, BY_NAME
+from ladder.rungs.list import BY_LABEL, BY_NAME, PEERS
 from ladder.show.columns import times_before
 from ladder.show.documents import long_table, short_table, write_tables
 from ladder.show.facts import floors_of
