@@ -87,7 +87,7 @@ def run_both(rung, file, known, flags, folder, rounds, console):
     device = check_flags([rung], flags).device
     if rung.torchrun and too_few_for_ranks(device):
         device, flags = "cpu", [*flags, "--device", "cpu"]
-    if rung.label == "5":
+    if rung.about_compiling:
         flags = eager_flags([rung], flags, device, console)
     theirs = flags if "--compile-mode" in known else split_flags(flags, "--compile-mode")[1]
     jobs, logs = [], {"ours": [], "yours": []}

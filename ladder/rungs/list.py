@@ -31,6 +31,7 @@ class Rung:
     lecture_ms: int | None = None  # a step of Karpathy's lecture with it: one A100, B=16, T=1024 (docs/teaching.md)
     brings: str = ""  # what it is good for, in a few words: of the scripts in beyond/
     torchrun: bool = False  # whether `python -m ladder run` starts it on several ranks
+    about_compiling: bool = False  # whether its exercise is to compile
     has_mfu: bool = True  # whether --model alone tells its matrix products
     has_floor: bool = True  # whether its step's kernels are counted: not if the cards' rates lack its number format
     # From here on, what a rung does not set is as in the (last) rung it starts from.
@@ -112,7 +113,7 @@ add("4", "speedup_04_residual_scaling.py", "residual scaling", before="3",
     may_change="CausalSelfAttention.__init__ MLP.__init__ GPT._init_weights")
 add("5", "speedup_05_compile.py", "torch.compile", before="4",
     may_change="add_flags check_compiler train",
-    same_losses=0.1, memory=(36, 4, 4), lecture_ms=130)
+    about_compiling=True, same_losses=0.1, memory=(36, 4, 4), lecture_ms=130)
 add("6", "speedup_06_flash_attn.py", "flash attention", before="5",
     may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward",
     same_losses=0.1, causal=True, memory=(36, 4, 0), lecture_ms=96)

@@ -37,7 +37,7 @@ def main(args, console):
         raise UserError(f"try: torchrun {NO_TORCHRUN}")
     settings_of(rung, args.flags)  # exits if they are wrong
     steps = "30" if rung.path.parent == ROOT else "10"
-    flags = [*SHORT, steps, *([] if rung.label == "5" else ["--compile-mode", "none"]), *args.flags]
+    flags = [*SHORT, steps, *([] if rung.about_compiling else ["--compile-mode", "none"]), *args.flags]
     folder = new_folder("logs/try")
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}_", dir=folder.parent))  # others may try in the same second

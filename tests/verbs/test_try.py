@@ -205,6 +205,17 @@ def test_each_call_has_a_folder_of_its_own_and_few_steps_beyond_rung_10(console,
     assert steps == ("30", "10", "10") and len(set(folders)) == 3
 
 
+def test_only_the_exercise_about_compiling_compiles(console, tmp_path, monkeypatch):
+    modes = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(try_, "check_file", lambda file: [])
+    monkeypatch.setattr(try_, "run_tests", lambda *args: [ExerciseTest("a", "hint a", "")])
+    monkeypatch.setattr(try_, "run_both", lambda rung, file, known, flags, *more: modes.append("none" in flags) or True)
+    for label in ("4", "5", "6"):
+        try_.main(SimpleNamespace(rung=label, file=BY_LABEL[label].start.path, rounds=None, flags=[]), console)
+    assert modes == [True, False, True]
+
+
 def test_ours_and_theirs_begin_in_turn(console, tmp_path, monkeypatch):
     """The machine gets slower and faster meanwhile."""
     ran = []
