@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from ladder import formats
 from ladder.count.memory import free_memory
 from ladder.measure.device_rates import attention_kernel, rung_10
 from ladder.measure.problems import NO_TORCHRUN, compile_problem, nvidia_problem, problem_of
@@ -28,7 +29,7 @@ def finding(good, what, gains, lacks, bad=NEUTRAL):
 
 def check_device(device):
     total = torch.cuda.mem_get_info()[1] if device == "cuda" else psutil.virtual_memory().total
-    memory = f"{total / 1e9:.0f} GB, {free_memory(device) / 1e9:.0f} GB free"
+    memory = f"{formats.number(total / 1e9)} GB, {formats.number(free_memory(device) / 1e9)} GB free"
     name = f"{device}: {device_name(device)}, {memory}"
     gpus, _ = ask_nvidia_smi()
     if device == "cuda" and gpus:
@@ -146,7 +147,7 @@ def check_data(folder):
 
 def check_files():
     free = shutil.disk_usage(ROOT).free
-    disk = f"{free / 1e9:.0f} GB"
+    disk = f"{formats.number(free / 1e9)} GB"
     yield finding(free > 2e9, "free disk", disk, f"{disk}: a saved gpt2 takes 0.5 GB; make room", BAD)
     yield check_data(Path("data/tokens"))
 

@@ -48,14 +48,15 @@ def loss_verdict(one, other, rows, different):
     if rows.empty:
         return "The logs have no step in common."
     if unlike == ["B"]:  # compensated by ranks or micro-steps
-        return f"The losses of the same tokens, in batches of different B, are at most {apart.max():.6f} apart."
+        most = formats.logged_loss(apart.max())
+        return f"The losses of the same tokens, in batches of different B, are at most {most} apart."
     if unlike:
         return f"The losses do not compare step by step: different {', '.join(unlike)}."
     if tolerance is None:
         return f"The losses differ by up to {apart.max():.4f}: what lies between the two scripts may change them."
     wrong = ~(apart <= tolerance)  # as NaN is
     if not wrong.any():
-        return f"The same losses: at most {apart.max():.6f} apart; this change allows {tolerance:g}."
+        return f"The same losses: at most {formats.logged_loss(apart.max())} apart; this change allows {tolerance:g}."
     verdict = f"NOT the same losses: up to {apart.max():.4f} apart; this change allows {tolerance:g}"
     first = wrong.idxmax()
     if first == 0:
