@@ -1,4 +1,4 @@
-"""What pytest does for `python -m ladder try`: the tests of one rung with another file in its place, and a hint each."""
+"""What pytest does for `python -m ladder try`: the tests of one rung with another file in its place, and hints."""
 import itertools
 import json
 import os

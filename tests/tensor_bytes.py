@@ -32,7 +32,8 @@ class Watch(TorchDispatchMode):
         }
         if name in buffer and buffer[name]().nbytes > 100:
             self.moved.append((name, buffer[name]().nbytes))
-        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+        kinds = torch.Tensor, torch.nn.Parameter
+        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if type(leaf) in kinds]
         if any(storage not in self.storages for storage in made):
             for storage in made:
                 self.storages[storage] = None

@@ -102,8 +102,8 @@ def race_caption(report, times=True):
     modern = any(rung_of(name).file.startswith("beyond/modern/") for name in record.names)
     parts = [f"{seeds}; {searched}; {timed}." if times else f"{seeds}; {searched}."]
     if modern and "total batch" in record.facts:
-        parts.append("These scripts also had gradient accumulation and checkpoints, and other searches for their rates: "
-                     "do not compare their losses with those of newer races.")
+        parts.append("These scripts also had gradient accumulation and checkpoints, and other searches for rates. "
+                     "Do not compare their losses with those of newer races.")
     if table.change.notna().any():
         parts.append(how_sure(record))
     unsure = [f"the rates of {label_of(name)}, which {why}" if name else why for name, why in doubts(record)]

@@ -164,14 +164,14 @@ def test_a_folder_becomes_the_file_that_it_was(exported, convert, tmp_path):
 
 @pytest.mark.parametrize("heads", [(32, 2), (16, 4)])
 def test_a_published_qwen3_becomes_a_rungs_start_and_its_checkpoint_comes_back(heads, convert, sample, tmp_path):
-    """A longer context, a larger base of RoPE, and more rows than its tokenizer has tokens; with shared heads or not."""
+    """A longer context, a larger base of RoPE, more rows than its tokenizer has tokens; with shared heads or not."""
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, head_dim=heads[0],
-        num_key_value_heads=heads[1], max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=256,
-        eos_token_id=256, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000}))
+        vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        head_dim=heads[0], num_key_value_heads=heads[1], max_position_embeddings=2048, tie_word_embeddings=True,
+        bos_token_id=256, eos_token_id=256, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000}))
     theirs.save_pretrained(tmp_path / "theirs")
     tokenizer = vocabulary.of_bytes()
     tokenizer.to_transformers().save_pretrained(tmp_path / "theirs")

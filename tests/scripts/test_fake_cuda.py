@@ -30,7 +30,8 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the device guar
 
 def waits_of(label, float16):
     """In the timed part of a step: a copy of x and one of y, until 12 prefetches; the scaler, but for fused AdamW."""
-    copies = 0 if builds_on(label, "prefetch") else 2 * (MICRO_STEPS if builds_on(label, "gradient_accumulation") else 1)
+    micro_steps = MICRO_STEPS if builds_on(label, "gradient_accumulation") else 1
+    copies = 0 if builds_on(label, "prefetch") else 2 * micro_steps
     scales = float16 and builds_on(label, "3")
     return copies + (scales and (builds_on(label, "muon") or not builds_on(label, "10")))
 

@@ -220,7 +220,7 @@ SIX = ["-T", 32, "--total-batch", 128, "--steps", 6, "--checkpoint-every", 2, "-
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["long_run", "sharded_checkpoint"])
 def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
-    """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as one process that nobody disturbs."""
+    """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as one process does undisturbed."""
     alone = train_in_float32(label, tmp_path / "alone", byte_tokens, "-B", 4, *SIX)
     write_runs(tmp_path / "killed", byte_tokens, {"run": (label, "float32", ["-B", 2, *SIX])})
     run = run_command(*TWO_RANKS, "--max-restarts=1", ROOT / "tests" / "ranks.py", tmp_path / "killed", timeout=200,

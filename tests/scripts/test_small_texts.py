@@ -1,4 +1,4 @@
-"""dropout and documents_apart, for a small text. shuffled_windows: test_loader.py; best_checkpoint: test_best_checkpoint.py."""
+"""dropout and documents_apart, for a small text; for shuffled_windows and best_checkpoint see their own files."""
 
 import numpy as np
 import pytest

@@ -171,8 +171,8 @@ def test_each_red_test_comes_with_its_own_hint(tmp_path, monkeypatch):
     monkeypatch.setattr(exercise, "TESTS", tmp_path / "test_made_up.py")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p exercise_hooks")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
-    reasons = {"a": "", "b": "no assert 'y' != 'y'", "c": "error: no such flag", "d": "KeyError: 'k'", "e": "no compiler",
-               "g": "it did not run"}
+    reasons = {"a": "", "b": "no assert 'y' != 'y'", "c": "error: no such flag", "d": "KeyError: 'k'",
+               "e": "no compiler", "g": "it did not run"}
     expected = [(name, f"hint {name}", reason) for name, reason in reasons.items()]
     assert run_tests(BY_LABEL["1"], Path("mine.py"), tmp_path) == expected
 
