@@ -257,6 +257,7 @@ def test_few_documents_are_cut_at_nine_tenths(n, long, times, val, prepare, tmp_
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here to read the peak memory from")
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Text that does not compress, 24 MB as .txt and as .parquet in one row group: under 95 MB."""
     documents = [os.urandom(8000).hex() + "\n" for _ in range(1500)]

@@ -25,6 +25,7 @@ def untouched_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_freed_memory_comes_without_page_faults():
     """By default there is one for each page."""
     assert mimalloc(), "requirements.txt installs it"

@@ -58,6 +58,7 @@ def test_of_a_job_that_failed_the_complaint_that_matters_is_kept(code, lines, st
     assert processes.judge(code, lines) == (status, reason)
 
 
+@pytest.mark.slow
 def test_a_rank_that_the_kernel_kills_ran_out_of_memory(tmp_path):
     """torchrun itself ends with 1, and its last line is a row of "="."""
     (tmp_path / "rank.py").write_text("import os; os.kill(os.getpid(), 9)")

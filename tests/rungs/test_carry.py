@@ -124,6 +124,7 @@ def test_other_branches_get_a_fix_that_stops_in_one(repository):
      ("range(first + rank, first + n_batches", "range(rank + first, first + n_batches")),  # of neither
     ("muon", ("of the blocks' matrices\")", "of matrices\")")),  # in another, beside a flag that the other has not
 ])
+@pytest.mark.slow
 def test_what_starts_from_two_gets_a_fix_from_each_once(label, fix, repository):
     edit(repository / BY_LABEL[label].file, fix)
     propagate(BY_LABEL[label], repository)  # which may stop in a script that long_run does not build on

@@ -16,6 +16,7 @@ from ladder.count.flops import SHAPES, VOCAB_SIZE
 from ladder.count.memory import split_parameters
 from ladder.rungs.list import BY_LABEL
 
+pytestmark = pytest.mark.slow
 LOG, LOG_OF_SHARDS = (f"{BY_LABEL[label].name}.log" for label in ("fsdp", "sharded_checkpoint"))
 RUN = ("-T", 16, "--val-every", 2, "--val-sequences", 3, "--checkpoint-every", 2)
 SIX = (*RUN, "--total-batch", 64, "--steps", 6)
@@ -178,7 +179,6 @@ def test_a_checkpoint_of_two_ranks_resumes_alone(label, suffix, two_ranks, one_p
     assert_same_weights(tmp_path / "model.pt", one_process.with_name("model.pt"), atol=2e-5)
 
 
-@pytest.mark.slow
 @KINDS
 def test_checkpoints_resume_on_other_numbers_of_ranks(label, suffix, one_process, tmp_path, byte_tokens):
     """Made alone, continued by two, and by four."""
