@@ -7,7 +7,7 @@ ragged tiles, and a row of its logits starts anywhere. 47 more rows make it 393 
 
 The extra rows belong to no token: they are never an input and never a target. `forward` cuts their
 logits off when it returns them. For the loss it adds -inf instead, so that they get no probability
-and no gradient: cut off there, too, the rows would be odd again, and the gain lost.
+and no gradient. Cutting them off there would make the rows odd again and lose the gain.
 
 Gain, on GPUs: 96 -> 93 ms in Karpathy's lecture on an A100. On an H200 a step took 36.7 ms and 9.1
 GB, in rung 6 38.4 ms and 12.3 GB (two rounds, too few to name a gain). Aligned rows let the loss

@@ -16,11 +16,11 @@ The rule, by which every comparison of recipes here is made:
 6. Times are measured apart: short runs, alone on the machine, of the two scripts that are compared, in the order A B B
    A. Their ratio has an interval over these rounds.
 
-What p does not hold: the points that a search tries, which its seeds share; that a search in shorter runs finds rates
-that are not the best of longer ones (in the race on bytes that gave SwiGLU its star); and anything about other sizes
-and texts. With rates that are given, p is conditional on them. In older records one pair of rates served all seeds. So
-their p is also conditional, and it is too low where another seed changes the loss more than doubling a rate does.
-experiments/README.md ("Is a fair comparison fair?") tells how often p is small where a recipe meets itself.
+p leaves three things out. The seeds of a search share the points that it tries. Rates found in short runs need not be
+the best in longer ones (in the race on bytes that gave SwiGLU its star). And nothing is said about other sizes and
+texts. With rates that are given, p is conditional on them. In older records one pair of rates served all seeds, so
+their p is also conditional, and may be too low. experiments/README.md ("Is a fair comparison fair?") measures how often
+p is small when a recipe is compared with itself.
 
 Losses do not depend on what else the machine does, so that several scripts may run at once where no time is measured.
 """

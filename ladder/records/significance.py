@@ -11,7 +11,7 @@ FEWEST_PAIRS = 3  # for an interval: with two it says next to nothing
 
 
 def is_significant(p):
-    """Whether such a difference is beyond chance; None is the p of what could not be tested."""
+    """Whether a difference with this p is significant; p is None where nothing could be tested."""
     return p is not None and p < BEYOND_CHANCE
 
 

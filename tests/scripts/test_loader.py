@@ -133,7 +133,7 @@ def test_shuffled_windows_every_epoch_has_every_window_once_in_its_own_order(num
 @pytest.mark.parametrize("n_tokens, B, n_windows", [
     (T + 1, 1, 1), (2 * T, 1, 1), (2 * T + 1, 2, 1), (3 * T, 1, 1), (3 * T + 1, 1, 2), (4 * T + 1, 4, 3)])
 def test_shuffled_windows_each_token_of_the_smallest_files_is_reached(n_tokens, B, n_windows, tmp_path):
-    """The first and the last, too, in one epoch or another. A batch may hold windows of more than one epoch."""
+    """Over the epochs even the first and the last token. A batch may hold windows of more than one epoch."""
     loader = shuffled(tokens_of(tmp_path / "tokens", range(n_tokens)), B)
     assert loader.n_batches == -(-n_windows // B)
     found = [loader.batch(i) for i in range(300 * n_windows)]

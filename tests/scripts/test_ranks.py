@@ -64,7 +64,7 @@ def test_two_ranks_equal_one_process(label, two_ranks, tmp_path, byte_tokens):
     assert list(val_losses(log)) == ([3, 6] if builds_on(label, "distributed_validation") else [])
     assert_same_weights(two_ranks / f"{label}.pt", tmp_path / "alone.pt", atol=3e-5)
     assert_equal_ranks(two_ranks / label)
-    # a second rank that writes, too, would set those of the first aside
+    # if a second rank also wrote, it would set those of the first aside
     assert not list(two_ranks.glob(f"{label}.pt.*")) and not list(log.parent.glob("*.log.*"))
     for step in read_steps(log):
         assert step["tokens_per_second"] == pytest.approx(256 / (step["ms"] / 1000), rel=5e-3)  # ms has two digits
