@@ -8,9 +8,10 @@ The file is that of one script: rung 10's for a GPT-2 (the scripts from rung 7 t
 load it), `zero_init`'s for a Qwen3, `grouped_query_attention`'s for a Qwen3 whose heads share keys
 and values, as the published ones do. --script names another one, such as baseline.py; `mup` loads
 only its own. Rows that pad the vocabulary (rung 7) start as in a new model. In the other direction
-padding is cut off, and untied embeddings (baseline.py's) stay untied. `rope`, `rmsnorm`, `qk_norm`,
-`frequency_prior` and `ngram_embeddings` are neither a GPT-2 nor a Qwen3; the last two can start
-from a Qwen3, since what they add to it starts at zero.
+padding is cut off, untied embeddings (baseline.py's) stay untied, and `mup`'s factor on the logits
+moves into the last norm. `rope`, `rmsnorm`, `qk_norm`, `no_biases`, `frequency_prior` and
+`ngram_embeddings` are neither a GPT-2 nor a Qwen3. The last two can start from a Qwen3 without
+shared heads, because what they add to it starts at zero.
 """
 import argparse
 import contextlib
@@ -444,7 +445,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", help="a Hugging Face name or folder, or a model's file")
     parser.add_argument("destination", type=Path, help="a new file, or a new folder")
-    parser.add_argument("--script", type=Path, help="whose file to write (default: see above)")
+    parser.add_argument("--script", type=Path, help="whose file to write (default: rung 10,"
+                        " zero_init or grouped_query_attention, whichever fits)")
     args = parser.parse_args(argv)
     source, destination = args.source, args.destination
     if destination.exists():

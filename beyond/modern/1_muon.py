@@ -15,7 +15,8 @@ model's loss is 0.29 nats per byte lower (99 % interval 0.27 to 0.31, eight seed
 One moment instead of two per parameter.
 Cost: 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step (counted), however few
 tokens the step has: in GPT-2 (124M) 0.4 % of the arithmetic of 524,288 tokens, 46 % of that of
-4,096. Details: docs/modern.md.
+4,096. torch.optim.Muon with adjust_lr_fn="match_rms_adamw" computes the same update, but always in
+bfloat16, which is slow on CPUs that emulate it.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al.
 2025, "Muon is Scalable for LLM Training" (the factor 0.2 and the weight decay).

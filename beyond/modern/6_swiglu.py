@@ -11,8 +11,7 @@ race of docs/results.md the final loss is 0.02 nats per byte lower (eight seeds,
 significantly against better rates for `qk_norm` (0.008, p = 0.08: experiments/README.md).
 Cost: one more elementwise operation and its tensors.
 With `rope`, `rmsnorm` and `qk_norm` this is Qwen3's architecture, with one key-value head per query
-head: transformers' Qwen3ForCausalLM computes the same logits. convert.py turns one into the other
-(docs/modern.md).
+head: transformers' Qwen3ForCausalLM computes the same logits. convert.py turns one into the other.
 Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Qwen3 Technical Report, 2025.
 """
 import argparse

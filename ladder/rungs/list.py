@@ -147,13 +147,13 @@ add("rope", "beyond/modern/3_rope.py", "RoPE", before="trapezoid_lr",
     exports_to=None, brings="rotates queries and keys by position, instead of position embeddings")
 add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", before="rope",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT",
-    brings="RMSNorm instead of LayerNorm, no biases; no significant change in the loss")
+    brings="replaces LayerNorm by RMSNorm, and has no biases; no significant change in the loss")
 add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", before="rmsnorm",
     may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward GPT",
     brings="normalizes queries and keys, which bounds attention scores; a lower loss")
 add("swiglu", "beyond/modern/6_swiglu.py", "SwiGLU", before="qk_norm",
     may_change="GPTConfig MLP GPT",
-    exports_to="qwen3", brings="a gated MLP, Qwen3's; its gain is not established")
+    exports_to="qwen3", brings="makes the MLP a gated one, as in Qwen3; its gain is not established")
 add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections", before="swiglu",
     may_change="GPT._init_weights",
     brings="starts the last layer of each residual branch at zero; no significant change in the loss")
@@ -170,7 +170,7 @@ add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embe
     brings="adds embeddings of the last two and three tokens; perhaps a lower loss on bytes")
 add("mup", "beyond/modern/mup.py", "muP", before="zero_init",
     may_change="BASE_WIDTH GPT.__init__ GPT.forward muon_update",
-    brings="scales logits and Muon's updates with the width; perhaps a narrow model's rates fit a wide one")
+    brings="scales logits and Muon's updates with the width; perhaps a wide model can use a narrow one's rates")
 add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", before="zero_init",
     may_change="EXTRA_ROWS GPT.forward GPT.sampled_loss",
     brings="computes the logits of some tokens only; a lower loss in the same time, in a small model")
@@ -190,16 +190,17 @@ add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apar
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
 add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", before="ddp",
     may_change="add_flags batches_per_step optimizer_step train",
-    brings="sums the gradients of micro-batches; any batch size, in the memory of one")
+    brings="sums the gradients of micro-batches; any batch size, in the memory of one micro-batch")
 add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", before="gradient_accumulation",
     may_change="DataLoaderLite optimizer_step train",
     same_losses=0.01, brings="loads the next batch while the device works")
 add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", before="prefetch",
     may_change="add_flags DataLoaderLite evaluate train",
-    same_losses=0.01, brings="the loss on held-out text, on any number of ranks")
+    same_losses=0.01, brings="measures the loss on held-out text, on any number of ranks")
 add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", before="distributed_validation",
     may_change="add_flags MAY_CHANGE Checkpoints train",
-    same_losses=0.01, brings="saves the whole state of a run and resumes; a crash costs only the steps since")
+    same_losses=0.01,
+    brings="saves the whole state of a run and resumes; a crash costs only the steps since the last save")
 add("preemption", "beyond/long_run/5_preemption.py", "preemption", before="checkpoints",
     may_change="imports Checkpoints.lock on_any_rank catch_signals train",
     same_losses=0.01, brings="saves a checkpoint on Ctrl-C or SIGTERM")
@@ -231,7 +232,7 @@ add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", before="long_run",
     torchrun=True, brings="divides parameters, gradients and moments among the cards")
 add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded checkpoint", before="fsdp",
     may_change="imports Checkpoints",
-    same_losses=0.01, torchrun=True, brings="each card saves its own part")
+    same_losses=0.01, torchrun=True, brings="lets each card save its own part of a checkpoint")
 # The last milliseconds on one GPU: from rung 10.
 add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream", before="10",
     may_change="GPT.forward",
@@ -241,12 +242,12 @@ add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_re
     same_losses=0.01, brings="launches all kernels of a step at once")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
     may_change="MODELS GPTConfig",
-    brings="half as many heads, each twice as wide; half as many exponentials (computed)")
+    brings="has half as many heads, each twice as wide; half as many exponentials (computed)")
 add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", before="heads_of_128",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT.__init__ GPT._init_weights "
                "GPT.configure_optimizers",
     exports_to=None,
-    brings="linear layers and LayerNorms without biases; fewer kernels, less memory traffic (computed)")
+    brings="removes the biases of linear layers and LayerNorms; fewer kernels, less memory traffic (computed)")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 PEER = "peer_transformers"  # the one that needs no file fetched
