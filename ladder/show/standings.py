@@ -73,8 +73,7 @@ def how_sure(record):
     if record.own_searches:
         return ("p and the intervals include only a part of the luck of the learning-rate search: each seed has its "
                 "own rates, of which the table shows the median.")
-    return ("p and the intervals leave out the luck of the learning-rate search: another search would find other "
-            "rates. So p may be too low.")
+    return "p may be too low, because p and the intervals leave out the luck of the learning-rate search."
 
 
 # ---- a race ----------------------------------------------------------------------------------------------------------
