@@ -8,14 +8,15 @@ import re
 import tokenize
 from dataclasses import dataclass, field
 
-from ladder.rungs.check_laws import first_line
+from ladder.rungs.check_laws import first_line, name_of
 from ladder.rungs.list import BANNER, BY_LABEL, ROOT
 
 WORD = re.compile(r"\w+|\s+|.")
 SECTION = r"(?:Gain|Cost|Beware|Sources?):"
 NOT_COMPUTED = {"add_flags", "model_config", "GPTConfig", "DataLoaderLite", "get_lr", "set_learning_rates",
                 "last_step_at_max_lr", "init_ranks", "batches_per_step", "check_compiler", "catch_signals",
-                "on_any_rank", "Checkpoints", "Best", "evaluate"}  # definitions that launch no kernel in a step
+                "on_any_rank", "Checkpoints", "Best", "evaluate",
+                "SCRIPT", "DEVICES", "DEFAULT_B", "PRECISION", "MAY_CHANGE"}  # these change no kernel of a step
 FULL_LINE = 100  # characters: a docstring's line that ends a sentence and has room for the next word ends a paragraph
 
 
@@ -117,7 +118,7 @@ def code_of(rungs):
 
 
 def step_hash(source):
-    """A hash of what a step of a script computes: its model, its optimizer, and `train` to the end of its loop.
+    """A hash of what a step of a script computes: its model, its optimizer, their constants, `train`'s loop.
 
     Docstrings, comments and line breaks do not count. Any version of Python gives the same hash.
     """
@@ -131,7 +132,8 @@ def step_hash(source):
             lines[first:last] = [""] * (last - first)
     kept = ""
     for node in tree.body:
-        if getattr(node, "name", "") not in {"", *NOT_COMPUTED}:
-            loops = [part.end_lineno for part in node.body if node.name == "train" and isinstance(part, ast.For)]
+        name = name_of(node, lines)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign)) and name not in NOT_COMPUTED:
+            loops = [part.end_lineno for part in node.body if isinstance(part, ast.For)] if name == "train" else []
             kept += "".join(lines[first_line(node) - 1 : max(loops, default=node.end_lineno)])
     return hashlib.sha256("".join(kept.split()).encode()).hexdigest()[:16]

@@ -12,6 +12,7 @@ from ladder.rungs.list import BY_LABEL
     ("    log.finish(step)", "    log.line('end')", True), ("import json\n", "import json\nimport csv\n", True),
     ("block_size=max(1024, args.T)", "block_size=args.T", True),
     ("4 * config.n_embd", "3 * config.n_embd", False), ("        optimizer.zero_grad()\n", "", False),
+    ("DEFAULT_B = 1", "DEFAULT_B = 2", True), ('"gpt2": "12x12x768"', '"gpt2": "12x6x768"', False),
     ("lr=3e-4", "lr=3e-3", False), ("F.cross_entropy(", "0 * F.cross_entropy(", False),
 ])
 def test_a_hash_changes_with_what_a_step_computes_alone(old, new, same):
