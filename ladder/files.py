@@ -18,9 +18,15 @@ def new_folder(inside):
     return Path(inside) / time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def read_json(path):
-    """The JSON in a file; {} without the file."""
+def read_json(path, needs=()):
+    """The JSON in a file, an object that has the keys `needs`; {} without the file."""
+    if not path.exists():
+        return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for key in needs:
+            if key not in found:
+                raise ValueError(f"it lacks {key}")
+        return found
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); delete it, and run its command again") from None

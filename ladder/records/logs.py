@@ -151,6 +151,12 @@ class Run:
         return {"data": self.data, "model": self.model, "B": self.B, "T": self.T, "device": device}
 
 
+def allocators_of(runs):
+    """The memory allocators of runs on a CPU, where it matters; none of a GPU's runs, which all have torch's."""
+    names = {run.allocator or "unknown" for run in runs}
+    return [] if "torch" in names else sorted(names)
+
+
 def read_headers(lines):
     """{"model": "gpt2", "parameters": "124,439,808", ...} from lines like `# model: gpt2 | parameters: 124,439,808`."""
     headers = {}
@@ -193,7 +199,8 @@ def run_of(path, headers):
     batch = re.search(rf"B={INTEGER} T={INTEGER}", headers.get("batch", ""))
     B, T = map(int, batch.groups()) if batch else (None, None)
     name = today(Path(headers.get("script", "")).stem or path.stem)
-    return Run(path, name, headers, B, T, int(headers.get("ranks", "1")))
+    ranks = re.fullmatch(INTEGER, headers.get("ranks", "1"))
+    return Run(path, name, headers, B, T, int(ranks[1]) if ranks else 1)
 
 
 def read_log(path):

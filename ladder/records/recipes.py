@@ -12,7 +12,7 @@ import pandas
 
 from ladder.errors import UserError
 from ladder.files import read_json, write_whole
-from ladder.records.logs import lines_of, read_headers, read_log, text_of
+from ladder.records.logs import lines_of, read_headers, read_log
 from ladder.records.significance import holm_effects, paired_effect
 from ladder.rungs.list import today
 
@@ -256,9 +256,11 @@ def write_csv(record, path):
 
 
 def read_csv(path):
-    points = pandas.read_csv(path, comment="#", dtype=COLUMNS, usecols=[*COLUMNS])
+    lines = lines_of(path.read_text(encoding="utf-8"))
+    n_facts = sum(line.startswith("# ") for line in lines)
+    points = pandas.read_csv(path, skiprows=n_facts, dtype=COLUMNS, usecols=[*COLUMNS])
     points["rung"] = points.rung.map(today)
-    return Record(read_headers(lines_of(text_of(path))), points)
+    return Record(read_headers(lines[:n_facts]), points)
 
 
 def read_race(folder):

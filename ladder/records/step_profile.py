@@ -26,8 +26,8 @@ def is_reliable(rung):
 
 def read_profile(folder):
     """The profile that `python -m ladder profile` put into a folder, or None."""
-    profile = read_json(Path(folder) / "profile.json")
-    for found in profile.get("rungs", []):
+    profile = read_json(Path(folder) / "profile.json", needs=("name", "model", "B", "T", "rungs"))
+    for found in profile.get("rungs", ()):
         found["name"] = today(found["name"])
         if "floor_ms" in found:  # what records call it
             found["products_ms"] = found.pop("floor_ms")

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import numpy
 import pandas
 
 from ladder.count.flops import mfu
 from ladder.errors import UserError
 from ladder.records.impossible import CLOCK, impossible
-from ladder.records.logs import read_folder, run_of
+from ladder.records.logs import allocators_of, read_folder, run_of
 from ladder.records.machine import read_machine
 from ladder.records.recipes import Record, read_race
 from ladder.records.significance import holm, speed_p
@@ -57,7 +56,7 @@ def rounds_of(runs):
     rows = []
     for run in runs:
         title = rung_of(run.name).title + (f", {run.ranks} ranks" if run.ranks > 1 else "")
-        low, high = numpy.quantile(run.ms[run.warm_up :], (0.25, 0.75))
+        low, high = pandas.Series(run.ms[run.warm_up :]).quantile([0.25, 0.75])
         rows.append({
             "name": run.name, "round": run.path.parent.name, "title": title, "tokens": run.tokens_per_step,
             "ranks": run.ranks, "ms": run.median_ms, "ms_low": low, "ms_high": high, "counted": run.counted,
@@ -103,53 +102,56 @@ def older_code(name, machine):
 # ---- a folder --------------------------------------------------------------------------------------------------------
 
 
-def check_comparable(runs, folder):
-    """Refuse runs of different data, models, batches or devices, and two logs of a script that are no rounds."""
-    every_run, seen = [run for rounds in runs.values() for run in rounds], {}
-    for key in every_run[0].setting():
+def common_setting(runs, folder):
+    """{"data": ..., "model", "B", "T", "device": None where no log says it}; UserError where logs say different things.
+
+    Also for two logs of one script that are not rounds.
+    """
+    setting, seen = {}, {}
+    for key in runs[0].setting():
         paths = {}
-        for run in every_run:
-            if run.setting()[key] is not None:
-                paths.setdefault(run.setting()[key], run.path)
+        for run in runs:
+            paths.setdefault(run.setting()[key], run.path)
+        paths.pop(None, None)
         if len(paths) > 1:
-            (one, its_path), (other, other_path), *_ = paths.items()
-            raise UserError(f"{folder}: logs of different {key} cannot be compared: {its_path} has {one!r}, "
+            (value, path), (other, other_path), *_ = paths.items()
+            raise UserError(f"{folder}: logs of different {key} cannot be compared: {path} has {value!r}, "
                             f"{other_path} has {other!r}; report them from separate folders")
-    for run in every_run:
+        setting[key] = next(iter(paths), None)
+    for run in runs:
         other = seen.setdefault((run.name, run.path.parent), run)
         if other is not run:
             raise UserError(f"{other.path} and {run.path} are of the same script, and would count as rounds; move one")
+    return setting
 
 
 def build_report(folder):
     """Read all logs of a folder, or its race, into a Report. Raises UserError when they cannot be compared."""
     race, machine, profile = read_race(folder), read_machine(folder), read_profile(folder)
-    if race:  # its logs are gone: what their headers had in common
-        runs, skipped, every_run = {}, [], [run_of(Path(folder), race.facts)]
-    else:
-        runs, skipped = read_folder(folder)
-        check_comparable(runs, folder)
-        for name, rounds in runs.items():  # those that finished, or all if none did
-            whole = [run for run in rounds if run.complete]
-            skipped += [f"{run.path}: its run did not finish" for run in rounds if whole and not run.complete]
-            runs[name] = whole or rounds
-        every_run = [run for rounds in runs.values() for run in rounds]
-    first = every_run[0]
-    if profile and (profile["model"], profile["B"], profile["T"]) != (first.model, first.B, first.T):
+    runs, skipped = ({}, []) if race else read_folder(folder)
+    # The logs of a race are gone: what their headers had in common.
+    every_run = [run_of(Path(folder), race.facts)] if race else [run for rounds in runs.values() for run in rounds]
+    setting = common_setting(every_run, folder)
+    setting["device"] = setting["device"] or every_run[0].device  # "cpu", where no log names it
+    if profile and any(profile[key] != setting[key] for key in ("model", "B", "T")):
         skipped.append(f"{folder}/profile.json is of {profile['model']}, B={profile['B']} T={profile['T']}, "
                        "but the logs are not")
         profile = None
     rounds = table = pandas.DataFrame()
     if runs:
-        rounds = rounds_of(every_run)
+        for name, logs in runs.items():  # those that finished, or all if none did
+            whole = [run for run in logs if run.complete]
+            skipped += [f"{run.path}: its run did not finish" for run in logs if whole and not run.complete]
+            runs[name] = whole or logs
+        every_run = [run for logs in runs.values() for run in logs]
+        rounds, titles = rounds_of(every_run), machine.get("titles", {})  # titles: of what it ran then
         table = summary_of(runs, rounds, machine.get("rates"))
-        titles = dict(zip(table.name, table.title, strict=True)) | machine.get("titles", {})  # of what it ran
-        table["title"] = table.name.map(titles)
+        table["title"] = [titles.get(row.name, row.title) for row in table.itertuples()]
         table["older_code"] = [older_code(name, machine) for name in table.name]
     # "unknown" is the allocator of whole logs that do not say.
-    allocators = {run.allocator or "unknown" for run in every_run if run.complete or run.allocator}
-    return Report(Path(folder).resolve().name, first.setting() | {"device": first.device}, machine, runs, rounds,
-                  table, profile, race, skipped, max(run.threads for run in every_run), sorted(allocators))
+    allocators = allocators_of([run for run in every_run if run.complete or run.allocator])
+    return Report(Path(folder).resolve().name, setting, machine, runs, rounds, table, profile, race, skipped,
+                  max(run.threads for run in every_run), allocators)
 
 
 def warnings(report, card=None):
@@ -184,5 +186,5 @@ def warnings(report, card=None):
                "the time of a step by a third")
     if len({row.last_step for row in report.rows}) > 1:
         yield "the runs have different numbers of steps: their last losses do not compare"
-    if not report.machine:
+    if not report.machine.get("rates"):
         yield "no measured matrix-product rates (machine.json) here, so no MFU"

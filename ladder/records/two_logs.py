@@ -5,6 +5,7 @@ import pandas
 
 from ladder import formats
 from ladder.records.impossible import impossible
+from ladder.records.logs import allocators_of
 from ladder.records.significance import FEWEST_ROUNDS
 from ladder.rungs.list import BY_NAME, rung_of
 
@@ -44,26 +45,27 @@ def common_steps(one, other):
 
 def loss_verdict(one, other, rows, different):
     tolerance, apart = loss_tolerance(one, other), rows["B - A"].abs()
+    most = formats.logged_loss(apart.max())
     unlike = [what for what in different if what not in ("device", "allocator")]
     if rows.empty:
         return "The logs have no step in common."
     if unlike == ["B"]:  # compensated by ranks or micro-steps
-        most = formats.logged_loss(apart.max())
         return f"The losses of the same tokens, in batches of different B, are at most {most} apart."
     if unlike:
         return f"The losses do not compare step by step: different {', '.join(unlike)}."
     if tolerance is None:
-        return f"The losses differ by up to {apart.max():.4f}: what lies between the two scripts may change them."
+        found = "The same losses, though" if (apart == 0).all() else f"The losses differ by up to {most}:"
+        return f"{found} what lies between the two scripts may change them."
     wrong = ~(apart <= tolerance)  # as NaN is
     if not wrong.any():
-        return f"The same losses: at most {formats.logged_loss(apart.max())} apart; this change allows {tolerance:g}."
-    verdict = f"NOT the same losses: up to {apart.max():.4f} apart; this change allows {tolerance:g}"
+        return f"The same losses: at most {most} apart; this change allows {tolerance:g}."
+    verdict = f"NOT the same losses: up to {most} apart; this change allows {tolerance:g}"
     first = wrong.idxmax()
     if first == 0:
         return verdict + ", from the first step on."
-    return (f"{verdict}. Before step {rows['step'][first]} they were at most {apart[:first].max():.4f} apart: if the "
-            "loss jumps there, the training is unstable and small rounding differences grow; if it does not, look for "
-            "a bug.")
+    before = formats.logged_loss(apart[:first].max())
+    return (f"{verdict}. Before step {rows['step'][first]} they were at most {before} apart: if the loss jumps there, "
+            "the training is unstable and small rounding differences grow; if it does not, look for a bug.")
 
 
 def differing(one, other):
@@ -74,9 +76,8 @@ def differing(one, other):
     if rung_of(one.name).scheduled or rung_of(other.name).scheduled:
         a["steps"], b["steps"] = one.headers.get("steps"), other.headers.get("steps")
     different = {what: (a[what], b[what]) for what in a if None not in (a[what], b[what]) and a[what] != b[what]}
-    allocators = one.allocator or "unknown", other.allocator or "unknown"
-    if allocators[0] != allocators[1] and "torch" not in allocators:  # a GPU's, which has no other
-        different["allocator"] = allocators
+    if len(allocators_of([one, other])) > 1:
+        different["allocator"] = one.allocator or "unknown", other.allocator or "unknown"
     return different
 
 

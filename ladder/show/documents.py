@@ -1,6 +1,9 @@
-"""The tables that the tool writes between marks in README.md, docs/ and beyond/; and a report as JSON."""
+"""The tables that the tool writes between marks in README.md, docs/ and beyond/; and a report as JSON and CSV."""
 import json
+import math
 import re
+
+import pandas
 
 from ladder.errors import UserError
 from ladder.files import write_whole
@@ -68,10 +71,29 @@ def write_tables(reports, root=ROOT):
     write_between(root / "beyond" / "README.md", "scripts", [scripts_list()])
 
 
+def all_numbers(report):
+    """A row for each script of a report, or of its race: there with the effects against the row before, and their p."""
+    if not report.race:
+        return report.table
+    table = report.race.race_table.reset_index(drop=True)
+    rates = [(*rates, math.nan)[:2] for rates in table.pop("rates")]
+    for name, value_of in (("change", float), ("times", math.exp)):  # of the logarithms of times
+        effects = [effect and {name: value_of(effect.mean), f"{name}_low_99": value_of(effect.low),
+                               f"{name}_high_99": value_of(effect.high), f"{name}_p": effect.p}
+                   for effect in table.pop(name)]
+        table = table.join(pandas.DataFrame([effect or {} for effect in effects]))
+    return table.join(pandas.DataFrame(rates, columns=["max_lr", "muon_lr"]))
+
+
 def as_json(reports):
     """All numbers of the reports; null where a log does not say."""
     return json.dumps([
         {"name": report.name, "setting": report.setting, "machine": report.machine,
-         "mfu": f"{CONVENTION}; {CAUSAL.explains}", "rows": json.loads(report.table.to_json(orient="records"))}
+         "mfu": f"{CONVENTION}; {CAUSAL.explains}", "rows": json.loads(all_numbers(report).to_json(orient="records"))}
         for report in reports
     ], indent=2)
+
+
+def as_csv(reports):
+    tables = [all_numbers(report).assign(machine=report.name).set_index("machine") for report in reports]
+    return pandas.concat(tables).to_csv()

@@ -44,7 +44,7 @@ def machine_of(report):
         device = report.machine.get("name", device)
     if report.cores:
         details.append(f"{report.cores} cores")
-    known = [name for name in report.allocators if name not in ("unknown", "torch")]
+    known = [name for name in report.allocators if name != "unknown"]
     if known:
         details.append(f"allocator: {' and '.join(known)}")
     return f"{device} ({', '.join(details)})" if details else device
@@ -62,9 +62,10 @@ def where(report):
 
 def fastest(report):
     """What MFU is a share of, in a sentence; "" where it was not measured."""
-    if not report.machine:
+    rates = report.machine.get("rates")
+    if not rates:
         return ""
-    best, rate = max(report.machine["rates"].items(), key=lambda item: item[1])
+    best, rate = max(rates.items(), key=lambda item: item[1])
     return f"Fastest matrix products measured: {formats.trillions(rate / 1e12)} TFLOP/s in {best}."
 
 
@@ -81,7 +82,7 @@ def marks_of(report):
 def attention_of(report):
     """The kernel that computed attention from rung 6 on, in a sentence: a GPU has several, of different speeds."""
     kernel = report.machine.get("attention")
-    return f"torch's attention kernel: {kernel}." if kernel and report.machine["device"] == "cuda" else ""
+    return f"torch's attention kernel: {kernel}." if kernel and report.machine.get("device") == "cuda" else ""
 
 
 def conditions(report):

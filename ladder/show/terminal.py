@@ -45,17 +45,17 @@ def above_zero(kind):
 COUNT, AMOUNT = above_zero(int), above_zero(float)
 
 
-def table_of(texts, title, wraps, style, tight=False):
-    """A rich table; if `tight`, the columns at the places `wraps` take as many lines as they can."""
+def table_of(texts, title, wraps, style, most):
+    """A rich table: the columns at the places `wraps` fold where it is narrow, and none needs more than `most`."""
     table = Table(title=title, box=box.SIMPLE_HEAD, **style)
     for place, heading in enumerate(texts):
-        least = None
+        cells, folded = texts[heading], textwrap.fill(heading, 14, break_long_words=False)
+        least = max(map(len, [*folded.split("\n"), *cells]))
         if place in wraps:
-            words = max((len(word) for text in [heading, *texts[heading]] for word in text.split()), default=0)
-            least = max(words, min(WRAPPED, texts[heading].str.len().max()))
-        heading = textwrap.fill(heading, 14, break_long_words=False)
-        table.add_column(heading, justify="right" if place else "left", no_wrap=place not in wraps, min_width=least,
-                         max_width=least if tight else None)
+            longest_word = max(len(word) for text in [heading, *cells] for word in text.split())
+            least = max(longest_word, min(WRAPPED, cells.str.len().max()))
+        table.add_column(folded, justify="right" if place else "left", overflow="fold",
+                         no_wrap=place not in wraps, min_width=min(least, most))
     for row in texts.itertuples(index=False):
         table.add_row(*row)
     return table
@@ -69,15 +69,16 @@ def print_texts(texts, console, title, caption="", explains=None, first_to_go=()
     {heading: sentence}, the caption gets those of the columns that are shown.
     """
     shown, left_out = texts, []
-    while len(shown.columns) > 2:
-        table = table_of(shown, None, wraps, style, tight=True)
-        if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+    while True:
+        table = table_of(shown, title, wraps, style, console.width - 4)
+        least = console.measure(table, options=console.options.update(width=1000)).minimum
+        if least <= console.width or len(shown.columns) == 1:
             break
         others = list(shown)[1:]
         starts = [heading for start in first_to_go for heading in others if heading.startswith(start)]
         left_out.append([*starts, others[-1]][0])
         shown = shown.drop(columns=left_out[-1])
-    console.print(table_of(shown, title, wraps, style))
+    console.print(table)
     sentences = [caption, *((explains or {}).get(heading, "") for heading in shown)]
     if left_out:
         sentences.append(f"A wider terminal also shows {', '.join(' '.join(name.split()) for name in left_out)}")

@@ -27,7 +27,10 @@ def add_flags(parser):
 
 def main(args, console):
     words = [Path(word) for word in args.what]
-    if len(words) == 2 and all(word.suffix == ".log" for word in words):
+    are_logs = len(words) == 2 and all(word.suffix == ".log" for word in words)
+    if args.flags and (are_logs or len(words) == 1):
+        raise UserError(f"compare {' '.join(args.flags)}: flags are for scripts, and none runs here; leave them out")
+    if are_logs:
         print_comparison(*map(read_log, words), console, args.gpu and find_card(args.gpu))
         return 0
     if len(words) == 1 and (words[0] / CSV).exists():

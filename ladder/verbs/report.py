@@ -1,14 +1,12 @@
 """`python -m ladder report`: the table of a run or of a reference machine, from its logs."""
 from pathlib import Path
 
-import pandas
-
 from ladder.count.cards import find_card
 from ladder.errors import UserError
 from ladder.records.logs import newest_run, reference_folders
 from ladder.records.summary import build_report
 from ladder.rungs.list import ROOT
-from ladder.show.documents import as_json, write_tables
+from ladder.show.documents import as_csv, as_json, write_tables
 from ladder.show.print_report import print_report
 from ladder.show.terminal import messages
 
@@ -49,5 +47,4 @@ def main(args, console):
     if args.json:
         print(as_json(reports))
     elif args.csv:
-        tables = [report.table.assign(machine=report.name).set_index("machine") for report in reports]
-        print(pandas.concat(tables).to_csv(), end="")
+        print(as_csv(reports), end="")

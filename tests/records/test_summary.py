@@ -145,6 +145,27 @@ def test_a_report_names_its_allocators_and_warns_of_several(tmp_path, call):
     assert "(malloc, tcmalloc)" in shown and "EPYC (allocator: malloc and tcmalloc)" in shown
 
 
+def test_a_report_knows_what_any_of_its_logs_says(tmp_path, call):
+    """The first has no header. A GPU's allocator is torch's, which no other log contradicts."""
+    write_log(tmp_path / f"{BASELINE}.log", header="")
+    write_log(tmp_path / f"{TIED}.log", header="# model: gpt2\n# device: NVIDIA T4\n# batch: B=6 T=64 | steps: 3\n")
+    shown = call("report", tmp_path)[1]
+    assert "NVIDIA T4, gpt2, B=6 T=64, unknown data" in shown and "allocator" not in shown
+
+
+@pytest.mark.parametrize("damage, code, said", [
+    ({"machine.json": {"device": "cuda"}}, 0, "no measured matrix-product rates"),
+    ({"profile.json": {"model": "gpt2", "rungs": []}}, 1, "profile.json is damaged (it lacks name)"),
+    ({f"{TIED}.log": "# ranks: two\nstep : 1 | loss: 9 | dt: 1 ms\n"}, 0, "weight tying"),
+])
+def test_a_record_that_lacks_a_part_is_shown_without_it_or_named(damage, code, said, tmp_path, call):
+    write_log(tmp_path / f"{BASELINE}.log")
+    for name, content in damage.items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    answer = call("report", tmp_path)
+    assert answer[0] == code and said in " ".join(answer[1:])
+
+
 def test_a_gain_is_named_where_a_paired_test_over_five_rounds_says_so(tmp_path, monkeypatch, call):
     """Four rungs, while the machine drifts by a tenth: the third gains 3 % in every round, others by chance only."""
     labels = "gradient_accumulation", "prefetch", "distributed_validation", "checkpoints"

@@ -43,7 +43,8 @@ NEARLY = (10.0001, 9.001, 8.0)
     ("distributed_validation", "checkpoints", (10, 9, 7), "NOT the same losses"),
     ("4", "5", (10, 9, float("nan")), "NOT the same losses"),
     ("0", "1", NEARLY, "may change them"), ("3", "4", NEARLY, "may change them"),
-    ("10", "ddp", NEARLY, "may change them"),
+    ("10", "ddp", NEARLY, "may change them"), ("3", "4", (10, 9, 8), "The same losses, though"),
+    ("3", "4", (10, 9, 8.00001), "up to 0.000010"), ("0", "0", (10, 9, 8.00001), "NOT the same losses: up to 0.000010"),
 ])
 def test_losses_may_differ_as_far_as_the_rungs_between_allow(one, other, losses, verdict, compared):
     sentence = compared(of_rung(one), of_rung(other, losses)).sentences[0]

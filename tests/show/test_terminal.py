@@ -36,6 +36,12 @@ def test_a_table_loses_columns_never_letters(width):
     assert ("A wider terminal" in out) == (len(shown) < 4)
 
 
+def test_a_name_wider_than_the_terminal_is_folded():
+    texts = pandas.DataFrame({"script": [62 * "x"], "p": ["0.5"]})
+    out = printed(40, print_texts, texts, title="a")
+    assert out.partition("A wider")[0].count("x") == 62 and "…" not in out and "A wider terminal also shows p." in out
+
+
 @pytest.mark.parametrize("name, mark", [("nvidia_h200_B16_T1024", "2 rounds: too few to name a gain"),
                                         ("nvidia_h100_80gb_hbm3_B16_T1024", "")])
 def test_what_qualifies_a_table_stands_above_it(name, mark):

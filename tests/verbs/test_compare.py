@@ -6,7 +6,7 @@ from log_files import MEDIAN, write_log
 from run_script import run_command
 from run_tool import is_one_error
 
-from ladder.records.recipes import COLUMNS, Record, write_csv
+from ladder.records.recipes import COLUMNS, Record, read_csv, write_csv
 
 
 def test_the_table_has_each_common_step_and_a_median_without_the_warm_up(tmp_path, call):
@@ -15,6 +15,19 @@ def test_the_table_has_each_common_step_and_a_median_without_the_warm_up(tmp_pat
     assert "median +0.000000 50.0 22.5 2.25" in out  # without the first step, in which both warm up
     write_log(tmp_path / "a.log", tail=MEDIAN)  # warms up one step longer: only the third step is warm in both
     assert "median +0.000000 50.0 20.0 2.50" in call("compare", tmp_path / "a.log", tmp_path / "b.log")[1]
+
+
+def test_unknown_flags_are_refused_where_no_script_takes_them(tmp_path, call):
+    write_csv(Record({}, pandas.DataFrame(columns=[*COLUMNS])), tmp_path / "compare.csv")
+    for what in ([write_log(tmp_path / f"{side}.log") for side in "ab"], [tmp_path]):
+        assert is_one_error(call("compare", *what, "--stepz", 3), "--stepz 3: ")
+
+
+def test_a_script_s_name_may_have_a_number_sign(tmp_path):
+    points = pandas.DataFrame([{"part": "round", "rung": "mine#2", "round": 1, "step": 4, "tokens": 4}])
+    write_csv(Record({"data": "a # text"}, points.reindex(columns=[*COLUMNS])), tmp_path / "compare.csv")
+    record = read_csv(tmp_path / "compare.csv")
+    assert record.facts == {"data": "a # text"} and [*record.points.rung] == ["mine#2"]
 
 
 def test_a_comparison_that_was_stopped_in_its_search_has_nothing_to_show(tmp_path, call):
