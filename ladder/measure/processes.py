@@ -3,6 +3,7 @@ import contextlib
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,7 @@ class Outcome:
 
 
 def process_tree(pid):
+    """A process and everything it started."""
     try:
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -63,9 +65,13 @@ def process_tree(pid):
         return []
 
 
-def stop(child):
-    """Kill a child and everything it started; a compiler may end by itself, in ten seconds."""
-    tree = alive = process_tree(child.pid)
+def stop(child, seen=()):
+    """Kill a child, everything it started, and the `seen` of what it left behind: torchrun's ranks outlive its death.
+
+    A compiler may end by itself, in ten seconds.
+    """
+    tree = process_tree(child.pid) if child.poll() is None else []  # else its number may be another process's by now
+    tree = alive = {*tree, *seen}  # psutil kills none that has only taken a number over
     for spared in (COMPILER, None):  # killed while it links, it leaves a broken library in torch's cache
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -73,20 +79,6 @@ def stop(child):
                     process.kill()
         _, alive = psutil.wait_procs(tree, timeout=10)
     child.wait()
-
-
-def memory_of(pid):
-    """(bytes that a process and everything it started hold, bytes of the one that has most in memory).
-
-    The first leaves out what the kernel counts as shared: pages of files, such as torch's libraries, which it can drop.
-    """
-    held, largest = 0, 0
-    for process in process_tree(pid):
-        with contextlib.suppress(psutil.Error):  # for example when it has just ended
-            info = process.memory_info()
-            held += info.rss - getattr(info, "shared", 0)
-            largest = max(largest, info.rss)
-    return held, largest
 
 
 def record(job, env, peak):
@@ -105,13 +97,15 @@ def judge(code, lines):
     """The status and the reason of an exit code, after this output."""
     if code == 0:
         return "ok", ""
-    errors = [line.strip() for line in lines if COMPLAINT.match(line)]
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    final = errors[-1] if errors else last
+    complaints = [line.strip() for line in lines if COMPLAINT.match(line)]
+    last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
+    final = complaints[-1] if complaints else last
     killed_rank = next((line.strip() for line in lines if KILLED_RANK.search(line)), "")
-    if code == -SIGKILL or killed_rank or re.search(OUT_OF_MEMORY, final):
+    if killed_rank or re.search(OUT_OF_MEMORY, final):
         return "out of memory", killed_rank or final
-    return "failed", "; ".join(errors) or last or f"exit code {code}"
+    if code < 0:  # a signal, of which the script itself can say nothing
+        complaints.append(f"ended by {signal.Signals(-code).name}")
+    return "out of memory" if code == -SIGKILL else "failed", "; ".join(complaints) or last
 
 
 class Child:
@@ -120,6 +114,7 @@ class Child:
     def __init__(self, job, seconds, device, file):
         self.job, self.seconds, self.device, self.started = job, seconds, device, time.monotonic()
         self.lines, self.rest, self.peak = [], "", 0
+        self.seen = set()  # all processes of it so far
         self.limit, self.env = math.inf, os.environ | job.env  # a GPU refuses on its own
         if device == "cpu":
             self.limit = job.memory or MEMORY_SHARE * free_memory("cpu")
@@ -130,17 +125,13 @@ class Child:
                                             start_new_session=os.name == "posix")
         self.output = open(file, encoding="utf-8", errors="replace")
 
-    def outcome(self):
-        """Its Outcome; None while it runs. Stops it where it takes more time or memory than it may."""
-        held, largest = memory_of(self.process.pid)
-        self.peak = max(self.peak, largest)  # freed memory is kept, so this does not fall
+    def poll(self):
+        """Its Outcome, None while it runs. Stops it where it takes more time or memory than it may."""
         code, seconds = self.process.poll(), time.monotonic() - self.started
-        *lines, self.rest = (self.rest + self.output.read()).split("\n")
-        self.lines += lines
+        held = self.look_at_processes() if code is None else 0
+        self.read_output()
         if code is not None:
             status, reason = judge(code, [*self.lines, self.rest])
-            if status == "ok" and self.device == "cpu":
-                record(self.job, self.env, self.peak)
         elif seconds > self.seconds:
             status, reason = "timed out", f"no end after {self.seconds:g} s"
         elif held > self.limit:
@@ -148,10 +139,30 @@ class Child:
         else:
             return None
         self.stop()
+        if status == "ok" and self.device == "cpu":
+            record(self.job, self.env, self.peak)
         return Outcome(self.job.name, status, reason, self.lines, seconds)
 
+    def look_at_processes(self):
+        """Remember its processes and the peak of the largest; the bytes that they hold together.
+
+        What the kernel counts as shared is left out: pages of files, such as torch's libraries, which it can drop.
+        """
+        tree, held = process_tree(self.process.pid), 0
+        self.seen.update(tree)
+        for process in tree:
+            with contextlib.suppress(psutil.Error):  # for example when it has just ended
+                memory = process.memory_info()
+                held += memory.rss - getattr(memory, "shared", 0)
+                self.peak = max(self.peak, memory.rss)  # freed memory is kept, so this does not fall
+        return held
+
+    def read_output(self):
+        *lines, self.rest = (self.rest + self.output.read()).split("\n")
+        self.lines += lines
+
     def stop(self):
-        stop(self.process)
+        stop(self.process, self.seen)
         self.output.close()
 
 
@@ -168,7 +179,7 @@ def run_jobs(jobs, seconds, device, at_once, ended, show=lambda running: None):
                     running.append(Child(jobs.pop(0), seconds, device, Path(folder, str(n_started))))
                     n_started += 1
                 for child in list(running):
-                    outcome = child.outcome()
+                    outcome = child.poll()
                     if outcome:
                         running.remove(child)
                         ended(child.job, outcome)

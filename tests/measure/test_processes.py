@@ -31,6 +31,10 @@ def python(code, folder):
     return Job("job", [sys.executable, "-c", f"import os, subprocess, sys, time; {code}"], folder)
 
 
+def has_ended(pid):
+    return not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie"
+
+
 def test_a_job_ends_with_its_lines_killed_or_timed_out(tmp_path):
     halves = "print('step', end='', flush=True); time.sleep(0.5); print(' : 1')"
     outcome = run_job(python(halves, tmp_path), 60, "cuda")
@@ -40,12 +44,13 @@ def test_a_job_ends_with_its_lines_killed_or_timed_out(tmp_path):
     starts = "print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     outcome = run_job(python(starts, tmp_path), 2, "cuda")
     assert (outcome.status, outcome.reason) == ("timed out", "no end after 2 s")
-    [pid] = outcome.lines  # what it has started ends with it, as torchrun's ranks do
-    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie"
+    assert has_ended(*outcome.lines)  # what it has started ends with it, as torchrun's ranks do
 
 
 @pytest.mark.parametrize("code, lines, status, reason", [
-    (-15, [], "failed", "exit code -15"),
+    (-15, [], "failed", "ended by SIGTERM"),
+    (-11, ["step : 3 | loss: 9.5 | dt: 93.1 ms"], "failed", "ended by SIGSEGV"),
+    (-9, ["error: a", "step : 3"], "out of memory", "error: a; ended by SIGKILL"),
     (1, ["RuntimeError: CUDA out of memory"], "out of memory", "RuntimeError: CUDA out of memory"),
     (1, ["RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED in x"], "out of memory",
      "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED in x"),
@@ -56,6 +61,17 @@ def test_a_job_ends_with_its_lines_killed_or_timed_out(tmp_path):
 ])
 def test_of_a_job_that_failed_the_complaint_that_matters_is_kept(code, lines, status, reason):
     assert processes.judge(code, lines) == (status, reason)
+
+
+def test_what_a_dead_job_left_behind_ends_and_no_process_that_has_its_number(tmp_path, monkeypatch):
+    """As torchrun's ranks, which have sessions of their own."""
+    rank = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
+    outcome = run_job(python(f"print({rank}.pid, flush=True); time.sleep(1); os._exit(3)", tmp_path), 60, "cuda")
+    assert outcome.status == "failed" and has_ended(*outcome.lines)
+    tree, stranger = processes.process_tree, subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(processes, "process_tree", lambda pid: tree(pid if psutil.pid_exists(pid) else stranger.pid))
+    assert run_job(python("pass", tmp_path), 60, "cuda").status == "ok" and stranger.poll() is None
+    stranger.kill()
 
 
 @pytest.mark.slow
