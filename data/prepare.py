@@ -250,13 +250,6 @@ def hold_out(folder, n_tokens, tokenizer, firsts):
     return "last tenth" if one_in == 10 else f"last {wanted:,} tokens"
 
 
-STRAY = {  # characters that a text is better without
-    "\r": ("carriage returns", "each costs a token, and a prompt's \\n is new to the model;"
-           " dos2unix (where \\r stands alone, mac2unix) replaces them"),
-    "\ufeff": ("byte order marks", "files that were joined began with them; delete them"),
-}
-
-
 class Found:
     """What the texts hold: for meta.json, and for the warnings."""
 
@@ -264,7 +257,7 @@ class Found:
         self.sha256 = hashlib.sha256()
         self.documents = array("Q")  # a hash of each
         self.special = Counter()
-        self.stray = Counter()
+        self.carriage_returns = 0
 
     def firsts(self):
         """The number of the first document that is the same, of each, (n_documents,)."""
@@ -277,10 +270,10 @@ class Found:
             names = " ".join(sorted(self.special)[:5])
             texts.warn(f"{source}: special tokens in the text: {self.special.total():,} ({names});"
                        " they are encoded as ordinary text")
-        for character, n in self.stray.items():
-            if n > 0:
-                name, advice = STRAY[character]
-                texts.warn(f"{source}: {name} in the text: {n:,}; {advice}")
+        if self.carriage_returns:
+            texts.warn(f"{source}: carriage returns in the text: {self.carriage_returns:,}; each"
+                       " costs a token, and a prompt's \\n is new to the model; dos2unix (where \\r"
+                       " stands alone, mac2unix) replaces them")
         firsts = self.firsts()
         n_again = int((firsts != np.arange(len(firsts))).sum())
         if n_again:
@@ -318,7 +311,7 @@ def write_documents(pieces, source, tokenizer, path, found):
             found.sha256.update(data)
             digest.update(data)
             found.special.update(special.findall(text))
-            found.stray.update({character: text.count(character) for character in STRAY})
+            found.carriage_returns += text.count("\r")
             blank = blank and text.isspace()
     if n_documents > 0:
         if blank:

@@ -4,14 +4,12 @@ A .txt file is a document, or several with <|endoftext|> between them; each line
 one, as is each row of a .parquet file or dataset. Any other file is read as JSON lines if its first
 line is a JSON object, else as plain text. Memory does not grow with the text.
 """
-import codecs
 import contextlib
 import io
 import json
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 try:
@@ -33,11 +31,6 @@ MAGIC = {  # how files begin that are not text
     b"PK\x03\x04": "zip",
     b"%PDF": "PDF",
     b"PAR1": "parquet",
-    b"ARROW1": "Arrow",
-    b"\xff\xff\xff\xff": "Arrow",  # as save_to_disk writes it
-    b"\x93NUMPY": "NumPy",
-    b"SQLite format 3": "SQLite",
-    b"\xd0\xcf\x11\xe0": "Word, Excel or PowerPoint",  # of before 2007; today's are zip files
     b"{\\rtf": "RTF",
 }
 NOT_PLAIN = {  # and how to make text of it
@@ -47,7 +40,6 @@ NOT_PLAIN = {  # and how to make text of it
     ".html": "take its text out, as pandoc -t plain does",
     ".htm": "take its text out, as pandoc -t plain does",
 }
-HELD_OUT = re.compile(r"(^|[._-])(val|valid|validation|dev|test|eval)([._-]|$)", re.IGNORECASE)
 
 
 class Dataset(NamedTuple):
@@ -64,7 +56,7 @@ def warn(message):
 
 def files_in(folder):
     """The text files in a folder, in name order; one line says what is left out."""
-    files = {}
+    files = []
     left_out = Counter()
     for path in sorted(folder.rglob("*")):
         suffix = path.suffix.lower()
@@ -78,31 +70,17 @@ def files_in(folder):
             left_out[suffix or "without suffix"] += 1
         elif not path.is_file():
             sys.exit(f"error: {path}: not a file, or a link to nothing; restore or delete it")
-        elif path.resolve() in files:
-            left_out["linked twice"] += 1
         else:
-            files[path.resolve()] = path
+            files.append(path)
     if left_out:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
         warn(f"{folder}: files left out: {left_out.total()} ({counts});"
              " only .txt, .jsonl and .parquet are read")
-    held_out = [path for path in files.values() if is_held_out(path.relative_to(folder))]
-    if 0 < len(held_out) < len(files):
-        names = ", ".join(str(path.relative_to(folder)) for path in held_out[:3])
-        warn(f"{folder}: its {names} are named like held-out data, and become training data, too;"
-             " give the parts one by one, as --text and --val")
-    return list(files.values())
-
-
-def is_held_out(path):
-    """Whether the name of a file, or of a folder above it, is that of a validation or test set."""
-    return any(HELD_OUT.search(part) for part in path.with_suffix("").parts)
+    return files
 
 
 def sources_of(text, field, encoding):
     """The files that --text names, each of them looked at; exits if one cannot be used."""
-    if is_saved_dataset(text):
-        sys.exit(f"error: --text {text}: written by save_to_disk; give it as --hf")
     if text.is_dir():
         files = files_in(text)
     elif text.is_file():
@@ -121,12 +99,6 @@ def sources_of(text, field, encoding):
     return files
 
 
-def is_saved_dataset(path):
-    """Whether a folder was written by the datasets library's save_to_disk."""
-    folder = Path(path)
-    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
-
-
 def refuse_lfs_pointer(path):
     """Exit if a file is what git leaves in place of a large one."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -135,7 +107,7 @@ def refuse_lfs_pointer(path):
 
 
 def check_is_text(path, encoding):
-    """Exit if a file begins as one of another kind, or as UTF-16 where UTF-8 is expected."""
+    """Exit if a file begins as one of another kind, or holds zero bytes."""
     try:
         with open(path, "rb") as file:
             start = file.read(4096)
@@ -146,17 +118,8 @@ def check_is_text(path, encoding):
             sys.exit(f"error: {path}: {kind} data, not text; unpack or convert it first")
     name, _, _ = encoding.partition(":")
     if "\0" in start.decode(name, errors="ignore"):
-        likely = "utf-16-be"
-        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            likely = "utf-16"
-        elif start[1::2].count(0) > start[::2].count(0):
-            likely = "utf-16-le"
-        if start.count(0) < len(start) / 10 or "\0" in start.decode(likely, errors="ignore"):
-            sys.exit(f"error: {path}: has zero bytes, as a binary file; convert it, or remove them")
-        sys.exit(f"error: {path}: not {name_of(name)} (full of zero bytes);"
-                 f" give its --encoding, for example {likely}")
-    if name != "utf-8-sig" and is_mostly_utf8(path):
-        warn(f"{path}: its bytes are UTF-8, which --encoding {encoding} garbles; leave that out")
+        sys.exit(f"error: {path}: has zero bytes, as UTF-16 or a binary file; give its --encoding,"
+                 " for example utf-16, or convert it")
 
 
 def check_format(path, encoding):
@@ -185,23 +148,6 @@ def is_jsonl(path, encoding):
         return False
 
 
-def is_mostly_utf8(path):
-    """Whether far more characters of a file are UTF-8 of several bytes than are no UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    n_bad = 0
-    n_wide = 0  # the bad ones, too
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            text = decoder.decode(block)
-            n_bad += text.count("\ufffd")
-            n_wide += len(text) - len(text.encode("ascii", errors="ignore"))
-    return n_wide > 10 * n_bad
-
-
-def name_of(encoding):
-    return encoding.removesuffix("-sig").upper()
-
-
 @contextlib.contextmanager
 def open_text(path, encoding):
     """Open a text file; exits with the place of the first byte that is not in its encoding.
@@ -219,10 +165,9 @@ def open_text(path, encoding):
                 # error.object: the bytes that were read last
                 position = file.buffer.tell() - len(error.object) + error.start
                 place = f" (byte 0x{error.object[error.start]:02x} at position {position:,})"
-            cure = "give its --encoding, for example latin-1 or utf-16"
-            if name == "utf-8-sig" and is_mostly_utf8(path):
-                cure = "replace such bytes (the rest is UTF-8) with --encoding utf-8:replace"
-            sys.exit(f"error: {path}: not {name_of(name)}{place}; correct it, or {cure}")
+            sys.exit(f"error: {path}: not {name.removesuffix('-sig').upper()}{place}; give its"
+                     " --encoding, for example cp1252, or replace such bytes with --encoding"
+                     " utf-8:replace")
 
 
 def read_jsonl(path, field, encoding):
@@ -234,9 +179,8 @@ def read_jsonl(path, field, encoding):
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # also of a number with more than 4,300 digits
-                why = getattr(error, "msg", error)
-                sys.exit(f"error: {path}: line {number} is not JSON ({why});"
+            except json.JSONDecodeError as error:
+                sys.exit(f"error: {path}: line {number} is not JSON ({error.msg});"
                          " write each document as one line (jq -c .)")
             yield text_of(record, field, f"{path}: line {number}")
 
@@ -280,13 +224,8 @@ def read_dataset(dataset, field):
     place = f"--hf {dataset.path}"
     number = 0
     try:
-        if is_saved_dataset(dataset.path):
-            stream = datasets.load_from_disk(dataset.path)
-            if isinstance(stream, dict):
-                stream = stream[dataset.split]
-        else:
-            stream = datasets.load_dataset(
-                dataset.path, dataset.config, split=dataset.split, streaming=True)
+        stream = datasets.load_dataset(
+            dataset.path, dataset.config, split=dataset.split, streaming=True)
         if stream.info.builder_name == "text":
             sys.exit(f"error: {place}: each line of its .txt files would be a document;"
                      " give it as --text")
