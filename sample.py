@@ -131,10 +131,6 @@ def parse_args(argv=None):
         parser.error("--top-k must be at least 0")
     if not 0 < args.top_p <= 1:
         parser.error("--top-p must be more than 0 and at most 1")
-    try:
-        args.prompt.encode("utf-8")
-    except UnicodeEncodeError:  # Python passes a stray byte as half of a surrogate pair
-        parser.error("--prompt is not UTF-8")
     return args
 
 

@@ -103,7 +103,8 @@ def hf_folder(tmp_path_factory):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=128, vocab_size=257))
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_inner=4 * 64, n_layer=2, n_head=2, n_positions=128,
+                                       vocab_size=257))  # which may spell out the usual width
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

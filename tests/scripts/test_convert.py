@@ -2,6 +2,7 @@
 import io
 import json
 import logging
+import re
 import runpy
 import shutil
 import sys
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from damaged_files import Attack
+from damaged_files import Attack, cut_in_half
 from load_script import ROOT, load_module, new_gpt, rung, rungs_that_change
 from run_script import train
 from safetensors.torch import load_file, save_file
@@ -179,9 +180,8 @@ def test_a_published_qwen3_becomes_a_rungs_start_and_its_checkpoint_comes_back(h
 
     assert torch.load(tmp_path / "theirs.pt", weights_only=True)["config"]["block_size"] == 2048
     data = data_with(tokenizer, "To be, or not to be? " * 999, tmp_path / "data")
-    train(rung("grouped_query_attention"), tmp_path, data, "-T", 64, "--steps", 3, "--max-lr", 0, "--muon-lr", 0,
-          "--total-batch", 64,
-          "--pretrained", tmp_path / "theirs.pt")
+    train(rung("grouped_query_attention"), tmp_path, data, "-T", 64, "--total-batch", 64, "--steps", 3, "--max-lr", 0,
+          "--muon-lr", 0, "--pretrained", tmp_path / "theirs.pt")
     path = next((tmp_path / "checkpoints").glob("step_*.pt"))
     assert sample(path, "--prompt", "To be", "--max-new-tokens", 8).startswith("To be")
     convert.main([str(path), str(tmp_path / "mine")])
@@ -207,29 +207,41 @@ def test_mup_the_factor_of_the_logits_goes_into_the_last_norms_gains(convert, tm
     assert back.logit_scale == 2 and torch.allclose(back(x), expected, atol=1e-4)
 
 
-def test_weights_and_configuration_that_disagree(convert, gpt2, refusals, tmp_path):
-    """The weights are what was trained."""
+def edit_weights(folder, **changes):
+    """Change weights of a folder; None takes one away."""
+    weights = load_file(folder / "model.safetensors") | {name.replace("__", "."): w for name, w in changes.items()}
+    weights = {name: weight for name, weight in weights.items() if weight is not None}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def add_a_token(folder):
+    tokenizer = BYTES.to_transformers()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("damage, reason", [
+    (lambda folder: edit_json(folder / "config.json", n_layer=1), "its configuration has no place for its "),
+    (lambda folder: edit_json(folder / "config.json", vocab_size=300), "(257, 64), its config.json says (300, 64)"),
+    (lambda folder: cut_in_half(folder / "config.json"), "config.json"),
+    (lambda folder: (folder / "adapter_config.json").touch(), "a LoRA adapter: merge it"),
+    (lambda folder: cut_in_half(folder / "model.safetensors"), "cannot be loaded ("),
+    (lambda folder: edit_weights(folder, transformer__h__1__ln_1__bias=None), "it lacks weights"),
+    (lambda folder: edit_weights(folder, transformer__ln_f__bias=torch.full([64], torch.nan)), "ln_f.bias has NaN"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+    (add_a_token, "its tokenizer has 258 tokens, more than the model, 257"),
+])
+def test_damaged_folders_are_refused(damage, reason, gpt2, refusals):
+    """And those whose weights, configuration and tokenizer disagree."""
+    damage(gpt2)
+    assert all(f"error: {gpt2}: " in line and reason in line for line in refusals(gpt2))
+
+
+def test_embeddings_that_are_untied_whatever_the_configuration_says(convert, gpt2, tmp_path):
+    """The weights are what was trained. baseline.py has room for both."""
     from transformers import AutoModelForCausalLM
 
-    edit_json(gpt2 / "config.json", n_layer=1)
-    assert all("its configuration has no place for its " in line for line in refusals(gpt2))
-    edit_json(gpt2 / "config.json", n_layer=2, vocab_size=300)
-    assert all("wte.weight is (257, 64), its config.json says (300, 64)" in line for line in refusals(gpt2))
-    edit_json(gpt2 / "config.json", vocab_size=257.0)
-    assert all("config.json: TypeError: Field 'vocab_size' expected int" in line for line in refusals(gpt2))
-    edit_json(gpt2 / "config.json", vocab_size=257)
-    (gpt2 / "adapter_config.json").write_text("{}")
-    assert all("a LoRA adapter: merge it" in line for line in refusals(gpt2))
-    (gpt2 / "adapter_config.json").unlink()
-    (gpt2 / "config.json").rename(gpt2 / "kept")
-    (gpt2 / "config.json").write_text("{")
-    assert all("cannot be loaded (" in line and "config.json" in line for line in refusals(gpt2))
-    (gpt2 / "kept").rename(gpt2 / "config.json")
-    weights = load_file(gpt2 / "model.safetensors")
-    save_file(weights | {"transformer.h.1.ln_1.bias": torch.full([64], torch.nan)}, gpt2 / "model.safetensors")
-    assert all(f"error: {gpt2}: transformer.h.1.ln_1.bias has NaN" in line for line in refusals(gpt2))
-    weights["lm_head.weight"] = torch.randn(257, 64)
-    save_file(weights, gpt2 / "model.safetensors", {"format": "pt"})
+    edit_weights(gpt2, lm_head__weight=torch.randn(257, 64))
     for tied in (False, True):
         edit_json(gpt2 / "config.json", tie_word_embeddings=tied)
         with pytest.raises(SystemExit, match=f"^error: {gpt2}: .*untied.*; .*baseline.py"):
@@ -358,8 +370,8 @@ def test_how_long_prompt_and_text_may_be(saved, sample, capsys):
 
 
 @pytest.mark.parametrize("flag, value", [
-    ("--top-p", 0), ("--top-p", 1.5), ("--top-k", -1), ("--temperature", -1), ("--temperature", "nan"),
-    ("--temperature", 1e-40), ("--num-samples", 0), ("--max-new-tokens", 0), ("--prompt", "stray \udcff")])
+    ("--top-p", 0), ("--top-p", 1.5), ("--top-k", -1), ("--temperature", -1), ("--temperature", 1e-40),
+    ("--num-samples", 0), ("--max-new-tokens", 0)])
 def test_values_out_of_range(flag, value, sample):
     with pytest.raises(SystemExit) as stop:
         sample("model.pt", flag, value)
@@ -372,40 +384,33 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
     from torch.distributed import checkpoint
 
     (tmp_path / "text.pt").write_text("not a checkpoint")
-    shutil.copy(saved["10"], tmp_path / "flipped.pt")
-    data = bytearray((tmp_path / "flipped.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / "flipped.pt").write_bytes(data)  # torch.load does not look at the check sums
+    shutil.copy(saved["10"], tmp_path / "cut.pt")
+    cut_in_half(tmp_path / "cut.pt")
     torch.save({"model": {}, "optimizer": {}}, tmp_path / "foreign.pt")
     changed(saved["10"], tmp_path / "attack.pt", T=Attack(tmp_path / "attacked"))
     changed(saved["10"], tmp_path / "tokenizer.pt", tokenizer="mine", tokenizer_json="{")
     model = torch.load(saved["10"], weights_only=True)["model"]
-    model["transformer.h.1.ln_1.bias"][7] = torch.nan
-    changed(saved["10"], tmp_path / "nan.pt", model=model)
-    step = tmp_path / "sharded/step_0000001"
-    checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=step, no_dist=True)
-    (tmp_path / "checkpoints").mkdir()
+    changed(saved["10"], tmp_path / "nan.pt", model=model | {"transformer.ln_f.bias": torch.full([64], torch.nan)})
+    checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "sharded/step_0000001", no_dist=True)
+    for folder in ("checkpoints", "lfs"):
+        (tmp_path / folder).mkdir()
     for name in ("step_0000001.pt", "step_0000020.pt", "step_keep.pt"):
         shutil.copy(saved["10"], tmp_path / "checkpoints" / name)
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    (tmp_path / "lfs").mkdir()
     for name in ("lfs/model.safetensors", "lfs.pt"):
-        (tmp_path / name).write_text(pointer)
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     save_file({"weight": torch.ones(2)}, tmp_path / "only.safetensors")
     for name, reason in [
-        ("lfs.pt", "git lfs pull"), ("only.safetensors", "give the folder"), ("nowhere.pt", "no such file"),
-        ("nowhere", "no such file or folder"), ("text.pt", "damaged"),
-        ("flipped.pt", "damaged"), ("foreign.pt", "it has no 'script'"), ("attack.pt", "damaged"),
-        ("tokenizer.pt", "mine is damaged"), ("nan.pt", "transformer.h.1.ln_1.bias has NaN"),
+        ("lfs.pt", "git lfs pull"), ("lfs", "/model.safetensors: .*git lfs pull"), ("text.pt", "damaged"),
+        ("only.safetensors", "give the folder"), ("nowhere.pt", "no such file"), ("nowhere", "no such file or folder"),
+        ("cut.pt", "damaged"), ("foreign.pt", "it has no 'script'"), ("attack.pt", "damaged"),
+        ("tokenizer.pt", "mine is damaged"), ("nan.pt", "transformer.ln_f.bias has NaN"),
         ("sharded", "--save FILE"), ("sharded/step_0000001", "--save FILE"),
         ("checkpoints", f"give {tmp_path}/checkpoints/step_0000020.pt"),
     ]:
         for line in refusals(tmp_path / name):
-            assert line.startswith(f"error: {tmp_path / name}: ") and "; " in line
-            assert reason in line and "\n" not in line and "weights_only" not in line
+            assert re.fullmatch(f"error: {tmp_path / name}.*{reason}.*", line) and "; " in line, line
+            assert "weights_only" not in line
     assert not (tmp_path / "attacked").exists()
-    for line in refusals(tmp_path / "lfs"):
-        assert line.startswith(f"error: {tmp_path}/lfs/model.safetensors: ") and "git lfs pull" in line
 
 
 @pytest.mark.parametrize("script", ["this.py", "../baseline.py", "sample.py", "beyond/x.py"])
@@ -439,15 +444,6 @@ def test_a_folder_s_own_code_does_not_run(model_type, gpt2, convert, sample, tmp
             said.append(stop.code)
     assert ["cannot be loaded (" in line for line in said] == ([True, True] if model_type == "mine" else [])
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_tokenizer_larger_than_its_model(gpt2, refusals):
-    """One that got a token while the model did not."""
-    tokenizer = BYTES.to_transformers()
-    tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    tokenizer.save_pretrained(gpt2)
-    for line in refusals(gpt2):
-        assert "its tokenizer has 258 tokens, more than the model, 257" in line
 
 
 def test_a_text_that_the_output_s_encoding_lacks(saved, tmp_path, monkeypatch):
@@ -484,23 +480,7 @@ def test_a_model_of_gpt2_s_tokens_needs_no_network(sample, convert, tmp_path, mo
     path = save("10", tmp_path / "model.pt", vocabulary.GPT2())
     assert sample(path, "--prompt", "Hello", "--max-new-tokens", 4).startswith("Hello")
     convert.main([str(path), str(tmp_path / "hf")])
-    assert "hf" in str(tmp_path / "hf") and (tmp_path / "hf" / "tokenizer.json").exists()
-
-
-def test_rows_beyond_gpt2_s_are_never_cut_for_want_of_a_tokenizer(convert, tmp_path):
-    """A Qwen3 of 60,000 rows and no tokenizer is not taken for one of GPT-2's tokens."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    for rows, taken in ((50_257, True), (60_000, False)):
-        config = Qwen3Config(vocab_size=rows, hidden_size=16, intermediate_size=48, num_hidden_layers=1, head_dim=8,
-                             num_attention_heads=2, num_key_value_heads=2, rope_theta=10_000.0,
-                             tie_word_embeddings=True)
-        Qwen3ForCausalLM(config).save_pretrained(tmp_path / str(rows))
-        try:
-            convert.main([str(tmp_path / str(rows)), str(tmp_path / f"{rows}.pt")])
-        except SystemExit as stop:
-            assert not taken and "its tokenizer" in stop.code
-    assert [path.name for path in tmp_path.glob("*.pt")] == ["50257.pt"]
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
 
 
 @NEEDS_GPT2

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from damaged_files import cut_in_half
 from load_script import ROOT, load_module, rung, rungs_that_change, tiny
-from safetensors.torch import save_file
 from saved_models import saved_model
 from token_folders import edit_json
 from torch.nn import functional as F
@@ -161,16 +159,3 @@ def test_other_kinds_of_models_are_refused(refusal, capfd):
         assert "a Qwen3; it fits swiglu and what follows it" in refusal("qwen3", label)
     assert "a GPT-2; it fits rung 10 and scripts before rope" in refusal("gpt2", "swiglu")
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("kind, label", [("gpt2", "0"), ("qwen3", "swiglu")])
-def test_damaged_folders_are_refused(kind, label, refusal):
-    assert "cannot be loaded (" in refusal(kind, label, cut_in_half)
-    other = {"no_such_weight": torch.ones(64)}
-    assert "it lacks " in refusal(kind, label, lambda path: save_file(other, path, {"format": "pt"}))
-
-
-def test_a_configuration_may_spell_out_the_usual_width(hf_folder, tmp_path):
-    folder = shutil.copytree(hf_folder, tmp_path / "folder")
-    edit_json(folder / "config.json", n_inner=4 * 64)
-    assert converted(folder, "10", tmp_path / "model.pt").config.n_embd == 64
