@@ -20,7 +20,7 @@ import pytest
 import torch
 from damaged_files import Attack, cut_in_half
 from load_script import builds_on, rung, rungs_that_change
-from log_files import losses
+from log_files import losses, read_steps, val_losses
 from run_script import Crash, as_program, crash_in_step, forked_program, train
 from saved_models import assert_same_weights, names_in, save_as_from_a_gpu
 from token_folders import edit_json, tokens_of
@@ -55,29 +55,16 @@ def assert_refused(run, line):
     assert re.fullmatch(line + r".*\n", run.stderr), run.stderr
 
 
-def lines_that_count(log):
-    """The lines of a log file, without what a resumed run did again, and without its earlier headers."""
-    lines = []
-    for line in Path(log).read_text().splitlines():
-        resumed = re.match(r"# resumed after step (\d+)", line)
-        if resumed:
-            begun = max(i for i, earlier in enumerate(lines) if earlier.startswith("# script: "))
-            steps = [(re.match(r"(?:val : step|step :) (\d+) ", earlier), earlier) for earlier in lines[:begun]]
-            lines = lines[begun:] + [line for found, line in steps if found and int(found[1]) <= int(resumed[1])]
-        lines.append(line)
-    return lines
-
-
-def what_it_says(log):
-    """The lines of a log, without times and without those of a run's interruptions."""
-    lines = [re.sub(r"(dt|tokens/sec|left|time): [^|]*", "", line) for line in lines_that_count(log)]
-    return [line for line in lines if not line.startswith(("# checkpoint", "# resumed", "# ended", "median"))]
+def numbers_in(log):
+    """What is in a log but times: of each step, and {step: validation loss}. Of repeated lines the last counts."""
+    steps = [{name: step.get(name) for name in ("step", "loss", "norm", "lr")} for step in read_steps(log)]
+    return steps, val_losses(log)
 
 
 def assert_same_run(folder, whole, label="preemption"):
-    """Bit by bit: the losses of all steps, each once, the validation losses, the rest of the log, and the weights."""
-    ours, truth = (what_it_says(path / log_name(label)) for path in (folder, whole))
-    assert ours == truth and len(losses(folder / log_name(label))) > 0
+    """Bit by bit: losses, norms and rates of all steps, the validation losses, and the weights."""
+    ours, truth = (numbers_in(path / log_name(label)) for path in (folder, whole))
+    assert ours == truth and truth[0]
     assert_same_weights(folder / "model.pt", whole / "model.pt")
 
 
@@ -117,10 +104,7 @@ def assert_resumes(data, whole, folder, step=4):
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # what DCP says of the crash's remains
 @pytest.mark.parametrize("label", RESUMES)
 def test_checkpoints_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_path):
-    """Whatever a rung keeps, with another rung's flags, too.
-
-    The log goes on at its end. Of the checkpoints the two newest stay.
-    """
+    """Whatever a rung keeps, with another rung's flags, too. The log goes on at its end; the two newest files stay."""
     more = ["--recompute-blocks", 9] if builds_on(label, "gradient_checkpointing") else []
     assert six_steps(byte_tokens, tmp_path / "whole", label, *more).returncode == 0
     module, folder = rung(label), tmp_path / "crashed"
@@ -137,45 +121,35 @@ def test_checkpoints_a_crashed_run_resumes_bit_by_bit(label, byte_tokens, tmp_pa
     assert "# resumed after step 4 of 6" in run.stdout and "step : 4 " not in run.stdout
     assert not more or "# recomputed blocks: 2 of 2\n" in run.stdout
     assert_same_run(folder, tmp_path / "whole", label)
-    left = {name.removesuffix(".pt") for name in names_in(folder / "checkpoints")}
-    assert left == {STEP_4[:-3], STEP_6[:-3]}
-    log = (folder / log_name(label)).read_text()
-    assert log == crashed + run.stdout and "step : 5 " in crashed
-    assert {path.name for path in folder.glob("*.log*")} == {log_name(label)}
-    ours, theirs = (read_log(path / log_name(label)) for path in (folder, tmp_path / "whole"))
-    assert (ours.steps, ours.losses, ours.val_losses) == (theirs.steps, theirs.losses, theirs.val_losses)
-    assert ours.complete and ours.first_counted_step == 6
-
-
-def test_checkpoints_a_moved_checkpoint_folder_keeps_the_log(byte_tokens, whole, copied, tmp_path):
-    """Nor does it matter how its path is written."""
-    copied(STEP_4).rename(tmp_path / "moved")
-    shutil.copy(whole / log_name("preemption"), tmp_path)
-    run = six_steps(byte_tokens, tmp_path, "preemption", "--resume", "--checkpoint-dir", tmp_path / "moved")
-    assert run.returncode == 0, run.stderr
-    assert_same_run(tmp_path, whole)
+    assert {name.removesuffix(".pt") for name in names_in(folder / "checkpoints")} == {STEP_4[:-3], STEP_6[:-3]}
+    assert [path.read_text() for path in folder.glob("*.log*")] == [crashed + run.stdout] and "step : 5 " in crashed
+    log = read_log(folder / log_name(label))
+    assert log.complete and log.first_counted_step == 6
 
 
 def test_checkpoints_copies_among_the_checkpoints_are_left_alone(byte_tokens, whole, copied, tmp_path):
-    """Whatever a user calls them, they are neither resumed from nor deleted."""
+    """Whatever a user calls them. The one that counts is older than the comparison of the number of tokens."""
     folder = copied(STEP_4)
-    names = ("step_keep.pt", "step_0000009_before.pt", "step_final.pt", "step_00000009.pt")
+    names = ("step_keep.pt", "step_0000009_before.pt", "step_00000009.pt")
     for name in names:
         (folder / name).write_text("mine")
+    saved = torch.load(folder / STEP_4, weights_only=True)
+    del saved["run"]["train_tokens"]
+    torch.save(saved, folder / STEP_4)
     assert_resumes(byte_tokens, whole, tmp_path)
     assert [(folder / name).read_text() for name in names] == ["mine"] * len(names)
 
 
 def test_checkpoints_without_checkpoints_no_folder_is_needed(byte_tokens, copied, tmp_path):
     """Nor is an earlier run's in the way; but --resume goes on from it."""
+    def run(*words):
+        return six_steps(byte_tokens, tmp_path, "preemption", "--checkpoint-every", 0, *words)
+
     (tmp_path / "file").write_text("not a folder")
-    words = "--checkpoint-every", 0, "--checkpoint-dir", tmp_path / "file" / "x"
-    run = six_steps(byte_tokens, tmp_path, "preemption", *words)
-    assert run.returncode == 0, run.stderr
+    assert run("--checkpoint-dir", tmp_path / "file" / "x").returncode == 0
     folder = copied(STEP_4)
-    assert "step : 1 " in six_steps(byte_tokens, tmp_path, "preemption", "--checkpoint-every", 0).stdout
-    resumed = six_steps(byte_tokens, tmp_path, "preemption", "--checkpoint-every", 0, "--resume")
-    assert "# resumed after step 4" in resumed.stdout and names_in(folder) == {STEP_4}
+    assert "step : 1 " in run().stdout
+    assert "# resumed after step 4" in run("--resume").stdout and names_in(folder) == {STEP_4}
 
 
 def test_checkpoints_a_finished_run_repeats_nothing(byte_tokens, whole, copied, tmp_path):
@@ -208,15 +182,6 @@ def test_checkpoints_a_different_run_is_not_resumed(label, more, meta, reason, c
     assert [path.read_text() for path in tmp_path.glob("*.log*")] == ["an earlier log"]
 
 
-def test_checkpoints_a_checkpoint_from_before_a_comparison_is_resumed(byte_tokens, whole, copied, tmp_path):
-    """It says nothing of how many tokens there were."""
-    path = copied(STEP_4) / STEP_4
-    saved = torch.load(path, weights_only=True)
-    del saved["run"]["train_tokens"]
-    torch.save(saved, path)
-    assert_resumes(byte_tokens, whole, tmp_path)
-
-
 FREE = {"B", "device", "compile_mode", "data", "log_dir", "save", "checkpoint_every", "checkpoint_dir", "val_every",
         "val_sequences", "recompute_blocks", "loss_chunk"}
 
@@ -235,6 +200,7 @@ def test_checkpoints_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte
     train(module, tmp_path, byte_tokens, *ONE, "--steps", 4, "--val-every", 4, "--val-sequences", 1,
           "--checkpoint-every", 4)  # after the last step the rate has fallen, so --steps is not free
     (args, *parts), = made
+    shutil.copytree(args.checkpoint_dir, another(args.checkpoint_dir))  # somebody may have moved them
     flags, load_file = vars(args), functools.cache(torch.load)
     monkeypatch.setattr(torch, "load", lambda *file, **how: copy.deepcopy(load_file(*file, **how)))  # it takes longer
 
@@ -246,7 +212,7 @@ def test_checkpoints_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte
     refused = set()
     for name in flags.keys() - {"resume"}:
         try:
-            assert load(**{name: another(flags[name])}) == (0 if name == "checkpoint_dir" else 4)
+            assert load(**{name: another(flags[name])}) == 4
         except SystemExit as stop:
             assert f" with {name} {flags[name]}, not {another(flags[name])}; a new run" in stop.code
             refused.add(name)
@@ -469,7 +435,6 @@ def test_preemption_a_closed_terminal_saves(byte_tokens, tmp_path):
     last = read_log(log).steps[-1]
     assert f"# ended by a signal after step {last}\n" in log.read_text()
     assert names_in(tmp_path / "checkpoints") >= {f"step_{last:07}.pt"}
-
 
 
 def test_checkpoints_a_folder_that_cannot_be_written_ends_the_run_before_its_first_step(byte_tokens, tmp_path):
