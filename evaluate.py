@@ -46,10 +46,7 @@ def load_val(folder):
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokenizer = vocabulary.of_ours(folder)
-        dtype = meta.get("dtype", "<u2")
-        if dtype not in ("<u2", "<u4"):
-            raise ValueError(f"meta.json has an unknown dtype, {dtype}")
-        tokens = np.memmap(folder / "val.bin", dtype=dtype, mode="r")
+        tokens = np.memmap(folder / "val.bin", dtype=meta.get("dtype", "<u2"), mode="r")
         if len(tokens) != meta["val_tokens"]:
             raise ValueError(f"val.bin has {len(tokens)} tokens, not {meta['val_tokens']}")
         if len(tokens) < 2 or tokens.max() >= meta["vocab_size"]:
