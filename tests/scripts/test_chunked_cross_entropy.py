@@ -35,22 +35,16 @@ def test_chunked_cross_entropy_under_autocast(dtype, tolerance):
         assert ours.dtype == torch.float32 and (ours - truth).norm() <= tolerance * truth.norm()
 
 
-def test_chunked_cross_entropy_float16_keeps_small_probabilities():
-    """Divided by the number of tokens they would fall below float16's smallest number, 6e-8."""
-    n_tokens, n_rows = 512, 8192
-    x, weight = torch.ones(n_tokens, 4, requires_grad=True), torch.zeros(n_rows, 4, requires_grad=True)
-    with torch.autocast("cpu", torch.float16):
-        loss = chunked(x, weight, torch.zeros(n_tokens, dtype=int), n_rows, 100)
-    assert torch.allclose(torch.autograd.grad(loss, weight)[0][1:], torch.tensor(1 / n_rows), rtol=1e-3)
+@pytest.mark.parametrize("n_tokens, x, n_rows", [(512, 1.0, 8192), (4096, 20.0, 128)])
+def test_chunked_cross_entropy_float16_neither_vanishes_nor_overflows(n_tokens, x, n_rows):
+    """Of probabilities divided by the number of tokens nothing would be left: float16's smallest number is 6e-8.
 
-
-def test_chunked_cross_entropy_float16_does_not_overflow_when_all_targets_are_equal():
-    """The gradient of that target's row is a sum over the whole chunk: here 4,096 * 20, beyond float16's 65,504."""
-    x = torch.full((4096, 4), 20.0, requires_grad=True)
-    weight = torch.zeros(128, 4, requires_grad=True)
+    If all targets are equal, the gradient of their row is a sum over the whole chunk, here 81,920: it ends at 65,504.
+    """
+    inputs, weight = (torch.full((n, 4), value, requires_grad=True) for n, value in ((n_tokens, x), (n_rows, 0.0)))
     with torch.autocast("cpu", torch.float16):
-        loss = chunked(x, weight, torch.zeros(4096, dtype=int), 128, 4096)
-    expected = torch.full((128, 4), 20 / 128) - 20 * (torch.arange(128) == 0)[:, None]
+        loss = chunked(inputs, weight, torch.zeros(n_tokens, dtype=int), n_rows, n_tokens)
+    expected = torch.full((n_rows, 4), x / n_rows) - x * (torch.arange(n_rows) == 0)[:, None]
     assert torch.allclose(torch.autograd.grad(loss, weight)[0], expected, rtol=1e-3)
 
 

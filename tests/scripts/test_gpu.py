@@ -20,7 +20,7 @@ MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # whose transpose 
 
 # ---- 35: the stream ----------------------------------------------------------------------------------------------
 
-def stream(dtype, label="bf16_residual"):
+def stream(label, dtype):
     """The types between the blocks, and of the stream's gradients there."""
     model, seen = tiny(label), []
     for block in model.transformer.h:
@@ -34,15 +34,12 @@ def stream(dtype, label="bf16_residual"):
     return {found for pair in seen for found in pair}
 
 
-def test_bf16_residual_the_stream_and_its_gradient_are_bfloat16():
-    assert stream(torch.bfloat16) == {torch.bfloat16}
-    assert stream(torch.bfloat16, label="10") == {torch.float32}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_bf16_residual_without_bfloat16_it_stays_float32(dtype):
-    """float16 ends at 65,504."""
-    assert stream(dtype) == {torch.float32}
+@pytest.mark.parametrize("label, dtype, expected", [
+    ("bf16_residual", torch.bfloat16, torch.bfloat16), ("10", torch.bfloat16, torch.float32),
+    ("bf16_residual", torch.float16, torch.float32), ("bf16_residual", torch.float32, torch.float32)])
+def test_bf16_residual_the_stream_and_its_gradient_are_bfloat16(label, dtype, expected):
+    """Without bfloat16 it stays float32: float16 ends at 65,504."""
+    assert stream(label, dtype) == {expected}
 
 
 # ---- 36: the graph -----------------------------------------------------------------------------------------------
@@ -160,7 +157,6 @@ def test_heads_of_128_the_shapes():
     other.load_state_dict(weights)
     ids = torch.randint(257, (1, 40))
     torch.testing.assert_close(model(ids), other(ids).logits[..., :257], rtol=1e-4, atol=1e-4)
-
 
 
 @torch.no_grad()

@@ -35,22 +35,20 @@ def test_a_running_script_keeps_its_steps_and_a_later_one_its_log(tmp_path, byte
     assert run.exitcode == 1 and len(last) == 1 and last[0].startswith("stopped: "), last
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("n, counted", [(1, "1-1"), (2, "2-2"), (3, "2-3"), (10, "6-10")])
+@pytest.mark.parametrize("device, n, counted", [
+    ("cpu", 1, "1-1"), ("cuda", 2, "2-2"), ("cpu", 3, "2-3"), ("cpu", 10, "6-10")])
 def test_the_median_is_that_of_the_second_half(device, n, counted, tmp_path, monkeypatch):
     """Whatever the first half takes: it compiles and warms up."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_000_000)
-    module = rung("0")
+    module, output = rung("0"), mock.Mock(wraps=sys.stdout)
     args = module.parse_args(["--log-dir", str(tmp_path), "--device", "cpu"])
     args.device = device
     loader = SimpleNamespace(meta={"source": "text", "tokenizer": "gpt2"}, tokens=[1, 2], n_batches=1)
-    output = mock.Mock(wraps=sys.stdout)
     monkeypatch.setattr(sys, "stdout", output)
     log = module.Log(args, torch.nn.Linear(1, 1), loader, 1000, "float32")
-    first = int(counted.split("-")[0])
     for step in range(1, n + 1):
-        log.step(step, 1.0, 9.0 if step < first else 0.25)
+        log.step(step, 1.0, 9.0 if step < int(counted.split("-")[0]) else 0.25)
     log.finish(n)
     assert output.flush.call_count >= n  # a pipe or a file shows each line at once, too
     memory = " | peak memory: 2.00 GB" if device == "cuda" else ""
@@ -61,15 +59,8 @@ def test_the_median_is_that_of_the_second_half(device, n, counted, tmp_path, mon
 def test_the_time_left_is_that_of_the_steps_left(tmp_path, byte_tokens):
     """In the long run, from the median of the last 99 steps: a slow first one does not count."""
     module = rung("long_run")
-    clock = FakeClock(module)
-    seconds = iter([900, *[200] * 99, *[100] * 99])
-    forward = module.GPT.forward
-
-    def timed(model, *args):
-        clock.now += next(seconds)
-        return forward(model, *args)
-
-    module.GPT.forward = timed
+    clock, seconds, forward = FakeClock(module), iter([900, *[200] * 99, *[100] * 99]), module.GPT.forward
+    module.GPT.forward = lambda model, *args: clock.slow(forward, next(seconds))(model, *args)
     folder = tmp_path / "new" / "logs"  # which is made, with those above it
     log = train(module, folder, byte_tokens, "--model", "1x1x8", "-B", 1, "-T", 8, "--steps", 199, "--total-batch", 8,
                 "--val-every", 0, "--checkpoint-every", 0)
@@ -80,10 +71,7 @@ def test_the_time_left_is_that_of_the_steps_left(tmp_path, byte_tokens):
 @pytest.mark.parametrize("has_driver, sees_gpu", [(True, False), (True, True), (False, False)])
 def test_a_gpu_that_torch_cannot_use_is_named(has_driver, sees_gpu, tmp_path, byte_tokens, monkeypatch):
     """Else a torch without CUDA trains on the CPU, a hundred times slower, and says nothing of it."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if has_driver:
-        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name: name if has_driver else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
     monkeypatch.setattr(torch.mps, "is_available", lambda: False)
     run = as_program("0", "--data", byte_tokens, "--log-dir", tmp_path, "-B", 1, "-T", 8, "--steps", 1)

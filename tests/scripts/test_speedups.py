@@ -97,7 +97,6 @@ LINES = re.findall(r"(?s)```python\n(.+?)```", (ROOT / "docs" / "running.md").re
 @pytest.mark.parametrize("native, dtype", [(True, torch.bfloat16), (False, torch.float16)])
 def test_the_lines_for_any_model_train_one_that_is_not_a_gpt(native, dtype, monkeypatch):
     """Those of docs/running.md, on a CPU: a convolutional network overfits one batch, as the text says."""
-    lines = LINES[0]
     dtypes, losses = set(), []
 
     class MyModel(torch.nn.Sequential):
@@ -116,17 +115,12 @@ def test_the_lines_for_any_model_train_one_that_is_not_a_gpt(native, dtype, monk
         return losses[-1]
 
     torch.manual_seed(0)
-    batch = torch.randn(16, 1, 8, 8), torch.arange(16) % 10
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # no C++: seconds
     names = {"torch": torch, "F": SimpleNamespace(cross_entropy=cross_entropy), "MyModel": MyModel,
-             "batches": [batch] * 150}
-    precision = torch.get_float32_matmul_precision()
-    try:
-        exec(lines.replace('"cuda"', '"cpu"'), names)
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(precision)
+             "batches": 150 * [(torch.randn(16, 1, 8, 8), torch.arange(16) % 10)]}
+    exec(LINES[0].replace('"cuda"', '"cpu"'), names)
+    assert torch.get_float32_matmul_precision() == "high"
     assert dtypes == {dtype} and losses[0] > 2 and losses[-1] < 0.1
     assert {loss.dtype for loss in losses} == {torch.float32}
     assert names["optimizer"].param_groups[0]["fused"]

@@ -4,6 +4,7 @@ In bfloat16, which a CPU without the instructions emulates. Rungs whose `train` 
 """
 import argparse
 import contextlib
+import functools
 import io
 import math
 import re
@@ -48,8 +49,7 @@ def short_run(tmp_path_factory, byte_tokens):
 
     From rung 5 on it is told to compile, and what it compiles stays as it is.
     """
-    runs = {}
-
+    @functools.cache
     def run(label):
         module = rung(label)
         module.autocast_dtype = {"cpu": torch.bfloat16}.__getitem__
@@ -76,13 +76,10 @@ def short_run(tmp_path_factory, byte_tokens):
         seen.steps = read_steps(seen.log)
         return seen
 
-    return lambda label: runs[label] if label in runs else runs.setdefault(label, run(label))
+    return run
 
 
-# bfloat16 keeps 8 bits of mantissa: each activation is off by up to 2^-9 = 0.2 %, and so is the loss of about 5.6 at
-# most. Runs that differ only in where they round to bfloat16 stay closer than that.
-BFLOAT16_TOLERANCE = 0.01
-
+BFLOAT16_TOLERANCE = 0.01  # it keeps 8 bits: each activation is off by up to 0.2 %, and so is a loss of about 5.6
 
 # The list says of which rungs the losses stay as they were. Of these, too, on a CPU, eagerly: one rank, one micro-step;
 # float8 needs a GPU; nothing is dropped, and the text is one document; long_run learns as zero_init; so does
@@ -212,7 +209,6 @@ def test_the_scheduled_rate_arrives(label, short_run):
         factors = [group["lr"] / lr for group in groups]
         digits = 1e-7 if builds_on(label, "cuda_graphs") else 1e-9  # whose rate is a tensor, in float32
         assert factors == pytest.approx([5, 1, 1] if builds_on(label, "muon") else [1, 1][: len(factors)], rel=digits)
-
 
 
 @pytest.mark.parametrize("device, ranks, micro_steps", [("cuda", 1, 128), ("cuda", 8, 16), ("cpu", 1, 4)])
