@@ -49,6 +49,29 @@ def test_muon_float16_keeps_gradients_that_it_cannot_hold(label):
         assert update.square().mean().sqrt().item() == pytest.approx(256**-0.5, rel=0.2)
 
 
+@pytest.mark.parametrize("label", rungs_that_change("MuonAdamW")[1:])
+def test_muon_three_steps_in_closed_form(label):
+    """Momentum, Nesterov's, scale and decay, without the iteration: torch's Muon is as near as bfloat16."""
+    module = rung(label)
+    module.orthogonalize = lambda matrix: matrix
+    model = new_gpt(module, vocab_size=257)
+    optimizer = model.configure_optimizers(lr=0.5, muon_lr=0.25, weight_decay=0.125)
+    [muon] = [group for group in optimizer.param_groups if group["name"] == "muon"]
+    muon["lr"] = muon["max_lr"]
+    expected, momenta = [p.detach().clone() for p in muon["params"]], [0.0] * len(muon["params"])
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        grads = [p.grad for p in muon["params"]]
+        optimizer.step()
+        for i, grad in enumerate(grads):
+            momenta[i] = 0.95 * momenta[i] + 0.05 * grad
+            update = 0.2 * max(grad.shape) ** 0.5 * (0.95 * momenta[i] + 0.05 * grad)
+            expected[i] = (1 - 0.25 * 0.125) * expected[i] - 0.25 * update
+    for p, truth in zip(muon["params"], expected, strict=True):
+        torch.testing.assert_close(p.detach(), truth, rtol=1e-4, atol=1e-5)
+
+
 def test_muon_products_in_16_bits_only_where_the_hardware_multiplies_them(monkeypatch):
     factors, baddbmm = [], torch.baddbmm
 
