@@ -24,67 +24,22 @@ def ratio(value):
     return f"{value:.{3 if value != 1 and round(value, 2) == 1 else 2}f}"
 
 
-@known
-def share(value):
-    return f"{value:.0%}"
-
-
-@known
-def number(value):
-    """Tokens, tokens/s, parameters."""
-    return f"{value:,.0f}"
-
-
-@known
-def seconds(value):
-    return f"{value:,.1f}"
-
-
-@known
-def gigabytes(value):
-    """Bytes / 1e9."""
-    return f"{value:.2f}"
-
-
-@known
-def traffic(value):
-    """Bytes / 1e9 that a step moves: hundreds."""
-    return f"{value:,.1f}"
-
-
-@known
-def trillions(value):
-    """FLOPs / 1e12, or FLOP/s."""
-    return f"{value:.2f}"
-
-
-@known
-def millions(value):
-    """Parameters, tokens, bytes."""
-    return f"{value / 1e6:.2f}"
+share = known("{:.0%}".format)
+number = known("{:,.0f}".format)  # of tokens, tokens/s, parameters
+seconds = known("{:,.1f}".format)
+gigabytes = known("{:.2f}".format)  # bytes / 1e9
+traffic = known("{:,.1f}".format)  # bytes / 1e9 that a step moves: hundreds
+trillions = known("{:.2f}".format)  # FLOPs / 1e12, or FLOP/s
+millions = known(lambda value: f"{value / 1e6:.2f}")  # of parameters, tokens, bytes
+# Losses in nats; the logged ones have all digits of a log.
+logged_loss = known("{:.6f}".format)
+logged_difference = known("{:+.6f}".format)
+difference = known(lambda value: f"{value:+.3f}".replace("-", "−"))
 
 
 def loss(value):
     """Nats; a loss that is not a number is shown as that."""
     return "nan" if value is None else f"{value:.3f}"
-
-
-@known
-def logged_loss(value):
-    """Nats, with all digits that a log has."""
-    return f"{value:.6f}"
-
-
-@known
-def logged_difference(value):
-    """Nats, between two logs."""
-    return f"{value:+.6f}"
-
-
-@known
-def difference(value):
-    """Nats, with a sign."""
-    return f"{value:+.3f}".replace("-", "−")
 
 
 def bound(value):
@@ -95,12 +50,12 @@ def bound(value):
 
 @known
 def p(value):
-    """The p of a test, in a table."""
+    """The p of a test."""
     return "<0.001" if value < 0.001 else f"{value:.2g}"
 
 
 def p_is(value):
-    """The same in a sentence: "p = 0.012"."""
+    """The p of a test in a sentence: "p = 0.012"."""
     return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
 
 

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from rich.console import Console
 
 from ladder.count.flops import VOCAB_SIZE, shape_of
-from ladder.count.memory import LOSS_CHUNK, PROCESS_BYTES, split_parameters, step_bytes
+from ladder.count.memory import LOSS_CHUNK, PROCESS_BYTES, step_bytes
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.measure.processes import Job
@@ -48,6 +48,13 @@ def recomputing_bytes(model, B, T, label, vocab_size=VOCAB_SIZE):
     bytes_of_an_entry = BY_LABEL[label].memory[0]
     saved = B * T * n_embd * (bytes_of_an_entry * (n_layer - 1) - 4 * n_layer)
     return step_bytes(model, B, T, label, vocab_size) - saved
+
+
+def split_parameters(model):
+    """(parameters of the embedding, of one block, number of blocks) of long_run.py and fsdp.py, without norms."""
+    n_layer, _, n_embd = shape_of(model)
+    n_rows, n_hidden = math.ceil(VOCAB_SIZE / 128) * 128, math.ceil(8 * n_embd / 3 / 64) * 64
+    return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer
 
 
 def ddp_bytes(ranks):

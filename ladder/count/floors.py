@@ -14,6 +14,7 @@ from ladder.rungs.list import RUNGS
 STORE = Path(__file__).with_name("floors.json")
 STORED = {"model": "gpt2", "B": 16, "T": 1024}
 COUNTED = [rung.label for rung in RUNGS if rung.has_floor and not rung.torchrun]
+TIMES_FLOOR = 1.1794, 1.8953  # what a step took, at least and at most: the GPUs of logs/reference, the lecture's A100
 NOT_COUNTED = "floors are of one card, without float8"  # so not of ddp, what shards, fp8
 
 
@@ -59,16 +60,6 @@ def counted_rungs(rungs, console):
     return counted
 
 
-def stored_floors(cards):
-    """{label: what floor_row says of it} of all rungs that are stored."""
-    return {label: floor_row(rung["kernels"], cards) for label, rung in read_store().items()}
-
-
-def floors_on(card):
-    """{label: ms of its floor} on one card."""
-    return {label: floor_of(rung["kernels"], card)["floor"] for label, rung in read_store().items()}
-
-
 def floor_row(kernels, cards):
     """One rung: TFLOP by number format, GB, launches, and {card: ms} of the floor and its two parts."""
     tflop = Counter()
@@ -78,3 +69,13 @@ def floor_row(kernels, cards):
             "gb": sum(n * kernel.bytes for kernel, n in kernels.items()) / 1e9,
             "launches": sum(n * kernel.launches for kernel, n in kernels.items()),
             "ms": {card.name: floor_of(kernels, card) for card in cards}}
+
+
+def stored_floors(cards):
+    """{label: what floor_row says of it} of all rungs that are stored."""
+    return {label: floor_row(rung["kernels"], cards) for label, rung in read_store().items()}
+
+
+def floors_on(card):
+    """{label: ms of its floor} on one card."""
+    return {label: row["ms"][card.name]["floor"] for label, row in stored_floors([card]).items()}

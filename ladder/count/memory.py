@@ -19,7 +19,6 @@ Compiled, the logits and their gradients exist in 16 bits only; where torch cann
 logs/reference/. `python -m ladder.count.memory DEVICE` prints the device's free bytes.
 """
 import bisect
-import math
 import sys
 
 import psutil
@@ -48,13 +47,6 @@ def largest_fitting(model, T, labels, available_bytes):
     """The largest B at which the rung that needs the most memory fits into the memory; 0 if none does."""
     return bisect.bisect_right(range(1, 1_000_000), available_bytes,
                                key=lambda B: max(step_bytes(model, B, T, label) for label in labels))
-
-
-def split_parameters(model):
-    """(parameters of the embedding, of one block, number of blocks) of long_run.py and fsdp.py, without norms."""
-    n_layer, _, n_embd = shape_of(model)
-    n_rows, n_hidden = math.ceil(VOCAB_SIZE / 128) * 128, math.ceil(8 * n_embd / 3 / 64) * 64
-    return n_rows * n_embd, 4 * n_embd * n_embd + 3 * n_embd * n_hidden, n_layer
 
 
 def free_memory(device):

@@ -54,7 +54,7 @@ class Run:
     val_steps: list = field(default_factory=list)  # after which of the steps there was a validation
     val_losses: list = field(default_factory=list)
     peak_memory_gb: float | None = None
-    last_speed: tuple | None = None  # the last step's (ms, tokens/sec), as the log writes them
+    last_speed: float | None = None  # the last step's tokens/sec, as the log says
     first_counted_step: int | None = None  # from the log's median line, which a killed run lacks
 
     @property
@@ -234,7 +234,7 @@ def add_line(run, line):
         run.steps.append(int(step[1]))
         run.losses.append(float(step[2]))
         run.ms.append(float(step[3]))
-        run.last_speed = (step[3], step[4]) if step[4] else None
+        run.last_speed = float(step[4]) if step[4] else None
     if validation:
         run.val_steps.append(int(validation[1]))
         run.val_losses.append(float(validation[2]))

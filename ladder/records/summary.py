@@ -154,11 +154,8 @@ def build_report(folder):
                   max(run.threads for run in every_run), allocators)
 
 
-def warnings(report, card=None):
-    """What a reader of the table needs to know: damaged files, impossible values, short warm-ups, unfinished runs.
-
-    `card` is the GPU of logs that name none.
-    """
+def warnings(report):
+    """What a reader of the table needs to know: damaged files, impossible values, short warm-ups, unfinished runs."""
     short = []
     for reason in report.skipped:
         yield f"skipped: {reason}"
@@ -166,7 +163,7 @@ def warnings(report, card=None):
         run = report.runs[row.name][0]
         if row.mfu and row.mfu > 1:
             yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
-        for found in impossible(run, card):
+        for found in impossible(run):
             yield f"{row.title}: {found}"
         if not row.complete:
             yield f"{row.title}: the run did not finish ({row.last_step} steps)"

@@ -1,6 +1,4 @@
 """Two logs step by step, and a verdict in words: do the losses agree, how do the times compare."""
-from collections import namedtuple
-
 import pandas
 
 from ladder import formats
@@ -13,9 +11,6 @@ SAME_RUN_TOLERANCE = 1.5e-6  # a unit of the last digit of a log, with float's r
 ROUNDING = 0.1  # nats: of one script where its numbers are rounded differently, as rungs 3, 5 and 6 do
 ARITHMETIC = ("device", "machine", "torch", "precision", "compile")  # headers that tell how they are rounded
 MIN_COUNTED = 10  # steps after the warm-up, for a verdict on the speed
-
-# The common steps (a DataFrame), how many times faster the second log is, the verdicts.
-Comparison = namedtuple("Comparison", "rows faster sentences")
 
 
 def loss_tolerance(one, other):
@@ -98,8 +93,8 @@ def speed_verdict(one, other, faster, different):
             "(python -m ladder run --rungs N,M --repeat 5).")
 
 
-def compare(one, other, card=None):
-    """Compare two runs over the steps that both have; `card` is the GPU of logs that name none."""
+def compare(one, other):
+    """(the steps that both runs have, as a DataFrame; the verdicts)."""
     rows, different = common_steps(one, other), differing(one, other)
     faster = one.median_ms / other.median_ms  # by steps, where a log does not tell its tokens
     if one.tokens_per_step and other.tokens_per_step:
@@ -107,7 +102,7 @@ def compare(one, other, card=None):
     sentences = [f"Different {what}: {a} against {b}." for what, (a, b) in different.items()]
     sentences += [f"{run.path} is not complete: its run was stopped at step {run.steps[-1]}."
                   for run in (one, other) if not run.complete]
-    sentences += [f"{run.path}: {found}." for run in (one, other) for found in impossible(run, card)]
+    sentences += [f"{run.path}: {found}." for run in (one, other) for found in impossible(run)]
     sentences.append(loss_verdict(one, other, rows, different))
     sentences.append(speed_verdict(one, other, faster, different))
-    return Comparison(rows, faster, sentences)
+    return rows, sentences

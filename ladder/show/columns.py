@@ -8,14 +8,12 @@ import pandas
 
 from ladder import formats
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, is_significant
-from ladder.rungs.list import rung_of
 from ladder.formats import NOTHING
+from ladder.rungs.list import rung_of
 
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does"
 STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
          f"{FEWEST_ROUNDS} rounds or more), ? too few rounds to tell; without a mark no significant difference")
-
-
 OLDER = "‡"  # at a row of older code
 
 
@@ -48,13 +46,9 @@ def mfu_of(row):
     return formats.share(row.mfu) + " (!)" * (row.mfu is not None and row.mfu > 1)
 
 
-def mark_of(row):
-    return OLDER * row.older_code
-
-
 LABEL = Column("", lambda row: rung_of(row.name).label)
-TITLE = Column("the one change", lambda row: row.title + mark_of(row))
-LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({rung_of(row.name).file}){mark_of(row)}")
+TITLE = Column("the one change", lambda row: row.title + OLDER * row.older_code)
+LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({rung_of(row.name).file}){OLDER * row.older_code}")
 MS = Column("ms/step", lambda row: formats.ms(row.ms))
 SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high))
 MS_SPREAD = Column("ms/step", lambda row: f"{MS.text(row)} ({SPREAD.text(row)})")
@@ -73,13 +67,10 @@ VAL_LOSS = Column("val loss", lambda row: NOTHING if row.last_val_loss is None e
 COLUMNS_TO_GO = ["causal", "1st step s", "val loss", "spread", "tokens/sec", "loss", "peak GB", "MFU", "× before"]
 
 
-def last_steps(report):
-    return "/".join(map(str, sorted({row.last_step for row in report.rows})))
-
-
 def all_columns(report):
     """What a terminal and the page show."""
-    loss = replace(LOSS, heading=f"loss @{last_steps(report)}")
+    last_steps = "/".join(map(str, sorted({row.last_step for row in report.rows})))
+    loss = replace(LOSS, heading=f"loss @{last_steps}")
     return [TITLE, MS, SPREAD, TOKENS, BASELINE, BEFORE, MFU, CAUSAL, MEMORY, loss, FIRST, VAL_LOSS]
 
 

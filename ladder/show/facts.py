@@ -1,11 +1,8 @@
 """Facts about a report, as short texts: the machine, the batch, the rates, what its rows say and do not say."""
 from ladder import formats
-from ladder.count.cards import CARDS, card_of
+from ladder.count.cards import card_of
 from ladder.count.floors import STORED, floors_on
-from ladder.records.logs import reference_folders
 from ladder.records.significance import FEWEST_ROUNDS
-from ladder.records.summary import build_report
-from ladder.rungs.list import LADDER, rung_of
 from ladder.show.columns import OLDER
 
 
@@ -19,17 +16,6 @@ def floors_of(report):
     card = card_of(report.setting["device"])
     stored = all(report.setting[key] == value for key, value in STORED.items())
     return floors_on(card) if card and stored else {}
-
-
-def measured_over_floors():
-    """(lowest, highest): how many times its floor a step took, of the GPUs' records and the lecture's A100."""
-    floors = floors_on(CARDS["A100"])
-    ratios = [rung.lecture_ms / floors[rung.label] for rung in LADDER if rung.lecture_ms]
-    for report in map(build_report, reference_folders()):
-        floors = floors_of(report)
-        ratios += [row.ms / floors[rung_of(row.name).label] for row in todays_rows(report)
-                   if rung_of(row.name).label in floors]
-    return min(ratios), max(ratios)
 
 
 def data_of(report):

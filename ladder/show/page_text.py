@@ -5,7 +5,6 @@ import html
 import itertools
 import re
 import textwrap
-from urllib.parse import quote_plus
 
 from markdown_it import MarkdownIt
 from pygments import lex
@@ -16,8 +15,6 @@ from ladder.rungs.check_laws import first_line
 from ladder.rungs.lessons import SECTION, part_paragraphs
 from ladder.rungs.list import BY_LABEL, ROOT
 
-AUTHOR = r"[A-Z][\w’-]+"
-PAPER = re.compile(rf"{AUTHOR}(?: et al\.|(?:,| &amp;| and) {AUTHOR})* \d{{4}}(?:, “[^”]+”| \([^)]+\))?")
 # A script by its label; other code, which stays as it is; a rung; a file; an issue of PyTorch's.
 RUNG_LINK = re.compile(r"(?s)<pre>.*?</pre>|<code>(?P<label>\w+)</code>|<code>.*?</code>|\b[Rr]ungs? (?P<rung>\w+)\b"
                        r"|\b(?P<file>(?:docs|experiments|beyond|ladder|data|tests)/[\w./#-]*\w|\w+\.py)\b"
@@ -39,10 +36,6 @@ def link_reference(found):
     return f'<a href="{target}">{found[0]}</a>'
 
 
-def link_paper(found):
-    return f'<a href="https://scholar.google.com/scholar?q={quote_plus(html.unescape(found[0]))}">{found[0]}</a>'
-
-
 def prose(body):
     """A docstring's text as HTML: paragraphs, lists, code, links, and separate paragraphs for "Gain:" and the like."""
     text = part_paragraphs(body)
@@ -52,8 +45,7 @@ def prose(body):
     markdown = MarkdownIt("zero", {"typographer": True}).enable(["backticks", "fence", "list", "smartquotes"])
     page = re.sub(f"<p>({SECTION})", r"<p><b>\1</b>", markdown.render(text))
     page = RUNG_LINK.sub(link_reference, page)
-    sources = re.compile(r"(?s)<p>(<b>Sources?:</b>.*?</p>)")
-    page = sources.sub(lambda found: f'<p class="dim">{PAPER.sub(link_paper, found[1])}', page)
+    page = re.sub("<p>(<b>Sources?:)", r'<p class="dim">\1', page)
     return page.replace("<pre>", '<pre tabindex="0">')
 
 

@@ -17,15 +17,12 @@ FORMATS = {"loss A": formats.logged_loss, "loss B": formats.logged_loss, "B - A"
 SHORT_KINDS = {"matrix products": "matmul", "normalization and pointwise": "pointwise", "cross-entropy": "loss"}
 
 
-def print_report(report, console, card=None):
-    """A report in a terminal: its warnings, its table, and its profile if it has one; or a race.
-
-    `card` is the GPU of logs that name none.
-    """
+def print_report(report, console):
+    """A report in a terminal: its warnings, its table, and its profile if it has one; or a race."""
     if report.race:
         print_race(report, console)
         return
-    for warning in warnings(report, card):
+    for warning in warnings(report):
         console.print(f"! {warning}", style="yellow")
     columns = all_columns(report)
     print_texts(texts_of(report.rows, columns), console, " — ".join(filter(None, [report.name, few_rounds(report)])),
@@ -34,18 +31,18 @@ def print_report(report, console, card=None):
         print_profile(report.profile, console)
 
 
-def print_comparison(one, other, console, card=None):
-    result = compare(one, other, card)
+def print_comparison(one, other, console):
+    steps, sentences = compare(one, other)
     warm = {*one.steps[one.warm_up :]} & {*other.steps[other.warm_up :]}
-    counted = result.rows[result.rows["step"].isin(warm)]
-    median = (counted if len(counted) else result.rows).median().to_frame().T
-    rows, texts = pandas.concat([result.rows, median]), pandas.DataFrame()
+    counted = steps[steps["step"].isin(warm)]
+    median = (counted if len(counted) else steps).median().to_frame().T
+    rows, texts = pandas.concat([steps, median]), pandas.DataFrame()
     for name, form in FORMATS.items():
         texts[name] = rows[name].map(form)
-    texts.insert(0, "step", [*result.rows["step"].map(str), "median"])
+    texts.insert(0, "step", [*steps["step"].map(str), "median"])
     texts.iloc[-1, 1:3] = ""
     print_texts(texts, console, f"{one.path}  against  {other.path}", first_to_go=("loss A", "loss B", "ms A", "ms B"))
-    for sentence in result.sentences:
+    for sentence in sentences:
         console.print(sentence)
 
 

@@ -1,13 +1,13 @@
 """`python -m ladder compare`: training recipes, each a rung or a file of your own; or two logs, step by step."""
 from pathlib import Path
 
-from ladder.count.cards import find_card
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.logs import read_log
 from ladder.records.recipes import CSV, DIFFERENCES, FOLDERS, MOST_TRIES, SEEDS, by_seed, read_csv
 from ladder.show.print_report import print_comparison
 from ladder.show.terminal import AMOUNT, COUNT
+from ladder.show.verdict import print_verdict, verdict_picture
 
 
 def add_flags(parser):
@@ -22,7 +22,6 @@ def add_flags(parser):
     flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each run (default: %(default)s)")
     flag("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {FOLDERS}/DATE_TIME)")
     flag("--resume", action="store_true", help="continue the newest comparison of these arguments, or --logs")
-    flag("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
 
 
 def main(args, console):
@@ -31,20 +30,13 @@ def main(args, console):
     if args.flags and (are_logs or len(words) == 1):
         raise UserError(f"compare {' '.join(args.flags)}: flags are for scripts, and none runs here; leave them out")
     if are_logs:
-        print_comparison(*map(read_log, words), console, args.gpu and find_card(args.gpu))
+        print_comparison(*map(read_log, words), console)
         return 0
     if len(words) == 1 and (words[0] / CSV).exists():
-        return show(words[0], console)
+        return print_verdict(finished(words[0]), console)
     if len(words) == 1:
         raise UserError(f"compare {words[0]}: give two rungs or files, two logs, or the folder of a comparison")
     return compare_recipes(args, console)
-
-
-def show(folder, console):
-    from ladder.show.verdict import print_verdict
-
-    print_verdict(finished(folder), console)
-    return 0
 
 
 def finished(folder):
@@ -58,7 +50,6 @@ def finished(folder):
 def compare_recipes(args, console):
     from ladder.measure.contest import hold_comparison  # loads torch, which two logs do not need
     from ladder.show.plots import save
-    from ladder.show.verdict import verdict_picture
 
     folder, runner = hold_comparison(args, console)
     if runner is None:
@@ -67,7 +58,7 @@ def compare_recipes(args, console):
     record = finished(folder)
     write_whole(folder / DIFFERENCES, by_seed(record, against_first=True).to_csv(index=False))
     save(verdict_picture(record), folder / "compare.png")
-    show(folder, console)
+    print_verdict(record, console)
     console.print(f"{folder}: {CSV}, {DIFFERENCES}, compare.png; python -m ladder compare {folder} shows this again",
                   soft_wrap=True)
     return 1 if runner.failed() else 0

@@ -47,16 +47,13 @@ def print_effect(before, rung, report, console, whose):
     losses = f"loss at step {new.last_step}: {formats.loss(old.last_loss)} -> {formats.loss(new.last_loss)}"
     if old.last_val_loss and new.last_val_loss:
         losses = f"validation loss: {formats.loss(old.last_val_loss)} -> {formats.loss(new.last_val_loss)}"
+    times = [formats.with_spread(row.ms, row.ms_low, row.ms_high) for row in (old, new)]
     whose += ", with older code" * (old.older_code or new.older_code)
     ratio = new.tokens_per_second / old.tokens_per_second
     p = new.p_before if before == rung.start else speed_p(report.rounds, before.name, rung.name)
     console.print(f"{whose}, {where(report)}:", style="bold", soft_wrap=True)
-    console.print(f"  {times_text(old)} -> {times_text(new)} ms/step ({formats.ratio(ratio)} x the tokens/sec; "
+    console.print(f"  {' -> '.join(times)} ms/step ({formats.ratio(ratio)} x the tokens/sec; "
                   f"{verdict(p)}){memory}, {losses}", soft_wrap=True)
-
-
-def times_text(row):
-    return formats.with_spread(row.ms, row.ms_low, row.ms_high)
 
 
 def verdict(p):

@@ -6,13 +6,12 @@ import pandas
 
 from ladder import formats
 from ladder.count.cards import find_card
-from ladder.count.floors import STORED, counted_rungs, floor_row, read_store
+from ladder.count.floors import STORED, TIMES_FLOOR, counted_rungs, floor_row, read_store
 from ladder.count.flops import SHAPES
 from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.errors import UserError
 from ladder.records.machine import measured_card
 from ladder.rungs.list import BY_LABEL, parse_rungs
-from ladder.show.facts import measured_over_floors
 from ladder.show.terminal import COUNT, print_texts
 
 
@@ -46,11 +45,8 @@ def main(args, console):
     print_floors(kernels, cards, setting, console)
 
 
-def floor_texts(label, kernels, cards, low, high):
-    """One rung as {heading: text}: what was counted, the floor on each card; for a single one also its parts.
-
-    A measured step takes `low` to `high` times its floor.
-    """
+def floor_texts(label, kernels, cards):
+    """One rung as {heading: text}: what was counted, the floor on each card; for a single one also its parts."""
     row = floor_row(kernels, cards)
     texts = {"rung": BY_LABEL[label].row, "GB": formats.traffic(row["gb"]), "launches": formats.number(row["launches"])}
     for card in cards:
@@ -59,18 +55,17 @@ def floor_texts(label, kernels, cards, low, high):
         [ms] = row["ms"].values()
         texts["TFLOP"] = ", ".join(f"{formats.trillions(x)} {name}" for name, x in row["tflop"].items())
         texts |= {part: formats.ms(ms[part]) for part in ("products", "traffic")}
-        texts["expect, ms"] = formats.spread(low * ms["floor"], high * ms["floor"], formats.number)
+        texts["expect, ms"] = formats.spread(*(times * ms["floor"] for times in TIMES_FLOOR), formats.number)
     return texts
 
 
 def print_floors(kernels, cards, setting, console):
     """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
-    low, high = measured_over_floors()
-    texts = [floor_texts(label, counted, cards, low, high) for label, counted in kernels.items()]
+    texts = [floor_texts(label, counted, cards) for label, counted in kernels.items()]
     least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
     called = BY_LABEL[label].called
     expect = ("expect: measured steps (the GPUs of logs/reference, the lecture's A100) took "
-              f"{formats.ratio(low)} to {formats.ratio(high)} times their floors")
+              f"{' to '.join(map(formats.ratio, TIMES_FLOOR))} times their floors")
     gigabytes = formats.number(least / 1e9)
     caption = f"{called} needs the most memory, about {gigabytes} GB; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "

@@ -1,7 +1,6 @@
 """`python -m ladder report`: the table of a run or of a reference machine, from its logs."""
 from pathlib import Path
 
-from ladder.count.cards import find_card
 from ladder.errors import UserError
 from ladder.records.logs import newest_run, reference_folders
 from ladder.records.summary import build_report
@@ -16,7 +15,6 @@ def add_flags(parser):
     flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine (default: your "
          "newest run)")
     flag("--png", type=Path, metavar="FOLDER", help="write the plots there")
-    flag("--gpu", metavar="CARD", help="of logs that name none, to find impossible times")
     flag("--readme", action="store_true",
          help="rewrite the tables and pictures of README.md and docs/, of all of logs/reference")
     flag = parser.add_mutually_exclusive_group().add_argument
@@ -31,7 +29,7 @@ def main(args, console):
     reports = [build_report(folder) for folder in folders]
     if not (args.readme or args.png or args.json or args.csv):
         for one in reports:
-            print_report(one, console, args.gpu and find_card(args.gpu))
+            print_report(one, console)
         return
     for reason in dict.fromkeys(reason for one in reports for reason in one.skipped):
         messages.print(f"! skipped: {reason}", soft_wrap=True)  # which a table says itself

@@ -8,19 +8,13 @@ from ladder.errors import UserError
 from ladder.records.machine import measured_card
 
 
-@pytest.fixture
-def no_records(monkeypatch):
-    """What a step takes of its floor, without reading all records for it."""
-    monkeypatch.setattr("ladder.verbs.floor.measured_over_floors", lambda: (1.0, 2.0))
-
-
 def test_a_card_by_the_word_that_tells_it_from_others():
     assert find_card("4090") is find_card("rtx 4090") is CARDS["RTX 4090"]
     with pytest.raises(UserError, match="no such card"):
         find_card("40")
 
 
-def test_a_run_s_folder_is_a_card_with_the_rates_measured_in_it(no_records, tmp_path, call):
+def test_a_run_s_folder_is_a_card_with_the_rates_measured_in_it(tmp_path, call):
     rates = {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}
     (tmp_path / "machine.json").write_text(json.dumps({"name": "mine", "rates": rates, "bytes_per_second": 1e12}))
     assert find_card("mine:1,2,4,1000").rate("tf32") == measured_card(tmp_path).rate("tf32") == 2e12

@@ -14,12 +14,6 @@ from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, LADDER, RUNGS
 
 
-@pytest.fixture
-def no_records(monkeypatch):
-    """What a step takes of its floor, without reading all records for it."""
-    monkeypatch.setattr("ladder.verbs.floor.measured_over_floors", lambda: (1.0, 2.0))
-
-
 def test_floor_is_the_slower_of_arithmetic_and_memory_kernel_by_kernel():
     card = find_card("mine:1,2,4,1000")
     step = {floors.Kernel("16 bits", 8 * 10**12, 10**12): 2, floors.Kernel("", 0, 10**12, 3): 2}
@@ -63,7 +57,7 @@ def test_every_floor_lies_below_the_published_step_and_falls_with_it():
     assert all(before > 0.99 * after for before, after in itertools.pairwise(lowest))
 
 
-def test_command_prints_what_is_stored_for_several_cards(no_records, capsys):
+def test_command_prints_what_is_stored_for_several_cards(capsys):
     assert main(["floor", "--gpu", "a100", "mine:19.5,156,312,1555", "--rungs", "0,10"]) == 0
     out = capsys.readouterr().out
     assert "0 baseline" in out and "10 fused" in out and "mine, ms" in out
@@ -71,7 +65,7 @@ def test_command_prints_what_is_stored_for_several_cards(no_records, capsys):
     assert out.count(f"{row['ms']['A100']['floor']:,.1f}") == 2
 
 
-def test_what_is_stored_is_of_one_setting(no_records, monkeypatch):
+def test_what_is_stored_is_of_one_setting(monkeypatch):
     """With another --model, -B or -T kernels are counted anew."""
     counted = []
     monkeypatch.setattr(kernels, "count_all", lambda labels, setting, _: (

@@ -25,12 +25,6 @@ def counted():
     return counted
 
 
-@pytest.fixture
-def no_records(monkeypatch):
-    """What a step takes of its floor, without reading all records for it."""
-    monkeypatch.setattr("ladder.verbs.floor.measured_over_floors", lambda: (1.0, 2.0))
-
-
 def flops(step):
     return sum(n * kernel.flops for kernel, n in step.items())
 
@@ -84,7 +78,7 @@ def test_what_is_not_read_or_written_does_not_count():
     assert all(map(kernels.is_kernel, (aten.clone.default, aten.mul_.Tensor, aten._fused_adamw_.default)))
 
 
-def test_command_counts_another_setting(counted, no_records, capsys):
+def test_command_counts_another_setting(counted, capsys):
     assert main(["floor", "--model", "tiny", "-B", str(B), "-T", str(T), "--rungs", "0"]) == 0
     launches, out = sum(n * kernel.launches for kernel, n in counted("0").items()), capsys.readouterr().out
     assert f"tiny, B={B} T={T}" in out and f" {launches:,} " in out

@@ -12,8 +12,8 @@ from run_script import train, train_in_float32
 from saved_models import assert_same_weights, names_in
 from tensor_bytes import Watch
 
+from experiments.growth.__main__ import split_parameters
 from ladder.count.flops import SHAPES, VOCAB_SIZE
-from ladder.count.memory import split_parameters
 from ladder.rungs.list import BY_LABEL
 
 pytestmark = pytest.mark.slow

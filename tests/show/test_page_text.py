@@ -1,6 +1,4 @@
-"""What the page is made of: references and papers that become links."""
-import re
-
+"""What the page is made of: references that become links."""
 import pytest
 
 from ladder.show.page_text import prose
@@ -21,12 +19,3 @@ from ladder.show.page_text import prose
 ])
 def test_references_become_links(text, expected):
     assert prose(text).removeprefix("<p>").removesuffix("</p>\n") == expected
-
-
-def test_papers_become_links_in_the_sources_only():
-    page = prose('As Dao 2023 says.\n\nSources: Press & Wolf 2017, "Using the Output"; PyTorch\'s documentation; '
-                 "a form of it in Yang, Simon and Bernstein 2023 (muP).")
-    links = re.findall(r'<a href="https://scholar.google.com/scholar\?q=(\S+)">(.*?)</a>', page)
-    assert links == [
-        ("Press+%26+Wolf+2017%2C+%E2%80%9CUsing+the+Output%E2%80%9D", "Press &amp; Wolf 2017, “Using the Output”"),
-        ("Yang%2C+Simon+and+Bernstein+2023+%28muP%29", "Yang, Simon and Bernstein 2023 (muP)")]

@@ -13,15 +13,17 @@ from log_files import MEDIAN, write_log
 import ladder.__main__ as tool
 from experiments import race_docs
 from experiments.growth import __main__ as growth
+from ladder.count.cards import CARDS
+from ladder.count.floors import TIMES_FLOOR, floors_on
 from ladder.count.flops import mfu
 from ladder.records.logs import RUNS
 from ladder.records.machine import read_machine
 from ladder.records.summary import build_report
 from ladder.rungs.lessons import code_of
-from ladder.rungs.list import BY_LABEL, BY_NAME, PEERS
+from ladder.rungs.list import BY_LABEL, BY_NAME, PEERS, rung_of
 from ladder.show.columns import times_before
 from ladder.show.documents import long_table, short_table, write_tables
-from ladder.show.facts import floors_of
+from ladder.show.facts import floors_of, todays_rows
 from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
 
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
@@ -130,6 +132,16 @@ def test_the_reference_logs_are_possible(reference):
         for run in (run for runs in report.runs.values() for run in runs):
             assert run.complete and run.name in {*BY_NAME, *PEERS, *gone}
             assert not report.machine or 0 < mfu(run, report.machine["rates"], run.tokens_per_second) < 1
+
+
+def test_what_a_step_takes_of_its_floor_is_what_the_records_and_the_lecture_say(reference):
+    floors = floors_on(CARDS["A100"])
+    ratios = [rung.lecture_ms / floors[rung.label] for rung in BY_NAME.values() if rung.lecture_ms]
+    for report in reference:
+        floors = floors_of(report)
+        ratios += [row.ms / floors[rung_of(row.name).label] for row in todays_rows(report)
+                   if rung_of(row.name).label in floors]
+    assert (min(ratios), max(ratios)) == pytest.approx(TIMES_FLOOR, abs=1e-4)
 
 
 @pytest.mark.parametrize("ratio, p, text", [
