@@ -75,10 +75,23 @@ class Runner:
     def failed(self):
         return [outcome for outcome in self.outcomes if outcome.status != "ok"]
 
-    def measure_machine(self, **more):
-        """Called before and after the jobs, since rates drift; `more` is added to machine.json."""
+    def run_rounds(self, rounds, at_once, **about):
+        """Run the jobs of several rounds between two measurements of the machine, since rates drift.
+
+        `at_once` of the scripts compile at once, before the first round; machine.json gets what `about` says.
+        """
+        with self:
+            if not self.resume:
+                self.measure_machine(**about)
+            if at_once > 1:
+                self.compile_first(rounds[0], at_once)
+            for jobs in rounds:
+                self.run(jobs)
+            self.measure_machine()
+
+    def measure_machine(self, **about):
         self.progress.update(self.bar, description="the machine's matrix-product rates")
-        write_machine(self.log_dir, self.device, **more)
+        write_machine(self.log_dir, self.device, **about)
 
     def run(self, jobs, at_once=1):
         """Run the jobs, `at_once` at a time; those that an earlier run has finished count as ok."""
@@ -95,12 +108,12 @@ class Runner:
 
         How these runs end does not matter: the jobs themselves will tell.
         """
-        # else each starts as many processes to compile as there are cores
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, os.cpu_count() // at_once)))
+        variable = "TORCHINDUCTOR_COMPILE_THREADS"  # else each starts as many processes to compile as there are cores
+        threads = {variable: os.environ.get(variable, str(max(1, os.cpu_count() // at_once)))}
         self.progress.update(self.bar, description="two steps of each script, to compile it")
         with TemporaryDirectory(ignore_cleanup_errors=True) as name:
             more = ["--steps", "2", "--log-dir", name]  # of a flag given twice, the last counts
-            short = [replace(job, command=[*job.command, *more], log_dir=Path(name))
+            short = [replace(job, command=[*job.command, *more], log_dir=Path(name), env=job.env | threads)
                      for job in self.unfinished(jobs) if compiles(job)]
             run_jobs(short, self.seconds, self.device, at_once, lambda job, outcome: None)
 

@@ -6,6 +6,7 @@ banner all scripts are byte-identical.
 """
 import difflib
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -263,25 +264,27 @@ def parse_rungs(text):
     rungs = []
     for word in text.replace(" ", "").split(","):
         first, dash, last = word.partition("-")
-        if word in BY_LABEL:
-            rungs.append(BY_LABEL[word])
-        elif word.rstrip("/") in TRACKS:
+        if word not in BY_LABEL and word.rstrip("/") in TRACKS:
             rungs += [rung for rung in RUNGS if rung.track == word.rstrip("/")]
         elif dash and {first, last} <= {rung.label for rung in LADDER} and int(first) <= int(last):
             rungs += LADDER[int(first) : int(last) + 1]
+        elif rung_named(word):
+            rungs.append(rung_named(word))
         else:
             tracks = ", ".join(f"{track}/" for track in TRACKS)
             raise UserError(f"--rungs {text}: {unknown(word)}; a range is of 0 to 10, and {tracks} are all of a track")
     return list(dict.fromkeys(rungs))
 
 
+def rung_named(word):
+    """The rung called "7", "07", "ddp" or "muon", or by its file's name of today or of before; None for others."""
+    stem = Path(os.path.basename(word)).stem  # "" of a folder
+    return BY_LABEL.get(stem.lstrip("0") or stem[:1]) or BY_NAME.get(today(stem))
+
+
 def find_rung(word):
-    """The rung called "7", "07", "ddp" or "muon", or by its file's name of today or of before."""
-    stem = Path(word).stem
-    for name in (word.lstrip("0") or "0", stem):
-        if name in BY_LABEL:
-            return BY_LABEL[name]
-    rung = BY_NAME.get(today(stem))
+    """The same; raises UserError for others."""
+    rung = rung_named(word)
     if rung is None:
         raise UserError(f"{unknown(word)}; write 0 to 10, ddp, or a script of beyond/ by its name (python -m ladder "
                         "diff lists them)")

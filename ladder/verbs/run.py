@@ -18,8 +18,10 @@ from ladder.show.terminal import AMOUNT, COUNT
 
 
 def add_flags(parser):
-    flag = parser.add_argument
+    flag = parser.add_mutually_exclusive_group().add_argument
     flag("--rungs", default="0-10", help="for example 0,5,ddp or muon,gpu/ (default: %(default)s)")
+    flag("--quick", action="store_true", help="a first look: rungs 0, 5 and 6 of a small model on a long sequence")
+    flag = parser.add_argument
     flag("--repeat", type=COUNT, default=1, metavar="N", help="N rounds, each in an order of its own, to see the noise")
     flag("--at-once", type=COUNT, default=1, metavar="N",
          help="first compile N rungs at once, in runs of two steps; then all train one after another")
@@ -27,7 +29,6 @@ def add_flags(parser):
          "everything switched on, and from FOLDER model.py of github.com/karpathy/nanoGPT and train_gpt2.py of "
          "github.com/karpathy/build-nanogpt")
     flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
-    flag("--quick", action="store_true", help="a first look: rungs 0, 5 and 6 of a small model on a long sequence")
     flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
     flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
     flag("--processes", type=COUNT, default=2, help="of ddp and the scripts of several_cards/ (default: %(default)s)")
@@ -44,37 +45,37 @@ def check_together(args, rungs):
             raise UserError(f"{flag}: not with --max-batch; leave it out")
 
 
-def main(args, console):
-    args = as_started(args) if args.resume else args
-    logs, rungs = args.logs or new_folder(RUNS), parse_rungs("0,5,6" if args.quick else args.rungs)
+def decide(args, console):
+    """What a command means here: its rungs, the scripts' flags, the -B among them that it chose, peers, device."""
+    rungs = parse_rungs("0,5,6" if args.quick else args.rungs)
     check_together(args, rungs)
     flags = [*prepare_quick(), *args.flags] if args.quick else args.flags
     peers, settings = find_peers(args.peers), check_flags(rungs, flags)
     flags = eager_flags(rungs + [BY_LABEL["10"]] * bool(peers), flags, settings.device, console)  # a peer is a rung 10
+    fitting, batch = (rungs, []) if args.max_batch else fit_batch(rungs, flags, settings, console)
+    return fitting, [*flags, *batch], batch, peers, settings.device
+
+
+def main(args, console):
+    args = as_started(args) if args.resume else args
+    rungs, flags, batch, peers, device = decide(args, console)
     if args.max_batch:
-        found = {rung: largest_batch(rung, flags, args.time_limit, args.processes, console) for rung in rungs}
-        print_largest(found, console)
-        return int(not all(best for best, *_ in found.values()))
-    rungs, batch = fit_batch(rungs, flags, settings, console)
+        largest = {rung: largest_batch(rung, flags, args.time_limit, args.processes, console) for rung in rungs}
+        print_largest(largest, console)
+        return int(not all(B for B, *_ in largest.values()))
     if args.resume:
-        refuse_changed(rungs, logs)
+        refuse_changed(rungs, args.logs)
     arguments = [word for word in args.argv if word != "--"]  # behind it, --rungs would be a script's flag
     arguments += ["--rungs", ",".join(rung.label for rung in rungs), *batch] if batch else []
-    rounds = plan(rungs, [*flags, *batch], logs, args.repeat, peers, args.processes)
-    runner = Runner(settings.device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
-    interrupted = False
-    with locked(logs, args.resume):
-        try:
-            with runner:  # between two measurements of the machine
-                if not args.resume:
-                    runner.measure_machine(arguments=arguments, code=code_of(rungs))
-                if args.at_once > 1:
-                    runner.compile_first(rounds[0], args.at_once)
-                for jobs in rounds:
-                    runner.run(jobs)
-                runner.measure_machine()
-        except KeyboardInterrupt:
-            interrupted = True
-            console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", soft_wrap=True)
+    logs = args.logs or new_folder(RUNS)
+    rounds = plan(rungs, flags, logs, args.repeat, peers, args.processes)
+    runner = Runner(device, logs, args.time_limit, console, args.resume, sum(map(len, rounds)))
+    try:
+        with locked(logs, args.resume):
+            runner.run_rounds(rounds, args.at_once, arguments=arguments, code=code_of(rungs))
+        code = int(bool(runner.failed()))
+    except KeyboardInterrupt:
+        code = 130
+        console.print(f"stopped; python -m ladder run --resume --logs {logs} continues", soft_wrap=True)
     print_end(runner, console, args.quick)
-    return 130 if interrupted else int(bool(runner.failed()))
+    return code

@@ -88,6 +88,7 @@ def test_what_compiles_first_runs_two_steps_side_by_side_elsewhere(words, compil
             ended(job, Outcome(job.name, "out of memory"))
 
     monkeypatch.setattr(runner_module, "run_jobs", run_jobs)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     runner = Runner("cpu", tmp_path, 60, Console(file=io.StringIO()))
     jobs = plan([BY_LABEL["4"], BY_LABEL["5"], BY_LABEL["ddp"]], [*words, "--steps", "9"], tmp_path,
                 peers=find_peers(True))[0]
@@ -98,7 +99,9 @@ def test_what_compiles_first_runs_two_steps_side_by_side_elsewhere(words, compil
     (at_once, first), (alone, then) = ran
     assert (at_once, alone) == (3, 1) and then == jobs and len(runner.failed()) == len(jobs)
     assert [job.name for job in first] == [BY_LABEL[one].name if one in BY_LABEL else one for one in compiled]
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ  # else the jobs themselves would compile more slowly
     for job in first:
+        assert int(job.env["TORCHINDUCTOR_COMPILE_THREADS"]) >= 1
         assert job.command[-4:-1] == ["--steps", "2", "--log-dir"] and job.log_dir not in (tmp_path, *tmp_path.parents)
 
 

@@ -14,11 +14,11 @@ def test_rungs_are_chosen_by_label_range_or_file():
     assert labels("ddp, 10,9-10") == ["ddp", "10", "9"]  # each once: a second one would overwrite the first's log
     assert labels("gpu/,muon,gpu") == [entry.label for entry in ALL_RUNGS if "/gpu/" in entry.file] + ["muon"]
     assert labels("long_run") == ["long_run"] and {"prefetch", "long_run"} <= {*labels("long_run/")}
-    for wrong in ("99", "3-1", "a", "", "-1", "0-99", "1-2-3", "3-", "9-11", "11-17", "muon-rope", "ddp/"):
+    for wrong in ("99", "3-1", "a", "", "-1", "0-99", "1-2-3", "3-", "9-11", "11-17", "muon-rope", "ddp/", "0,"):
         with pytest.raises(UserError, match="--rungs"):
             parse_rungs(wrong)
     for word in ("7", "07", "speedup_07_vocab_pad.py", "/x/speedup_07_vocab_pad.py"):
-        assert find_rung(word) is BY_LABEL["7"]
+        assert find_rung(word) is BY_LABEL["7"] and labels(f"0,{word}") == ["0", "7"]
     assert find_rung("0") is BY_LABEL["0"] and find_rung("ddp") is BY_LABEL["ddp"]
     for word in ("muon", "1_muon.py", "beyond/modern/1_muon.py", "rung_18_muon", "beyond/modern/rung_18_muon.py"):
         assert find_rung(word) is BY_LABEL["muon"]

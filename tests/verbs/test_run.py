@@ -18,6 +18,11 @@ def test_windows_has_no_torchrun(words, tokens, monkeypatch, call):
     assert is_one_error(answer, "--rungs ", "torchrun does not start on Windows", "running.md")
 
 
+def test_a_quick_run_has_its_own_rungs(tokens, call):
+    code, _, error = call("run", "--quick", "--rungs", "0,10", *flags(tokens))
+    assert code == 2 and "not allowed with" in error
+
+
 def test_a_run_is_not_resumed_with_changed_code(fake_run, call, monkeypatch):
     """Else its rounds would be of two scripts, in one median."""
     stopped = runner.Outcome(BY_LABEL["0"].name, "timed out")
