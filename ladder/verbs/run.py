@@ -39,10 +39,9 @@ def check_together(args, rungs):
     """Refuse flags that say different things, and what cannot start on Windows."""
     if sys.platform == "win32" and any(rung.torchrun for rung in rungs):
         raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
-    for flag, given in (("--peers", args.peers), ("--repeat", args.repeat > 1), ("--at-once", args.at_once > 1),
-                        ("--logs", args.logs)):
-        if given and args.max_batch:
-            raise UserError(f"{flag}: not with --max-batch; leave it out")
+    for name, default in (("peers", None), ("repeat", 1), ("at_once", 1), ("logs", None)):
+        if args.max_batch and vars(args)[name] != default:
+            raise UserError(f"--{name.replace('_', '-')}: not with --max-batch; leave it out")
 
 
 def decide(args, console):
