@@ -1,4 +1,4 @@
-"""python -m ladder: measure the ladder on this machine, and show it."""
+"""Measure the ladder on this machine, and show the results."""
 import argparse
 import importlib
 import signal
@@ -10,18 +10,19 @@ from ladder.show.terminal import Stream, console
 
 # Each verb has a module in verbs/, whose `add_flags` adds its flags and whose `main` does what they say.
 VERBS = {
-    "run": "run the rungs one after the other, then show the table; other flags go to the scripts",
-    "report": "the table of a run or of a reference machine, from its logs",
-    "compare": "two training recipes, rungs or files, over several seeds; or two logs",
-    "diff": "one lesson: the text, the change, the measured effect",
-    "try": "an exercise: your script in the place of a rung; other flags go to the scripts",
-    "page": "write the tutorial page",
-    "check": "what this machine has, and what each rung will gain from it",
-    "floor": "the minimum time of a step on any GPU, computed without one",
-    "profile": "where the time of a step goes; other flags go to the scripts",
-    "propagate": "carry the uncommitted fix in a rung through all later rungs, as far as it goes",
+    "run": "run the rungs one after the other and print a table of their speeds and losses",
+    "report": "print the table of an earlier run or of a reference machine from its logs",
+    "compare": "compare training recipes (rungs or your own scripts) over several seeds, or two logs step by step",
+    "diff": "show one lesson: its text, its change to the code and the measured effect",
+    "try": "test your solution to an exercise, then time it against ours",
+    "page": "write the tutorial page and open it in the browser",
+    "check": "show what this machine supports and which rungs will gain from it",
+    "floor": "compute the minimum time of a training step on any GPU, without having one",
+    "profile": "show where the time of a training step goes, by kind of work",
+    "propagate": "carry an uncommitted fix in one script to all scripts that start from it",
 }
 PASS_FLAGS_ON = ("run", "compare", "try", "profile")
+PASSED_ON = "Other flags, such as --model, -B or --data, are passed to the scripts."
 
 
 def module_of(verb):
@@ -33,7 +34,8 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(prog="python -m ladder", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, title in VERBS.items():
-        own = verbs.add_parser(verb, help=title, description=title, allow_abbrev=False)
+        about = f"{title[0].upper()}{title[1:]}. {PASSED_ON * (verb in PASS_FLAGS_ON)}"
+        own = verbs.add_parser(verb, help=title, description=about, allow_abbrev=False)
         if verb in argv[:1]:  # the others need not be imported
             module_of(verb).add_flags(own)
     args, rest = parser.parse_known_args(argv)

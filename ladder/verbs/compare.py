@@ -12,16 +12,16 @@ from ladder.show.verdict import print_verdict, verdict_picture
 
 def add_flags(parser):
     flag = parser.add_argument
-    flag("what", nargs="+", metavar="WHAT", help="rungs or files: the first, and what is compared with it; or a folder "
-         "of such a comparison, to show it again; or two logs")
-    flag("--seeds", type=COUNT, default=SEEDS, metavar="N", help="that are tested (default: %(default)s)")
-    flag("--tries", type=int, default=MOST_TRIES, metavar="N", help="of learning rates for each, at most; 0: take "
-         "those that the flags or the scripts name (default: %(default)s)")
+    flag("what", nargs="+", metavar="WHAT", help="two or more rungs or scripts (the first is the one that the others "
+         "are compared with), or the folder of an earlier comparison, or two log files")
+    flag("--seeds", type=COUNT, default=SEEDS, metavar="N", help="number of test seeds (default: %(default)s)")
+    flag("--tries", type=int, default=MOST_TRIES, metavar="N", help="at most N trials in each script's search for "
+         "learning rates; 0: no search, use the rates of the flags or of the scripts (default: %(default)s)")
     flag("--jobs", type=COUNT, metavar="N",
-         help="scripts at a time while only losses count (default: 2 on a CPU, else 1)")
-    flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each run (default: %(default)s)")
-    flag("--logs", type=Path, metavar="FOLDER", help=f"a new folder (default: {FOLDERS}/DATE_TIME)")
-    flag("--resume", action="store_true", help="continue the newest comparison of these arguments, or --logs")
+         help="number of scripts to run at the same time, except for timing (default: 2 on a CPU, else 1)")
+    flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="limit per run (default: %(default)s)")
+    flag("--logs", type=Path, metavar="FOLDER", help=f"new folder for the logs (default: {FOLDERS}/DATE_TIME)")
+    flag("--resume", action="store_true", help="continue the newest one with these arguments, or --logs")
 
 
 def main(args, console):

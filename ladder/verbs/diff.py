@@ -14,7 +14,8 @@ from ladder.show.tree import tree_lines
 
 
 def add_flags(parser):
-    parser.add_argument("rungs", nargs="*", metavar="RUNG", help="a rung, or two; without one the tree of all")
+    parser.add_argument("rungs", nargs="*", metavar="RUNG", help="the rung to compare with the one before it, or two "
+                        "rungs to compare with each other (default: list all rungs)")
 
 
 def main(args, console):

@@ -17,14 +17,15 @@ from ladder.show.terminal import COUNT, print_texts
 
 def add_flags(parser):
     flag = parser.add_argument
-    flag("--gpu", nargs="+", action="extend", metavar="CARD", help="A100, 4090 …; one by its numbers, "
-         "NAME:FLOAT32,TF32,16BIT,GB in TFLOP/s and GB/s; or a run's folder, for the rates measured in it (default: "
-         "A100)")
-    flag("--rungs", default="0-10", help="for example 0-10,modern/ (default: %(default)s)")
-    flag("--model", default=STORED["model"], choices=SHAPES, help="(default: %(default)s)")
-    flag("-B", type=COUNT, default=STORED["B"], help="(default: %(default)s); with another --model, -B or -T kernels "
-         "are counted anew, some ten seconds for each rung")
-    flag("-T", type=COUNT, default=STORED["T"], help="(default: %(default)s, the most)")
+    flag("--gpu", nargs="+", action="extend", metavar="CARD", help="GPUs: a name such as H100 or 4090, "
+         "its rates as NAME:FLOAT32,TF32,16BIT,GB (TFLOP/s, then GB/s), or the folder of a run, whose measured rates "
+         "are used (default: A100)")
+    flag("--rungs", default="0-10", help="rungs, such as 0,5,ddp or 0-10,modern/ (default: %(default)s)")
+    flag("--model", default=STORED["model"], choices=SHAPES, help="model size (default: %(default)s)")
+    flag("-B", type=COUNT, default=STORED["B"], help="sequences per batch (default: %(default)s); values other than "
+         "the defaults of --model, -B and -T take about ten seconds per rung")
+    flag("-T", type=COUNT, default=STORED["T"],
+         help=f"tokens per sequence, at most {BLOCK_SIZE} (default: %(default)s)")
 
 
 def main(args, console):

@@ -10,9 +10,10 @@ from ladder.show.html_page import PAGE, write_page
 
 def add_flags(parser):
     parser.add_argument("folders", nargs="*", type=Path, metavar="LOG_FOLDER",
-                        help="runs, or reference machines (default: all of logs/reference)")
-    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="(default: docs/index.html)")
-    parser.add_argument("--no-browser", action="store_true", help="write it only")
+                        help="log folders to show (default: all reference machines in logs/reference)")
+    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE",
+                        help="file to write (default: docs/index.html)")
+    parser.add_argument("--no-browser", action="store_true", help="do not open the page")
 
 
 def main(args, console):

@@ -14,12 +14,13 @@ from ladder.show.terminal import COUNT
 
 def add_flags(parser):
     flag = parser.add_argument
-    flag("--rungs", default="0-10", help="of 0 to 10 (default: %(default)s)")
+    flag("--rungs", default="0-10", help="rungs from 0 to 10, such as 0,5,10 (default: %(default)s)")
     flag("--repeat", type=COUNT, default=3, metavar="N",
-         help="N rounds, preferably odd: the median round counts (default: %(default)s)")
-    flag("--traces", action="store_true", help="keep each rung's steps in the folder, for ui.perfetto.dev; on "
-         "CUDA also a step's memory, for docs.pytorch.org/memory_viz")
-    flag("--logs", type=Path, metavar="FOLDER", help="of a run, to be shown with it (default: logs/profile/DATE_TIME)")
+         help="number of rounds, preferably odd; the median one is shown (default: %(default)s)")
+    flag("--traces", action="store_true", help="also write traces of each rung for ui.perfetto.dev and, on "
+         "CUDA, a memory snapshot for docs.pytorch.org/memory_viz")
+    flag("--logs", type=Path, metavar="FOLDER", help="folder for the profile; give a run's folder to show "
+         "both together (default: logs/profile/DATE_TIME)")
 
 
 def main(args, console):

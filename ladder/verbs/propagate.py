@@ -5,7 +5,7 @@ from ladder.rungs.list import find_rung
 
 
 def add_flags(parser):
-    parser.add_argument("rung", help="its file or label")
+    parser.add_argument("rung", metavar="RUNG", help="file or label of the script with the fix")
 
 
 def main(args, console):

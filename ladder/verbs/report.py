@@ -12,11 +12,11 @@ from ladder.show.terminal import messages
 
 def add_flags(parser):
     flag = parser.add_argument
-    flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="a run, or a reference machine (default: your "
-         "newest run)")
-    flag("--png", type=Path, metavar="FOLDER", help="write the plots there")
+    flag("folders", nargs="*", type=Path, metavar="LOG_FOLDER", help="log folders to show (default: your newest "
+         "run)")
+    flag("--png", type=Path, metavar="FOLDER", help="write the plots to FOLDER")
     flag("--readme", action="store_true",
-         help="rewrite the tables and pictures of README.md and docs/, of all of logs/reference")
+         help="rewrite the tables and plots in README.md, beyond/README.md and docs/ from logs/reference")
     flag = parser.add_mutually_exclusive_group().add_argument
     flag("--json", action="store_true", help="print JSON instead of the table")
     flag("--csv", action="store_true", help="print CSV instead of the table")

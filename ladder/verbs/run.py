@@ -19,20 +19,20 @@ from ladder.show.terminal import AMOUNT, COUNT
 
 def add_flags(parser):
     flag = parser.add_mutually_exclusive_group().add_argument
-    flag("--rungs", default="0-10", help="for example 0,5,ddp or muon,gpu/ (default: %(default)s)")
-    flag("--quick", action="store_true", help="a first look: rungs 0, 5 and 6 of a small model on a long sequence")
+    flag("--rungs", default="0-10", help="rungs to run, such as 0,5,ddp or muon,gpu/ (default: %(default)s)")
+    flag("--quick", action="store_true", help="a short demonstration: rungs 0, 5 and 6 with a small model")
     flag = parser.add_argument
-    flag("--repeat", type=COUNT, default=1, metavar="N", help="N rounds, each in an order of its own, to see the noise")
+    flag("--repeat", type=COUNT, default=1, metavar="N", help="rounds, each in a new order (default: %(default)s)")
     flag("--at-once", type=COUNT, default=1, metavar="N",
-         help="first compile N rungs at once, in runs of two steps; then all train one after another")
-    flag("--peers", nargs="?", const=True, type=Path, metavar="FOLDER", help="add transformers' own GPT-2 with "
-         "everything switched on, and from FOLDER model.py of github.com/karpathy/nanoGPT and train_gpt2.py of "
+         help="compile N rungs at a time before the run; training stays one after another (default: %(default)s)")
+    flag("--peers", nargs="?", const=True, type=Path, metavar="FOLDER", help="also run transformers' GPT-2 in "
+         "its fastest configuration and, if in FOLDER, model.py of github.com/karpathy/nanoGPT and train_gpt2.py of "
          "github.com/karpathy/build-nanogpt")
-    flag("--resume", action="store_true", help="continue the newest run, or --logs, as it was started")
-    flag("--max-batch", action="store_true", help="instead: find the largest -B of each rung")
-    flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="for each rung (default: %(default)s)")
-    flag("--processes", type=COUNT, default=2, help="of ddp and the scripts of several_cards/ (default: %(default)s)")
-    flag("--logs", type=Path, metavar="FOLDER", help="a new folder (default: logs/ladder/DATE_TIME)")
+    flag("--resume", action="store_true", help="continue the newest run, or the one in --logs")
+    flag("--max-batch", action="store_true", help="only find the largest -B that fits, for each rung")
+    flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="limit per rung (default: %(default)s)")
+    flag("--processes", type=COUNT, default=2, metavar="N", help="for ddp and several_cards/ (default: %(default)s)")
+    flag("--logs", type=Path, metavar="FOLDER", help="new folder for the logs (default: logs/ladder/DATE_TIME)")
 
 
 def check_together(args, rungs):

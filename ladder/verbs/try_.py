@@ -17,12 +17,14 @@ from ladder.show.terminal import COUNT
 
 
 def add_flags(parser):
-    parser.description += """. Runs the tests of lesson N on FILE and shows a hint for each that is red. Once all pass:
-        both scripts in turns, and what each changes in the rung before. docs/exercises.md has the exercises."""
+    parser.description += """ The command runs the tests of exercise N on FILE and prints a hint for each failing test.
+        Once all pass, it runs your script and ours in turn, and shows what each changes in the rung before. The
+        exercises are in docs/exercises.md."""
     flag = parser.add_argument
-    flag("rung", metavar="N", help="of the lesson, or its file")
-    flag("file", type=Path, metavar="FILE", help="your script: a copy of the rung before, with the change made")
-    flag("--rounds", type=COUNT, metavar="ROUNDS", help="of both scripts, in turns (default: 3, once the tests pass)")
+    flag("rung", metavar="N", help="label of the exercise's rung, such as 6 or muon")
+    flag("file", type=Path, metavar="FILE", help="your script: a copy of the rung before, with your change")
+    flag("--rounds", type=COUNT, metavar="ROUNDS", help="number of rounds in which both scripts run, even if a test "
+         "fails (default: 3 once all tests pass)")
 
 
 def main(args, console):
