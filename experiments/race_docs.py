@@ -8,10 +8,11 @@ from ladder import formats
 from ladder.records.recipes import RACE
 from ladder.records.summary import build_report
 from ladder.rungs.list import ORDER, ROOT, rung_of
+from ladder.show.charts import Bar
 from ladder.show.columns import markdown
 from ladder.show.documents import write_between
 from ladder.show.facts import batch_of, data_of, machine_of
-from ladder.show.plots import colors_of, heading, save
+from ladder.show.plots import Panel, Picture, colors_of, heading, save
 from ladder.show.standings import BRACKETS, FOR_ALL, LINKED_SCRIPT, between, race_caption, race_texts
 
 PAGE = "docs/results.md"
@@ -42,8 +43,8 @@ def race_table(report):
 def race_bar(row, color):
     """How a script's loss differs from the row before, and the interval."""
     rung, effect = rung_of(row.name), row.change
-    return {"title": rung.title, "label": rung.label, "parts": [effect.mean], "low": effect.low, "high": effect.high,
-            "color": color, "end": between(effect, formats.difference)}
+    return Bar(rung.title, rung.label, [effect.mean], between(effect, formats.difference), (effect.low, effect.high),
+               color=color)
 
 
 def races_picture(reports):
@@ -51,16 +52,16 @@ def races_picture(reports):
     tables = [report.race.race_table for report in reports]
     tables = [table[table.change.notna()] for table in tables]
     names = sorted({name for table in tables for name in table.name}, key=[*ORDER, *names_of(tables)].index)
-    rows = [heading({"title": rung_of(name).title, "label": rung_of(name).label}) for name in names]
+    rows = [heading(rung_of(name)) for name in names]
     colors, panels = colors_of(names), []
     for report, table in zip(reports, tables, strict=True):
         above = race_name(report).replace(" (", "\n(").replace(", ", "\n")
-        panels.append({"bars": [race_bar(row, colors[row.name]) for row in table.itertuples()], "rows": rows,
-                       "heading": above, "xlabel": "nats; negative is better"})
+        bars = [race_bar(row, colors[row.name]) for row in table.itertuples()]
+        panels.append(Panel("nats; negative is better", bars, title=above))
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in reports))
-    return {"title": "The validation loss less that of the row before", "height": 1.8 + 0.28 * len(rows),
-            "panels": panels, "caption": "Means over the seeds; lines: 99 % intervals that hold for all rows at once. "
-            f"No bar: not raced. Trained on {machines}."}
+    caption = ("Means over the seeds; lines: 99 % intervals that hold for all rows at once. No bar: not raced. Trained "
+               f"on {machines}.")
+    return Picture("The validation loss less that of the row before", caption, 1.8 + 0.28 * len(rows), panels, rows)
 
 
 def names_of(tables):

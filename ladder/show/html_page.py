@@ -5,6 +5,7 @@ nothing is drawn in the browser. Links to files of the repository start with "..
 """
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jinja2
@@ -137,11 +138,11 @@ def machine_view(report):
 def first_chart(reports, bars_of):
     """(which machine, its bars in percent of the longest) of the first report that has any; None without one."""
     for report in reports:
-        bars = list(bars_of(report))
+        bars = bars_of(report)
         if bars:
-            most = max(max(sum(bar["parts"]), bar.get("floor", 0)) for bar in bars)
-            return where(report), [bar | {"parts": [100 * part / most for part in bar["parts"]],
-                                          "floor": 100 * bar.get("floor", 0) / most} for bar in bars]
+            percent = 100 / max(max(sum(bar.parts), bar.floor) for bar in bars)
+            return where(report), [replace(bar, parts=[percent * part for part in bar.parts],
+                                           floor=percent * bar.floor) for bar in bars]
     return None
 
 

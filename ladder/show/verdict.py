@@ -3,9 +3,8 @@ from pathlib import Path
 
 from ladder import formats
 from ladder.records.logs import run_of
-from ladder.records.recipes import curves_of, doubts, standings
+from ladder.records.recipes import doubts, standings
 from ladder.records.significance import FEWEST_SEEDS
-from ladder.show.plots import colors_of
 from ladder.show.columns import explained, texts_of
 from ladder.show.standings import (
     BRACKETS, FIRST_TO_GO, FOR_ALL, SCRIPT, TRIES, as_ratio, how_sure, label_of, recipe_columns)
@@ -90,14 +89,3 @@ def print_verdict(record, console):
     print_texts(texts, console, "Training recipes", caption, explains, FIRST_TO_GO)
     for sentence in sentences:
         console.print(sentence, soft_wrap=True)
-
-
-def verdict_picture(record):
-    """The validation losses on the way: the means of the seeds, in a band from the lowest to the highest."""
-    colors = colors_of(record.names)
-    curves = [{"title": label_of(name), "steps": curve.index.tolist(), "loss": curve["mean"].tolist(),
-               "low": curve["min"].tolist(), "high": curve["max"].tolist(), "color": colors[name]}
-              for name, curve in curves_of(record)]
-    panel = {"curves": curves, "x": "steps", "xlabel": "step", "ylabel": "validation loss (nats)"}
-    return {"title": "Training recipes", "caption": "The mean of the seeds; bands: lowest to highest.", "height": 4.2,
-            "panels": [panel], "legend": "curves"}

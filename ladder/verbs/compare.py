@@ -7,7 +7,7 @@ from ladder.records.logs import read_log
 from ladder.records.recipes import CSV, DIFFERENCES, FOLDERS, MOST_TRIES, SEEDS, by_seed, read_csv
 from ladder.show.print_report import print_comparison
 from ladder.show.terminal import AMOUNT, COUNT
-from ladder.show.verdict import print_verdict, verdict_picture
+from ladder.show.verdict import print_verdict
 
 
 def add_flags(parser):
@@ -49,7 +49,7 @@ def finished(folder):
 
 def compare_recipes(args, console):
     from ladder.measure.contest import hold_comparison  # loads torch, which two logs do not need
-    from ladder.show.plots import save
+    from ladder.show.plots import recipes_picture, save
 
     folder, runner = hold_comparison(args, console)
     if runner is None:
@@ -57,7 +57,7 @@ def compare_recipes(args, console):
         return 130
     record = finished(folder)
     write_whole(folder / DIFFERENCES, by_seed(record, against_first=True).to_csv(index=False))
-    save(verdict_picture(record), folder / "compare.png")
+    save(recipes_picture(record), folder / "compare.png")
     print_verdict(record, console)
     console.print(f"{folder}: {CSV}, {DIFFERENCES}, compare.png; python -m ladder compare {folder} shows this again",
                   soft_wrap=True)

@@ -69,12 +69,11 @@ def test_the_picture_of_races_has_the_effects_and_their_intervals(tmp_path):
     pictures = race_docs.pictures([newer, older, larger])
     for name, picture in pictures.items():
         save(picture, tmp_path / name)
-    panels = pictures["races.png"]["panels"]
-    assert [panel["heading"] for panel in panels] == [
-        f"text\n(bytes tokens)\n{model}" for model in ("tiny", "x9x9")]
+    panels = pictures["races.png"].panels
+    assert [panel.title for panel in panels] == [f"text\n(bytes tokens)\n{model}" for model in ("tiny", "x9x9")]
     effect = report.race.race_table.change[MUON.name]
-    for [bar] in (panel["bars"] for panel in panels):  # nothing stands before the first row
-        assert (bar["parts"], bar["low"], bar["high"]) == ([effect.mean], effect.low, effect.high)
+    for [bar] in (panel.bars for panel in panels):  # nothing stands before the first row
+        assert (bar.parts, bar.spread) == ([effect.mean], (effect.low, effect.high))
 
 
 def test_what_docs_shows_of_races_is_up_to_date(tmp_path):

@@ -127,7 +127,7 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
     print_profile(found, console)
     table = console.file.getvalue()
     assert "bfloat16 autocast (!)" in table and "baseline (!)" not in table
-    assert [(bar["end"], bar["pale"]) for bar in profile_bars(found)] == [("101.0", False), ("250.0 (!)", True)]
+    assert [(bar.end, bar.pale) for bar in profile_bars(found)] == [("101.0", False), ("250.0 (!)", True)]
 
 
 def test_on_a_gpu_a_kernel_counts_once_though_the_step_s_range_has_it_too():

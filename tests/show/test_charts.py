@@ -10,4 +10,4 @@ def test_a_profile_s_times_are_found_by_their_kind():
     found = {"name": BY_LABEL["0"].name, "parts_ms": dict(reversed(times.items())), "products_ms": 1, "step_ms": 1,
              "plain_ms": 1}
     [bar] = profile_bars({"rungs": [found]})
-    assert bar["parts"] == [*times.values()]
+    assert bar.parts == [*times.values()]

@@ -10,7 +10,7 @@ from scipy.stats import ttest_rel
 from experiments.race import keep
 from ladder.records.recipes import read_logs, write_csv
 from ladder.records.summary import build_report
-from ladder.show.charts import curves
+from ladder.show.plots import loss_picture
 from ladder.show.standings import race_caption, how_sure, race_texts
 
 
@@ -22,10 +22,10 @@ def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
     assert (second.val_loss, second.val_low, second.val_high) == pytest.approx((11.9 / 3, 3.9, 4))
     assert (first.ms, first.ms_low, first.ms_high) == (100, 100, 120)  # one round of six was slow
     assert math.exp(second.times.mean) == pytest.approx(1.1)  # of both, so that the ratio holds
-    _, curve = [*curves(report)][1]
-    assert (curve["title"], curve["steps"]) == ("Muon", [*STEPS])
-    assert curve["loss"] == pytest.approx([23 / 3, 19 / 3, 5, 11.9 / 3])
-    assert (curve["low"][0], curve["high"][0]) == (7, 8)
+    curve = loss_picture(report).panels[0].curves[1]
+    assert (curve.title, curve.x) == ("Muon", [*STEPS])
+    assert curve.losses == pytest.approx([23 / 3, 19 / 3, 5, 11.9 / 3])
+    assert (curve.low[0], curve.high[0]) == (7, 8)
     texts, _ = race_texts(report)
     assert list(texts["val loss (range)"]) == ["6.000 (5.900–6.100)", "3.967 (3.900–4.000)"]
     assert all(said in race_caption(report) for said in ("3 seeds", "3 tries", "6 rounds"))

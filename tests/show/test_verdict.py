@@ -11,8 +11,8 @@ from scipy.stats import ttest_1samp
 
 from ladder.records.recipes import COLUMNS, TUNING_SEEDS, Record, by_seed, doubts, standings
 from ladder.records.significance import holm, paired_effect
-from ladder.show.plots import save
-from ladder.show.verdict import print_verdict, verdict_of, verdict_picture
+from ladder.show.plots import recipes_picture, save
+from ladder.show.verdict import print_verdict, verdict_of
 
 BASE = [2.01, 2.00, 2.02, 1.99, 2.03]
 FACTS = {"batch": "B=16 T=64", "data": "text (bytes tokens)"}
@@ -176,11 +176,11 @@ def test_what_would_go_unnoticed_is_that_of_the_script_whose_seeds_differ_most()
 
 def test_the_picture_has_the_means_of_the_seeds(tmp_path):
     losses = {"7_zero_init": BASE, "mine": shifted(*[-0.5] * 5), "worse": BASE[:4]}
-    picture = verdict_picture(record_of(losses))
+    picture = recipes_picture(record_of(losses))
     save(picture, tmp_path / "a.png")
-    [panel] = picture["panels"]
-    assert [curve["title"] for curve in panel["curves"]] == ["zero_init", "mine.py", "worse.py"]
-    for curve, ends in zip(panel["curves"], losses.values(), strict=True):
+    curves = picture.panels[0].curves
+    assert [curve.title for curve in curves] == ["zero_init", "mine.py", "worse.py"]
+    for curve, ends in zip(curves, losses.values(), strict=True):
         end = sum(ends) / len(ends)
-        assert (curve["low"][1], curve["high"][1]) == (min(ends), max(ends)) and curve["steps"] == [50, 100]
-        assert curve["loss"] == pytest.approx([(3 + end) / 2, end])
+        assert (curve.low[1], curve.high[1]) == (min(ends), max(ends)) and curve.x == [50, 100]
+        assert curve.losses == pytest.approx([(3 + end) / 2, end])

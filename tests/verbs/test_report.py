@@ -24,7 +24,7 @@ from ladder.rungs.list import BY_LABEL, BY_NAME, PEERS, rung_of
 from ladder.show.columns import times_before
 from ladder.show.documents import long_table, short_table, write_tables
 from ladder.show.facts import floors_of, todays_rows
-from ladder.show.plots import all_pictures, digest, draw, heading, pictures_of, shown_in_docs
+from ladder.show.plots import all_pictures, digest, draw, shown_in_docs
 
 REFERENCE = sorted(path for path in (ROOT / "logs" / "reference").iterdir() if path.is_dir())
 BASELINE, TIED, FUSED = (BY_LABEL[label].name for label in ("0", "1", "10"))
@@ -185,16 +185,15 @@ def test_every_picture_is_shown_and_up_to_date(reference):
 @pytest.mark.parametrize("kind", ["loss", "step", "profile"])
 def test_a_drawing_has_the_numbers_of_its_picture(kind, reference):
     """Each curve over the panel's x; each bar in its row, its parts end to end, with its spread and its floor."""
-    picture = next(pictures_of(report)[kind] for report in reference if report.profile)
-    for axes, panel in zip(draw(picture).axes, picture["panels"], strict=True):
-        curves, bars = panel.get("curves", []), panel.get("bars", [])
-        for line, curve in zip(axes.lines, curves, strict=True):
-            assert [*line.get_xdata()] == curve[panel["x"]] and [*line.get_ydata()] == curve["loss"]
-        rows = panel.get("rows") or [heading(bar) for bar in bars]
-        parts = [(rows.index(heading(bar)), sum(bar["parts"][:i]), part)
-                 for bar in bars for i, part in enumerate(bar["parts"])]
+    profiled = next(report for report in reference if report.profile)
+    picture = all_pictures([profiled])[f"{profiled.name}_{kind}.png"]
+    for axes, panel in zip(draw(picture).axes, picture.panels, strict=True):
+        for line, curve in zip(axes.lines, panel.curves, strict=True):
+            assert [*line.get_xdata()] == curve.x and [*line.get_ydata()] == curve.losses
+        parts = [(place, sum(bar.parts[:i]), part) for place, bar in enumerate(panel.bars)
+                 for i, part in enumerate(bar.parts)]
         drawn = [(one.get_y() + one.get_height() / 2, one.get_x(), one.get_width()) for one in axes.patches]
         assert np.allclose(drawn, parts)
         ends = [segment[:, 0].tolist() for lines in axes.collections for segment in lines.get_segments()]
-        assert all([bar["low"], bar["high"]] in ends for bar in bars if "high" in bar)
-        assert all([bar["floor"]] * 2 in ends for bar in bars if "floor" in bar)
+        assert all([*bar.spread] in ends for bar in panel.bars if bar.spread)
+        assert all([bar.floor] * 2 in ends for bar in panel.bars if bar.floor)
