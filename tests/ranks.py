@@ -3,10 +3,10 @@
     torchrun ... tests/ranks.py FOLDER        # the same by torchrun; FOLDER/runs.json is of write_runs
 
 Scripts' own train(), one run after the other in one process group. Each leaves FOLDER/NAME/rank<n>.json: a digest of
-the parameters that this rank has in the end, how much was compiled and, of FSDP, what it held and, in bfloat16, moved
-in the last step, in bytes. What is compiled runs as it was traced. In float16 the first gradient of rank 1 overflows.
-With DIE_RANK and DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file FOLDER/died
-tells.
+the parameters that this rank has in the end, how much was compiled and, of FSDP in bfloat16, what it held at most and
+moved in the last step, in bytes. What is compiled runs as it was traced. In float16 the first gradient of rank 1
+overflows. With DIE_RANK and DIE_BATCH that rank kills itself when it fetches its DIE_BATCH-th batch, once: the file
+FOLDER/died tells.
 """
 import contextlib
 import hashlib
@@ -24,10 +24,10 @@ import torch.distributed.checkpoint.state_dict  # noqa: F401 - here, once for al
 import torch.distributed.fsdp  # noqa: F401
 from load_script import builds_on, known_flags, rung
 from run_script import main, start_forkserver
-from tensor_bytes import Watch, local_bytes
+from tensor_bytes import Watch
 from torch._dynamo.utils import counters
 from torch.multiprocessing import start_processes
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 GROUP_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
                 "TORCHELASTIC_MAX_RESTARTS": "0"}  # what torchrun tells a single process
@@ -83,34 +83,25 @@ def run_one(folder, rank, name, label, dtype, flags):
             optimizer.param_groups[0]["params"][0].grad.to_local()[0, 0] = torch.inf
         return unscale(scaler, optimizer)
 
-    def parameters_of(optimizer):
-        return [p for group in optimizer.param_groups for p in group["params"]]
-
-    def before_step(optimizer, args, kwargs):
-        if sharded:
-            parameters = parameters_of(optimizer)
-            found["parameters"], found["gradients"] = local_bytes(parameters), local_bytes([p.grad for p in parameters])
-
     def after_step(optimizer, args, kwargs):
         if sharded:
-            found["optimizer"] = local_bytes(t for state in optimizer.state.values() for t in state.values())
             found["moved"], found["peak"] = watch.moved, watch.peak
             watch.moved, watch.peak = [], 0
         else:
-            numbers = b"".join(p.detach().numpy().tobytes() for p in parameters_of(optimizer))
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = b"".join(p.detach().numpy().tobytes() for p in parameters)
             found["digest"] = hashlib.sha256(numbers).hexdigest()
 
     script.DataLoaderLite.batch, torch.amp.GradScaler.unscale_ = dying_batch, overflow
     torch.compile = lambda function, mode=None: compile_(function, backend="eager")  # traced, not compiled
-    hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
+    hook = register_optimizer_step_post_hook(after_step)
     own = [*flags, *known_flags(script, log_dir=folder / name, checkpoint_dir=folder / name / "checkpoints")]
     torch.compiler.reset()
     counters.clear()
     with watch if sharded and dtype == "bfloat16" else contextlib.nullcontext():  # it takes time
         main(script, *own)
     found["graphs"], found["breaks"] = counters["stats"]["unique_graphs"], len(counters["graph_break"])
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
     torch.amp.GradScaler.unscale_, torch.compile = unscale, compile_
     (folder / name / f"rank{rank}.json").write_text(json.dumps(found))
 

@@ -6,11 +6,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-def local_bytes(tensors):
-    """Of the parts on this rank."""
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
-
-
 class Watch(TorchDispatchMode):
     """`peak`: the most that the tensors made under it have held at once; `moved`: (collective, bytes of its buffer).
 

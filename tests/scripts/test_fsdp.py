@@ -1,6 +1,7 @@
 """Both fsdp scripts: ranks that share one model compute what one process computes, each with its share of bytes."""
 import json
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -73,27 +74,6 @@ def test_the_other_types_track_float32(two_ranks, one_process, tmp_path, tokens)
     assert (scaler["scale"], scaler["_growth_tracker"]) == (32768.0, 1)
 
 
-def assert_shares(folder, n, vocab_size):
-    """4 bytes a number: 1 for the parameters and the gradients, 1 moment for matrices of blocks, 2 for the others."""
-    shapes = {name: p.shape for name, p in new_gpt(rung("zero_init"), vocab_size=vocab_size).named_parameters()}
-    for rank in range(n):
-        found = json.loads((folder / f"rank{rank}.json").read_text())
-        kept = {name: 4 * shape.numel() // n for name, shape in shapes.items()}
-        moments = sum(kept[name] * (1 if len(shape) == 2 and ".h." in name else 2) for name, shape in shapes.items())
-        assert found["parameters"] == found["gradients"] == sum(kept.values())
-        assert found["optimizer"] == moments + 4 * len(shapes)  # and a count of steps each
-    return found
-
-
-def test_each_rank_keeps_its_share(two_ranks):
-    """Gradients too, between micro-steps. The tool's closed form leaves out the norms, 0.01 % of tiny."""
-    assert_shares(two_ranks / "float32", 2, 257)
-    found = assert_shares(two_ranks / "bfloat16", 2, 50257)
-    held = found["parameters"] + found["gradients"] + found["optimizer"]
-    embedding, block, n_layer = split_parameters("tiny")
-    assert held == pytest.approx((16 * embedding + 12 * block * n_layer) / 2, rel=1e-3)
-
-
 def test_what_a_step_moves(two_ranks):
     """Two micro-steps: each gathers root and blocks, the blocks again, and reduces all; then Muon gathers by shape."""
     moved = json.loads((two_ranks / "bfloat16" / "rank0.json").read_text())["moved"]
@@ -118,20 +98,12 @@ def test_compiled_as_eagerly(two_ranks):
 
 @pytest.mark.parametrize("save", [False, True])
 def test_the_model_is_gathered_only_to_be_saved(save, tmp_path, byte_tokens):
-    """At the end of a run without checkpoints. Its copy draws no random weights, which would take a while."""
-    module, gathered = rung("fsdp"), []
-    gather = module.gather
-
-    def watched_gather(model, optimizer):
-        before = torch.get_rng_state()
-        whole, moments = gather(model, optimizer)
-        gathered.append(torch.equal(before, torch.get_rng_state()))
-        return whole, moments
-
-    module.gather = watched_gather
+    """At the end of a run without checkpoints."""
+    module = rung("fsdp")
+    module.gather = mock.Mock(wraps=module.gather)
     flags = ["-B", 1, "-T", 16, "--total-batch", 16, "--steps", 1, "--val-every", 0, "--checkpoint-every", 0]
     train(module, tmp_path, byte_tokens, *flags, *(["--save", tmp_path / "model.pt"] if save else []))
-    assert gathered == ([True] if save else [])
+    assert module.gather.call_count == save
 
 
 def test_the_peak_is_what_docs_long_runs_md_counts(two_ranks, tmp_path, tokens):
