@@ -105,14 +105,6 @@ def refuse_other_things(path):
         sys.exit(f"error: {path}: a folder of checkpoints, not a model; give {files[-1]}")
 
 
-def refuse_nan(name, weights):
-    """Exit if a weight of a state dict is NaN or infinite."""
-    for key, weight in weights.items():
-        if not weight.isfinite().all():
-            sys.exit(f"error: {name}: {key} has NaN or infinite values, so its training diverged;"
-                     " give an earlier checkpoint")
-
-
 def read_file(path):
     """What a model's file or a checkpoint holds, a dictionary; exits with one line."""
     refuse_other_things(path)
@@ -131,7 +123,6 @@ def read_file(path):
         if key not in saved:
             sys.exit(f"error: {path}: not a model's file, it has no {key!r};"
                      " give a file that a rung wrote")
-    refuse_nan(path, saved["model"])
     return saved
 
 
@@ -337,7 +328,6 @@ def load_hugging_face(name):
     for key in report["unexpected_keys"]:
         if not key.endswith("attn.masked_bias"):  # a constant in old files
             cannot_be_loaded(name, f"its configuration has no place for its {key}")
-    refuse_nan(name, model.state_dict())
     return model.eval()
 
 
@@ -369,13 +359,9 @@ def from_transformers(model, script):
 def read_tokenizer(name):
     """The tokenizer of a Hugging Face model; exits with one line if it has none that fits."""
     try:
-        tokenizer = vocabulary.from_hugging_face(name)
+        return vocabulary.from_hugging_face(name)
     except vocabulary.NoTokenizer as error:
         sys.exit(f"error: {name}: its tokenizer {error}; give a folder that has one")
-    if tokenizer.left_out:
-        warn(f"{name}: left out: {', '.join(tokenizer.left_out)}; a file of ours has no place for"
-             " that")
-    return tokenizer
 
 
 def write_file(name, path, script=None):

@@ -117,7 +117,6 @@ class GPT2:
     json = None
     dtype = U2
     special_tokens = {SEPARATOR: end_of_text}
-    left_out = ()
 
     def __init__(self):
         characters = byte_characters()
@@ -157,8 +156,6 @@ class Tokenizer:
 
     Raises ValueError if `json_text`, the content of a tokenizer.json, is damaged.
     """
-
-    left_out = ()  # what its folder says beyond tokenizer.json, in words
 
     def __init__(self, name, json_text, end_of_text):
         check_json(json_text)
@@ -338,20 +335,7 @@ def from_hugging_face(name):
     if is_gpt2(tokenizer):
         keep_gpt2s(tokens_of(tokenizer))
         tokenizer = GPT2()
-    tokenizer.left_out = what_is_left_out(theirs)
     return tokenizer
-
-
-def what_is_left_out(theirs):
-    """What a tokenizer of transformers has that ours have not, in words."""
-    found = []
-    if theirs.chat_template:
-        found.append("chat template")
-    if theirs.pad_token not in (None, theirs.eos_token):
-        found.append(f"pad token {theirs.pad_token}")
-    if theirs.bos_token != theirs.eos_token:
-        found.append(f"bos token {theirs.bos_token}")
-    return found
 
 
 def find_change(tokenizer, text, ids, byte_lengths):

@@ -208,10 +208,9 @@ def test_mup_the_factor_of_the_logits_goes_into_the_last_norms_gains(convert, tm
 
 
 def edit_weights(folder, **changes):
-    """Change weights of a folder; None takes one away."""
-    weights = load_file(folder / "model.safetensors") | {name.replace("__", "."): w for name, w in changes.items()}
-    weights = {name: weight for name, weight in weights.items() if weight is not None}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    """Change weights of a folder."""
+    weights = load_file(folder / "model.safetensors") | changes
+    save_file({name: w for name, w in weights.items() if w is not None}, folder / "model.safetensors", {"format": "pt"})
 
 
 def add_a_token(folder):
@@ -226,8 +225,7 @@ def add_a_token(folder):
     (lambda folder: cut_in_half(folder / "config.json"), "config.json"),
     (lambda folder: (folder / "adapter_config.json").touch(), "a LoRA adapter: merge it"),
     (lambda folder: cut_in_half(folder / "model.safetensors"), "cannot be loaded ("),
-    (lambda folder: edit_weights(folder, transformer__h__1__ln_1__bias=None), "it lacks weights"),
-    (lambda folder: edit_weights(folder, transformer__ln_f__bias=torch.full([64], torch.nan)), "ln_f.bias has NaN"),
+    (lambda folder: edit_weights(folder, **{"transformer.ln_f.bias": None}), "it lacks weights"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
     (add_a_token, "its tokenizer has 258 tokens, more than the model, 257"),
 ])
@@ -241,7 +239,7 @@ def test_embeddings_that_are_untied_whatever_the_configuration_says(convert, gpt
     """The weights are what was trained. baseline.py has room for both."""
     from transformers import AutoModelForCausalLM
 
-    edit_weights(gpt2, lm_head__weight=torch.randn(257, 64))
+    edit_weights(gpt2, **{"lm_head.weight": torch.randn(257, 64)})
     for tied in (False, True):
         edit_json(gpt2 / "config.json", tie_word_embeddings=tied)
         with pytest.raises(SystemExit, match=f"^error: {gpt2}: .*untied.*; .*baseline.py"):
@@ -351,12 +349,6 @@ def test_special_tokens_in_a_prompt(sample):
     assert encode_prompt(tokenizer, "one two") == one + two and encode_prompt(BYTES, "<|endoftext|>") == [256]
 
 
-def test_what_a_file_has_no_place_for_is_said(gpt2, convert, tmp_path, capsys):
-    edit_json(gpt2 / "tokenizer_config.json", chat_template="{{ messages }}", bos_token=None, pad_token="!")
-    convert.main([str(gpt2), str(tmp_path / "model.pt")])
-    assert "gpt2: left out: chat template, pad token !, bos token None; " in capsys.readouterr().err
-
-
 def test_how_long_prompt_and_text_may_be(saved, sample, capsys):
     """The longest sequence cuts the prompt at its front; beyond the training's -T text is worse."""
     fit_prompt = sample.module.fit_prompt
@@ -389,8 +381,6 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
     torch.save({"model": {}, "optimizer": {}}, tmp_path / "foreign.pt")
     changed(saved["10"], tmp_path / "attack.pt", T=Attack(tmp_path / "attacked"))
     changed(saved["10"], tmp_path / "tokenizer.pt", tokenizer="mine", tokenizer_json="{")
-    model = torch.load(saved["10"], weights_only=True)["model"]
-    changed(saved["10"], tmp_path / "nan.pt", model=model | {"transformer.ln_f.bias": torch.full([64], torch.nan)})
     checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "sharded/step_0000001", no_dist=True)
     for folder in ("checkpoints", "lfs"):
         (tmp_path / folder).mkdir()
@@ -403,8 +393,7 @@ def test_what_is_no_model_s_file(saved, refusals, tmp_path):
         ("lfs.pt", "git lfs pull"), ("lfs", "/model.safetensors: .*git lfs pull"), ("text.pt", "damaged"),
         ("only.safetensors", "give the folder"), ("nowhere.pt", "no such file"), ("nowhere", "no such file or folder"),
         ("cut.pt", "damaged"), ("foreign.pt", "it has no 'script'"), ("attack.pt", "damaged"),
-        ("tokenizer.pt", "mine is damaged"), ("nan.pt", "transformer.ln_f.bias has NaN"),
-        ("sharded", "--save FILE"), ("sharded/step_0000001", "--save FILE"),
+        ("tokenizer.pt", "mine is damaged"), ("sharded", "--save FILE"), ("sharded/step_0000001", "--save FILE"),
         ("checkpoints", f"give {tmp_path}/checkpoints/step_0000020.pt"),
     ]:
         for line in refusals(tmp_path / name):
@@ -492,10 +481,8 @@ def test_a_prompt_that_ends_in_a_blank(saved, sample, tmp_path, capsys):
         assert ("ends in a blank" in capsys.readouterr().err) is warns
 
 
-def test_the_device_is_the_accelerator_if_there_is_one(saved, sample, monkeypatch):
+def test_the_device_is_the_accelerator_if_there_is_one(sample, monkeypatch):
     for cuda, mps, device in ((False, False, "cpu"), (False, True, "mps"), (True, True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=cuda: there)
         monkeypatch.setattr(torch.mps, "is_available", lambda there=mps: there)
         assert sample.module.parse_args(["model.pt"]).device == device
-    with pytest.raises(SystemExit, match="^error: --device abacus: .*; try --device cpu"):
-        sample.module.load_model(str(saved["10"]), "abacus")
