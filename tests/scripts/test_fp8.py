@@ -1,5 +1,6 @@
 """`fp8`: float8 products on a CPU, which has torch's kernel for them, against torchao's and against bfloat16."""
 import argparse
+from unittest import mock
 
 import pytest
 import torch
@@ -95,22 +96,11 @@ def test_fp8_the_three_products_are_torchaos():
 
 
 def test_fp8_only_the_forward_product_accumulates_fast(monkeypatch):
-    module, fast, found = rung("fp8"), [], []
-    product = torch.nn.functional.scaled_mm
-
-    def watched(*args, use_fast_accum, **more):
-        fast.append(use_fast_accum)
-        found.append(product(*args, use_fast_accum=use_fast_accum, **more))
-        return found[-1]
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", watched)
-    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True)
-    module.Float8Product.apply(x, weight).sum().backward()
-    assert fast == [True, False, False]
-    truths = x @ weight.T, weight.sum(dim=0).expand(32, 64), x.sum(dim=0).expand(48, 64)
-    for y, truth in zip(found, truths, strict=True):
-        assert (y - truth).norm() < 0.06 * truth.norm()
+    product = mock.Mock(wraps=torch.nn.functional.scaled_mm)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
+    x, weight = (torch.randn(n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (32, 48))
+    rung("fp8").Float8Product.apply(x, weight).sum().backward()
+    assert [call.kwargs["use_fast_accum"] for call in product.call_args_list] == [True, False, False]
 
 
 def test_fp8_compiled_in_one_graph(fp8):

@@ -109,25 +109,22 @@ def shuffled(folder, B=4, seed=1337):
     return loader_of("shuffled_windows", folder, B, T, seed=seed)
 
 
-def windows(loader, first, n):
-    """The windows `first` to `first + n` of the run, (n, T), from batches that hold them and perhaps more."""
-    batches = range(first // loader.B, -(-(first + n) // loader.B))
-    x = torch.cat([loader.batch(i)[0] for i in batches])
-    return x[first % loader.B :][:n]
+def windows(loader, n_epochs):
+    """The windows of so many epochs, (n_epochs, N_WINDOWS, T)."""
+    n = n_epochs * N_WINDOWS
+    batches = [loader.batch(i)[0] for i in range(-(-n // loader.B))]
+    return torch.cat(batches)[:n].view(n_epochs, N_WINDOWS, T)
 
 
 def test_shuffled_windows_every_epoch_has_every_window_once_in_its_own_order(numbers):
     loader = shuffled(numbers)
     assert loader.n_batches == -(-N_WINDOWS // 4)
-    orders, offsets = [], []
-    for epoch in range(20):
-        starts = windows(loader, epoch * N_WINDOWS, N_WINDOWS)[:, 0]
-        offset = starts.min()
-        assert torch.equal(starts.sort().values, offset + T * torch.arange(N_WINDOWS))
-        orders.append(tuple((starts - offset).tolist()))
-        offsets.append(offset.item())
-    assert len(set(orders)) == 20 and tuple(sorted(orders[0])) not in orders
-    assert len({offset % T for offset in offsets}) > T // 2  # the borders between windows move
+    starts = windows(loader, 20)[:, :, 0]  # (epochs, windows)
+    offsets = starts.min(dim=1, keepdim=True).values
+    assert torch.equal(starts.sort().values, offsets + T * torch.arange(N_WINDOWS))
+    orders = {tuple(order) for order in (starts - offsets).tolist()}
+    assert len(orders) == 20 and tuple(range(0, T * N_WINDOWS, T)) not in orders
+    assert len(set((offsets % T).flatten().tolist())) > T // 2  # the borders between windows move
 
 
 @pytest.mark.parametrize("n_tokens, B, n_windows", [
@@ -143,21 +140,19 @@ def test_shuffled_windows_each_token_of_the_smallest_files_is_reached(n_tokens, 
 
 
 def test_shuffled_windows_the_order_is_the_seeds(numbers):
-    first, same, other = (windows(shuffled(numbers, seed=seed), 0, 3 * N_WINDOWS) for seed in (1, 1, 2))
+    first, same, other = (windows(shuffled(numbers, seed=seed), 3) for seed in (1, 1, 2))
     assert torch.equal(first, same)
-    epochs = [{tuple(epoch.flatten().tolist()) for epoch in order.split(N_WINDOWS)} for order in (first, other)]
+    epochs = [{tuple(epoch.flatten().tolist()) for epoch in order} for order in (first, other)]
     assert len(epochs[0]) == 3 and epochs[0].isdisjoint(epochs[1])  # nor is one's second epoch the other's first
-    assert windows(shuffled(numbers, seed=2**63 - 1), 0, 1).shape == (1, T)  # the largest that --seed takes
+    assert shuffled(numbers, seed=2**63 - 1).batch(0)[0].shape == (4, T)  # the largest that --seed takes
 
 
 @pytest.mark.parametrize("B", [1, 5, N_WINDOWS])
 def test_shuffled_windows_the_same_windows_whatever_the_batch_and_the_moment(B, numbers):
-    """In order, and backwards: a batch does not depend on those before it. Targets follow their inputs."""
-    expected = windows(shuffled(numbers), 0, 3 * N_WINDOWS)
-    assert torch.equal(windows(shuffled(numbers, B), 0, 3 * N_WINDOWS), expected)
+    """Backwards: a batch does not depend on those before it. Targets follow their inputs."""
     loader, n = shuffled(numbers, B), 3 * N_WINDOWS // B
     backwards = [loader.batch(i) for i in reversed(range(n))]
-    assert torch.equal(torch.cat([x for x, _ in backwards[::-1]]), expected[: n * B])
+    assert torch.equal(torch.cat([x for x, _ in backwards[::-1]]), windows(shuffled(numbers), 3).flatten(0, 1)[: n * B])
     for x, y in backwards:
         assert x.shape == (B, T) and x.dtype == y.dtype == torch.int64 and torch.equal(y, x + 1)
         assert x.is_contiguous() and y.is_contiguous()  # the model views them as (B*T,)

@@ -22,6 +22,13 @@ def lively(module, dropout=0.0):
     return model
 
 
+def built_by(module):
+    """The models that a script builds from now on."""
+    built, new_model = [], module.new_model
+    module.new_model = lambda *args, **options: built.append(new_model(*args, **options)) or built[-1]
+    return built
+
+
 @torch.no_grad()
 def test_dropout_where_and_how_much():
     """After the embedding and at the end of each branch, a share of the entries is zero and the others are scaled."""
@@ -42,9 +49,8 @@ def test_dropout_where_and_how_much():
 @pytest.mark.parametrize("label", rungs_that_change("train", since="dropout"))
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_dropout_the_flag_reaches_every_block_and_the_embedding(p, label, byte_tokens, tmp_path):
-    module, built = rung(label), []
-    module.new_model = lambda *args, new_model=module.new_model, **options: (
-        built.append(new_model(*args, **options)) or built[-1])
+    module = rung(label)
+    built = built_by(module)
     train(module, tmp_path, byte_tokens, *SHORT, "--model", "3x2x64", *([] if p == 0.1 else ["--dropout", p]))
     assert [part.p for part in built[0].modules() if isinstance(part, torch.nn.Dropout)] == [p] * (1 + 3)
 
@@ -108,9 +114,8 @@ def test_documents_apart_the_token_is_that_of_the_data(meta, expected, tmp_path)
     ids = np.random.default_rng(0).integers(10, 256, size=4000)
     ids[::20] = expected or 256
     data = tokens_of(tmp_path / "data", ids, ids[:400], vocab_size=257, **meta)
-    module, built = rung("documents_apart"), []
-    module.new_model = lambda *args, new_model=module.new_model, **options: (
-        built.append(new_model(*args, **options)) or built[-1])
+    module = rung("documents_apart")
+    built = built_by(module)
     flags = ("-B", 2, "-T", 64, "--steps", 3, "--val-every", 3, "--val-sequences", 1)
     log, log_before = (train(each, tmp_path / each.__name__, data, *flags) for each in (module, rung("dropout")))
     assert built[0].end_of_text == expected

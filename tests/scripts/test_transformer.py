@@ -137,15 +137,6 @@ def test_chunked_cross_entropy_a_chunk_of_zero_is_the_cross_entropy_of_all_logit
 
 
 @torch.no_grad()
-def test_frequency_prior_sampling_knows_the_prior():
-    """The logits that the loss is computed from are those that a sample is drawn from."""
-    model = tiny("frequency_prior").eval()
-    torch.nn.init.normal_(model.log_frequency)
-    logits, x, y = model(IDS), IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
-    assert torch.allclose(F.cross_entropy(logits[:, :-1].flatten(0, 1), y.flatten()), model(x, y), atol=1e-4)
-
-
-@torch.no_grad()
 def test_ngram_embeddings_rows_of_pairs_and_triples():
     """What the first block gets, with the rows that a loop over the tokens finds in Python's integers.
 
