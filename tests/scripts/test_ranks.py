@@ -1,6 +1,8 @@
 """DDP, from ddp_run.py on: ranks together compute what one process computes, stop together, and come back."""
 import json
 import shutil
+import socket
+import subprocess
 import sys
 
 import pytest
@@ -15,7 +17,7 @@ from tensor_bytes import Watch
 
 from ladder.rungs.list import BY_LABEL
 
-TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FIRST = "gradient_accumulation"
 # Everything of which ranks could disagree; ddp is in test_exercises.py, fsdp in test_fsdp.py.
 LABELS = [label for label in rungs_that_change("train", "optimizer_step", "MuonAdamW", "init_ranks", since=FIRST)
@@ -229,12 +231,27 @@ def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
     """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as one process does undisturbed."""
     alone = train_in_float32(label, tmp_path / "alone", byte_tokens, "-B", 4, *SIX)
     write_runs(tmp_path / "killed", byte_tokens, {"run": (label, "float32", ["-B", 2, *SIX])})
-    run = run_command(*TWO_RANKS, "--max-restarts=1", ROOT / "tests" / "ranks.py", tmp_path / "killed", timeout=200,
-                      TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", DIE_RANK="1", DIE_BATCH="4")
+    run = run_command(*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=1", ROOT / "tests" / "ranks.py",
+                      tmp_path / "killed", timeout=200, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", DIE_RANK="1", DIE_BATCH="4")
     assert run.returncode == 0, run.stderr
     log = tmp_path / "killed" / "run" / alone.name
     assert (tmp_path / "killed" / "died").exists() and "# resumed after step 2 of 6" in log.read_text()
     assert_same_losses(log, alone)
+
+
+@pytest.mark.slow
+def test_two_machines(byte_tokens, tmp_path):
+    """Two torchrun agents that meet on loopback, one rank each: the losses of one process."""
+    write_runs(tmp_path, byte_tokens, {"run": (FIRST, "float32", six_steps(FIRST, 2))})
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
+    command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=test", endpoint,
+               "--local-addr=127.0.0.1", ROOT / "tests" / "ranks.py", tmp_path]
+    agents = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
+    assert [agent.wait(timeout=300) for agent in agents] == [0, 0]
+    alone = train_in_float32(FIRST, tmp_path / "alone", byte_tokens, *six_steps(FIRST, 8))
+    assert_same_losses(tmp_path / "run" / alone.name, alone)
 
 
 def test_compiled_as_eagerly(two_ranks):
