@@ -62,23 +62,23 @@ def add_flags(parser):
     flag("-B", "--batch-size", dest="B", type=int, default=DEFAULT_B, help="sequences per batch")
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
     flag("--steps", type=int, default=50, help="optimizer steps")
-    flag("--recompute-blocks", type=int, default=0, help="blocks to recompute, from the first")
+    flag("--recompute-blocks", type=int, default=0, help="number of blocks to recompute")
     flag("--checkpoint-every", type=int, default=250, help="steps between checkpoints; 0: never")
     flag("--checkpoint-dir", type=Path, default=f"checkpoints/{SCRIPT.stem}", help="their folder")
     flag("--resume", action="store_true", help="continue from the newest checkpoint, if any")
     flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
-    flag("--total-batch", type=int, help="tokens per step; None: 524288, on a CPU 4 batches")
+    flag("--total-batch", type=int, help="tokens per step; None: 524288, or 4 batches on a CPU")
     # twice rung 8's constant rate: warm-up and decay make that safe
-    flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    flag("--max-lr", type=float, default=6e-4, help="peak learning rate, after the warm-up")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
-    flag("--device", default=DEVICES[0], help="cuda (CUDA_VISIBLE_DEVICES=1: GPU 1), mps or cpu")
-    flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
-    flag("--log-dir", type=Path, default="logs", help="folder of the log")
+    flag("--device", default=DEVICES[0], help="cuda, mps or cpu; CUDA_VISIBLE_DEVICES picks a GPU")
+    flag("--data", type=Path, default="data/tokens", help="folder written by data/prepare.py")
+    flag("--log-dir", type=Path, default="logs", help="folder for the log")
     # no CUDA graphs: they do not work under DDP, nor where gradients accumulate
     flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
-         default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
+         default="none" if DEVICES[0] == "mps" else "default", help="none: do not compile")
     flag("--save", type=Path, help="write the trained model to this file")
 
 
@@ -107,9 +107,9 @@ def model_config(args, vocab_size):
         n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
     except ValueError:
         names = ", ".join(MODELS)
-        sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
+        sys.exit(f"error: --model {args.model}: unknown; give {names}, or a shape like 4x4x128")
     if min(n_layer, n_head, n_embd) < 1 or n_embd % n_head != 0:
-        sys.exit(f"error: --model {args.model}: all above 0, the width a multiple of heads")
+        sys.exit(f"error: --model {args.model}: needs numbers above 0, and heads that divide width")
     return GPTConfig(
         block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
@@ -263,7 +263,7 @@ class DataLoaderLite:
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
         if chunk.max() >= self.meta["vocab_size"]:
-            sys.exit(f"error: --data: token {chunk.max()} of batch {i} is beyond vocab_size")
+            sys.exit(f"error: --data: token {chunk.max()} is beyond vocab_size; prepare it again")
         chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         if self.device == "cuda":
             chunk = chunk.pin_memory()  # the GPU copies from it by itself, while Python goes on
@@ -334,8 +334,8 @@ class Checkpoints:
             dist.broadcast_object_list(found)
         [paths] = found
         if paths and not self.args.resume and self.args.checkpoint_every:
-            sys.exit(f"error: {paths[-1]} is from an earlier run: --resume continues it,"
-                     " another --checkpoint-dir starts over")
+            sys.exit(f"error: {paths[-1]} is from an earlier run; add --resume to continue it,"
+                     " or name another --checkpoint-dir to start over")
         if not paths or not self.args.resume:
             return 0
         newest = paths[-1]
@@ -344,7 +344,7 @@ class Checkpoints:
             self.refuse_other_run(newest, saved)
         except (EOFError, KeyError, RuntimeError):  # half of it, or a file of --save
             sys.exit(f"error: --resume: {newest} is damaged, or no checkpoint;"
-                     " delete it to resume from the older one")
+                     " delete it to resume from the one before")
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         if saved["scaler"]:  # empty unless that part of the run was in float16
@@ -357,7 +357,7 @@ class Checkpoints:
             theirs = saved["run"].get(name, value)  # an older file may lack it
             if theirs != value:
                 sys.exit(f"error: --resume: {path} was trained with {name} {theirs}, not {value};"
-                         " a new run from its weights needs --pretrained, another --checkpoint-dir")
+                         " for a new run from it, give --pretrained and another --checkpoint-dir")
 
     def save(self, step, log):
         """Write a checkpoint, delete all but the newest two. A full disk costs only this one."""
@@ -376,7 +376,7 @@ class Checkpoints:
                 os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
             partial.replace(self.folder / f"step_{step:07}.pt")
             log.line(f"# checkpoint: step {step} in {self.folder}")
-        except (OSError, RuntimeError) as error:  # torch's, of a full disk
+        except (OSError, RuntimeError) as error:  # torch raises it when the disk is full
             partial.unlink(missing_ok=True)
             log.line(f"# WARNING: no checkpoint of step {step}: {error}")
         for older in self.paths()[:-2]:
@@ -412,15 +412,15 @@ def check_compiler(device):
     """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
-            sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
+            sys.exit(f"error: {name}=1 forbids torch.compile; unset it, or add --compile-mode none")
     try:
         torch.compile(torch.sin)(torch.ones(1, device=device))
     except (OSError, RuntimeError) as error:  # OSError: the cache cannot be written to
         if "out of memory" in str(error):
             raise
         reason = str(error).strip().splitlines()[0]
-        sys.exit(f"error: torch.compile does not work here ({reason}): --compile-mode none trains"
-                 " without it; python -m ladder check says what is missing")
+        sys.exit(f"error: torch.compile does not work here ({reason}); --compile-mode none trains"
+                 " without it, and python -m ladder check says what is missing")
 
 
 def on_any_rank(condition, device):
@@ -458,7 +458,7 @@ def init_ranks(device):
     if "RANK" not in os.environ:
         return 0, 1
     if not {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        sys.exit("error: RANK is set without torchrun's other variables: use torchrun, or unset it")
+        sys.exit("error: RANK: torchrun's other variables are missing; unset it, or use torchrun")
     if device == "mps":
         sys.exit("error: --device mps: Apple GPUs have no torch.distributed; use --device cpu")
     backend = "gloo"
@@ -466,7 +466,7 @@ def init_ranks(device):
         local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
         n_gpus = torch.cuda.device_count()
         if local_rank >= n_gpus:
-            sys.exit(f"error: --nproc_per_node: there are {n_gpus} GPUs; use at most as many")
+            sys.exit(f"error: --nproc_per_node: there are {n_gpus} GPUs; give at most that number")
         torch.cuda.set_device(local_rank)
         if dist.is_nccl_available():  # not on Windows
             backend = "nccl"
@@ -481,7 +481,7 @@ def batches_per_step(args, world_size):
         args.total_batch = 4 * tokens if args.device == "cpu" else 524288
     if args.total_batch < 1 or args.total_batch % tokens != 0:
         sys.exit(f"error: --total-batch {args.total_batch}: not a multiple of"
-                 f" B * T * ranks = {tokens}; change one")
+                 f" B * T * ranks = {tokens}; change one of them")
     return args.total_batch // (args.B * args.T)
 
 
@@ -615,10 +615,11 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); where baseline.py is,"
-                 f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
+        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
+                 f" python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
-        sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are {len(tokens)}")
+        sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
+                 f" {len(tokens)}, so lower one of them")
     return tokens, meta
 
 
@@ -628,19 +629,19 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's has only a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
         sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
-                 f" data/prepare.py --tokenizer {args.pretrained} takes it")
+                 f" prepare your text with data/prepare.py --tokenizer {args.pretrained}")
     if saved["config"]["block_size"] < args.T:
-        sys.exit(f"error: -T: the model's longest sequence is {saved['config']['block_size']}")
+        sys.exit(f"error: -T: the model takes at most {saved['config']['block_size']} tokens")
     try:
         model = GPT(GPTConfig(**saved["config"]), **options)
         model.load_state_dict(saved["model"])
     except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
-        sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
+        sys.exit(f"error: --pretrained: not a model of this script; use {saved['script']}")
     return model
 
 
@@ -656,11 +657,11 @@ def model_file(model, loader, step):
 def save_model(path, model, loader, step):
     """Write the model's file, if a path is given: under a temporary name, then renamed."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
         try:
             torch.save(model_file(model, loader, step), partial)
-        except RuntimeError as error:  # torch's, of a full disk
+        except RuntimeError as error:  # torch raises it when the disk is full
             partial.unlink(missing_ok=True)
             sys.exit(f"error: --save {path}: not written; is the disk full? ({error})")
         set_aside(path)
@@ -678,7 +679,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also where a link points to
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -699,9 +700,9 @@ class Log:
     def line(self, text):
         try:
             self.file.write(text + "\n")
-        except OSError as error:  # a full disk: the run goes on
+        except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # `| head`, a closed terminal, cp1252: too
+        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -732,9 +733,9 @@ def parse_args(argv=None):
     for name, value in vars(args).items():
         least = 1 if name in ("B", "T", "steps") else 0
         if isinstance(value, (int, float)) and not least <= value < math.inf:
-            parser.error(f"argument --{name.replace('_', '-')}: {value} is not {least} or more")
+            parser.error(f"argument --{name.replace('_', '-')}: give at least {least}, not {value}")
     if args.device not in DEVICES:
-        parser.error(f"argument --device: torch has {DEVICES} here; see python -m ladder check")
+        parser.error(f"argument --device: give one of {DEVICES}; python -m ladder check says why")
     if args.save and (args.save.suffix == ".safetensors" or args.save.is_dir()
                       or not os.access(f"{args.save.parent}/", os.W_OK)):
         parser.error(f"argument --save: {args.save}: give a model.pt in a writable folder")
@@ -748,7 +749,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # torch's own, cuBLAS's, or one that wraps it
+    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

@@ -59,16 +59,16 @@ def add_flags(parser):
     flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     # twice rung 8's constant rate: warm-up and decay make that safe
-    flag("--max-lr", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    flag("--muon-lr", type=float, default=2e-3, help="highest rate of the blocks' matrices")
+    flag("--max-lr", type=float, default=6e-4, help="peak learning rate, after the warm-up")
+    flag("--muon-lr", type=float, default=2e-3, help="peak learning rate for Muon")
     flag("--warmup-steps", type=int, default=10, help="steps of linear warm-up")
-    flag("--decay-share", type=float, default=0.4, help="last share of the steps: the rate falls")
+    flag("--decay-share", type=float, default=0.4, help="decay over this last share of the steps")
     flag("--seed", type=int, default=1337, help="random seed of the initial weights")
-    flag("--device", default=DEVICES[0], help="cuda (CUDA_VISIBLE_DEVICES=1: GPU 1), mps or cpu")
-    flag("--data", type=Path, default="data/tokens", help="token files, by data/prepare.py")
-    flag("--log-dir", type=Path, default="logs", help="folder of the log")
+    flag("--device", default=DEVICES[0], help="cuda, mps or cpu; CUDA_VISIBLE_DEVICES picks a GPU")
+    flag("--data", type=Path, default="data/tokens", help="folder written by data/prepare.py")
+    flag("--log-dir", type=Path, default="logs", help="folder for the log")
     flag("--compile-mode", choices=["default", "reduce-overhead", "max-autotune", "none"],
-         default="none" if DEVICES[0] == "mps" else "default", help="none: run eagerly")
+         default="none" if DEVICES[0] == "mps" else "default", help="none: do not compile")
     flag("--save", type=Path, help="write the trained model to this file")
 
 
@@ -89,11 +89,11 @@ def model_config(args, vocab_size):
         n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
     except ValueError:
         names = ", ".join(MODELS)
-        sys.exit(f"error: --model {args.model}: give {names}, or a shape like 4x4x128")
+        sys.exit(f"error: --model {args.model}: unknown; give {names}, or a shape like 4x4x128")
     if min(n_layer, n_head, n_embd) < 1 or n_embd % n_head != 0:
-        sys.exit(f"error: --model {args.model}: all above 0, the width a multiple of heads")
+        sys.exit(f"error: --model {args.model}: needs numbers above 0, and heads that divide width")
     if n_embd // n_head % 2 != 0:
-        sys.exit(f"error: --model {args.model}: RoPE needs pairs, so width / heads must be even")
+        sys.exit(f"error: --model {args.model}: RoPE rotates pairs; make width / heads even")
     return GPTConfig(
         block_size=max(1024, args.T),  # GPT-2's, or longer
         vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
@@ -328,7 +328,7 @@ class DataLoaderLite:
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
         if chunk.max() >= self.meta["vocab_size"]:
-            sys.exit(f"error: --data: token {chunk.max()} of batch {i} is beyond vocab_size")
+            sys.exit(f"error: --data: token {chunk.max()} is beyond vocab_size; prepare it again")
         chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
@@ -385,15 +385,15 @@ def check_compiler(device):
     """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
-            sys.exit(f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none")
+            sys.exit(f"error: {name}=1 forbids torch.compile; unset it, or add --compile-mode none")
     try:
         torch.compile(torch.sin)(torch.ones(1, device=device))
     except (OSError, RuntimeError) as error:  # OSError: the cache cannot be written to
         if "out of memory" in str(error):
             raise
         reason = str(error).strip().splitlines()[0]
-        sys.exit(f"error: torch.compile does not work here ({reason}): --compile-mode none trains"
-                 " without it; python -m ladder check says what is missing")
+        sys.exit(f"error: torch.compile does not work here ({reason}); --compile-mode none trains"
+                 " without it, and python -m ladder check says what is missing")
 
 
 def train(args):
@@ -468,10 +468,11 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); where baseline.py is,"
-                 f" python data/prepare.py --text YOUR.txt --out {folder} makes them")
+        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
+                 f" python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
-        sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are {len(tokens)}")
+        sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
+                 f" {len(tokens)}, so lower one of them")
     return tokens, meta
 
 
@@ -481,19 +482,19 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's has only a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
         sys.exit(f"error: --pretrained: its tokenizer is not that of --data {args.data};"
-                 f" data/prepare.py --tokenizer {args.pretrained} takes it")
+                 f" prepare your text with data/prepare.py --tokenizer {args.pretrained}")
     if saved["config"]["block_size"] < args.T:
-        sys.exit(f"error: -T: the model's longest sequence is {saved['config']['block_size']}")
+        sys.exit(f"error: -T: the model takes at most {saved['config']['block_size']} tokens")
     try:
         model = GPT(GPTConfig(**saved["config"]), **options)
         model.load_state_dict(saved["model"])
     except (TypeError, RuntimeError):  # a field, a shape or names that this model does not have
-        sys.exit(f"error: --pretrained: not a model of this script; {saved['script']} loads it")
+        sys.exit(f"error: --pretrained: not a model of this script; use {saved['script']}")
     return model
 
 
@@ -509,11 +510,11 @@ def model_file(model, loader, step):
 def save_model(path, model, loader, step):
     """Write the model's file, if a path is given: under a temporary name, then renamed."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)  # if it was deleted meanwhile
+        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
         try:
             torch.save(model_file(model, loader, step), partial)
-        except RuntimeError as error:  # torch's, of a full disk
+        except RuntimeError as error:  # torch raises it when the disk is full
             partial.unlink(missing_ok=True)
             sys.exit(f"error: --save {path}: not written; is the disk full? ({error})")
         set_aside(path)
@@ -531,7 +532,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also where a link points to
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -552,9 +553,9 @@ class Log:
     def line(self, text):
         try:
             self.file.write(text + "\n")
-        except OSError as error:  # a full disk: the run goes on
+        except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # `| head`, a closed terminal, cp1252: too
+        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -585,9 +586,9 @@ def parse_args(argv=None):
     for name, value in vars(args).items():
         least = 1 if name in ("B", "T", "steps") else 0
         if isinstance(value, (int, float)) and not least <= value < math.inf:
-            parser.error(f"argument --{name.replace('_', '-')}: {value} is not {least} or more")
+            parser.error(f"argument --{name.replace('_', '-')}: give at least {least}, not {value}")
     if args.device not in DEVICES:
-        parser.error(f"argument --device: torch has {DEVICES} here; see python -m ladder check")
+        parser.error(f"argument --device: give one of {DEVICES}; python -m ladder check says why")
     if args.save and (args.save.suffix == ".safetensors" or args.save.is_dir()
                       or not os.access(f"{args.save.parent}/", os.W_OK)):
         parser.error(f"argument --save: {args.save}: give a model.pt in a writable folder")
@@ -601,7 +602,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # torch's own, cuBLAS's, or one that wraps it
+    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

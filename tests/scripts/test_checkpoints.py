@@ -322,7 +322,7 @@ def test_preemption_twenty_kills_at_random_moments(label, tmp_path, byte_tokens)
 def test_checkpoints_what_is_no_whole_checkpoint_is_named(damage, byte_tokens, whole, copied, tmp_path):
     newest = copied(STEP_4, STEP_6) / STEP_6
     damage(newest)
-    line = f"error: --resume: {newest} is damaged, or no checkpoint; delete it to resume from the older one"
+    line = f"error: --resume: {newest} is damaged, or no checkpoint; delete it to resume from the one before"
     assert_refused(six_steps(byte_tokens, tmp_path, "preemption", "--resume"), line)
     newest.unlink()
     assert_resumes(byte_tokens, whole, tmp_path)

@@ -41,9 +41,9 @@ def stopped(byte_tokens, tmp_path):
 
 
 @pytest.mark.parametrize("label, words, named", [
-    *(("0", f"-{name} {value}", f"{name}: {value} is not 1 or more") for name in ("B", "T", "-steps")
+    *(("0", f"-{name} {value}", f"{name}: give at least 1, not {value}") for name in ("B", "T", "-steps")
       for value in (0, -8)),
-    *((label, f"{flag} {value}", f"argument {flag}: {value} is not 0 or more") for label, flag, value in (
+    *((label, f"{flag} {value}", f"argument {flag}: give at least 0, not {value}") for label, flag, value in (
         ("documents_apart", "--val-sequences", -1), ("distributed_validation", "--val-every", -5),
         ("checkpoints", "--checkpoint-every", -1),
         ("chunked_cross_entropy", "--loss-chunk", -1), ("trapezoid_lr", "--decay-share", "nan"),
@@ -53,8 +53,8 @@ def stopped(byte_tokens, tmp_path):
     ("0", "--step 5", "unrecognized arguments: --step"),  # not short for --steps
     ("0", "--pretrained gpt2", "--pretrained gpt2: not a file of --save or convert.py"),
     ("0", "--data nowhere", "--data nowhere: no whole token files ([Errno 2]"),
-    ("documents_apart", "--data nowhere", "where baseline.py is, python data/prepare"),
-    ("0", "--device cuda:1", "argument --device: torch has ['cpu'] here; see python -m ladder check"),
+    ("documents_apart", "--data nowhere", "beside baseline.py, run python data/prepare"),
+    ("0", "--device cuda:1", "argument --device: give one of ['cpu']; python -m ladder check says why"),
     ("0", "-B 100000 -T 1024", "-T, -B: a batch needs 102400001 train tokens; there are"),
 ])
 def test_wrong_words(label, words, named, stopped):
@@ -77,7 +77,7 @@ def test_an_id_beyond_the_vocabulary(label, tmp_path, capsys):
     """Wherever it stands. A padded vocabulary has a row for it, so nothing else would notice from rung 7 on."""
     data = tokens_of(tmp_path / "data", [1] * 480 + [300] + [1] * 200, vocab_size=300)
     more = known_flags(rung(label), total_batch=16, val_every=0)
-    with pytest.raises(SystemExit, match=r"error: --data: token 300 of batch \d+ is beyond vocab_size"):
+    with pytest.raises(SystemExit, match=r"error: --data: token 300 is beyond vocab_size"):
         train(rung(label), tmp_path, data, *STEP, "--steps", 40, *more)
     assert capsys.readouterr().out.count("step : ") >= 1
 
@@ -182,10 +182,10 @@ def test_a_model_is_trained_further(model_of, stopped, byte_tokens, tmp_path):
     for label, source in [("0", "10"), ("1", "0"), ("10", "1"), ("zero_init", "10"),
                           ("zero_init", "ngram_embeddings"), ("10", "zero_init")]:
         line = stopped(label, *STEP, "--pretrained", model_of(source))[1]
-        assert "--pretrained: not a model of this script; " in line and f"{BY_LABEL[source].path.name} loads it" in line
+        assert "--pretrained: not a model of this script; " in line and f"{BY_LABEL[source].path.name}" in line
     train(rung("10"), tmp_path / "longest", byte_tokens, *STEP, "-T", 1024, "--pretrained", model_of("10"))
     line = stopped("10", *STEP, "-T", 1100, "--pretrained", model_of("10"))[1]
-    assert "-T: the model's longest sequence is 1024" in line
+    assert "-T: the model takes at most 1024 tokens" in line
 
 
 def test_a_pretrained_model_with_other_tokens_than_the_data(stopped, model_of, tmp_path):
@@ -206,7 +206,7 @@ def test_a_pretrained_model_with_other_tokens_than_the_data(stopped, model_of, t
     for model, data in [(model_of("0"), folders[0]), (models[folders[0]], folders[1]), (models[folders[0]], same_name),
                         (models[bytes_of_gpt2], gpt2)]:
         line = stopped("0", *STEP, "--pretrained", model, "--data", data)[1]
-        assert "--pretrained: its tokenizer is not that of --data" in line and f"--tokenizer {model} takes it" in line
+        assert "--pretrained: its tokenizer is not that of --data" in line and f"--tokenizer {model}" in line
 
 
 @pytest.mark.parametrize("label", ["0", "checkpoints", "documents_apart"])
@@ -298,8 +298,8 @@ def test_out_of_memory(error, stopped, monkeypatch):
 
 
 @pytest.mark.parametrize("error, line", [
-    (RuntimeError("no C++ compiler"), "error: torch.compile does not work here (no C++ compiler): --compile-mode none"),
-    (NotADirectoryError("cache"), "error: torch.compile does not work here (cache): --compile-mode none trains"),
+    (RuntimeError("no C++ compiler"), "error: torch.compile does not work here (no C++ compiler); --compile-mode none"),
+    (NotADirectoryError("cache"), "error: torch.compile does not work here (cache); --compile-mode none trains"),
     (RuntimeError("Triton Error [CUDA]: out of memory"), "error: out of memory; try half the -B"),
 ])
 def test_a_compiler_that_fails(error, line, stopped, monkeypatch):
@@ -316,7 +316,7 @@ def test_a_compiler_that_fails(error, line, stopped, monkeypatch):
 def test_a_compiler_that_is_turned_off(name, stopped, monkeypatch):
     """Else the log would say that the model is compiled."""
     monkeypatch.setenv(name, "1")
-    assert f"error: {name}=1 turns torch.compile off: unset it, or --compile-mode none" in stopped(
+    assert f"error: {name}=1 forbids torch.compile; unset it, or add --compile-mode none" in stopped(
         "5", *STEP, compile_mode="default")[1]
 
 

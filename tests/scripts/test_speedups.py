@@ -75,7 +75,7 @@ def test_05_the_model_is_one_graph(label, tmp_path, byte_tokens, monkeypatch):
 
 def test_05_ends_where_nothing_can_be_compiled(tmp_path, byte_tokens):
     """With one line, before the first step. A real missing compiler; no Triton or an old Python raise as it does."""
-    line = r"error: torch.compile does not work here \([^\n]+\): --compile-mode none trains without it; [^\n]+"
+    line = r"error: torch.compile does not work here \([^\n]+\); --compile-mode none trains without it, [^\n]+"
     with (torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}), fresh_cache(),
           pytest.raises(SystemExit, match=f"^{line}$")):
         train(rung("5"), tmp_path, byte_tokens, "-B", 1, "-T", 32, compile_mode="default")
