@@ -145,10 +145,11 @@ add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate"
     brings="holds the learning rate, then lowers it linearly; lets you choose a run's length late")
 add("rope", "beyond/modern/3_rope.py", "RoPE", before="trapezoid_lr",
     may_change="model_config rotary_angles rotate CausalSelfAttention.forward Block.forward GPT",
-    exports_to=None, brings="rotates queries and keys by position, instead of position embeddings")
+    exports_to=None, brings="rotates queries and keys by position, instead of position embeddings; "
+    "no significant change in the loss")
 add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", before="rope",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT",
-    brings="replaces LayerNorm by RMSNorm, and has no biases; no significant change in the loss")
+    brings="replaces LayerNorm by RMSNorm, and drops the biases; no significant change in the loss")
 add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", before="rmsnorm",
     may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward GPT",
     brings="normalizes queries and keys, which bounds attention scores; a lower loss")
@@ -194,7 +195,7 @@ add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "grad
     brings="sums the gradients of micro-batches; any batch size, in the memory of one micro-batch")
 add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", before="gradient_accumulation",
     may_change="DataLoaderLite optimizer_step train",
-    same_losses=0.01, brings="loads the next batch while the device works")
+    same_losses=0.01, brings="loads the next batch while the device works; only the first step waits for data")
 add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", before="prefetch",
     may_change="add_flags DataLoaderLite evaluate train",
     same_losses=0.01, brings="measures the loss on held-out text, on any number of ranks")
@@ -226,11 +227,11 @@ add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "gr
 # Several cards.
 add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", before="long_run",
     may_change="GPT.configure_optimizers MuonAdamW.step ShardedMuonAdamW Checkpoints.save init_ranks train",
-    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks")
+    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks; less memory on each")
 add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", before="long_run",
     may_change="imports GPT.__init__ GPT.forward orthogonalize evaluate Checkpoints.load Checkpoints.save shard gather "
                "compile_parts optimizer_step train",
-    torchrun=True, brings="divides parameters, gradients and moments among the cards")
+    torchrun=True, brings="divides parameters, gradients and moments among the cards; less memory on each")
 add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded checkpoint", before="fsdp",
     may_change="imports Checkpoints",
     same_losses=0.01, torchrun=True, brings="lets each card save its own part of a checkpoint")
@@ -240,7 +241,7 @@ add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream"
     same_losses=0.1, memory=(32, 4, 0), brings="keeps the residual stream in bfloat16; less memory traffic (computed)")
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_residual",
     may_change="imports add_flags GPT.configure_optimizers optimizer_step has_graphs GraphedStep train",
-    same_losses=0.01, brings="launches all kernels of a step at once")
+    same_losses=0.01, brings="launches all kernels of a step at once; fewer gaps between kernels")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
     may_change="MODELS GPTConfig",
     brings="has half as many heads, each twice as wide; half as many exponentials (computed)")
