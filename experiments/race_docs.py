@@ -9,11 +9,11 @@ from ladder.records.recipes import RACE
 from ladder.records.summary import build_report
 from ladder.rungs.list import ORDER, ROOT, rung_of
 from ladder.show.charts import Bar
-from ladder.show.columns import markdown
+from ladder.show.columns import markdown, texts_of
 from ladder.show.documents import write_between
 from ladder.show.facts import batch_of, data_of, machine_of
 from ladder.show.plots import Panel, Picture, colors_of, heading, save
-from ladder.show.standings import BRACKETS, FOR_ALL, LINKED_SCRIPT, between, race_caption, race_texts
+from ladder.show.standings import BRACKETS, FOR_ALL, LINKED_SCRIPT, between, race_caption, race_columns
 
 PAGE = "docs/results.md"
 RACES = "races.png"
@@ -34,8 +34,8 @@ def races_of(folders):
 
 def race_table(report):
     """Without times, which `report` shows: a race is about losses."""
-    texts, _ = race_texts(report, LINKED_SCRIPT)
-    texts = texts[[heading for heading in texts if not heading.startswith("ms")]]
+    columns = [column for column in race_columns(report, LINKED_SCRIPT) if not column.heading.startswith("ms")]
+    texts = texts_of([*report.race.race_table.itertuples()], columns)
     return (f"### {race_name(report)}\n\n{markdown(texts, 2)}\n\n"
             f"*{machine_of(report)}, {batch_of(report)}. {race_caption(report, times=False)}*")
 
@@ -81,8 +81,8 @@ def pictures(races):
 def write_tables(races, root=ROOT):
     """The page has only the races by today's rule; its text says what the older ones add."""
     newer = [race for race in races if not is_older(race)]
-    _, explains = race_texts(newer[0])
-    key = [f"- {text}." for heading, text in explains.items() if not heading.startswith("ms")]
+    key = [f"- {column.explains}." for column in race_columns(newer[0])
+           if column.explains and not column.heading.startswith("ms")]
     key = "\n".join([*key, f"- {BRACKETS} {FOR_ALL}"])
     write_between(root / PAGE, "race", [*map(race_table, newer), key])
 

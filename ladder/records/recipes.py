@@ -66,7 +66,7 @@ class Record:
     @cached_property
     def race_table(self):
         """The standings of a race: each script compared with the row before."""
-        return standings(self, against_first=False)
+        return recipe_table(self, against_first=False)
 
     @property
     def timed(self):
@@ -119,7 +119,7 @@ def effects(values, pairs, whole=True):
     return holm_effects(found)
 
 
-def standings(record, against_first):
+def recipe_table(record, against_first):
     """A DataFrame, a row for each script that finished a round: what every table and sentence about recipes shows.
 
     `change` is the Effect on the last validation loss, once all planned seeds have finished; `times` is that on the
@@ -147,7 +147,7 @@ def curves_of(record):
 
 def by_seed(record, against_first):
     """A DataFrame for a spreadsheet: a row for each script and seed, with the difference, the interval and p."""
-    losses, change, rows = record.ends.val_loss.unstack(sort=False), standings(record, against_first).change, []
+    losses, change, rows = record.ends.val_loss.unstack(sort=False), recipe_table(record, against_first).change, []
     for before, after in pairs_of(record.names, against_first):
         effect = change[after]
         found = {"mean": effect.mean, "low_99": effect.low, "high_99": effect.high, "p": effect.p} if effect else {}

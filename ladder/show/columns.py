@@ -3,8 +3,7 @@
 A table in a terminal, in Markdown or on the page is a list of columns. Numbers have the formats of formats.py.
 """
 from dataclasses import dataclass, replace
-
-import pandas
+from operator import itemgetter
 
 from ladder import formats
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS, is_significant
@@ -22,17 +21,25 @@ class Column:
     heading: str
     text: object  # a function of a row
     explains: str = ""  # what a caption says of it
+    goes: int = 99  # a terminal that is too narrow leaves out the column with the least, of several the last
+    has_words: bool = False  # not numbers
 
 
-def explained(columns):
-    """{heading: what a caption says of the column}."""
-    return {column.heading: column.explains for column in columns if column.explains}
+def columns_of(texts, first_to_go=(), explains=None):
+    """Columns for rows that are texts, {heading: text}."""
+    return [Column(heading, itemgetter(heading), (explains or {}).get(heading, ""),
+                   first_to_go.index(heading) if heading in first_to_go else 99) for heading in texts[0]]
 
 
 def texts_of(rows, columns):
-    """What columns show of rows: a DataFrame of short strings, without columns that have no value."""
-    texts = pandas.DataFrame({column.heading: [column.text(row) for row in rows] for column in columns})
-    return texts.loc[:, (texts != NOTHING).any()]
+    """{heading: what the column shows of each row}, without columns that have no value."""
+    texts = {column.heading: [column.text(row) for row in rows] for column in columns}
+    return {heading: cells for heading, cells in texts.items() if {*cells} - {NOTHING}}
+
+
+def explanations(columns, texts):
+    """The sentences that explain the columns which `texts` has."""
+    return [f"{column.explains}." for column in columns if column.explains and column.heading in texts]
 
 
 def times_before(row):
@@ -50,21 +57,20 @@ LABEL = Column("", lambda row: rung_of(row.name).label)
 TITLE = Column("the one change", lambda row: row.title + OLDER * row.older_code)
 LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({rung_of(row.name).file}){OLDER * row.older_code}")
 MS = Column("ms/step", lambda row: formats.ms(row.ms))
-SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high))
+SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high), goes=4)
 MS_SPREAD = Column("ms/step", lambda row: f"{MS.text(row)} ({SPREAD.text(row)})")
-TOKENS = Column("tokens/sec", lambda row: formats.number(row.tokens_per_second))
+TOKENS = Column("tokens/sec", lambda row: formats.number(row.tokens_per_second), goes=5)
 BASELINE = Column("× baseline", lambda row: formats.ratio(row.times_baseline))
-BEFORE = Column("× before", times_before, STARS)
-MFU = Column("MFU", mfu_of, CONVENTION)
+BEFORE = Column("× before", times_before, STARS, goes=9)
+MFU = Column("MFU", mfu_of, CONVENTION, goes=8)
 CAUSAL = Column("causal", lambda row: formats.share(row.mfu_causal),
-                "causal: MFU with the half of attention's FLOPs that a causal kernel computes")
-MEMORY = Column("peak GB", lambda row: formats.gigabytes(row.peak_memory_gb))
-LOSS = Column("loss", lambda row: formats.loss(row.last_loss))
+                "causal: MFU with the half of attention's FLOPs that a causal kernel computes", goes=1)
+MEMORY = Column("peak GB", lambda row: formats.gigabytes(row.peak_memory_gb), goes=7)
+LOSS = Column("loss", lambda row: formats.loss(row.last_loss), goes=6)
 FIRST = Column("1st step s", lambda row: formats.seconds(row.first_step_s),
-               "1st step: with compilation, unless its graphs were in torch's cache")
-VAL_LOSS = Column("val loss", lambda row: NOTHING if row.last_val_loss is None else formats.loss(row.last_val_loss))
-# From a narrow terminal, in this order.
-COLUMNS_TO_GO = ["causal", "1st step s", "val loss", "spread", "tokens/sec", "loss", "peak GB", "MFU", "× before"]
+               "1st step: with compilation, unless its graphs were in torch's cache", goes=2)
+VAL_LOSS = Column("val loss", lambda row: NOTHING if row.last_val_loss is None else formats.loss(row.last_val_loss),
+                  goes=3)
 
 
 def all_columns(report):
@@ -78,7 +84,7 @@ README_COLUMNS = [replace(LABEL, heading="rung"), LINKED_TITLE, MS_SPREAD, BEFOR
 RESULTS_COLUMNS = [*README_COLUMNS[:3], TOKENS, *README_COLUMNS[3:], MFU, MEMORY]
 
 
-def markdown(texts, n_left=2):
-    """A DataFrame of strings in Markdown: the first `n_left` columns are words, the others numbers."""
-    lines = [list(texts), ["---"] * n_left + ["--:"] * (len(texts.columns) - n_left), *texts.itertuples(index=False)]
+def markdown(texts, n_words=2):
+    """{heading: texts} in Markdown: the first `n_words` columns are words, the others numbers."""
+    lines = [list(texts), ["---"] * n_words + ["--:"] * (len(texts) - n_words), *zip(*texts.values(), strict=True)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -19,10 +19,10 @@ from ladder.records.summary import warnings
 from ladder.rungs.lessons import read_exercises, read_lesson
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
-from ladder.show.columns import STARS, all_columns, explained, mfu_of, texts_of, times_before
+from ladder.show.columns import STARS, all_columns, explanations, mfu_of, texts_of, times_before
 from ladder.show.facts import data_of, fastest, few_rounds, floors_of, gain, remarks_of, where
 from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose
-from ladder.show.standings import BRACKETS, FOR_ALL, between, race_caption, p_of, race_texts, refuted_in
+from ladder.show.standings import BRACKETS, FOR_ALL, between, race_caption, race_columns, p_of, refuted_in
 from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
 
 HERE = Path(__file__).parent
@@ -113,26 +113,22 @@ def effect_view(rung, reports, floors):
             "counted": counted(rung, floors)}
 
 
-def explanations(texts, explains):
-    """The sentences about the columns that a table shows, of {heading: sentence}."""
-    return [f"{explains[heading]}." for heading in texts if heading in explains]
-
-
-def race_view(report):
-    if not report.race:
-        return None
-    texts, explains = race_texts(report)
-    return {"rows": texts.to_dict("records"),
-            "caption": " ".join([race_caption(report), *explanations(texts, explains), BRACKETS, FOR_ALL])}
+def table_view(rows, columns):
+    """(the rows of a table, each {heading: text}; the sentences that explain its columns)."""
+    texts = texts_of(rows, columns)
+    rows = [dict(zip(texts, cells, strict=True)) for cells in zip(*texts.values(), strict=True)]
+    return rows, explanations(columns, texts)
 
 
 def machine_view(report):
-    columns = all_columns(report) if report.rows else []
-    texts = texts_of(report.rows, columns)
-    describe = " ".join([fastest(report), *explanations(texts, explained(columns))]).strip() + remarks_of(report)
-    name = " — ".join(filter(None, [where(report), few_rounds(report)]))
-    return {"id": report.name, "name": name, "rows": texts.to_dict("records"), "describe": describe.rstrip("."),
-            "warnings": list(warnings(report)), "race": race_view(report)}
+    view = {"id": report.name, "race": bool(report.race), "warnings": list(warnings(report)),
+            "name": " — ".join(filter(None, [where(report), few_rounds(report)]))}
+    if report.race:
+        rows, explained = table_view([*report.race.race_table.itertuples()], race_columns(report))
+        return view | {"rows": rows, "describe": " ".join([race_caption(report), *explained, BRACKETS, FOR_ALL])}
+    rows, explained = table_view(report.rows, all_columns(report))
+    describe = " ".join([fastest(report), *explained]).strip() + remarks_of(report)
+    return view | {"rows": rows, "describe": describe}
 
 
 def first_chart(reports, bars_of):

@@ -1,19 +1,17 @@
 """Reports in a terminal: a ladder or a race, two logs, a profile, the end of a run."""
-import pandas
-
 from ladder import formats
 from ladder.records.logs import has_steps
 from ladder.records.summary import build_report, warnings
 from ladder.records.two_logs import compare
 from ladder.records.step_profile import KINDS, UNRELIABLE, is_reliable
 from ladder.rungs.list import BY_NAME
-from ladder.show.columns import COLUMNS_TO_GO, all_columns, explained, texts_of
+from ladder.show.columns import Column, all_columns, columns_of
 from ladder.show.facts import conditions, few_rounds, remarks_of
 from ladder.show.standings import print_race
-from ladder.show.terminal import print_texts
+from ladder.show.terminal import print_table
 
-FORMATS = {"loss A": formats.logged_loss, "loss B": formats.logged_loss, "B - A": formats.logged_difference,
-           "ms A": formats.ms, "ms B": formats.ms, "A / B": formats.ratio}
+FORMATS = {"step": str, "loss A": formats.logged_loss, "loss B": formats.logged_loss,
+           "B - A": formats.logged_difference, "ms A": formats.ms, "ms B": formats.ms, "A / B": formats.ratio}
 SHORT_KINDS = {"matrix products": "matmul", "normalization and pointwise": "pointwise", "cross-entropy": "loss"}
 
 
@@ -24,9 +22,8 @@ def print_report(report, console):
         return
     for warning in warnings(report):
         console.print(f"! {warning}", style="yellow")
-    columns = all_columns(report)
-    print_texts(texts_of(report.rows, columns), console, " — ".join(filter(None, [report.name, few_rounds(report)])),
-                f"{conditions(report)}{remarks_of(report)}", explained(columns), COLUMNS_TO_GO)
+    print_table(report.rows, all_columns(report), console, " — ".join(filter(None, [report.name, few_rounds(report)])),
+                f"{conditions(report)}{remarks_of(report)}")
     if report.profile:
         print_profile(report.profile, console)
 
@@ -35,31 +32,30 @@ def print_comparison(one, other, console):
     steps, sentences = compare(one, other)
     warm = {*one.steps[one.warm_up :]} & {*other.steps[other.warm_up :]}
     counted = steps[steps["step"].isin(warm)]
-    median = (counted if len(counted) else steps).median().to_frame().T
-    rows, texts = pandas.concat([steps, median]), pandas.DataFrame()
-    for name, form in FORMATS.items():
-        texts[name] = rows[name].map(form)
-    texts.insert(0, "step", [*steps["step"].map(str), "median"])
-    texts.iloc[-1, 1:3] = ""
-    print_texts(texts, console, f"{one.path}  against  {other.path}", first_to_go=("loss A", "loss B", "ms A", "ms B"))
+    median = (counted if len(counted) else steps).median()
+    texts = [{name: form(row[name]) for name, form in FORMATS.items()} for row in (*steps.to_dict("records"), median)]
+    texts[-1] |= {"step": "median", "loss A": "", "loss B": ""}
+    columns = columns_of(texts, ["loss A", "loss B", "ms A", "ms B"])
+    print_table(texts, columns, console, f"{one.path}  against  {other.path}")
     for sentence in sentences:
         console.print(sentence)
 
 
 def print_profile(profile, console):
     """The profile as a table: ms per step, by kind of work."""
-    rows = []
-    for found in profile["rungs"]:
-        times = {SHORT_KINDS.get(kind, kind): found["parts_ms"][kind] for kind in KINDS}
-        times |= {"step": found["step_ms"], "plain": found["plain_ms"], "products": found["products_ms"]}
-        rows.append({"rung": BY_NAME[found["name"]].row + " (!)" * (not is_reliable(found))}
-                    | {word: formats.ms(ms) for word, ms in times.items()})
+    goes = {"plain_ms": 1, "data": 2, "waiting": 3, "products_ms": 4}
+
+    def ms_column(heading, key, explains=""):
+        return Column(heading, lambda found: formats.ms((found | found["parts_ms"])[key]), explains, goes.get(key, 99))
+
+    columns = [Column("rung", lambda found: BY_NAME[found["name"]].row + " (!)" * (not is_reliable(found))),
+               *(ms_column(SHORT_KINDS.get(kind, kind), kind) for kind in KINDS),
+               ms_column("step", "step_ms", "step: under the profiler"),
+               ms_column("plain", "plain_ms", "plain: without it"),
+               ms_column("products", "products_ms", "products: all of its matrix products at the rate measured")]
     caption = "" if all(map(is_reliable, profile["rungs"])) else f"(!) {UNRELIABLE}"
-    explains = {"step": "step: under the profiler", "plain": "plain: without it",
-                "products": "products: all of its matrix products at the rate measured"}
-    print_texts(pandas.DataFrame(rows), console, f"ms per step, {profile['name']}, {profile['model']}, "
-                f"B={profile['B']} T={profile['T']}", caption, explains, ("plain", "data", "wait", "products"),
-                padding=(0, 1, 0, 0), pad_edge=False)
+    print_table(profile["rungs"], columns, console, f"ms per step, {profile['name']}, {profile['model']}, "
+                f"B={profile['B']} T={profile['T']}", caption, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def print_end(runner, console, quick):
@@ -81,7 +77,9 @@ def print_end(runner, console, quick):
 
 
 def print_largest(found, console):
-    """The largest batch of each rung, as max_batch.py found it."""
-    texts = [{"rung": rung.title, "largest B": str(best), "tokens/s": formats.number(speed),
-              "what stopped the next one tried": why} for rung, (best, speed, why) in found.items()]
-    print_texts(pandas.DataFrame(texts), console, "The largest batch, to within an eighth", wraps=(0, 3))
+    """The largest batch of each rung, as max_batch.py found it: {rung: (B, tokens/s, why not the next)}."""
+    columns = [Column("rung", lambda row: row[0].title), Column("largest B", lambda row: str(row[1])),
+               Column("tokens/s", lambda row: formats.number(row[2])),
+               Column("what stopped the next one tried", lambda row: row[3], has_words=True)]
+    print_table([(rung, *best) for rung, best in found.items()], columns, console,
+                "The largest batch, to within an eighth")

@@ -5,14 +5,13 @@ from ladder import formats
 from ladder.records.recipes import TUNING_SEEDS, doubts, show_rates
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_SEEDS
 from ladder.rungs.list import rung_of, today
-from ladder.show.columns import Column, explained, texts_of
-from ladder.show.terminal import print_texts
+from ladder.show.columns import Column
+from ladder.show.terminal import print_table
 
 BRACKETS = "In parentheses: the lowest and the highest value (range), or a 99 % interval."
 FOR_ALL = ("The intervals hold for all rows at once, by Bonferroni's correction. It is stricter than Holm's, so an "
            f"interval may include zero although p < {BEYOND_CHANCE}.")
 REFUTED = "†"  # at a star that a check removed
-FIRST_TO_GO = ["tries", "learning rates", "parameters", "ms/step", "ms /", "val loss"]  # of a narrow terminal
 
 
 def label_of(name):
@@ -43,26 +42,27 @@ def times_of(row):
 SCRIPT = Column("script", lambda row: rung_of(row.name).row if rung_of(row.name).label else label_of(row.name))
 LINKED_SCRIPT = [Column("", lambda row: f"`{label_of(row.name)}`"),
                  Column("the one change", lambda row: f"[{rung_of(row.name).title}]({rung_of(row.name).file})")]
-TRIES = Column("tries", lambda row: str(row.tries))
+TRIES = Column("tries", lambda row: str(row.tries), goes=1)
 
 
 def recipe_columns(beside, refuted=()):
     """The columns of the standings; `beside` is what each script is compared with."""
     return [
         Column("learning rates", lambda row: show_rates(float(f"{rate:.3g}") for rate in row.rates),
-               "learning rates: AdamW's, and Muon's if the script has Muon"),
+               "learning rates: AdamW's, and Muon's if the script has Muon", goes=2),
         Column("val loss (range)",
                lambda row: formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss),
-               "val loss: the mean over the seeds"),
+               "val loss: the mean over the seeds", goes=6),
         Column(f"− {beside} (99 %)", lambda row: between(row.change, formats.difference),
                f"− {beside}: the mean change of the loss between runs with the same seed"),
         Column("p", lambda row: p_of(row.change, row.name in refuted),
                f"p: from a paired t-test, after Holm's correction for all rows; * marks p < {BEYOND_CHANCE} with at "
                f"least {FEWEST_SEEDS} seeds"),
-        Column("ms/step (range)", times_of, "ms/step: the median of timed runs, without compilation and validation"),
+        Column("ms/step (range)", times_of, "ms/step: the median of timed runs, without compilation and validation",
+               goes=4),
         Column(f"ms / {beside} (99 %)", lambda row: between(row.times, as_ratio),
-               f"ms / {beside}: from pairs of runs, timed one after the other"),
-        Column("parameters", lambda row: formats.number(row.parameters)),
+               f"ms / {beside}: from pairs of runs, timed one after the other", goes=5),
+        Column("parameters", lambda row: formats.number(row.parameters), goes=3),
     ]
 
 
@@ -116,13 +116,11 @@ def refuted_in(report):
     return {today(name): why for name, why in report.machine.get("refuted", {}).items()}
 
 
-def race_texts(report, scripts=(SCRIPT,)):
-    """(the standings as short texts, {heading: what explains it}); `scripts` are the columns that name a script."""
-    columns = [*scripts, *recipe_columns("the row before", refuted_in(report))]
-    return texts_of([*report.race.race_table.itertuples()], columns), explained(columns)
+def race_columns(report, scripts=(SCRIPT,)):
+    """`scripts` are the columns that name a script."""
+    return [*scripts, *recipe_columns("the row before", refuted_in(report))]
 
 
 def print_race(report, console):
-    texts, explains = race_texts(report)
-    print_texts(texts, console, f"{report.name}: a race", f"{race_caption(report)} {BRACKETS} {FOR_ALL}", explains,
-                FIRST_TO_GO)
+    print_table([*report.race.race_table.itertuples()], race_columns(report), console, f"{report.name}: a race",
+                f"{race_caption(report)} {BRACKETS} {FOR_ALL}")

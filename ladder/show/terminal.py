@@ -8,6 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ladder.show.columns import texts_of
+
 WRAPPED = 16  # characters that are left of a column of words, which wraps
 console = Console(highlight=False, markup=False)
 messages = Console(highlight=False, markup=False, stderr=True)  # not the answer: stdout belongs to --json and --csv
@@ -45,43 +47,42 @@ def above_zero(kind):
 COUNT, AMOUNT = above_zero(int), above_zero(float)
 
 
-def table_of(texts, title, wraps, style, most):
-    """A rich table: the columns at the places `wraps` fold where it is narrow, and none needs more than `most`."""
+def table_of(texts, columns, title, width, style):
+    """A rich table of {heading: texts}: its first column, and others of words, fold where it is narrow."""
     table = Table(title=title, box=box.SIMPLE_HEAD, **style)
-    for place, heading in enumerate(texts):
-        cells, folded = texts[heading], textwrap.fill(heading, 14, break_long_words=False)
-        least = max(map(len, [*folded.split("\n"), *cells]))
-        if place in wraps:
-            longest_word = max(len(word) for text in [heading, *cells] for word in text.split())
-            least = max(longest_word, min(WRAPPED, cells.str.len().max()))
-        table.add_column(folded, justify="right" if place else "left", overflow="fold",
-                         no_wrap=place not in wraps, min_width=min(least, most))
-    for row in texts.itertuples(index=False):
+    for place, column in enumerate(columns):
+        cells, heading = texts[column.heading], textwrap.fill(column.heading, 14, break_long_words=False)
+        folds = place == 0 or column.has_words
+        least = max(map(len, [*heading.split("\n"), *cells]))
+        if folds:
+            longest_word = max(len(word) for text in [column.heading, *cells] for word in text.split())
+            least = max(longest_word, min(WRAPPED, max(map(len, cells))))
+        table.add_column(heading, justify="right" if place else "left", overflow="fold", no_wrap=not folds,
+                         min_width=min(least, width - 4))
+    for row in zip(*(texts[column.heading] for column in columns), strict=True):
         table.add_row(*row)
     return table
 
 
-def print_texts(texts, console, title, caption="", explains=None, first_to_go=(), wraps=(0,), **style):
-    """A DataFrame of strings under its headings: the first column are words, the others numbers.
+def print_table(rows, columns, console, title, caption="", **style):
+    """What columns show of rows; the caption also explains the columns. `style` is rich's.
 
-    A table that is too wide loses columns, never letters: those whose heading starts with one of `first_to_go`, in this
-    order, then from the right; before that the columns at the places `wraps` take several lines. Of `explains`,
-    {heading: sentence}, the caption gets those of the columns that are shown.
+    A table that is too wide loses columns, never letters; before that its words take several lines.
     """
-    shown, left_out = texts, []
+    texts, left_out = texts_of(rows, columns), []
+    shown = [column for column in columns if column.heading in texts]
     while True:
-        table = table_of(shown, title, wraps, style, console.width - 4)
+        table = table_of(texts, shown, title, console.width, style)
         least = console.measure(table, options=console.options.update(width=1000)).minimum
-        if least <= console.width or len(shown.columns) == 1:
+        if least <= console.width or len(shown) == 1:
             break
-        others = list(shown)[1:]
-        starts = [heading for start in first_to_go for heading in others if heading.startswith(start)]
-        left_out.append([*starts, others[-1]][0])
-        shown = shown.drop(columns=left_out[-1])
+        left_out.append(min(reversed(shown[1:]), key=lambda column: column.goes))
+        shown.remove(left_out[-1])
     console.print(table)
-    sentences = [caption, *((explains or {}).get(heading, "") for heading in shown)]
+    sentences = [caption, *(column.explains for column in shown)]
     if left_out:
-        sentences.append(f"A wider terminal also shows {', '.join(' '.join(name.split()) for name in left_out)}")
+        names = ", ".join(column.heading for column in left_out)
+        sentences.append(f"A wider terminal also shows {names}")
     text = " ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence)
     if text:
         console.print(text, style="dim italic")

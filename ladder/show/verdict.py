@@ -3,12 +3,11 @@ from pathlib import Path
 
 from ladder import formats
 from ladder.records.logs import run_of
-from ladder.records.recipes import doubts, standings
+from ladder.records.recipes import doubts, recipe_table
 from ladder.records.significance import FEWEST_SEEDS
-from ladder.show.columns import explained, texts_of
 from ladder.show.standings import (
-    BRACKETS, FIRST_TO_GO, FOR_ALL, SCRIPT, TRIES, as_ratio, how_sure, label_of, recipe_columns)
-from ladder.show.terminal import print_texts
+    BRACKETS, FOR_ALL, SCRIPT, TRIES, as_ratio, how_sure, label_of, recipe_columns)
+from ladder.show.terminal import print_table
 
 
 def loss_sentence(name, first, effect, n_seeds, seeds):
@@ -71,21 +70,20 @@ def limits(record, table):
 
 
 def verdict_of(record):
-    """(the table as short texts, what explains its columns, what comes before it, the sentences) of a comparison."""
-    table = standings(record, against_first=True)
+    """(the rows of the table, its columns, what comes before it, the sentences) of a comparison."""
+    table = recipe_table(record, against_first=True)
     first, seeds = label_of(record.names[0]), record.planned
     sentences = [f"{loss_sentence(label_of(row.name), first, row.change, row.seeds, seeds)} "
                  f"{time_sentence(row.times)}" for row in table.iloc[1:].itertuples()]
     columns = [SCRIPT, TRIES, *recipe_columns(first)]
-    texts = texts_of([*table.itertuples()], columns)
-    return texts, explained(columns), [*cautions(record, table)], [*sentences, *limits(record, table)]
+    return [*table.itertuples()], columns, [*cautions(record, table)], [*sentences, *limits(record, table)]
 
 
 def print_verdict(record, console):
-    texts, explains, before, sentences = verdict_of(record)
-    caption = f"{BRACKETS} {FOR_ALL}" if len(texts) > 2 else BRACKETS
+    rows, columns, before, sentences = verdict_of(record)
+    caption = f"{BRACKETS} {FOR_ALL}" if len(rows) > 2 else BRACKETS
     for sentence in before:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True)
-    print_texts(texts, console, "Training recipes", caption, explains, FIRST_TO_GO)
+    print_table(rows, columns, console, "Training recipes", caption)
     for sentence in sentences:
         console.print(sentence, soft_wrap=True)

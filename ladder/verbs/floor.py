@@ -2,8 +2,6 @@
 import itertools
 from pathlib import Path
 
-import pandas
-
 from ladder import formats
 from ladder.count.cards import find_card
 from ladder.count.floors import STORED, TIMES_FLOOR, counted_rungs, floor_row, read_store
@@ -12,7 +10,8 @@ from ladder.count.memory import BLOCK_SIZE, step_bytes
 from ladder.errors import UserError
 from ladder.records.machine import measured_card
 from ladder.rungs.list import BY_LABEL, parse_rungs
-from ladder.show.terminal import COUNT, print_texts
+from ladder.show.columns import columns_of
+from ladder.show.terminal import COUNT, print_table
 
 
 def add_flags(parser):
@@ -63,14 +62,14 @@ def floor_texts(label, kernels, cards):
 def print_floors(kernels, cards, setting, console):
     """The floors of {label: {Kernel: how many}}, a line for each rung; `setting`: model, B and T."""
     texts = [floor_texts(label, counted, cards) for label, counted in kernels.items()]
-    least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
-    called = BY_LABEL[label].called
     expect = ("expect: measured steps (the GPUs of logs/reference, the lecture's A100) took "
               f"{' to '.join(map(formats.ratio, TIMES_FLOOR))} times their floors")
+    columns = columns_of(texts, ["TFLOP", "launches", "traffic", "products", "GB"], {"expect, ms": expect})
+    least, label = max((step_bytes(label=label, **setting), label) for label in kernels)
+    called = BY_LABEL[label].called
     gigabytes = formats.number(least / 1e9)
     caption = f"{called} needs the most memory, about {gigabytes} GB; a card with less needs a smaller -B.\n"
     caption += "\n".join(f"{card.name}: {card.float32:g} / {card.tf32:g} / {card.bits16:g} TFLOP/s in float32 / TF32 / "
                         f"16 bits, {card.bandwidth:,g} GB/s ({card.source})" for card in cards)
     title = "Floors, computed: {model}, B={B} T={T}".format(**setting)
-    print_texts(pandas.DataFrame(texts), console, title, caption, {"expect, ms": expect},
-                ["TFLOP", "launches", "traffic", "products", "GB"])
+    print_table(texts, columns, console, title, caption)

@@ -10,8 +10,13 @@ from scipy.stats import ttest_rel
 from experiments.race import keep
 from ladder.records.recipes import read_logs, write_csv
 from ladder.records.summary import build_report
+from ladder.show.columns import texts_of
 from ladder.show.plots import loss_picture
-from ladder.show.standings import race_caption, how_sure, race_texts
+from ladder.show.standings import how_sure, race_caption, race_columns
+
+
+def race_texts(report):
+    return texts_of([*report.race.race_table.itertuples()], race_columns(report))
 
 
 def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
@@ -26,7 +31,7 @@ def test_standings_are_means_of_the_losses_and_medians_of_the_times(tmp_path):
     assert (curve.title, curve.x) == ("Muon", [*STEPS])
     assert curve.losses == pytest.approx([23 / 3, 19 / 3, 5, 11.9 / 3])
     assert (curve.low[0], curve.high[0]) == (7, 8)
-    texts, _ = race_texts(report)
+    texts = race_texts(report)
     assert list(texts["val loss (range)"]) == ["6.000 (5.900–6.100)", "3.967 (3.900–4.000)"]
     assert all(said in race_caption(report) for said in ("3 seeds", "3 tries", "6 rounds"))
 
@@ -39,7 +44,7 @@ def test_times_are_only_those_of_runs_alone(tmp_path):
         cut(path, 20)
     keep(tmp_path, ORDER)
     report = build_report(tmp_path)
-    texts, _ = race_texts(report)
+    texts = race_texts(report)
     assert report.race.race_table.ms.isna().all() and "not timed" in race_caption(report)
     assert not any("ms" in heading for heading in texts)
 
@@ -56,15 +61,15 @@ def test_a_rung_is_compared_with_the_row_before(tmp_path):
     assert trapezoid.p == pytest.approx(pairs[1].pvalue)
     for effect, pair in zip((muon, trapezoid), pairs, strict=True):  # two tests of 0.5 % each
         assert (effect.low, effect.high) == pytest.approx(pair.confidence_interval(0.995))
-    texts, _ = race_texts(build_report(tmp_path))
+    texts = race_texts(build_report(tmp_path))
     assert list(texts["p"])[:2] == ["–", "<0.001*"] and "*" not in texts["p"][2]
     assert texts["− the row before (99 %)"][1].startswith("−0.998 (−1.0")
     few = {name: losses[:3] for name, losses in ends.items()}
     run_race(tmp_path / "few", entries, 3, **few)
     report = build_report(tmp_path / "few")
-    assert race_texts(report)[0]["p"][1] == "<0.001" and "3 seeds, too few for a star" in race_caption(report)
+    assert race_texts(report)["p"][1] == "<0.001" and "3 seeds, too few for a star" in race_caption(report)
     run_race(tmp_path / "one", entries, 1)
-    assert "p" not in race_texts(build_report(tmp_path / "one"))[0]
+    assert "p" not in race_texts(build_report(tmp_path / "one"))
 
 
 def test_a_seed_that_chose_the_rates_is_not_tested(tmp_path):
@@ -75,7 +80,7 @@ def test_a_seed_that_chose_the_rates_is_not_tested(tmp_path):
     del record.facts["seeds"]  # which older races lack
     write_csv(record, tmp_path / "race.csv")
     report = build_report(tmp_path)
-    muon, (texts, _) = report.race.race_table.loc[MUON.name], race_texts(report)
+    muon, texts = report.race.race_table.loc[MUON.name], race_texts(report)
     assert (muon.val_loss, muon.val_low) == pytest.approx((3.015, 3.0)) and texts["p"][1] == "<0.001"
     assert "4 seeds without 1337, the search's, too few for a star" in race_caption(report)
 
@@ -93,7 +98,7 @@ def test_a_star_that_a_check_removed_is_marked(tmp_path):
     run_race(tmp_path, [ADAMW, MUON], 5, **ends)
     (tmp_path / "machine.json").write_text(json.dumps({"rates": {}, "refuted": {MUON.name: "not with other rates"}}))
     report = build_report(tmp_path)
-    assert race_texts(report)[0]["p"][1] == "<0.001*†" and race_caption(report).endswith("† not with other rates.")
+    assert race_texts(report)["p"][1] == "<0.001*†" and race_caption(report).endswith("† not with other rates.")
 
 
 @pytest.mark.parametrize("tries, seeds, said", [(3, 2, "include only a part of the luck"), (3, 1, "leave out the luck"),

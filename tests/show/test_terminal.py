@@ -2,19 +2,20 @@
 import io
 import re
 
-import pandas
 import pytest
 from load_script import ROOT
 from rich.console import Console
 
 from ladder.errors import UserError
 from ladder.records.summary import build_report
+from ladder.show.columns import columns_of
 from ladder.show.documents import write_tables
 from ladder.show.print_report import print_report
-from ladder.show.terminal import print_texts
+from ladder.show.terminal import print_table
 
-TEXTS = pandas.DataFrame({"the one change": ["DistributedDataParallel, 2 ranks", "fused AdamW, selective decay"],
-                          "ms/step": ["1,234", "56.7"], "× before": ["1.003*", "0.99"], "loss @24": ["6.545", "nan"]})
+TEXTS = [{"the one change": "DistributedDataParallel, 2 ranks", "ms/step": "1,234", "× before": "1.003*",
+          "loss @24": "6.545"},
+         {"the one change": "fused AdamW, selective decay", "ms/step": "56.7", "× before": "0.99", "loss @24": "nan"}]
 
 
 def printed(width, show, *args, **more):
@@ -25,20 +26,20 @@ def printed(width, show, *args, **more):
 
 @pytest.mark.parametrize("width", [200, *range(50, 80)])
 def test_a_table_loses_columns_never_letters(width):
-    out = printed(width, print_texts, TEXTS, title="a", first_to_go=["× before"],
-                  explains={"× before": "* is significant.", "loss @24": "of step 24."})
-    shown = [heading for heading in TEXTS if heading in out.partition("A wider")[0]]
+    explains = {"× before": "* is significant", "loss @24": "of step 24"}
+    out = printed(width, print_table, TEXTS, columns_of(TEXTS, ["× before"], explains), title="a")
+    shown = [heading for heading in TEXTS[0] if heading in out.partition("A wider")[0]]
     assert "…" not in out and max(map(len, out.splitlines())) <= width
     assert {"the one change", "ms/step"} <= {*shown} and (len(shown) == 4 or "× before" not in shown)
     for heading in shown[1:]:
-        assert all(re.search(rf"(?<!\S){re.escape(text)}(?!\S)", out) for text in TEXTS[heading])
+        assert all(re.search(rf"(?<!\S){re.escape(text)}(?!\S)", out) for text in (row[heading] for row in TEXTS))
     assert ("is significant" in out) == ("× before" in shown) and ("of step" in out) == ("loss @24" in shown)
     assert ("A wider terminal" in out) == (len(shown) < 4)
 
 
 def test_a_name_wider_than_the_terminal_is_folded():
-    texts = pandas.DataFrame({"script": [62 * "x"], "p": ["0.5"]})
-    out = printed(40, print_texts, texts, title="a")
+    texts = [{"script": 62 * "x", "p": "0.5"}]
+    out = printed(40, print_table, texts, columns_of(texts), title="a")
     assert out.partition("A wider")[0].count("x") == 62 and "…" not in out and "A wider terminal also shows p." in out
 
 

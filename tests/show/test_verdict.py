@@ -9,10 +9,12 @@ import pytest
 from rich.console import Console
 from scipy.stats import ttest_1samp
 
-from ladder.records.recipes import COLUMNS, TUNING_SEEDS, Record, by_seed, doubts, standings
+from ladder.records.recipes import COLUMNS, TUNING_SEEDS, Record, by_seed, doubts, recipe_table
 from ladder.records.significance import holm, paired_effect
+from ladder.show import verdict
+from ladder.show.columns import texts_of
 from ladder.show.plots import recipes_picture, save
-from ladder.show.verdict import print_verdict, verdict_of
+from ladder.show.verdict import print_verdict
 
 BASE = [2.01, 2.00, 2.02, 1.99, 2.03]
 FACTS = {"batch": "B=16 T=64", "data": "text (bytes tokens)"}
@@ -37,6 +39,12 @@ def shifted(*shifts):
     return [loss + shift for loss, shift in zip(BASE, shifts, strict=True)]
 
 
+def verdict_of(record):
+    """(the table's texts, what comes before it, the sentences)."""
+    rows, columns, *said = verdict.verdict_of(record)
+    return pandas.DataFrame(texts_of(rows, columns)), *said
+
+
 @pytest.mark.parametrize("losses, said", [
     (shifted(-0.05, -0.06, -0.05, -0.04, -0.05), "mine.py ends lower than zero_init: −0.050 nats (99 % interval −0.06"),
     (shifted(0.05, 0.06, 0.05, 0.04, 0.05), "mine.py ends higher than zero_init: +0.050 nats"),
@@ -48,7 +56,7 @@ def shifted(*shifts):
     ([*BASE[:4], math.inf], "or one that diverged; no interval"),
 ])
 def test_one_sentence_says_what_a_comparison_found(losses, said):
-    texts, _, _, [sentence, *_] = verdict_of(record_of({"7_zero_init": BASE, "mine": losses}))
+    texts, _, [sentence, *_] = verdict_of(record_of({"7_zero_init": BASE, "mine": losses}))
     assert said in sentence and ("*" in str(texts.get("p"))) == ("ends lower" in said or "ends higher" in said)
 
 
@@ -56,13 +64,13 @@ def test_a_comparison_that_was_stopped_has_no_p():
     """The number of seeds is fixed beforehand: who stops at the first small p finds one too often."""
     record = record_of({"7_zero_init": BASE, "mine": shifted(-0.05, -0.06, -0.05, -0.04, -0.05)})
     record.facts = FACTS | {"seeds": "8"}
-    texts, _, before, [sentence, *_] = verdict_of(record)
+    texts, before, [sentence, *_] = verdict_of(record)
     assert before == ["Only 5 of 8 seeds have finished, so there is no p; rerun the command with --resume."]
     assert "mine.py finished 5 of 8 seeds" in sentence and "p" not in texts and "p" not in by_seed(record, True)
 
 
 def test_fewer_seeds_get_no_star():
-    texts, _, _, [sentence, *_] = verdict_of(record_of({"7_zero_init": BASE[:4], "mine": [1, 1.01, 0.99, 1]}))
+    texts, _, [sentence, *_] = verdict_of(record_of({"7_zero_init": BASE[:4], "mine": [1, 1.01, 0.99, 1]}))
     assert "fewer than 5 seeds, too few to call it a difference" in sentence and texts["p"][1] == "<0.001"
 
 
@@ -70,7 +78,7 @@ def test_several_files_against_one_are_a_family():
     """p is Holm's over the files, each against the first, not against the one before."""
     losses = {"7_zero_init": BASE, "mine": shifted(-0.05, -0.04, -0.05, -0.06, -0.07),
               "other": shifted(-0.05, -0.03, -0.04, -0.06, -0.07)}
-    texts, _, _, sentences = verdict_of(record_of(losses))
+    texts, _, sentences = verdict_of(record_of(losses))
     raw = {name: paired_effect(BASE, losses[name]).p for name in ("mine", "other")}
     for name, p in holm(raw).items():
         row = texts[texts["script"] == f"{name}.py"].iloc[0]
@@ -83,7 +91,7 @@ def test_times_are_paired_by_round():
     drift = numpy.array([100, 200, 150, 120, 180])
     record = record_of({"7_zero_init": BASE, "mine": shifted(*[-0.5] * 5)},
                        {"7_zero_init": drift, "mine": 1.1 * drift + [1, -1, 0, 1, -1]})
-    texts, _, _, [sentence, *limits] = verdict_of(record)
+    texts, _, [sentence, *limits] = verdict_of(record)
     assert "A step takes 1.10 times as long (99 % interval 1.09 to 1.12, p < 0.001)" in sentence
     assert texts["ms / zero_init (99 %)"][1] == "1.10 (1.09 to 1.12)"
     assert texts["ms/step (range)"][0] == "150.0 (100.0–200.0)"
@@ -99,7 +107,7 @@ def test_rounds_are_paired_by_their_names():
                            (("part", "timing"), ("round", 1), ("round", 7)))
     one = record.points.rung == "mine"
     record.points = record.points[~(timing & (one & last | ~one & first))]
-    effect = standings(record, against_first=True).times["mine"]
+    effect = recipe_table(record, against_first=True).times["mine"]
     assert effect.pairs == 5 and math.exp(effect.mean) == pytest.approx(1 / 1.1)
 
 
@@ -113,7 +121,7 @@ def test_a_sheet_has_each_seeds_difference(tmp_path):
 def test_more_parameters_are_named_and_doubts_come_first():
     record = record_of({"7_zero_init": BASE, "mine": BASE})
     record.points.loc[record.points.rung == "mine", "parameters"] = 900_012
-    texts, _, before, _ = verdict_of(searched(record, "mine", CROSS | {(0.5, 1): 1.5}))
+    texts, before, _ = verdict_of(searched(record, "mine", CROSS | {(0.5, 1): 1.5}))
     assert texts["parameters"].tolist() == ["900,000", "900,012"]
     assert "mine.py are at the edge" in before[0] and "from zero_init's (mine.py +12)" in before[1]
     shown = printed(record, 80)
@@ -153,7 +161,7 @@ def searched(record, name, losses, seeds=TUNING_SEEDS):
 
 def test_a_script_that_finished_no_seed_is_named():
     """With the rates of its search all of its rounds diverged, or they are still to come."""
-    texts, _, before, _ = verdict_of(searched(record_of({"7_zero_init": BASE}), "mine", CROSS))
+    texts, before, _ = verdict_of(searched(record_of({"7_zero_init": BASE}), "mine", CROSS))
     assert len(texts) == 1 and before[-1] == "mine.py finished 0 of 5 seeds."
 
 
@@ -171,7 +179,7 @@ def test_what_would_go_unnoticed_is_that_of_the_script_whose_seeds_differ_most()
     losses = {"7_zero_init": BASE, "calm": shifted(-0.01, 0.01, 0, 0.01, 0),
               "wild": shifted(-0.3, 0.3, 0, 0.2, 0)}
     most = replace(paired_effect(BASE, losses["wild"]), family=2).detectable()
-    assert any(f"finds a difference of {most:.2g} nats" in text for text in verdict_of(record_of(losses))[3])
+    assert any(f"finds a difference of {most:.2g} nats" in text for text in verdict_of(record_of(losses))[2])
 
 
 def test_the_picture_has_the_means_of_the_seeds(tmp_path):
