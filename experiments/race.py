@@ -19,7 +19,7 @@ from rich.console import Console
 
 from experiments.race_docs import races_picture
 from ladder.errors import UserError
-from ladder.measure.contest import MOST_TRIES, TIMINGS, Contest, open_contest, read_about
+from ladder.measure.contest import CONTEST, MOST_TRIES, TIMINGS, Contest, open_contest
 from ladder.measure.fairness import check_fair, check_scripts
 from ladder.measure.run_folder import locked
 from ladder.measure.script_flags import eager_flags
@@ -61,7 +61,7 @@ def main(argv=None):
     flags, names = eager_flags(rungs, flags, settings.device, console), [rung.name for rung in rungs]
     about = {"rungs": args.rungs, "seeds": args.seeds, "tries": args.tries, "search_steps": args.search_steps,
              "flags": flags}
-    with locked(args.logs, resume=bool(read_about(args.logs)), flag="LOGS"):
+    with locked(args.logs, resume=(args.logs / CONTEST).exists(), flag="LOGS"):
         contest = Contest(rungs, flags, args.logs, args.seeds, at_once=args.jobs, most_tries=args.tries,
                           search_steps=args.search_steps, timings=0 if args.untimed else TIMINGS)
         open_contest(contest, about, settings.device, args.time_limit, console)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from ladder.measure import contest, fairness, script_flags
-from ladder.measure.learning_rates import SEED, default_rates, tuning_seeds
+from ladder.measure.learning_rates import SEED, rate_flags, tuning_seeds
 from ladder.records.recipes import read_logs, write_csv
 from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
 
@@ -52,7 +52,7 @@ def cut(path, n_lines):
 
 def rates_of(job):
     """The learning rates of a job, as its flags have them: AdamW's, and Muon's if it has Muon."""
-    return tuple(flag_of(job, flag) for flag in default_rates(BY_NAME[job.name]))
+    return tuple(flag_of(job, flag) for flag in rate_flags(BY_NAME[job.name]))
 
 
 def run_race(folder, entries, seeds=2, best=BEST, slow=(), search_steps=None, tries=3, **val_losses):

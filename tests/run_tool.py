@@ -14,7 +14,7 @@ import pytest
 from run_script import own_settings, run_command, start_forkserver
 
 import ladder.__main__ as tool
-from ladder.measure import exercise, run_folder, runner, script_flags
+from ladder.measure import run_folder, runner, script_flags
 from ladder.measure.processes import Outcome, judge
 from ladder.show.terminal import console
 
@@ -105,7 +105,7 @@ def imported_here(monkeypatch):
         return SimpleNamespace(stdout=out.getvalue(), stderr=error.getvalue(), returncode=code)
 
     monkeypatch.setattr("sys.dont_write_bytecode", True)
-    monkeypatch.setattr(exercise.subprocess, "run", run)
+    monkeypatch.setattr(script_flags.subprocess, "run", run)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from ladder.count.memory import free_memory
 from ladder.errors import UserError
 from ladder.files import new_folder, read_json, write_whole
 from ladder.measure.fairness import check_fair, check_logs, check_scripts, known_flags
-from ladder.measure.learning_rates import RATE_FLAGS, SEED, Search, default_rates, tuning_seeds
+from ladder.measure.learning_rates import RATE_FLAGS, SEED, Search, rate_flags, tuning_seeds
 from ladder.measure.processes import MEMORY_SHARE, Job
 from ladder.measure.run_folder import locked
 from ladder.measure.runner import Runner
@@ -78,7 +78,7 @@ class Contest:
 
     def job(self, rung, folder, rates, seed, *more):
         words = ["--seed", str(seed), *more]
-        for flag, rate in zip(default_rates(rung), rates, strict=True):
+        for flag, rate in zip(rate_flags(rung), rates, strict=True):
             words += [flag, f"{rate:g}"]
         flags = [*known_flags(rung, self.flags), *words]
         return Job(rung.name, command_for(rung, flags, folder), folder, self.env)
@@ -94,21 +94,20 @@ class Contest:
 
     def try_rates(self, wanted):
         """Add the losses of {script: points} to its searches: means over their seeds, from one validation of each."""
-        tries, jobs = [], []
+        tries = []
         for rung, points in wanted.items():
             steps = str(self.search_steps or self.settings(rung).steps)
             for point in points:
                 rates = self.searches[rung.name].rates(point)
                 folder = self.folder / "sweep" / show_rates(rates, "_")
-                runs = [self.job(rung, folder / str(seed), rates, seed, "--steps", steps, "--val-every", steps)
-                        for seed in tuning_seeds(self.seeds)]
-                runs = [replace(run, is_try=True) for run in runs]
-                jobs += runs
-                tries.append((rung, point, runs))
-        self.run_shared(jobs)
-        for rung, point, runs in tries:
-            losses = map(last_val_loss, (run.log for run in runs))
-            self.searches[rung.name].add(point, dict(zip(tuning_seeds(self.seeds), losses, strict=True)))
+                jobs = {seed: self.job(rung, folder / str(seed), rates, seed, "--steps", steps, "--val-every", steps)
+                        for seed in tuning_seeds(self.seeds)}
+                tries.append((rung, point, jobs))
+        all_jobs = [replace(job, is_try=True) for *_, jobs in tries for job in jobs.values()]
+        self.runner.n_jobs += len(all_jobs)
+        self.run_shared(all_jobs)
+        for rung, point, jobs in tries:
+            self.searches[rung.name].add(point, {seed: last_val_loss(job.log) for seed, job in jobs.items()})
 
     def search_until(self, most, finest):
         """Go on with all searches side by side, until each has as many tries as it may have, or none is wanted."""
@@ -144,8 +143,9 @@ class Contest:
 
     def hold(self):
         """The search, the rounds, the timing."""
+        timed_pairs = self.timed_pairs()
+        self.runner.n_jobs = len(self.scripts) * self.seeds + sum(map(len, timed_pairs))  # the search adds its own
         chosen = self.find_rates()
-        self.runner.n_jobs = self.n_jobs(sum(len(search.losses) for search in self.searches.values()))
         for number in range(self.seeds):
             folder = self.folder / f"round_{number + 1}"
             in_turns = self.scripts[::-1] if number % 2 else self.scripts  # so that none always runs first
@@ -153,7 +153,7 @@ class Contest:
         settings, timing = self.settings(self.scripts[0]), []
         most = TIMED_STEPS_ON_A_CPU if settings.device == "cpu" else TIMED_STEPS
         more = ["--steps", str(min(settings.steps, most)), "--val-every", "0"]
-        for number, pair in enumerate(self.timed_pairs()):
+        for number, pair in enumerate(timed_pairs):
             folder = self.folder / "timing" / f"round_{number + 1}"
             timing += [self.job(rung, folder, chosen[rung.name][0], SEED, *more) for rung in pair]
         self.runner.run(timing)
@@ -163,18 +163,10 @@ class Contest:
         pairs = pairs_of(self.scripts, self.against_first) or [tuple(self.scripts)]
         return [order for _ in range(self.timings) for pair in pairs for order in (pair, pair[::-1])]
 
-    def n_jobs(self, n_tries):
-        return (n_tries + len(self.scripts)) * self.seeds + sum(map(len, self.timed_pairs()))
-
 
 # ---- a contest in a folder -------------------------------------------------------------------------------------------
 
 CONTEST = "contest.json"  # what is compared, how, and on which machine
-
-
-def read_about(folder):
-    """What contest.json says; {} without it."""
-    return read_json(Path(folder) / CONTEST)
 
 
 def open_contest(contest, about, device, seconds, console):
@@ -185,7 +177,7 @@ def open_contest(contest, about, device, seconds, console):
     folder = contest.folder
     about["scripts"] = [{"name": rung.name, "label": rung.label, "title": rung.title,
                          "sha256": hashlib.sha256(rung.path.read_bytes()).hexdigest()} for rung in contest.scripts]
-    begun = read_about(folder)
+    begun = read_json(folder / CONTEST)
     for what, new in about.items():
         if begun and begun[what] != new:
             raise UserError(f"{folder}: holds a comparison of other {what}; rerun its own command, or name another")
@@ -196,8 +188,7 @@ def open_contest(contest, about, device, seconds, console):
             raise UserError(f"{folder}: was begun with {old}, and this is {new}; give a new folder")
     if not begun:
         write_whole(folder / CONTEST, json.dumps(about | here, indent=2) + "\n")
-    shortest = sum(min(contest.most_tries, 3 + 3 * len(default_rates(rung))) for rung in contest.scripts)  # of searches
-    contest.runner = Runner(device, folder, seconds, console, resume=True, n_jobs=contest.n_jobs(shortest))
+    contest.runner = Runner(device, folder, seconds, console, resume=True)
 
 
 # ---- what `compare` does ---------------------------------------------------------------------------------------------
@@ -213,28 +204,26 @@ def script_of(word):
 
 
 def copied(scripts, folder):
-    """The scripts, files as copies in the folder: each run is then of the same script, under a name of its own."""
+    """The scripts, files as copies in the folder: each run is then of the same script."""
     copies = []
     for rung in scripts:
-        if not rung.label:
-            name = rung.name
-            while name in [*BY_NAME, *(one.name for one in copies)]:
-                name += "_yours"
-            copy = folder / f"{name}.py"
-            if not copy.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(rung.path, copy)
-            elif copy.read_bytes() != rung.path.read_bytes():
-                raise UserError(f"{rung.path}: differs from {copy}, its copy that ran; give a new folder")
-            rung = Rung("", str(copy.resolve()), rung.title)
-        copies.append(rung)
+        copy = folder / rung.path.name
+        if rung.label:
+            copies.append(rung)
+            continue
+        if not copy.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(rung.path, copy)
+        elif copy.read_bytes() != rung.path.read_bytes():
+            raise UserError(f"{rung.path}: differs from {copy}, its copy that ran; give a new folder")
+        copies.append(Rung("", str(copy.resolve()), rung.title))
     return copies
 
 
 def newest_of(about):
     """The newest folder with a comparison of this kind."""
     for folder in sorted(FOLDERS.glob("*"), reverse=True):
-        if about.items() <= read_about(folder).items():
+        if about.items() <= read_json(folder / CONTEST).items():
             return folder
     raise UserError(f"--resume: {FOLDERS} holds no comparison of these arguments; start it without --resume")
 

@@ -3,8 +3,6 @@
 pytest runs the tests, and tests/exercise_hooks.py writes how each ended; `try` shows it.
 """
 import math
-import re
-import subprocess
 import sys
 from typing import NamedTuple
 
@@ -25,7 +23,7 @@ SHORT = ["--model", "tiny", "-T", "128", "--steps"]  # of the runs side by side,
 SAME = {"total_batch": ["-B", "4", "--total-batch", "1024"], "muon_lr": ["--muon-lr", "2e-3"],
         "kv_heads": ["--kv-heads", "1"]}  # what both get, since an exercise does not name our defaults
 ROUNDS = 3
-SECONDS = 60  # for a script's start, and for each test
+TEST_SECONDS = 60
 
 
 class ExerciseTest(NamedTuple):
@@ -36,38 +34,20 @@ class ExerciseTest(NamedTuple):
     reason: str  # why it is red; "" if it is green
 
 
-def check_file(file):
-    """The flags of a script, as its --help says them. Raises UserError where it is none, or does not start."""
-    if file.suffix != ".py" or not file.is_file():
-        raise UserError(f"{file}: no such script; give a copy of the rung before, as a .py file")
-    words = [sys.executable, "-B", file.resolve(), "--help"]  # -B: nothing of ours beside it
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{file}: --help has no end within {SECONDS} s; correct it, and try again") from None
-    flags = re.findall(r"\[(--[\w-]+)", done.stdout)
-    if done.returncode or not flags:
-        places = re.findall(rf'File "{re.escape(str(file.resolve()))}", (line \d+)', done.stderr)
-        reasons = [*places[-1:], (done.stderr.strip() or "its --help shows no flags").splitlines()[-1]]
-        raise UserError(f"{file}: does not start: {': '.join(reasons)}; correct it, and try again")
-    return flags
-
-
 def run_tests(rung, file, folder):
     """The ExerciseTests of a rung with a file in its place, as tests/exercise_hooks.py writes them; UserError without.
 
     All that pytest prints goes to tests.txt in the folder.
     """
-    options = ["-vv", "-p", "no:cacheprovider", "--basetemp", str(folder / "tmp")]
-    for option in ("addopts=", "tmp_path_retention_policy=none", f"timeout={SECONDS}"):
-        options += ["-o", option]
+    options = ["-vv", "-p", "no:cacheprovider", "--basetemp", str(folder / "tmp"), "-o", "addopts=",
+               "-o", "tmp_path_retention_policy=none", "-o", f"timeout={TEST_SECONDS}"]
     results = folder.resolve() / "tests.json"
     env = {"LADDER_TRY": f"{rung.label}={file.resolve()}", "LADDER_TRY_RESULTS": str(results),
            "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", str(TESTS), *options]
     outcome = run_job(Job("pytest", command, folder, env), math.inf, "cpu")
     (folder / "tests.txt").write_text("\n".join(outcome.lines), encoding="utf-8")
-    tests = [ExerciseTest(**found) for found in read_json(results) or []]
+    tests = [ExerciseTest(**test) for test in read_json(results) or []]
     if not tests or outcome.status != "ok" and not any(test.reason for test in tests):
         raise UserError(f"pytest: {outcome.reason or 'it did not come to its end'}; see {folder / 'tests.txt'}, or "
                         "pip install -r requirements-dev.txt")
@@ -79,7 +59,7 @@ def too_few_for_ranks(device):
     return device == "mps" or device == "cuda" and torch.cuda.device_count() < 2
 
 
-def run_both(rung, file, known, flags, folder, rounds, console):
+def run_both(rung, file, flags, folder, rounds, console):
     """Run our script and a reader's in turns, and say how losses and times compare. Whether both ran to their ends."""
     for name, same in SAME.items():
         if name in defaults(rung):
@@ -89,20 +69,20 @@ def run_both(rung, file, known, flags, folder, rounds, console):
         device, flags = "cpu", [*flags, "--device", "cpu"]
     if rung.about_compiling:
         flags = eager_flags([rung], flags, device, console)
-    theirs = flags if "--compile-mode" in known else split_flags(flags, "--compile-mode")[1]
+    compiles = "--compile-mode" in file.read_text(encoding="utf-8")
+    sides = {"ours": (rung.path, flags),
+             "yours": (file.resolve(), flags if compiles else split_flags(flags, "--compile-mode")[1])}
     jobs, logs = [], {"ours": [], "yours": []}
     for number in range(1, rounds + 1):
-        both = [("ours", rung.path, flags), ("yours", file.resolve(), theirs)]
-        for name, path, own in both if number % 2 else reversed(both):  # a machine's speed drifts
-            round_folder = folder / name / f"round_{number}"
-            jobs.append(Job(path.stem, command_for(rung, own, round_folder, script=[path]), round_folder))
-            logs[name].append(jobs[-1].log)
+        for side in sides if number % 2 else reversed(sides):  # a machine's speed drifts
+            (path, its_flags), log_dir = sides[side], folder / side / f"round_{number}"
+            jobs.append(Job(path.stem, command_for(rung, its_flags, log_dir, script=[path]), log_dir))
+            logs[side].append(jobs[-1].log)
     with Runner(device, folder, 3600, console, n_jobs=len(jobs)) as runner:
         runner.run(jobs)
     if runner.failed():
         return False
-    ours, yours = (list(map(read_log, paths)) for paths in logs.values())
-    for sentence in sentences(ours, yours):
+    for sentence in sentences(*(list(map(read_log, paths)) for paths in logs.values())):
         console.print(sentence, soft_wrap=True)
     return True
 

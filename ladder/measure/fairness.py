@@ -2,13 +2,13 @@
 import argparse
 
 from ladder.errors import UserError
-from ladder.measure.exercise import check_file
-from ladder.measure.script_flags import check_flags, defaults, settings_of, split_flags
+from ladder.measure.script_flags import check_file, check_flags, defaults, settings_of, split_flags
 from ladder.records.logs import read_log
-from ladder.rungs.list import load_script
+from ladder.rungs.list import BY_NAME, load_script
 
+# A comparison is unfair where these differ.
 MUST_AGREE = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
-        "val_every": "--val-every", "val_sequences": "--val-sequences"}  # a comparison is unfair where these differ
+              "val_every": "--val-every", "val_sequences": "--val-sequences"}
 
 
 def known_flags(rung, flags):
@@ -27,18 +27,21 @@ def known_flags(rung, flags):
 def refuse_unlike(facts):
     """Refuse {script: {what: value}} that are not all alike, by name."""
     (first, wanted), *others = facts.items()
-    for name, found in others:
-        for what, value in found.items():
+    for name, its_facts in others:
+        for what, value in its_facts.items():
             if value != wanted[what]:
                 raise UserError(f"{MUST_AGREE.get(what, what)}: {name} has {value} and {first} {wanted[what]}, which "
                                 "is not a fair comparison; give both the same")
 
 
 def check_scripts(scripts):
-    """Refuse what has no validation loss, or no learning rate."""
+    """Refuse a file with another script's name, and what has no validation loss, or no learning rate."""
+    names = [rung.name for rung in scripts]
     for rung in scripts:
         if not rung.label:
             check_file(rung.path)
+            if rung.name in BY_NAME or names.count(rung.name) > 1:
+                raise UserError(f"{rung.path}: another script has this name; rename it")
         if not {"val_every", "max_lr"} <= defaults(rung).keys():
             raise UserError(f"{rung.file}: has no --val-every or --max-lr; take a script of beyond/modern/ or a copy")
 
@@ -54,9 +57,9 @@ def check_fair(scripts, flags):
     settings = check_flags(scripts[:1], known[scripts[0]])
     facts = {}
     for rung, words in known.items():
-        own = vars(settings_of(rung, words))
-        own["tokens"] = own.get("total_batch") or own["B"] * own["T"]
-        facts[rung.title] = {name: str(own[name]) for name in MUST_AGREE}
+        its_settings = vars(settings_of(rung, words))
+        its_settings["tokens"] = its_settings.get("total_batch") or its_settings["B"] * its_settings["T"]
+        facts[rung.title] = {name: str(its_settings[name]) for name in MUST_AGREE}
     refuse_unlike(facts)
     if not settings.val_every:
         raise UserError("--val-every 0: validation losses are compared; give the steps from one to the next")

@@ -64,6 +64,6 @@ def tuning_seeds(n):
     return range(SEED - 1, SEED - 1 - n, -1)
 
 
-def default_rates(rung):
-    """{flag: default} of the learning rates of a script: AdamW's, and Muon's if it has Muon."""
-    return {flag: defaults(rung)[name] for name, flag in RATE_FLAGS.items() if name in defaults(rung)}
+def rate_flags(rung):
+    """The flags of a script's learning rates: AdamW's, and Muon's if it has Muon."""
+    return [flag for name, flag in RATE_FLAGS.items() if name in defaults(rung)]

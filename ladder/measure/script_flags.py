@@ -1,5 +1,6 @@
 """A script's flags and its command line: what a user's flags mean to each script, and which are refused."""
 import argparse
+import re
 import subprocess
 import sys
 from functools import cache
@@ -12,6 +13,7 @@ from ladder.rungs.list import ROOT, load_script
 # of torchrun: without an address it looks its host's name up, and hangs where that has none
 ONE_MACHINE = ["--standalone", "--local-addr=127.0.0.1"]
 QUICK_DATA = Path("data/bytes")
+START_SECONDS = 60  # for a script to show its --help
 
 
 def prepare_quick():
@@ -76,6 +78,21 @@ def eager_flags(rungs, flags, device, console):
         return flags
     console.print(f"rungs 5 and up get --compile-mode none: {problem}", soft_wrap=True)
     return [*flags, "--compile-mode", "none"]
+
+
+def check_file(file):
+    """Refuse what is no script, or does not start; its --help shows flags."""
+    if file.suffix != ".py" or not file.is_file():
+        raise UserError(f"{file}: no such script; give a copy of the rung before, as a .py file")
+    words = [sys.executable, "-B", file.resolve(), "--help"]  # -B: nothing of ours beside it
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{file}: --help has no end within {START_SECONDS} s; correct it, and try again") from None
+    if done.returncode or "[--" not in done.stdout:
+        places = re.findall(rf'File "{re.escape(str(file.resolve()))}", (line \d+)', done.stderr)
+        reasons = [*places[-1:], (done.stderr.strip() or "its --help shows no flags").splitlines()[-1]]
+        raise UserError(f"{file}: does not start: {': '.join(reasons)}; correct it, and try again")
 
 
 def check_flags(rungs, flags):

@@ -27,12 +27,12 @@ def add_flags(parser):
 def main(args, console):
     words = [Path(word) for word in args.what]
     are_logs = len(words) == 2 and all(word.suffix == ".log" for word in words)
-    if args.flags and (are_logs or len(words) == 1):
+    is_folder = len(words) == 1 and (words[0] / CSV).exists()
+    if args.flags and (are_logs or is_folder):
         raise UserError(f"compare {' '.join(args.flags)}: flags are for scripts, and none runs here; leave them out")
     if are_logs:
-        print_comparison(*map(read_log, words), console)
-        return 0
-    if len(words) == 1 and (words[0] / CSV).exists():
+        return print_comparison(*map(read_log, words), console)
+    if is_folder:
         return print_verdict(finished(words[0]), console)
     if len(words) == 1:
         raise UserError(f"compare {words[0]}: give two rungs or files, two logs, or the folder of a comparison")
@@ -51,6 +51,8 @@ def compare_recipes(args, console):
     from ladder.measure.contest import hold_comparison  # loads torch, which two logs do not need
     from ladder.show.plots import recipes_picture, save
 
+    if args.tries < 0:
+        raise UserError(f"--tries {args.tries}: give 1 or more, or 0 for no search")
     folder, runner = hold_comparison(args, console)
     if runner is None:
         console.print("stopped; the same command with --resume continues")

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from ladder.errors import UserError
 from ladder.files import new_folder
-from ladder.measure.exercise import ROUNDS, SHORT, check_file, run_both, run_tests
+from ladder.measure.exercise import ROUNDS, SHORT, run_both, run_tests
 from ladder.measure.problems import NO_TORCHRUN
-from ladder.measure.script_flags import settings_of
+from ladder.measure.script_flags import check_file, settings_of
 from ladder.rungs.lessons import read_exercises
 from ladder.rungs.list import ROOT, find_rung
 from ladder.show.lesson_text import show_diffs
 from ladder.show.terminal import COUNT
-
 
 
 def add_flags(parser):
@@ -34,7 +33,7 @@ def main(args, console):
         raise UserError(f"try: {rung.called} has no exercise; try one of {', '.join(exercises)}")
     if not importlib.util.find_spec("pytest"):
         raise UserError("try: needs pytest; pip install pytest")
-    known = check_file(file)
+    check_file(file)
     if rung.torchrun and sys.platform == "win32":
         raise UserError(f"try: torchrun {NO_TORCHRUN}")
     settings_of(rung, args.flags)  # exits if they are wrong
@@ -61,7 +60,7 @@ def main(args, console):
         console.print(f"All {len(tests)} tests pass.", style="bold")
     ran = True
     if args.rounds or not failed:
-        ran = run_both(rung, file, known, flags, folder, args.rounds or ROUNDS, console)
+        ran = run_both(rung, file, flags, folder, args.rounds or ROUNDS, console)
     if not failed:
         show_diffs(rung, file, console)
     return 1 if failed or not ran else 0

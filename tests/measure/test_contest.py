@@ -109,9 +109,6 @@ def test_a_file_is_no_rung_though_it_has_its_name(mine, tmp_path):
     copy = contest.script_of(str(mine(name="7_zero_init.py")))
     rung = BY_LABEL["zero_init"]
     assert copy.label == "" and contest.script_of(str(rung.path)) is rung is contest.script_of("zero_init")
-    one, other = contest.copied([BY_LABEL["zero_init"], copy], tmp_path / "scripts")
-    assert one is BY_LABEL["zero_init"] and other.name == "7_zero_init_yours"
-    assert other.path.read_bytes() == copy.path.read_bytes()
 
 
 def test_a_changed_file_never_replaces_the_copy_that_ran(mine, tmp_path):

@@ -17,7 +17,7 @@ from run_script import run_command
 from run_tool import files_in, is_one_error, run_in_a_fork, run_jobs_here
 
 from ladder.errors import UserError
-from ladder.measure import exercise, runner
+from ladder.measure import exercise, runner, script_flags
 from ladder.measure.exercise import TESTS, ExerciseTest, run_tests, sentences
 from ladder.records.logs import Run
 from ladder.rungs.list import BY_LABEL
@@ -196,7 +196,7 @@ def test_each_call_has_a_folder_of_its_own_and_few_steps_beyond_rung_10(console,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(try_, "check_file", lambda file: [])
     monkeypatch.setattr(try_, "run_tests", lambda *args: [ExerciseTest("a", "hint a", "")])
-    monkeypatch.setattr(try_, "run_both", lambda rung, file, known, flags, folder, *more: (
+    monkeypatch.setattr(try_, "run_both", lambda rung, file, flags, folder, *more: (
         calls.append((folder, flags[flags.index("--steps") + 1])) or True))
     for label in ("10", "gradient_accumulation", "gradient_accumulation"):
         rung = BY_LABEL[label]
@@ -210,7 +210,7 @@ def test_only_the_exercise_about_compiling_compiles(console, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(try_, "check_file", lambda file: [])
     monkeypatch.setattr(try_, "run_tests", lambda *args: [ExerciseTest("a", "hint a", "")])
-    monkeypatch.setattr(try_, "run_both", lambda rung, file, known, flags, *more: modes.append("none" in flags) or True)
+    monkeypatch.setattr(try_, "run_both", lambda rung, file, flags, *more: modes.append("none" in flags) or True)
     for label in ("4", "5", "6"):
         try_.main(SimpleNamespace(rung=label, file=BY_LABEL[label].start.path, rounds=None, flags=[]), console)
     assert modes == [True, False, True]
@@ -228,8 +228,9 @@ def test_ours_and_theirs_begin_in_turn(console, tmp_path, monkeypatch):
             return True
 
     monkeypatch.setattr(exercise, "Runner", Runner)
+    (tmp_path / "mine.py").touch()
     flags = ["--device", "cpu", "--steps", "1"]
-    exercise.run_both(BY_LABEL["1"], tmp_path / "mine.py", [], flags, tmp_path, 3, console)
+    exercise.run_both(BY_LABEL["1"], tmp_path / "mine.py", flags, tmp_path, 3, console)
     assert ran == ["ours", "yours", "yours", "ours", "ours", "yours"]
 
 
@@ -242,7 +243,7 @@ def test_two_ranks_run_on_the_cpu_where_there_are_no_two_gpus(device, gpus, too_
 
 @pytest.mark.slow
 def test_an_import_without_end_is_stopped(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(exercise, "SECONDS", 15)
+    monkeypatch.setattr(script_flags, "START_SECONDS", 15)
     (tmp_path / "mine.py").write_text("while True:\n    pass\n")
     assert is_one_error(call("try", 6, tmp_path / "mine.py"), "--help has no end within 15 s")
 
