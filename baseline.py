@@ -1,13 +1,14 @@
 """Rung 0, the baseline: train GPT-2 (124M) as plainly as possible.
 
-Attention computes the full (T, T) matrix of scores, masks the future and takes the softmax, as the
-papers write it. All matrix products run in float32 ("highest"); the optimizer is AdamW with torch's
-defaults and a constant learning rate of 3e-4.
+Attention is written as in the papers: it computes the full (T, T) matrix of scores, masks the
+future and takes the softmax. All matrix products run in float32 ("highest"). The optimizer is AdamW
+with torch's defaults and a constant learning rate of 3e-4.
 
-The model departs from GPT-2 in four places: no dropout (one pass over a large corpus needs none);
-untied embeddings until rung 1 (so 163M parameters); residual projections not scaled until rung 4;
-position embeddings that start with a standard deviation of 0.02, not 0.01. As in GPT-3's training,
-attention crosses the boundaries of documents.
+The model differs from GPT-2 in four ways. It has no dropout, because one pass over a large corpus
+needs none. Until rung 1, embedding and output layer are separate matrices, so it has 163M
+parameters. Until rung 4, residual projections are not scaled. Position embeddings start with a
+standard deviation of 0.02, not 0.01. As in GPT-3's training, tokens attend across document
+boundaries.
 
 Sources: Radford et al. 2019 (GPT-2); Vaswani et al. 2017; Karpathy's lecture and build-nanogpt.
 """

@@ -1,17 +1,20 @@
-"""A Hugging Face model as a file like --save's, and back: the one place that knows both formats.
+"""Convert a Hugging Face model to a file like those of --save, or such a file to a folder.
 
     python convert.py gpt2 gpt2.pt        # from a name on the hub or a folder: a GPT-2 or a Qwen3
     python convert.py mine.pt my-model    # from a file of --save or a checkpoint: to a folder
     python speedup_10_fused_adamw.py --pretrained gpt2.pt
 
-The file is that of one script: rung 10's for a GPT-2 (the scripts from rung 7 to `trapezoid_lr`
-load it), `zero_init`'s for a Qwen3, `grouped_query_attention`'s for a Qwen3 whose heads share keys
-and values, as the published ones do. --script names another one, such as baseline.py; `mup` loads
-only its own. Rows that pad the vocabulary (rung 7) start as in a new model. In the other direction
-padding is cut off, untied embeddings (baseline.py's) stay untied, and `mup`'s factor on the logits
-moves into the last norm. `rope`, `rmsnorm`, `qk_norm`, `no_biases`, `frequency_prior` and
-`ngram_embeddings` are neither a GPT-2 nor a Qwen3. The last two can start from a Qwen3 without
-shared heads, because what they add to it starts at zero.
+A file belongs to one script. A GPT-2 becomes a file of rung 10, which the scripts from rung 7 to
+`trapezoid_lr` can load. A Qwen3 becomes a file of `zero_init`, or of `grouped_query_attention` if
+its heads share keys and values, as in the published ones. --script names another script, such as
+baseline.py. `mup` loads only its own files. Rows that pad the vocabulary (rung 7) are initialized
+as in a new model.
+
+In the other direction, padding is cut off, untied embeddings (baseline.py) stay untied, and the
+factor of `mup` on the logits moves into the last norm. Models of `rope`, `rmsnorm`, `qk_norm`,
+`no_biases`, `frequency_prior` and `ngram_embeddings` are neither a GPT-2 nor a Qwen3, so they do
+not become a folder. But the last two can start from a Qwen3 without shared heads, because what they
+add to it starts at zero.
 """
 import argparse
 import contextlib
@@ -417,10 +420,10 @@ def renamed_when_whole(path):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", help="a Hugging Face name or folder, or a model's file")
-    parser.add_argument("destination", type=Path, help="a new file, or a new folder")
-    parser.add_argument("--script", type=Path, help="whose file to write (default: rung 10,"
-                        " zero_init or grouped_query_attention, whichever fits)")
+    parser.add_argument("source", help="a Hugging Face name or folder, or a file of --save")
+    parser.add_argument("destination", type=Path, help="file or folder to write, a new one")
+    parser.add_argument("--script", type=Path, help="script that will load the file (default: rung"
+                        " 10, zero_init or grouped_query_attention, whichever fits)")
     args = parser.parse_args(argv)
     source, destination = args.source, args.destination
     if destination.exists():

@@ -3,17 +3,17 @@
     torchrun --standalone --nproc_per_node=2 ddp_run.py     # on 2 GPUs, or 2 processes of a CPU
     python ddp_run.py                                       # without torchrun: rung 10
 
-torchrun starts one process per GPU (a "rank"). DDP copies rank 0's weights to all of them. Each
-takes B sequences of its own; during the backward pass DDP averages the gradients over all ranks,
-while earlier layers are still being computed. So every rank makes the same optimizer step, the
-weights stay equal, and N ranks with batch B compute what one process computes with batch N*B.
+torchrun starts one process per GPU, called a rank. DDP copies rank 0's weights to all ranks. Each
+rank takes its own B sequences. During the backward pass, DDP averages the gradients over all ranks
+while earlier layers are still computing. So every rank makes the same optimizer step and keeps the
+same weights, and N ranks with batch B compute what one process computes with batch N*B.
 
-Gain: up to N times the tokens per second, as far as the link between the GPUs keeps up.
-Cost: every step sends the gradients of all parameters to the other ranks: 4 bytes for each, once (2
-ranks) to almost twice (many), in buckets of many tensors. The gradients are views of these buckets,
-so they are in memory only once. DDP wraps the model before torch.compile does, so that the compiler
-knows where the buckets end. CUDA graphs do not work under DDP (pytorch issue 169545). tokens/sec
-counts all ranks, the loss is their mean.
+Gain: up to N times the tokens per second, if the link between the GPUs is fast enough.
+Cost: in every step each rank sends the gradients of all parameters, at 4 bytes each: once with 2
+ranks, almost twice with many. They travel in buckets of many tensors. The gradients are views of
+these buckets, so they are stored only once. DDP wraps the model before torch.compile, so that the
+compiler knows where the buckets end. CUDA graphs do not work under DDP (pytorch issue 169545).
+In the log, tokens/sec counts all ranks, and the loss is their mean.
 
 Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training";
 PyTorch's notes on DistributedDataParallel (the section on TorchDynamo) and on torchrun.

@@ -1,16 +1,17 @@
-"""How good is a model: loss, perplexity and bits per byte over the whole of val.bin.
+"""Measure how good a model is: loss, perplexity and bits per byte over the whole of val.bin.
 
     python evaluate.py model.pt --data data/mine        # a file of --save, or a checkpoint
     python evaluate.py gpt2 --data data/mine            # a Hugging Face name or folder
 
-val.bin is cut into sequences of T tokens, the last one shorter; every token but the very first is
-predicted once, from the tokens before it in its sequence. So the numbers depend on T, which is that
-of the model's training: give the same -T for models that you compare. Bits per byte may be compared
-across tokenizers: a model with a tokenizer other than the data's gets the same text in its own
-tokens. Everything is computed in float32; matrix products on CUDA in TF32.
+val.bin is cut into sequences of T tokens, of which the last may be shorter. Every token but the
+very first is predicted once, from the tokens before it in its sequence. So the numbers depend on T
+(by default that of the training): give the same -T for models that you compare. Bits per byte can
+be compared across tokenizers. If the model's tokenizer is not that of the data, the same text is
+encoded again with the model's. Everything is computed in float32, and matrix products on CUDA in
+TF32.
 
-GPT-2's published perplexities on WikiText do not compare with these. They are per word of a
-detokenized text: the same total loss, divided by the number of words, not of tokens.
+Do not compare these numbers with GPT-2's published perplexities on WikiText. Those are per word of
+a detokenized text: the same total loss is divided by the number of words, not of tokens.
 """
 import argparse
 import json
@@ -129,15 +130,15 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
     flag("model", help="a checkpoint file, or a Hugging Face folder or name")
-    flag("--data", type=Path, default=Path("data/tokens"), help="token files, by data/prepare.py"
+    flag("--data", type=Path, default=Path("data/tokens"), help="folder written by data/prepare.py"
          " (default: %(default)s)")
     flag("-T", "--seq-len", dest="T", type=int, help="tokens per sequence (default: as in training;"
-         " of a Hugging Face model its longest, at most 1024)")
-    flag("-B", "--batch-size", dest="B", type=int, help="sequences per batch (default: what 0.5 GB"
-         " of logits allow)")
-    flag("--documents-apart", action="store_true", help="no attention across documents, as in"
-         " documents_apart")
-    flag("--device", default=pick_device(), help="where to compute (default: %(default)s)")
+         " for a Hugging Face model its longest, at most 1024)")
+    flag("-B", "--batch-size", dest="B", type=int, help="sequences per batch (default: as many"
+         " as have 0.5 GB of logits)")
+    flag("--documents-apart", action="store_true", help="attend only within a document, as in"
+         " the training of documents_apart")
+    flag("--device", default=pick_device(), help="device to compute on (default: %(default)s)")
     args = parser.parse_args(argv)
     for value in (args.T, args.B):
         if value is not None and value < 1:

@@ -1,12 +1,12 @@
-"""Text from a trained model: a checkpoint of any rung, or a Hugging Face model.
+"""Generate text with a trained model: a checkpoint of any rung, or a Hugging Face model.
 
     python sample.py model.pt --prompt "ROMEO:" --num-samples 3
     python sample.py gpt2 --prompt "Hello, I'm a language model," --top-k 50    # a name or a folder
 
-The weights become a transformers model (convert.py), whose generate() provides the key-value cache,
-sampling and streaming. For some scripts (`rope` is one) it has no such model: the script's own
-generates, without a cache. A prompt that leaves no room for the new tokens in the model's longest
-sequence loses its beginning.
+The weights are converted to a transformers model (convert.py), whose generate() provides the
+key-value cache, sampling and streaming. For some scripts, such as `rope`, transformers has no such
+model. Then the script's own model generates, without a cache. If the prompt and the new tokens
+exceed the model's longest sequence, the beginning of the prompt is cut off.
 """
 import argparse
 import logging
@@ -114,14 +114,14 @@ def parse_args(argv=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flag = parser.add_argument
     flag("model", help="a checkpoint file, or a Hugging Face folder or name")
-    flag("--prompt", default="", help="empty: the start of a document")
-    flag("--num-samples", type=int, default=1, help="number of texts")
-    flag("--max-new-tokens", type=int, default=200, help="tokens per text")
-    flag("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    flag("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all")
-    flag("--top-p", type=float, default=1.0, help="only the likeliest, up to this probability")
-    flag("--seed", type=int, default=1337, help="random seed")
-    flag("--device", default=pick_device(), help="where to compute")
+    flag("--prompt", default="", help="text to continue; empty: start a document")
+    flag("--num-samples", type=int, default=1, help="number of texts to generate")
+    flag("--max-new-tokens", type=int, default=200, help="most new tokens per text")
+    flag("--temperature", type=float, default=0.8, help="0: always take the likeliest token")
+    flag("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all")
+    flag("--top-p", type=float, default=1.0, help="sample from this share of the probability")
+    flag("--seed", type=int, default=1337, help="random seed of the sampling")
+    flag("--device", default=pick_device(), help="device to compute on")
     args = parser.parse_args(argv)
     if args.num_samples < 1 or args.max_new_tokens < 1:
         parser.error("--num-samples and --max-new-tokens must be at least 1")
@@ -130,7 +130,7 @@ def parse_args(argv=None):
     if args.top_k < 0:
         parser.error("--top-k must be at least 0")
     if not 0 < args.top_p <= 1:
-        parser.error("--top-p must be more than 0 and at most 1")
+        parser.error("--top-p must be above 0 and at most 1")
     return args
 
 

@@ -1,15 +1,15 @@
 """Rung 1, weight tying: the input embedding and the output projection share one matrix.
 Starts from baseline.py.
 
-Both map between token ids and vectors of n_embd numbers: `wte` looks up a row per token, `lm_head`
-takes the dot product with every row. Tokens with similar meanings should be close in both, so GPT-2
-uses one matrix for both.
+Both matrices map between token ids and vectors of n_embd numbers: `wte` looks up a row for each
+token, and `lm_head` takes the dot product with every row. Tokens with similar meanings should have
+similar rows in both, so GPT-2 uses one matrix for both.
 
-Gain: 50257 * 768 = 38.6M fewer parameters (163.0M -> 124.4M), so less memory for weights, gradients
-and AdamW's two moments (running means of the gradient and of its square): 0.5 GB of 31.4 on an H100
-(measured, docs/results.md, like the gains of the rungs to come). The optimizer step is shorter, but
-a whole step not significantly. The matrix products stay the same.
-Cost: none known at this size; GPT-2 itself was trained this way.
+Gain: 50257 * 768 = 38.6M fewer parameters (163.0M -> 124.4M). Weights, gradients and AdamW's two
+moments (running means of the gradient and of its square) then need less memory: 0.5 GB of 31.4 on
+an H100 (measured, as are the other gains, unless stated: docs/results.md). The optimizer has less
+to update, but a whole step is not significantly faster. The matrix products stay the same.
+Cost: none known at this size. GPT-2 itself was trained this way.
 Beware: `wte.weights = ...` (with an s) raises no error and ties nothing. Check the parameter count
 in the log.
 

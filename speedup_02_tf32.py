@@ -1,17 +1,17 @@
 """Rung 2, TF32: matrix products round their float32 inputs to 10 bits of mantissa instead of 23.
 Starts from rung 1.
 
-From Ampere on, the tensor cores of NVIDIA GPUs also accept float32 data, as TF32: the same 8 bits
-of exponent, hence the same range; inputs rounded to 10 bits of mantissa; products accumulated in
-float32. Nothing else changes: weights, activations and gradients stay float32 in memory.
+Since Ampere, NVIDIA's tensor cores also multiply float32 data, in a format called TF32. It has the
+8 exponent bits of float32, so the same range. The inputs are rounded to 10 bits of mantissa, and
+the products are summed in float32. In memory, weights, activations and gradients stay float32.
 
-Gain: faster matrix products on data-center GPUs from Ampere on. On an H100 a step takes 187 ms
-instead of 393 (measured), far from the sevenfold rate of its products, because memory traffic stays
-that of float32. A GeForce RTX gains little, by its datasheet nothing; a published RTX 3090 Ti went
-from 17,049 to 20,597 tokens/s.
+Gain: faster matrix products on data-center GPUs since Ampere. On an H100, a step takes 187 ms
+instead of 393. The products run about seven times as fast, but memory traffic is still that of
+float32. GeForce cards gain less, because their datasheets list the same rate for TF32 as for
+float32. A published RTX 3090 Ti went from 17,049 to 20,597 tokens/s.
 Cost: each input of a product keeps about three decimal digits instead of seven.
-No effect on CPUs, on Apple GPUs and on older NVIDIA GPUs (T4, V100); "precision" in the log says
-so.
+CPUs, Apple GPUs and older NVIDIA GPUs (T4, V100) have no TF32. The log's "precision" shows what was
+used.
 
 Sources: NVIDIA A100 white paper, "TensorFloat-32"; torch.set_float32_matmul_precision in PyTorch's
 documentation.

@@ -1,20 +1,19 @@
 """Rung 3, bfloat16 autocast: matrix products and most activations in 16 bits. Starts from rung 2.
 
-bfloat16 is float32 cut in half: the same 8 bits of exponent, 7 bits of mantissa. Under
-torch.autocast each operation picks its type: matrix products run in bfloat16, on GPUs softmax and
-LayerNorm in float32. The loss also needs that precision, but CUDA's autocast would round a
-log-probability near -11 to a multiple of 1/16. So `GPT.forward` casts the logits to float32.
+bfloat16 is the upper half of a float32: the same 8 exponent bits, but 7 bits of mantissa. Under
+torch.autocast each operation gets a suitable type: matrix products run in bfloat16, and on GPUs
+softmax and LayerNorm run in float32. The loss also needs float32, but CUDA's autocast would round a
+log-probability near -11 to a multiple of 1/16, so `GPT.forward` casts the logits itself.
 Parameters, gradients, optimizer states and the residual stream (the vectors that all blocks add to)
-stay float32. The backward pass uses the forward pass's types: it stays outside the `with` block.
+stay float32. The backward pass reuses the forward pass's types, so it stays outside the `with`
+block.
 
-Gain: half the bytes to move for activations, and matrix units that run 16-bit products faster than
-32-bit ones. On an H100 a step takes 166 ms instead of 187 (measured before the loss was float32
-there), on two Xeon cores with AMX 1.6 s instead of 3.7 (measured).
-Cost: activations keep two to three decimal digits instead of seven; the loss follows rung 2's to
-about two decimals.
-GPUs without bfloat16 arithmetic (T4, V100 and older) use float16, which has a small range and so
-needs the GradScaler. CPUs without bfloat16 instructions (AVX512-BF16) keep float32: emulated,
-bfloat16 is slower than that (experiments/cpu_bfloat16).
+Gain: activations take half the bytes, and matrix units multiply 16-bit numbers faster. On an H100 a
+step takes 166 ms instead of 187 (with an older version, whose loss was in bfloat16). On two Xeon
+cores with AMX it takes 1.6 s instead of 3.7.
+Cost: activations keep two to three decimal digits, and the loss agrees with rung 2's to about two
+decimals. GPUs without bfloat16 (T4, V100) use float16, whose small range requires a GradScaler.
+CPUs without bfloat16 instructions keep float32, which is faster than emulation.
 
 Sources: Micikevicius et al. 2018, "Mixed Precision Training"; PyTorch's "Automatic Mixed Precision"
 documentation.

@@ -1,20 +1,19 @@
 """Rung 5, torch.compile: the operations between the matrix products are fused into a few kernels.
 Starts from rung 4.
 
-Run eagerly, each operation launches a kernel: a small program that reads its inputs from memory and
-writes its output back. torch.compile traces the model once and generates code for it, in Triton on
-a GPU, in C++ on a CPU. One generated kernel does what many did, elementwise operations,
-normalizations and reductions, so that many intermediate results never go to memory. The lesson is
-one line of `train`; `check_compiler` only tells a user in one line where torch cannot compile.
+Without compilation, each operation launches a kernel: a small program that reads its inputs from
+memory and writes its output back. torch.compile traces the model once and generates code for it, in
+Triton on a GPU and in C++ on a CPU. One generated kernel does the work of many elementwise
+operations, normalizations and reductions, so many intermediate results never go to memory. The
+lesson is one line of `train`. `check_compiler` only exits with a clear error where torch cannot
+compile.
 
-Gain: fewer kernels, less memory traffic, no Python between operations. On an H100 a step takes 60
-ms instead of 166, and 19 GB instead of 30; on two Xeon cores it gains nothing significant. Matrix
-products still run in cuBLAS, or on a CPU in MKL or oneDNN.
-Cost: the first step compiles, which takes tens of seconds; the median leaves it out.
-
-The uncompiled `model` shares its weights with the compiled one: use it to save, evaluate or sample.
-Where torch cannot compile (no C++ compiler, no Triton), --compile-mode none trains without it. The
-modes and the cache on disk: docs/running.md.
+Gain: fewer kernels, less memory traffic, no Python between operations. On an H100, a step takes 60
+ms instead of 166, and 19 GB instead of 30. On two Xeon cores there is no significant gain. Matrix
+products still run in libraries (cuBLAS, MKL or oneDNN).
+Cost: the first step compiles, which takes tens of seconds. The median in the log leaves it out.
+`model` and its compiled version share their weights: save, evaluate and sample with `model`. Where
+torch cannot compile, train with --compile-mode none. For the modes see docs/running.md.
 
 Source: Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode
 Transformation and Graph Compilation"; torch.compile in PyTorch's documentation.

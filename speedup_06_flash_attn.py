@@ -1,20 +1,19 @@
 """Rung 6, flash attention: the (T, T) matrix of attention scores is never stored.
 Starts from rung 5.
 
-Written out, attention materializes a (B, n_head, T, T) tensor of scores, masks it, and takes its
-softmax, each time through memory: far more bytes than its inputs and output have. FlashAttention
-works block by block in fast on-chip memory, with a running maximum and sum for the softmax, and
-recomputes the scores in the backward pass instead of keeping them: a few more operations, far fewer
-bytes. With is_causal it also skips the blocks that are masked entirely.
+Plain attention stores a (B, n_head, T, T) tensor of scores, masks it and takes its softmax. Each of
+these passes moves far more bytes than attention's inputs and output have. FlashAttention works
+block by block in fast on-chip memory, with a running maximum and sum for the softmax. It recomputes
+the scores in the backward pass instead of storing them: a few more operations, but far fewer bytes.
+With is_causal it also skips the blocks that are entirely masked.
 
-Gain: attention's memory grows with T instead of T * T, and time falls. On an H100 a step at T=1024
-takes 41 ms instead of 60, and needs 10 GB less (measured before the loss was float32; on an H200 it
-takes 12.3 GB today). Longer sequences gain more: on two Xeon cores a small model gains nothing at
-T=512, and is 1.8 times as fast at T=2048 and 2.2 times at T=4096 (measured). No mask is stored.
-Cost: the scores are computed twice, which still takes less time. The result is the same up to
-rounding.
-torch picks the kernel: FlashAttention or cuDNN's on GPUs from Ampere on, a memory-efficient one on
-older GPUs, its own on CPUs.
+Gain: attention's memory grows with T instead of T * T, and it is faster. On an H100 at T=1024, a
+step takes 41 ms instead of 60, and needs 10 GB less (older versions, whose loss was in bfloat16).
+Longer sequences gain more: on two Xeon cores a small model is 2.2 times as fast at T=4096, while up
+to T=1024 its gain is not significant.
+Cost: the scores are computed twice. The result is the same up to rounding.
+torch picks the kernel: FlashAttention or cuDNN's on GPUs since Ampere, a memory-efficient kernel on
+older GPUs, and its own on CPUs.
 
 Sources: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2";
 F.scaled_dot_product_attention in PyTorch's documentation.

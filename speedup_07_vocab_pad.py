@@ -1,20 +1,20 @@
 """Rung 7, vocabulary padding: 50257 tokens in a matrix of 50304 rows, a multiple of 128.
 Starts from rung 6.
 
-GPU kernels work in tiles whose sides are powers of two, and read memory in aligned vectors of up to
-16 bytes. 50257 is odd: the largest matrix product of the model, (B*T, 768) @ (768, 50257), ends in
-ragged tiles, and a row of its logits starts anywhere. 47 more rows make it 393 * 128.
+GPU kernels compute in tiles whose sides are powers of two, and read memory in aligned vectors of up
+to 16 bytes. But 50257 is odd. So the model's largest matrix product, (B*T, 768) @ (768, 50257),
+ends in partial tiles, and the rows of its logits are not aligned. 47 more rows make it 393 * 128.
 
-The extra rows belong to no token: they are never an input and never a target. `forward` cuts their
-logits off when it returns them. For the loss it adds -inf instead, so that they get no probability
-and no gradient. Cutting them off there would make the rows odd again and lose the gain.
+No token uses the extra rows, neither as an input nor as a target. `forward` removes their logits
+before it returns them. For the loss it sets them to -inf instead, so they get no probability and no
+gradient. Removing them there would make the rows odd again and lose the gain.
 
-Gain, on GPUs: 96 -> 93 ms in Karpathy's lecture on an A100. On an H200 a step took 36.7 ms and 9.1
-GB, in rung 6 38.4 ms and 12.3 GB (two rounds, too few to name a gain). Aligned rows let the loss
-read four logits at a time, not one. It then writes their gradients over them, so that no second
-tensor is needed, of 1.6 GB at B=16 (seen in the code that torch.compile generates for an H100).
-Cost: 36,096 parameters that do nothing. The shape changes the random initialization, so with one
-seed this rung starts from different weights than rung 6.
+Gain, on GPUs: 96 -> 93 ms in Karpathy's lecture on an A100. On an H200, 38.4 -> 36.7 ms and 12.3 ->
+9.1 GB (two rounds, too few to claim a gain). With aligned rows the compiled loss reads four logits
+at a time instead of one. It also overwrites the logits with their gradients, which saves a second
+tensor of 1.6 GB at B=16 (seen in the code that torch.compile generates for an H100).
+Cost: 36,096 unused parameters. Since the matrix is larger, the same seed gives other initial
+weights than in rung 6.
 
 Source: Andrej Karpathy's build-nanogpt; NVIDIA's "Matrix Multiplication Background User's Guide"
 (tile quantization).

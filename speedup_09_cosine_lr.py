@@ -1,20 +1,19 @@
 """Rung 9, cosine learning rate: warm up, then decay. Starts from rung 8.
 
-Two settings of one recipe: the schedule, and its peak, GPT-3's 6e-4, twice the constant rate until
-here. --max-lr 3e-4 shows what the schedule does by itself.
+This rung changes two settings: the schedule, and its peak. The peak is GPT-3's 6e-4, twice the
+constant rate of the rungs before. --max-lr 3e-4 shows the effect of the schedule alone.
 
-At the start AdamW's averages hold few gradients and the weights are random, so steps should be
-small. In the middle they can be larger than would be safe as a constant rate; towards the end
-smaller ones let the loss settle. So the rate climbs linearly to --max-lr over --warmup-steps, then
-follows half a cosine down to a tenth of it at the last step.
+At the start AdamW's averages contain few gradients and the weights are random, so steps should be
+small. Later, steps can be larger than would be safe as a constant rate. Towards the end, smaller
+steps let the loss settle. So the rate rises linearly to --max-lr over --warmup-steps, and then
+falls along half a cosine to a tenth of it at the last step.
 
-Gain: meant to be a lower loss after the same number of steps, once a run is long enough for the
-schedule to play out. In 300 steps of a narrow model of 12 layers, each at its best rate, it was
-0.02 nats lower, not significant (four seeds that the search had not seen, p = 0.07:
-experiments/README.md).
-Cost: the number of steps has to be known beforehand.
-The default of 10 warm-up steps suits a demonstration of 50 steps; GPT-3 warmed up over 375 million
-tokens, 715 steps of 524,288.
+Gain: the schedule is meant to reach a lower loss in the same number of steps, in runs that are long
+enough. In 300 steps of a narrow model of 12 layers, with each variant at its best rate, the loss
+was 0.02 nats lower. That is not significant (p = 0.07 over four seeds: experiments/README.md).
+Cost: you must fix the number of steps in advance.
+The default of 10 warm-up steps suits a demonstration of 50 steps. GPT-3 warmed up over 375 million
+tokens, which is 715 steps of 524,288.
 
 Sources: Brown et al. 2020 (GPT-3), appendix B and table 2.1 (6e-4 for 125M parameters); Loshchilov
 & Hutter 2017, "SGDR: Stochastic Gradient Descent with Warm Restarts".

@@ -1,19 +1,19 @@
 """Rung 10, fused AdamW: one kernel does the whole update, and only matrices decay.
 Starts from rung 9.
 
-Three settings of one optimizer:
+This rung changes three settings of the optimizer:
 
-1. fused=True. Unfused, AdamW is about ten elementwise operations on each of 148 tensors, each a
-trip through memory (on a GPU torch groups the tensors, but each operation is still a trip). The
-fused kernel reads weight, gradient and both moments once and writes all but the gradient back.
-2. A weight decay of 0.1, GPT-3's, instead of torch's default of 0.01. It pulls weights towards
-zero, so that no single one grows large.
-3. What decays: until here every parameter did. Decay is meant for the weights of matrix products,
-linear layers and embeddings: the two-dimensional tensors. Biases and LayerNorm gains do not decay:
-a gain belongs near one, and decay would pull it to zero.
+1. fused=True. Without it, AdamW is about ten elementwise operations on each of 148 tensors, and
+each operation passes through memory (torch groups the tensors on a GPU, but not the operations).
+The fused kernel reads weight, gradient and both moments once, and writes all but the gradient back.
+2. A weight decay of 0.1, GPT-3's, instead of torch's 0.01. It pulls weights towards zero, so that
+no single one grows large.
+3. Only matrices decay. Until here every parameter decayed, but decay is meant for the weights of
+linear layers and embeddings, which are two-dimensional tensors. A LayerNorm gain belongs near one,
+and decay would pull it to zero. Biases do not decay, either.
 
-Gain: a shorter optimizer step, so that on an H100 a step takes 39.5 ms instead of 41.9, on two Xeon
-cores 12 % less (measured). The decay changes what long runs learn, not the time of a step.
+Gain: a shorter optimizer step. On an H100, a step takes 39.5 ms instead of 41.9. On two Xeon cores
+it takes 12 % less time. The decay changes what long runs learn, but not the time of a step.
 Cost: none. torch has the fused kernel for CUDA, Apple GPUs and CPUs.
 
 Sources: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization"; Brown et al. 2020

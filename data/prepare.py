@@ -8,10 +8,11 @@
     python data/prepare.py --text my.txt --tokenizer bytes --out data/mine       # single bytes
     python data/prepare.py --text my.txt --train-tokenizer 4096 --out data/mine  # tokens that fit
 
-Each line of a .jsonl file is a document, as is each row of a .parquet file or dataset; a .txt file
-is one, or several with <|endoftext|> between them. Memory grows by a few bytes a document, no more.
-Without --val, a hash draws the documents held out for validation; of few, the end of the text is.
-Without a network the default text is Python's language reference, in GPT-2's 256 byte tokens.
+Each line of a .jsonl file is a document, and so is each row of a .parquet file or of a dataset. A
+.txt file is one document, or several with <|endoftext|> between them. Memory grows by only a few
+bytes per document. Without --val, a hash of each document decides which ones are held out for
+validation. If there are few documents, the end of the text is held out. If there is no network, the
+default text is Python's language reference, in GPT-2's 256 byte tokens.
 """
 import argparse
 import codecs
@@ -507,22 +508,22 @@ def parse_args(argv=None):
     text.add_argument("--hf", metavar="DATASET",
                       help="a Hugging Face dataset: its name, or a local folder")
     flag = parser.add_argument
-    flag("--name", help="a configuration of the dataset, if it has several")
-    flag("--split", help="a split of the dataset (default: train)")
-    flag("--field", help="the field of .jsonl, .parquet or dataset that is the text"
+    flag("--name", help="configuration of the dataset, if it has several")
+    flag("--split", help="split of the dataset (default: train)")
+    flag("--field", help="field of .jsonl, .parquet or dataset that contains the text"
                          " (default: text)")
     flag("--val", metavar="FILE|FOLDER|SPLIT",
-         help="the validation text, all of it; of a dataset one of its splits (default: hold out a"
+         help="validation text: a file, a folder, or a split of the dataset (default: hold out a"
               " tenth of the text)")
-    flag("--encoding", help="how .txt and .jsonl files are encoded (default: UTF-8; utf-8:replace"
-                            " replaces stray bytes)")
+    flag("--encoding", help="encoding of .txt and .jsonl files (default: UTF-8; utf-8:replace"
+                            " replaces invalid bytes)")
     tokens = parser.add_mutually_exclusive_group()
     tokens.add_argument("--tokenizer", default="gpt2", metavar="gpt2|bytes|FILE|FOLDER|NAME",
-                        help="GPT-2's (default), single bytes, that of a model's file or of a"
-                             " folder of tokens, or one from Hugging Face")
+                        help="GPT-2's tokenizer (default), single bytes, or the tokenizer of a"
+                             " model's file, a token folder or a Hugging Face name or folder")
     tokens.add_argument("--train-tokenizer", type=int, metavar="SIZE",
-                        help="train one of so many tokens on the text")
-    flag("--out", default="data/tokens", help="a folder (default: %(default)s)")
+                        help="train a tokenizer of SIZE tokens on the text")
+    flag("--out", default="data/tokens", help="folder to write (default: %(default)s)")
     args = parser.parse_args(argv)
 
     for name, value in vars(args).items():

@@ -1,8 +1,9 @@
 """Read text: files and Hugging Face datasets become documents, and these become short pieces.
 
-A .txt file is a document, or several with <|endoftext|> between them; each line of a .jsonl file is
-one, as is each row of a .parquet file or dataset. Any other file is read as JSON lines if its first
-line is a JSON object, else as plain text. Memory does not grow with the text.
+A .txt file is one document, or several with <|endoftext|> between them. Each line of a .jsonl file
+is a document, and so is each row of a .parquet file or of a dataset. Any other file is read as JSON
+lines if its first line is a JSON object, and otherwise as plain text. Memory does not grow with the
+text.
 """
 import contextlib
 import io

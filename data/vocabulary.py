@@ -1,16 +1,16 @@
 """Tokenizers: GPT-2's, single bytes, one from Hugging Face, or one trained on the text itself.
 
-Each has `name`, `vocab_size`, `end_of_text` (the id of the token before each document), `dtype` (of
-its ids in a file), `special_tokens` ({text: id}), `json` (what Hugging Face's tokenizers library
-stores as tokenizer.json; None for "gpt2" and "gpt2-bytes"), and
+Each tokenizer has `name`, `vocab_size`, `end_of_text` (the id of the token before each document),
+`dtype` (of its ids in a file), `special_tokens` ({text: id}), `json` (the tokenizer.json of Hugging
+Face's tokenizers library; None for "gpt2" and "gpt2-bytes"), and
 
     encode(text)       token ids, (n_tokens,); a literal "<|endoftext|>" is ordinary text
     decode(ids)        their text, without end-of-text tokens
     byte_lengths()     UTF-8 bytes that each token stands for, (vocab_size,); 0 for special tokens
     to_transformers()  the same tokenizer for transformers
 
-If a text is cut only between a letter or digit and the blank after it, its pieces give the tokens
-of the whole.
+A text may be encoded in pieces: the tokens are the same if it is cut only between a letter or digit
+and the blank after it.
 """
 import contextlib
 import hashlib

@@ -1,19 +1,19 @@
 """Residual stream in bfloat16: what runs through all blocks, at half the bytes.
 Starts from rung 10.
 
-Under autocast the matrix products are in bfloat16, but the stream that they add to stays float32:
-the embeddings are, and float32 + bfloat16 is float32. On a GPU the operations between the products
-take as long as their bytes take to move, and many of these are the stream's: each LayerNorm reads
-it, each branch reads and writes it, and so do their gradients. Cast once, where the stream begins,
-and it stays bfloat16: bfloat16 + bfloat16 is bfloat16. LayerNorm still computes in float32 on a
-GPU. A float16 stream could overflow, so a GPU without bfloat16 keeps float32.
+Under autocast, matrix products run in bfloat16. The residual stream that they add to stays float32,
+because the embeddings are float32 and float32 + bfloat16 is float32. On a GPU, the operations
+between the products take as long as their bytes take to move, and many of these bytes are the
+stream's: each LayerNorm reads it, each branch reads and writes it, and so do their gradients. Here
+the stream is cast to bfloat16 once, where it begins, and stays so. On a GPU, LayerNorm still
+computes in float32. A GPU without bfloat16 keeps a float32 stream, because float16 could overflow.
 
-Gain, counted: 57.5 GB moved in a step (B=16 T=1024) become 51.5, the floor of a step on an H100
-falls from 23.5 to 21.7 ms. Measured once, on an H200 (torch 2.11): 35.7 -> 33.8 ms, two rounds, too
-few to name a gain.
-Cost: bfloat16 has 8 significant bits, so what a branch adds is lost where the stream is more than
-some 256 times as large. In 300 steps of 24 narrow layers five seeds show no difference: -0.0006
-nats (95 %: -0.0027 to +0.0016).
+Gain (computed): at B=16 T=1024, a step moves 51.5 GB instead of 57.5, and its floor on an H100
+falls from 23.5 to 21.7 ms. On an H200 (torch 2.11), a step took 33.8 ms instead of 35.7 (measured
+in two rounds, too few to claim a gain).
+Cost: bfloat16 has 8 significant bits, so where the stream is more than about 256 times as large as
+what a branch adds, the addition is lost. In 300 steps of 24 narrow layers, the loss changes by
+-0.0006 nats (five seeds, 95 %: -0.0027 to +0.0016), which is no significant difference.
 
 Source: Karpathy's llm.c, whose activations are all bfloat16.
 """

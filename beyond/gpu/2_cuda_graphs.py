@@ -1,18 +1,18 @@
 """CUDA graphs: the kernels of a whole step, launched as one. Starts from 1_bf16_residual.py.
 
-Python launches each kernel, some 600 in a step. Where the GPU is done before the next launch
+Python launches each kernel, about 600 in a step. If the GPU finishes before the next launch
 arrives, it waits. A CUDA graph is a recording of launches. The first three steps run as before. The
-fourth is captured: its kernels are recorded, not run. From there on a single launch replays all.
-A replay repeats the launches with the addresses and the numbers that they had. So what differs from
-step to step has to be in tensors that stay in their place: the batch, the learning rate, the loss
-and the norm. And nothing in a step may wait for the GPU: an .item(), or an `if` on a tensor, is an
-error while capturing.
+fourth is captured, which means that its kernels are recorded instead of run. After that, a single
+launch replays all of them. A replay repeats the launches with the same addresses and numbers. So
+what differs from step to step must be in tensors that stay in place: the batch, the learning rate,
+the loss and the norm. And nothing in a step may wait for the GPU: an .item(), or an `if` on a
+tensor, is an error during capture.
 
-Gain: the gaps between kernels. FLOPs and bytes, and with them the floor, stay as they are. On an
-H200 (torch 2.11) a step went from 33.8 to 32.4 ms: two rounds, too few to name a gain. Elsewhere
-graphs made a step slower: by 2 % on an RTX 4090, and by far with torch 2.10 on an H100, where each
-launch of a graph took 7 times as long (sources).
-Cost: shapes are fixed, and memory that the graph uses is never given back.
+Gain: no gaps between kernels. FLOPs and bytes do not change, and neither does the floor. On an H200
+(torch 2.11), a step took 32.4 ms instead of 33.8 (two rounds, too few to claim a gain). Elsewhere
+graphs made a step slower: by 2 % on an RTX 4090, and by much more with torch 2.10 on an H100, where
+each launch of a graph took 7 times as long (see the sources).
+Cost: shapes are fixed, and the graph never gives its memory back.
 
 Sources: "CUDA semantics" in PyTorch's documentation (whole-network capture); slower: issues 6 of
 karpathy/build-nanogpt, 174575 of pytorch/pytorch.

@@ -1,18 +1,19 @@
 """Heads of 128 instead of 64: half the exponentials. Starts from 2_cuda_graphs.py.
 
-GPT-2 divides its width of 768 into 12 heads of 64. With 6 heads of 128 the products of attention
-take as many FLOPs: half as many heads, each with sums twice as long. But each head needs scores of
-its own, and each score costs an exponential in the forward pass and one in the backward pass. A GPU
-computes exponentials in special units, some 250 times as slow as its tensor cores (an H100: 3.9
-against 990 T/s). At a head size of 64 the tensor cores wait for them.
+GPT-2 divides its width of 768 into 12 heads of 64. With 6 heads of 128, attention's matrix products
+take as many FLOPs: there are half as many heads, with sums twice as long. But each score of each
+head costs an exponential in the forward pass and one in the backward pass, so half as many heads
+need half as many exponentials. A GPU computes exponentials in special units, about 250 times as
+slow as its tensor cores (on an H100: 3.9 against 990 T/s). With heads of 64, the tensor cores wait
+for them.
 
-Gain, counted for B=16 T=1024: 1.2e9 exponentials a step instead of 2.4e9. At the units' full rate
-that is 0.3 ms on an H100, 0.5 on an A100 and 0.2 on an RTX 4090. Not measured on a GPU yet.
-Cost: half as many attention patterns. In 150 steps of a small model (five seeds) the loss changes
-by -0.001 nats per byte (99 % interval -0.009 to +0.008), but so short a run hardly uses attention
+Gain (computed for B=16 T=1024): 1.2e9 exponentials a step instead of 2.4e9. At the units' full rate
+that saves 0.3 ms on an H100, 0.5 on an A100 and 0.2 on an RTX 4090. Not yet measured on a GPU.
+Cost: half as many attention patterns. In 150 steps of a small model (five seeds), the loss changes
+by -0.001 nats per byte (99 %: -0.009 to +0.008), but such short runs hardly use attention
 (experiments/README.md).
-GPT-2's published weights have 12 heads: --pretrained keeps those, and gains nothing here. gpt2-xl
-stays as it is: 1600 is not a multiple of 128.
+GPT-2's published weights have 12 heads, so --pretrained keeps 12 and gains nothing. gpt2-xl keeps
+heads of 64, because its width of 1600 is not a multiple of 128.
 
 Sources: Shah et al. 2024, "FlashAttention-3" (exponentials); nanochat and modded-nanogpt, whose
 heads have 128.

@@ -1,16 +1,16 @@
 """No biases: linear layers and LayerNorms add no vectors. Starts from 3_heads_of_128.py.
 
-In the forward pass a bias is free: it is added while the product is written. But its gradient is
-the sum of the output's gradients over all B * T tokens. For that, each of a block's four linear
-layers reads its output's gradients once more, in a kernel of its own. The biases of linear layers
-and LayerNorms are 0.1 % of the parameters.
+In the forward pass a bias is free, because it is added while the product is written. But its
+gradient is the sum of the output's gradients over all B * T tokens. To compute these sums, each of
+a block's four linear layers reads its output's gradients again, in a separate kernel. The biases of
+linear layers and LayerNorms are only 0.1 % of the parameters, so this script removes them.
 
-Gain, counted for B=16 T=1024: 435 launches a step instead of 606 and 48.7 GB moved instead of 51.5.
-The floor of a step falls from 21.7 to 20.8 ms on an H100, from 55.9 to 54.6 on an A100 (80 GB) and
-from 107.4 to 104.7 on an RTX 4090. Not measured on a GPU yet.
-Cost: published GPT-2 weights have biases, and do not load. In 150 steps of a small model (five
-seeds) the loss changes by -0.008 nats per byte (99 % interval -0.017 to +0.002), which is no
-significant difference (experiments/README.md).
+Gain (computed for B=16 T=1024): a step launches 435 kernels instead of 606, and moves 48.7 GB
+instead of 51.5. Its floor falls from 21.7 to 20.8 ms on an H100, from 55.9 to 54.6 on an A100 (80
+GB) and from 107.4 to 104.7 on an RTX 4090. Not yet measured on a GPU.
+Cost: published GPT-2 weights have biases, so they do not load. In 150 steps of a small model (five
+seeds), the loss changes by -0.008 nats per byte (99 %: -0.017 to +0.002), which is no significant
+difference (experiments/README.md).
 
 Source: nanoGPT (bias=False: "a bit better and faster"); most models since PaLM.
 """

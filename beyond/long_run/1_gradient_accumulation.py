@@ -3,16 +3,16 @@ Starts from ddp_run.py.
 
 GPT-3 trained its 125M model with batches of half a million tokens, far more than fit into one
 forward pass. But a batch's gradient is the mean of its parts' gradients, and backward() adds to the
-gradients that are there: so split the batch into micro-batches of B sequences, divide each loss by
-their number, and make one optimizer step at the end. What `train` did in a step is now the function
-optimizer_step.
+existing gradients. So we split the batch into micro-batches of B sequences, divide each loss by
+their number, and make one optimizer step at the end. The function optimizer_step now contains what
+`train` did in a step.
 
     python beyond/long_run/1_gradient_accumulation.py --total-batch 524288
 
-Gain: any batch size in the memory of one micro-batch. The optimizer step, the clipping and, on
-several ranks, the all-reduce of the gradients happen once for all micro-batches: `no_sync` switches
-DDP's averaging off until the last.
-Cost: no extra arithmetic; the gradients stay in memory between micro-steps, under DDP beside its
+Gain: any batch size in the memory of one micro-batch. Clipping and the optimizer step happen once
+per batch. So does the all-reduce of the gradients on several ranks, because `no_sync` turns DDP's
+averaging off until the last micro-batch.
+Cost: no extra arithmetic. The gradients stay in memory between micro-steps, in addition to DDP's
 buckets.
 --total-batch counts the tokens of all micro-steps and ranks, and so does tokens/sec.
 

@@ -1,17 +1,15 @@
 """Prefetch: only the first step waits for its batch. Starts from 1_gradient_accumulation.py.
 
-Kernels launch asynchronously, so Python has time to spare while the device computes. Until now that
-time went unused: each batch was fetched when its micro-step began, and the device sat idle for as
-long as that took. Now the next batch is fetched while the device is still busy with this one, into
-pinned memory (which the operating system cannot move), from where the GPU copies it without Python
-waiting.
+Kernels launch asynchronously, so Python is idle while the device computes. Until now this time was
+wasted: each batch was fetched when its micro-step began, and the device waited. Now Python fetches
+the next batch while the device is busy with the current one. It puts the batch into pinned memory
+(which the operating system cannot move), and from there the GPU copies it while Python goes on.
 
 Gain: only the first micro-step waits for its batch. Before, Python waited in each one for two
-copies, of inputs and of targets (counted: tests/scripts/test_fake_cuda.py). experiments/data_wait
-measures the wait in ms.
+copies, of inputs and of targets (a test counts them). experiments/data_wait measures this wait.
 Cost: the memory of one more batch. The batches and their order stay the same.
-No effect on a CPU, whose memory the tokens are in already, nor on Apple GPUs, where torch waits for
-each copy.
+There is no effect on a CPU, where the batch is already in memory, or on Apple GPUs, where torch
+waits for each copy.
 
 Source: PyTorch's tutorial on pin_memory and non_blocking.
 """

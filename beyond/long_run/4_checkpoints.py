@@ -1,20 +1,21 @@
 """Checkpoint and resume: a run that survives a crash. Starts from 3_distributed_validation.py.
 
-Every --checkpoint-every steps all that the next step depends on goes into a new file: the weights,
-the optimizer's moments, the gradient scaler, the step. --resume continues from the newest:
+Every --checkpoint-every steps, all that the next step depends on is written to a new file: the
+weights, the optimizer's moments, the gradient scaler and the step. --resume continues from the
+newest file:
 
     python beyond/long_run/4_checkpoints.py --steps 20000 --resume
 
-Give --resume from the start: without a checkpoint the run begins at step 1, and after a crash you
-rerun the same command. No data position is saved: the loader computes it from the step. No RNG
-state either: nothing here draws random numbers once the weights are initialized. Read `save`, then
-`load`. --resume refuses a checkpoint of another text or of other flags than those in MAY_CHANGE.
+Use --resume from the start. Without a checkpoint the run begins at step 1, and after a crash you
+repeat the same command. Neither a data position nor an RNG state is saved: the loader computes its
+position from the step, and after initialization nothing is random. Read `save`, then `load`.
+--resume rejects a checkpoint of another text, or of other flags than those in MAY_CHANGE.
 
 Gain: a crash costs only the steps since the last checkpoint. On a CPU the repeated steps are
-bit-for-bit identical; on a GPU the order of some sums varies, and with it the last digits.
-Cost: 12 bytes per parameter and file (1.5 GB for GPT-2), of which two stay. The time is not in
-`dt`. Let one run at a time use a folder: only `preemption` locks it.
-sample.py and --pretrained read a checkpoint, too. More: docs/long_runs.md.
+bit-for-bit identical. On a GPU the order of some sums varies, and so do the last digits.
+Cost: 12 bytes per parameter and file (1.5 GB for GPT-2), and two files are kept. `dt` does not
+include the time. Only one run at a time may use a folder, but only `preemption` enforces this.
+sample.py and --pretrained also read checkpoints. For more see docs/long_runs.md.
 
 Source: "Saving and loading a general checkpoint" in PyTorch's tutorials.
 """

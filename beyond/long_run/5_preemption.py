@@ -1,18 +1,18 @@
 """Preemption: when its machine is taken away, a run saves first. Starts from 4_checkpoints.py.
 
-Clusters send SIGTERM before they take a machine away; Ctrl-C sends SIGINT, a closed terminal
-SIGHUP. Each now ends the run after the current step, with a checkpoint of it; the ranks agree on
-the step. Read `catch_signals`, then `on_any_rank`, then the end of `train`'s loop. The first Ctrl-C
-says what it waits for; the third does not wait.
+Clusters send SIGTERM before they take a machine away. Ctrl-C sends SIGINT, and a closed terminal
+sends SIGHUP. Now each of these signals ends the run after the current step, with a checkpoint of
+it, and all ranks agree on the step. The first Ctrl-C prints what it waits for, and the third does
+not wait. Read `catch_signals`, then `on_any_rank`, then the end of `train`'s loop.
 
-If a rank dies, torchrun starts all of them again, up to --max-restarts times, and --resume
-continues (it needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: docs/long_runs.md has the command). The
-run that was stopped may still be saving then, so each run locks its folder.
+If a rank dies, torchrun restarts all of them, up to --max-restarts times, and --resume continues
+the run. (This needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; docs/long_runs.md has the command.) The
+stopped run may still be saving then, so each run locks its folder.
 
-Gain: a signal costs no finished step; a dead rank costs those since the last checkpoint. With
+Gain: a signal costs no finished step. A dead rank costs those since the last checkpoint. With
 --checkpoint-every 0 no checkpoint is saved.
-Cost: on several ranks a small exchange per step. SIGKILL and power cuts leave no time to save: they
-cost the steps since the last checkpoint.
+Cost: on several ranks, a small exchange per step. SIGKILL and power cuts leave no time to save, so
+they cost the steps since the last checkpoint.
 
 Source: torchrun in PyTorch's documentation; pytorch issue 135712.
 """

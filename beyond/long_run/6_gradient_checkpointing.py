@@ -1,18 +1,18 @@
 """Gradient checkpointing: trade compute for memory. Starts from 5_preemption.py.
 
-The backward pass needs what the forward pass computed, so each block keeps the equivalent of about
-16 tensors of (B, T, C) until the backward pass reaches it. A checkpointed block keeps only its
-input and recomputes the rest then: the activations of one block in memory instead of those of
-n_layer blocks.
+The backward pass needs what the forward pass computed. So each block stores the equivalent of about
+16 tensors of shape (B, T, C) until the backward pass reaches it. A checkpointed block stores only
+its input, and computes the rest again when it is needed. Then memory holds the activations of one
+block instead of n_layer blocks.
 
     python beyond/long_run/6_gradient_checkpointing.py -B 16 --recompute-blocks 12  # all
 
 Gain: a larger -B, a longer -T or a larger model on the same device, with the same loss and
 gradients.
-Cost: up to one more forward pass through the blocks, about a third more compute for them; on two
-EPYC cores steps of small models took 21 to 25 % longer (measured, docs/results.md).
-The logits and their gradient take as much memory as before: they lie outside the blocks. These
-checkpoints are not those of `checkpoints`, which save the run on disk.
+Cost: up to one more forward pass through the blocks, so about a third more arithmetic for them. On
+two EPYC cores, steps of small models took 20 to 25 % longer (measured, docs/results.md).
+The logits and their gradient are outside the blocks and take as much memory as before. Do not
+confuse this with the script `checkpoints`, which saves a run to disk.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; torch.utils.checkpoint in
 PyTorch's documentation.

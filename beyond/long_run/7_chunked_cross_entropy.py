@@ -1,19 +1,19 @@
 """Chunked cross-entropy: the logits of a whole batch never exist at once.
 Starts from 6_gradient_checkpointing.py.
 
-With 50,257 logits per token, the output layer needs more memory than all blocks together once these
-are recomputed (`gradient_checkpointing`). But the loss is a mean over tokens, and the gradient of a
-token's loss with respect to its logits depends on no other token: it is the softmax, minus 1 at the
-target. So the forward pass takes --loss-chunk tokens at a time and, while a chunk's logits exist,
-also adds its share to the gradients of the output matrix and of the hidden vectors. The backward
-pass only scales those. If you change the loss, give --loss-chunk 0, which is F.cross_entropy, as
-before.
+Once the blocks are recomputed (`gradient_checkpointing`), the output layer, with 50,257 logits per
+token, needs more memory than all blocks together. But the loss is a mean over tokens, and the
+gradient of a token's loss with respect to its logits is the softmax minus 1 at the target, which
+depends on no other token. So the forward pass takes --loss-chunk tokens at a time. While a chunk's
+logits exist, it also computes the chunk's share of the gradients of the output matrix and of the
+hidden vectors. The backward pass only scales these. If you change the loss, use --loss-chunk 0,
+which is F.cross_entropy, as before.
 
     python beyond/long_run/7_chunked_cross_entropy.py -B 16  # smaller batches gain little
 
-Gain: memory, not speed. That of the logits no longer grows with B or T: a 12M model on
+Gain: memory, not speed. The memory for logits no longer grows with B or T. A 12M model on
 micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured on a CPU).
-Cost: no extra matrix products: the existing three are split into chunks, which must stay large
+Cost: no extra matrix products. The three existing ones are split into chunks, which must stay large
 enough to be efficient. The gradient of the output matrix exists from the forward pass on.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al.

@@ -3,17 +3,17 @@ Starts from long_run.py.
 
     python beyond/long_run/grouped_query_attention.py --kv-heads 4
 
-Text is generated token by token, and each new token attends to all before it: their keys and values
-are kept (the cache). In long texts and large batches reading them costs more than reading the
-weights. With n_kv_head heads of keys and values in place of n_head, the cache and the matrices that
-compute it are smaller by a factor of n_head / n_kv_head; query head i attends to key and value head
-i * n_kv_head // n_head. With head sizes other than n_embd / n_head (--head-size) and the base of
-RoPE's angles of a converted model (rope_theta), the model takes the shape of the published Qwen3s:
-docs/own_text.md has the commands to convert one and train it further.
+Text is generated token by token, and each new token attends to all tokens before it. Their keys and
+values are kept in a cache. With long texts and large batches, reading the cache costs more than
+reading the weights. With n_kv_head key-value heads instead of n_head, the cache and the matrices
+that compute it are smaller by a factor of n_head / n_kv_head. Query head i attends to key-value
+head i * n_kv_head // n_head. The script can also take the shape of the published Qwen3s, with other
+head sizes than n_embd / n_head (--head-size) and another base of RoPE's angles (rope_theta).
+docs/own_text.md has the commands to convert and fine-tune one.
 
-Gain: a cache that is n_head / n_kv_head times smaller, and fewer parameters.
-Cost: the model is a little less expressive. With two heads of keys and values for four of queries,
-three seeds do not exclude a loss that is 0.05 nats per byte higher (experiments/README.md).
+Gain: a cache that is smaller by a factor of n_head / n_kv_head, and fewer parameters.
+Cost: the model is a little less expressive. With two key-value heads for four query heads, the loss
+may be up to 0.05 nats per byte higher: three seeds do not exclude it (experiments/README.md).
 
 Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models".
 """

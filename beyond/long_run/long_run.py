@@ -3,20 +3,21 @@ Starts from 7_chunked_cross_entropy.py and 7_zero_init.py.
 
     torchrun --standalone --nproc_per_node=8 beyond/long_run/long_run.py --resume
 
-`chunked_cross_entropy` trains GPT-2 for as long as you like: on any number of cards, in batches of
-any size, through crashes, in little memory. `zero_init` trains a Qwen3, one batch a step, in one
-process. Here is both: each definition is that of one of the two, but for the flags and the few
-where they meet:
+`chunked_cross_entropy` trains GPT-2 for as long as you like: on several cards, in batches of any
+size, through crashes, in little memory. `zero_init` trains a Qwen3 in one process, one batch a
+step. This script combines both. Every definition comes from one of the two, except the flags and
+three places where they meet:
 
-- `GPT.__init__` and `GPT.forward`: a recomputed block needs RoPE's angles, too;
-- `Checkpoints.refuse_other_run`: until the learning rate falls (`trapezoid_lr`), no step depends on
-  how many there will be. So a run that was stopped before that (Ctrl-C) can be resumed with other
-  --steps or --decay-share;
+- `GPT.__init__` and `GPT.forward`: a recomputed block also needs RoPE's angles.
+- `Checkpoints.refuse_other_run`: until the learning rate decays (`trapezoid_lr`), no step depends
+  on   the number of steps. So a run that was stopped before the decay can be resumed with other
+  --steps   or --decay-share.
 - `train`: the steps of `chunked_cross_entropy` with the optimizer and the learning rates of
-  `zero_init`, and in the log how much time is left.
+  `zero_init`. The log also shows the remaining time.
 
-Gain: what both trunks bring, in one script.
-Cost: its length; to read what one of them does, read that one. docs/long_runs.md has the commands.
+Gain: everything from both chains, in one script.
+Cost: its length. To learn what one part does, read the script that introduces it. The commands are
+in docs/long_runs.md.
 """
 import argparse
 import contextlib

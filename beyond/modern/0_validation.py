@@ -1,19 +1,22 @@
 """Validation: is the model learning the language, or memorizing the text? Starts from rung 10.
 
-After a few epochs over a small text the training loss keeps falling while the model gets worse on
-text that it has not seen: it overfits. So data/prepare.py holds out a tenth of the text (at most 10
-million tokens), and every --val-every steps the model is evaluated on some of it: without
-gradients, and always on the same sequences, whatever -B is.
+After a few epochs over a small text, the training loss keeps falling while the model gets worse on
+text that it has not seen. This is overfitting. So data/prepare.py holds out a tenth of the text (at
+most 10 million tokens). Every --val-every steps, the model is evaluated on some of it, without
+gradients and always on the same sequences, whatever -B is.
 
     python beyond/modern/0_validation.py --val-every 250 --val-sequences 0  # all
 
-Modern models and small texts go on from here, in one process, one batch a step; the scripts up to
-`zero_init` turn GPT-2 into a Qwen3. `distributed_validation` is this lesson for several ranks.
+The scripts for modern models and for small texts start here. They run in one process, with one
+batch per step. Those up to `zero_init` turn GPT-2 into a Qwen3. `distributed_validation` teaches
+this lesson for several ranks.
 
-Gain: the loss that counts.
-Cost: one forward pass, a third of the arithmetic of training on as many tokens, outside `dt`. It
-takes one sequence at a time and keeps no activations, so it needs no more memory than a step. The
-line `val : step N` is the loss after the update of step N (the step line has the loss before it).
+Gain: the loss on unseen text, which is the one that matters.
+Cost: a forward pass, a third of the arithmetic of training on as many tokens. `dt` does not include
+it. It takes one sequence at a time and stores no activations, so it needs no more memory than a
+step.
+The line `val : step N` shows the loss after the update of step N. The step line shows the loss
+before it.
 
 Source: Karpathy's build-nanogpt, whose training loop has a validation loss.
 """

@@ -1,22 +1,22 @@
 """Muon: orthogonalize the update of a matrix. Starts from 0_validation.py.
 
-AdamW treats a matrix as a list of numbers. But the momentum of a linear layer, taken as a matrix,
-has a few large singular values and many small ones: most of a step goes into a few directions. Muon
-gives all of them the same length: the momentum U S V^T becomes U V^T, the nearest matrix with
-orthonormal rows or columns. That takes no SVD: five Newton-Schulz iterations, an odd polynomial of
-the matrix, bring the singular values close to 1 with matrix products only. Read `muon_update`
-first.
-Muon trains the matrices of the blocks, at --muon-lr; embeddings, biases and LayerNorms stay with
-AdamW, and the log's lr is theirs. Matrices of one shape are stacked, so that one product multiplies
-them all: a step of GPT-2 (124M) launches 112 kernels for Muon, not 1,196 (counted).
+AdamW treats a matrix as a list of numbers. But the momentum of a linear layer, as a matrix, has a
+few large singular values and many small ones, so most of a step goes in a few directions. Muon
+makes all singular values equal: it replaces the momentum U S V^T by U V^T, the nearest matrix with
+orthonormal rows or columns. That takes no SVD. Five Newton-Schulz iterations, which apply an odd
+polynomial to the matrix, bring the singular values close to 1 with matrix products alone. Read
+`muon_update` first.
+Muon trains the matrices of the blocks, at --muon-lr. AdamW still trains embeddings, biases and
+LayerNorms, and the log's lr is AdamW's. Matrices of one shape are stacked, so one product handles
+them all: for GPT-2 (124M), Muon launches 112 kernels a step instead of 1,196 (computed).
 
-Gain: no direction dominates a matrix's updates, so training takes fewer steps: after 600 a small
-model's loss is 0.29 nats per byte lower (99 % interval 0.27 to 0.31, eight seeds: docs/results.md).
-One moment instead of two per parameter.
-Cost: 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step (counted), however few
-tokens the step has: in GPT-2 (124M) 0.4 % of the arithmetic of 524,288 tokens, 46 % of that of
-4,096. torch.optim.Muon with adjust_lr_fn="match_rms_adamw" computes the same update, but always in
-bfloat16, which is slow on CPUs that emulate it.
+Gain: no direction dominates a matrix's updates, so training takes fewer steps. After 600 steps, a
+small model's loss is 0.29 nats per byte lower (99 %: 0.27 to 0.31, eight seeds: docs/results.md).
+Muon also stores one moment per parameter, where AdamW stores two.
+Cost: 10 m n min(m, n) + 5 min(m, n)^3 multiply-adds per matrix and step (computed), however few
+tokens the step has. For GPT-2 (124M), this adds 0.4 % to the arithmetic of a step of 524,288
+tokens, but 46 % with 4,096 tokens. torch.optim.Muon with adjust_lr_fn="match_rms_adamw" computes
+the same update, but always in bfloat16, which is slow on CPUs that emulate it.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al.
 2025, "Muon is Scalable for LLM Training" (the factor 0.2 and the weight decay).

@@ -1,16 +1,17 @@
 """Trapezoid learning rate: warm up, hold, decay to zero. Starts from 1_muon.py.
 
-A cosine (rung 9) lowers the rate from the end of the warm-up on, down to a tenth. A trapezoid holds
-the highest rate, and lowers it only over the last --decay-share of the steps, linearly and to zero.
-Large steps make progress, but also keep the weights jumping around the minimum; the decay ends
-that, and a final rate above zero would leave some of it. Also called WSD (warm-up, stable, decay).
-Muon's rate and AdamW's have the same shape.
+After the warm-up, a cosine (rung 9) lowers the rate until the end, to a tenth. A trapezoid holds
+the peak rate, and lowers it linearly to zero over the last --decay-share of the steps. Large steps
+make progress, but they also keep the weights jumping around the minimum. The decay ends that, and
+at a final rate above zero some of it would remain. Muon's and AdamW's rates have the same shape.
+The schedule is also called WSD (warm-up, stable, decay).
 
-Gain: until the decay begins, the rates do not depend on the number of steps, so the length of a run
-can be decided late: in beyond/long_run/long_run.py a stopped run resumes with other --steps.
-The loss is not shown to be lower than the cosine's: 0.027 nats in 300 steps of a narrow model of 12
-layers (nine seeds: experiments/README.md) did not repeat in the race of docs/results.md (eight).
-Cost: the loss before the decay is not the loss that the run will end with.
+Gain: until the decay begins, the rates do not depend on the number of steps. So you can decide late
+how long a run should be: beyond/long_run/long_run.py resumes a stopped run with other --steps. We
+found no lower loss than the cosine's that repeats. In 300 steps of a narrow model of 12 layers it
+was 0.027 nats lower (nine seeds: experiments/README.md), but in the race of docs/results.md only
+0.004 (eight seeds, p = 1).
+Cost: the loss before the decay does not show the loss at the end of the run.
 
 Sources: Hu et al. 2024, "MiniCPM" (WSD); Haegele et al. 2024, "Scaling Laws and Compute-Optimal
 Training Beyond Fixed Training Durations".

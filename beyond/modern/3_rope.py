@@ -1,19 +1,19 @@
 """RoPE: rotate queries and keys by their position instead of adding a vector to the input.
 Starts from 2_trapezoid_lr.py.
 
-Until here the model knows the order of the tokens from `wpe`, a learned vector per position, added
-once before the first block. It must learn separately at every position what "three tokens back"
-means. Rotary position embeddings build that in: in every head, the elements i and i + hs/2 of a
-query or key form a pair, which is rotated in its plane by position * 10000^(-2i/hs) radians. The
-dot product of two rotated pairs depends on the difference of their angles, so an attention score
-depends on positions only through their difference. The first pair turns by one radian per token and
-tells neighbors apart; the last ones turn thousands of times slower and tell near from far.
+Until here the model gets the order of the tokens from `wpe`, a learned vector for each position,
+which is added once before the first block. What "three tokens back" means, it must learn separately
+at every position. Rotary position embeddings build this in. In every head, the elements i and i +
+hs/2 of a query or key form a pair, which is rotated by position * 10000^(-2i/hs) radians. The dot
+product of two rotated pairs depends on the difference of their angles, so an attention score
+depends only on the distance between the positions. The first pair turns by one radian per token and
+tells neighbors apart. The last ones turn thousands of times slower and tell near from far.
 
-Gain: relative positions in every layer, with nothing to learn: block_size * C fewer parameters. In
-the race of docs/results.md the final loss is 0.025 nats per byte lower, not significant (eight
-seeds, p = 0.03).
+Gain: relative positions in every layer, without parameters (block_size * C fewer). In the race of
+docs/results.md, the final loss is 0.025 nats per byte lower, which is not significant (eight seeds,
+p = 0.03).
 Cost: an elementwise operation on queries and keys in every block. The angles are computed once, in
-float32: bfloat16 cannot tell position 1000 from 1001.
+float32, because bfloat16 cannot tell position 1000 from 1001.
 Source: Su et al. 2021, "RoFormer"; pairs from the two halves of a head, as in GPT-NeoX, Llama and
 Qwen3.
 """

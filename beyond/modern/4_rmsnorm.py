@@ -1,12 +1,12 @@
 """RMSNorm, no biases: scale, but do not shift. Starts from 3_rope.py.
 
 LayerNorm subtracts the mean of a token's C features, divides them by their standard deviation,
-multiplies each by a learned gain and adds a learned bias. RMSNorm divides by the root mean square
-and multiplies by the gain: it leaves out both shifts. The biases of the linear layers are shifts
-too, so they go as well. eps is 1e-6, as in Qwen3.
+multiplies each by a learned gain and adds a learned bias. RMSNorm only divides them by their root
+mean square and multiplies them by the gain, so it leaves out both shifts. The biases of the linear
+layers are also shifts, so this script removes them too. eps is 1e-6, as in Qwen3.
 
-Gain: fewer operations per norm, and 11 * C fewer parameters per block. In docs/results.md: no
-significant difference in the final loss (eight seeds).
+Gain: fewer operations per norm, and 11 * C fewer parameters per block. In the race of
+docs/results.md, the final loss does not differ significantly (eight seeds).
 Cost: none in time or memory.
 
 Sources: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization"; Touvron et al. 2023, "LLaMA"

@@ -1,17 +1,18 @@
 """SwiGLU: one matrix decides how much of another's output passes. Starts from 5_qk_norm.py.
 
-GPT-2's feed-forward network maps C numbers to 4 * C, applies GELU to each, and maps back to C. A
-gated one has two matrices side by side, gate and up: SiLU(gate(x)) * up(x), elementwise, and then
-down. It can multiply features with each other, where GELU only sees one sum at a time. With a
-hidden width of 8/3 * C, rounded up to a multiple of 64 for whole tiles (rung 7), three matrices
-have as many parameters as the two had, 8 * C^2, and take as much arithmetic.
+GPT-2's feed-forward network maps C numbers to 4 * C, applies GELU to each, and maps them back to C.
+A gated network has two matrices side by side, gate and up. It computes SiLU(gate(x)) * up(x),
+elementwise, and then the projection down. So it can multiply features with each other, while GELU
+sees only one sum at a time. The hidden width is 8/3 * C, rounded up to a multiple of 64 for whole
+tiles (rung 7). Then three matrices have as many parameters as the two had, 8 * C^2, and take as
+much arithmetic.
 
-Gain: products of features, with as many parameters (in narrow models rounding adds some). In the
-race of docs/results.md the final loss is 0.02 nats per byte lower (eight seeds, p = 0.008), but not
-significantly against better rates for `qk_norm` (0.008, p = 0.08: experiments/README.md).
+Gain: products of features, with as many parameters (in narrow models, rounding adds some). In the
+race of docs/results.md, the final loss is 0.02 nats per byte lower (eight seeds, p = 0.008). With a
+better learning rate for `qk_norm`, only 0.008 remain (p = 0.08: experiments/README.md).
 Cost: one more elementwise operation and its tensors.
 With `rope`, `rmsnorm` and `qk_norm` this is Qwen3's architecture, with one key-value head per query
-head: transformers' Qwen3ForCausalLM computes the same logits. convert.py turns one into the other.
+head. transformers' Qwen3ForCausalLM computes the same logits, and convert.py converts between them.
 Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Qwen3 Technical Report, 2025.
 """
 import argparse

@@ -1,18 +1,18 @@
 """Zero-initialized projections: every block starts as the identity. Starts from 6_swiglu.py.
 
-Rung 4 makes the projections that end the residual branches start smaller, and smaller still in
-deeper models. If they start at zero, the branches add nothing at first: the model starts as its
-embedding and its output layer, and no random branch stands in the way of a gradient. They do not
-stay zero: a matrix's gradient comes from its input and from its output's gradient.
+In rung 4, the projections at the end of the residual branches start smaller, and the deeper the
+model the smaller. Here they start at zero, so at first the branches add nothing. The model starts
+as its embedding and its output layer, and no random branch distorts a gradient. The projections do
+not stay zero, because a matrix's gradient comes from its input and its output's gradient.
 
 Gain: at initialization the model computes the same function at any depth. In the race of
-docs/results.md the final loss does not differ significantly (eight seeds). That agrees with others,
-who went back to nonzero projections (modded-nanogpt's record 64, slowrun's 14).
-Cost: none in time or memory. In the first step the other matrices of the blocks get no gradient: it
-would have to pass through a zero matrix. What is left, the embedding and the output layer tied to
-it, predicts that a token repeats: the first loss of GPT-2 (124M) is 15.0, where equal probabilities
-would give 10.8. In a two-layer model three seeds did not settle whether a start at 10.8 helps
-(experiments/README.md).
+docs/results.md, the final loss does not differ significantly (eight seeds). Others found the same
+and went back to nonzero projections (modded-nanogpt's record 64, slowrun's 14).
+Cost: none in time or memory. In the first step the other matrices of the blocks get no gradient,
+because it would have to pass through a zero matrix. At first, the embedding and the output layer
+tied to it predict that each token repeats. So GPT-2 (124M) starts at a loss of 15.0, while equal
+probabilities would give 10.8. Whether a start at 10.8 helps a two-layer model, three seeds did not
+settle (experiments/README.md).
 
 Source: Zhang et al. 2019, "Fixup Initialization".
 """

@@ -3,19 +3,19 @@
     python beyond/modern/fp8.py --model gpt2-xl
 
 The tensor cores of Ada, Hopper and newer GPUs (compute capability 8.9 and up) multiply 8-bit
-numbers at twice the rate of bfloat16: E4M3 (4 bits of exponent, 3 of mantissa, up to 448) for
-weights and activations, E5M2 (up to 57,344) for gradients, which need range more than precision. So
-short a range has to be placed well: before a product each input is scaled, so that its largest
-number becomes the format's largest, and the product is divided by both scales. Read `to_float8`
-first, then `Float8Product`. Weights, gradients and optimizer states stay in float32. On other
-devices nothing changes.
+numbers at twice the rate of bfloat16. E4M3 (4 bits of exponent, 3 of mantissa, up to 448) is for
+weights and activations. E5M2 (up to 57,344) is for gradients, which need range more than precision.
+Such short ranges require scaling: before a product, each input is scaled so that its largest number
+becomes the format's largest, and the product is divided by both scales. Weights, gradients and
+optimizer states stay in float32. On other devices nothing changes. Read `to_float8` first, then
+`Float8Product`.
 
 Gain: up to twice the rate in these products. Published for Llama 3 8B on eight H100s: 1.25 times
-the tokens/sec. nanochat measured 1.17 times at a width of 1,664 (close to 1.05 at an equal loss),
-and a slower step at a width of 768.
-Cost: inputs are rounded by up to 6 % (E4M3) or 12.5 % (E5M2), and the forward products' sums keep
-fewer bits ("fast accumulation", as in torchao and nanochat). Scaling takes time that small layers
-do not win back, so --float8-from leaves them out.
+the tokens/sec. nanochat measured 1.17 times at a width of 1,664 (about 1.05 at an equal loss), and
+a slower step at a width of 768.
+Cost: inputs are rounded by up to 6 % (E4M3) or 12.5 % (E5M2), and the sums of the forward products
+keep fewer bits ("fast accumulation", as in torchao and nanochat). In small layers, scaling takes
+more time than it saves, so --float8-from leaves them out.
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; torchao's float8, a library that
 does this and more, with the published figure in its README; nanochat's dev/LOG.md.
 """

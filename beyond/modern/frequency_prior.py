@@ -1,19 +1,19 @@
 """Frequency prior: the output layer begins with how frequent each token is.
 Starts from 7_zero_init.py.
 
-At first a model gives all tokens about the same probability, and the steepest fall of its loss
-comes from learning how frequent each one is. That needs no training: the logarithm of each token's
-share of the text (of its first 10M tokens) becomes a bias of the logits, which is not trained. The
-output layer learns what to add to it in each context. At first it should add little, but its
-weights are also the embedding. While the blocks are the identity, a token's own logit is n_embd
-times the RMS of its embedding: 15 in GPT-2 with `zero_init`'s 0.02. So these weights start smaller,
+At first a model gives all tokens about the same probability. The steepest fall of its loss comes
+from learning how frequent each token is, which needs no training. Here, the logarithm of each
+token's share of the text (its first 10M tokens) becomes a fixed bias of the logits. The output
+layer then learns what to add in each context. At first it should add little, but its weights are
+also the embedding. While the blocks are the identity, a token's own logit is n_embd times the RMS
+of its embedding: 15 in GPT-2 with the 0.02 of `zero_init`. So here these weights start smaller,
 which keeps that logit at or below 1.
 
-Gain: perhaps a faster start. In a race over 0.25 million of GPT-2's tokens (docs/results.md) the
-final loss is 0.18 lower than `zero_init`'s (four seeds, too few to name a gain). On another text it
-is no lower, nor on bytes, whose frequencies are learned at once.
-Cost: one fixed number per entry of the vocabulary, added to each logit: there 8 % more time per
-step. The model is no longer a Qwen3: convert.py makes one from a Qwen3, but not back.
+Gain: perhaps a faster start. In a race over 0.25 million of GPT-2's tokens (docs/results.md), the
+final loss is 0.18 lower than that of `zero_init` (four seeds, too few to claim a gain). On another
+text it is no lower. Neither is it with bytes, whose frequencies are learned at once.
+Cost: one fixed number per token of the vocabulary, added to each logit: 8 % more time per step in
+that race. The model is no longer a Qwen3: convert.py makes one from a Qwen3, but not back.
 
 Source: Meister et al. 2023, "A Natural Bias for Language Generation Models" (there the bias is
 trained).

@@ -1,18 +1,19 @@
 """Hashed n-gram embeddings: the last two and three tokens have embeddings of their own.
 Starts from frequency_prior.py.
 
-What comes next depends most on the last few tokens. Attention has to learn to combine them; a table
-can learn a vector for a pair or a triple directly. There are far more of them than rows, so a hash
-chooses the row, and n-grams that collide share a vector. The tables start at zero, so the model
-starts as `frequency_prior`'s.
+The next token depends most on the last few. Attention must learn to combine them, but a table can
+learn a vector for each pair or triple directly. There are far more pairs and triples than rows, so
+a hash chooses the row, and n-grams that collide share a vector. The tables start at zero, so the
+model starts as that of `frequency_prior`.
 
-Gain: perhaps on bytes. In docs/results.md the final loss is 0.14 nats lower than `zero_init`'s on
-one text, 0.05 lower than `frequency_prior`'s on another (four seeds, too few to name a gain), and
-in a model ten times as large 0.02 lower than `zero_init`'s (two seeds). None with GPT-2's tokens:
-the larger the vocabulary, the fewer n-grams recur, and the more share a row.
-Cost: two tables of n_rows_hashed * n_embd parameters, 12.6M for GPT-2 (124M), with their gradients
-and AdamW's moments 0.2 GB: in the race 3.0M parameters instead of 0.9M, and 9 % more time per step.
-No key-value cache when sampling.
+Gain: perhaps, on bytes. In older races (docs/results.md), the final loss is 0.14 nats lower than
+that of `zero_init` on one text, and 0.05 lower than that of `frequency_prior` on another (four
+seeds, too few to claim a gain). In a model ten times as large, it is 0.02 lower than that of
+`zero_init` (two seeds). With GPT-2's tokens there is no gain: the larger the vocabulary, the fewer
+n-grams recur, and the more of them share a row.
+Cost: two tables of n_rows_hashed * n_embd parameters. For GPT-2 (124M) these are 12.6M parameters,
+or 0.2 GB with gradients and AdamW's moments. In the race, the model has 3.0M parameters instead of
+0.9M, and a step takes 9 % more time. Sampling uses no key-value cache.
 
 Source: hashed n-grams of 3 to 8 bytes in Pagnoni et al. 2024, "Byte Latent Transformer"; hashed
 pairs of tokens, and the factor 36313, in the NanoGPT speedrun.

@@ -3,18 +3,19 @@ Starts from long_run.py.
 
     torchrun --standalone --nproc_per_node=8 beyond/several_cards/fsdp.py --model gpt2-xl
 
-DDP keeps all parameters, gradients and moments on every card. Here each of n ranks keeps 1/n of
-each tensor's rows (ZeRO-3). Just before a block computes, its parameters are all-gathered, and
-freed after it; the backward pass gathers them again. Its gradients are reduce-scattered: each rank
-gets the sum for its own rows. The embedding is also the output layer, so it stays gathered from the
-first layer to the last. Every forward pass communicates, so all ranks must run the same number.
+DDP stores all parameters, gradients and moments on every card. Here each of n ranks stores 1/n of
+each tensor's rows (ZeRO-3). A block's parameters are all-gathered just before it computes, and
+freed afterwards; the backward pass gathers them again. The block's gradients are reduce-scattered,
+so each rank gets the sum for its own rows. The embedding is also the output layer, so it stays
+gathered from the first layer to the last. Every forward pass communicates, so all ranks must run
+equally many.
 
-Gain: memory. Parameters, gradients and moments of gpt2-xl take 19 GB on one card, and 2.4 GB on
+Gain: memory. The parameters, gradients and moments of gpt2-xl take 19 GB on one card, and 2.4 GB on
 each of eight (computed).
-Cost: more is sent than by DDP, in every micro-step (docs/long_runs.md). Read `shard` first, then
-`orthogonalize` and `gather`: a checkpoint is one file as before, gathered on rank 0. The gathered
-parameters are bfloat16, and so is all that the blocks compute with them, the residual stream too.
-Without torchrun use long_run.py.
+Cost: each micro-step communicates more than with DDP (docs/long_runs.md). The gathered parameters
+are bfloat16, and so is all that the blocks compute with them, including the residual stream.
+A checkpoint is still one file, gathered on rank 0. Read `shard` first, then `orthogonalize` and
+`gather`. Without torchrun use long_run.py.
 Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
 """
 import argparse

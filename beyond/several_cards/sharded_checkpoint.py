@@ -2,16 +2,16 @@
 
     torchrun --standalone --nproc_per_node=8 beyond/several_cards/sharded_checkpoint.py --resume
 
-fsdp.py gathers a checkpoint on rank 0: the whole state passes through one process while the
-others sit idle, and every rank reads all of it to resume. With torch.distributed.checkpoint (DCP) a
-checkpoint is a folder: each rank writes what it keeps, beside a table of what is where, and reads
-only what it needs. So any number of ranks, or one process without torchrun, resumes. The folder is
-written under a temporary name and renamed when complete, as the file was.
+fsdp.py gathers a checkpoint on rank 0. So the whole state passes through one process while the
+others wait, and to resume, every rank reads all of it. With torch.distributed.checkpoint (DCP), a
+checkpoint is a folder. Each rank writes its own shards, and an index says what is in which file, so
+a rank reads only what it needs. Any number of ranks can resume, or one process without torchrun. As
+before, a checkpoint is written under a temporary name and renamed when it is complete.
 
 Gain: the time and memory of a save fall with the number of ranks.
-Cost: a damaged checkpoint is noticed only if it cannot be read; a flipped bit is not, as the shards
-carry no checksums. --save still gathers the parameters in one file, for sample.py and convert.py.
-Read `save` first, then `read`. Details: docs/long_runs.md.
+Cost: the shards have no checksums, so a damaged checkpoint is noticed only if it cannot be read. A
+flipped bit is not. --save still gathers the parameters in one file, for sample.py and convert.py.
+Read `save` first, then `read`. For details see docs/long_runs.md.
 Source: PyTorch's documentation of torch.distributed.checkpoint.
 """
 import argparse

@@ -2,16 +2,16 @@
 
     torchrun --standalone --nproc_per_node=8 beyond/several_cards/sharded_optimizer.py
 
-Under DDP all ranks have the same gradients, and until here all of them compute the same update from
-the same moments. Here each parameter has one owner, which keeps its moments and updates it, Muon's
-products included; then each owner sends its new weights to the others, all in one message. That is
-the first stage of ZeRO; fsdp.py also shards gradients and weights.
+Under DDP all ranks have the same gradients. Until here, all of them also stored the same moments
+and computed the same update. Here each parameter has one owner, which stores its moments and
+updates it, including Muon's products. Then each owner sends its new weights to the other ranks in
+one message. This is the first stage of ZeRO; fsdp.py also shards gradients and weights.
 
-Gain: the optimizer's memory and time are shared, by size: the owner of the embedding gets fewer of
-Muon's matrices.
-Cost: one more exchange of the weights, half as large as the gradients' all-reduce; rank 0 gathers
-moments to save them. Read `step` first. A checkpoint is one file as before, so any number of ranks
-resumes.
+Gain: the ranks share the optimizer's memory and time. Parameters are divided by size, so the owner
+of the embedding gets fewer of Muon's matrices.
+Cost: one more exchange, of the weights, half as large as the gradients' all-reduce. To save, rank 0
+gathers the moments.
+A checkpoint is one file, as before, so any number of ranks can resume. Read `step` first.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models" (stage 1).

@@ -1,18 +1,17 @@
 """Shuffled windows: each epoch reads the text's windows in a new random order.
 Starts from 7_zero_init.py.
 
-Until here every epoch reads the same windows of T tokens in the same order: a batch always holds
-the same windows, and a token always stands at the same position in its window. Here each epoch has
-its own random order of the windows, and its own offset, by which all of them move. Both are a
-function of the seed and the epoch, and the windows are numbered throughout the run: the loader
-still keeps no position, and a run trains on the same ones in the same order whatever -B is.
-Validation reads its text in order, as before.
+Until here, every epoch read the same windows of T tokens in the same order. So a batch always held
+the same windows, and a token was always at the same position in its window. Here each epoch has its
+own random order, and its own offset by which all windows move. Both are functions of the seed and
+the epoch, so the loader still stores no position. The windows are numbered throughout the run, so
+it trains on the same ones in the same order whatever -B is. Validation still reads its text in
+order.
 
 Gain: perhaps a lower loss. A small model's lowest validation loss fell by 0.08 nats per byte on a
-text that it read 23 times, and by 0.11 on one that it read in part, with each of three seeds, which
-are too few for a test (experiments/own_text). Neighboring windows are alike: a batch of them
-teaches less.
-Cost: 8 bytes of memory per window; random reads where the file exceeds the memory.
+text that it read 23 times, and by 0.11 on one that it read in part (three seeds, too few for a
+test: experiments/README.md). Neighboring windows are similar, so a batch of neighbors teaches less.
+Cost: 8 bytes of memory per window, and random reads if the file is larger than the memory.
 
 Source: Bottou 2009, "Curiously Fast Convergence of some Stochastic Gradient Descent Algorithms".
 """

@@ -1,16 +1,16 @@
 """Documents apart: no attention across <|endoftext|>. Starts from 3_dropout.py.
 
-A sequence is cut from a long row of documents, so it may hold the end of one and the beginning of
-another. Until here a token attended to everything before it, even to documents that have nothing to
-do with its own. Now it attends only to its own document, which begins with the <|endoftext|> before
-it. Positions need no reset, because RoPE's scores depend only on distances.
-In a text of one document nothing changes.
+A sequence is cut from one long row of documents, so it may contain the end of one and the beginning
+of another. Until here, a token attended to everything before it, including unrelated documents. Now
+it attends only to its own document, which begins with the <|endoftext|> before it. Positions need
+no reset, because RoPE's scores depend only on distances. If the text is one document, nothing
+changes.
 
-Gain: none was measured. In a small model with short documents the loss differs by no more than
+Gain: none measured. In a small model with short documents, the loss differs by no more than it does
 between seeds (experiments/own_text).
-Cost: the mask, B * T * T bytes, and a copy of it in each block in the type of the queries; masked
-scores are computed, where a causal kernel skips the half above the diagonal. (FlexAttention, on
-NVIDIA GPUs, compiles a mask into a kernel that skips what is masked entirely.)
+Cost: a mask of B * T * T bytes, and a copy of it in each block in the type of the queries. The
+kernel also computes the masked scores, where a causal kernel skips the half above the diagonal.
+(FlexAttention, on NVIDIA GPUs, compiles a mask into a kernel that skips what is entirely masked.)
 
 Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
 """
