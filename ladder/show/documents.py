@@ -27,7 +27,8 @@ def long_table(report):
     """docs/results.md's; the document says what its columns are."""
     rounds, commit = max(row.rounds for row in report.rows), report.machine.get("commit", "unknown")
     table = markdown(texts_of(todays_rows(report), RESULTS_COLUMNS))
-    return (f"{table}\n\n*{where(report)}, {rounds} rounds, commit {commit}. "
+    code = f"at commit {commit}".replace("at commit about", "close to commit")
+    return (f"{table}\n\n*{where(report)}, {rounds} rounds, code {code}. "
             f"{fastest(report)}{marks_of(report)}*")
 
 

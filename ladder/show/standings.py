@@ -9,8 +9,8 @@ from ladder.show.columns import Column
 from ladder.show.terminal import print_table
 
 BRACKETS = "In parentheses: the lowest and the highest value (range), or a 99 % interval."
-FOR_ALL = ("The intervals hold for all rows at once, by Bonferroni's correction. It is stricter than Holm's, so an "
-           f"interval may include zero although p < {BEYOND_CHANCE}.")
+FOR_ALL = ("The intervals hold for all rows at once (Bonferroni), so one may include zero although Holm's p < "
+           f"{BEYOND_CHANCE}.")
 REFUTED = "†"  # at a star that a check removed
 
 
