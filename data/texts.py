@@ -5,12 +5,14 @@ is a document, and so is each row of a .parquet file or of a dataset. Any other 
 lines if its first line is a JSON object, and otherwise as plain text. Memory does not grow with the
 text.
 """
+import codecs
 import contextlib
 import io
 import json
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 try:
@@ -41,6 +43,7 @@ NOT_PLAIN = {  # and how to make text of it
     ".html": "take its text out, as pandoc -t plain does",
     ".htm": "take its text out, as pandoc -t plain does",
 }
+HELD_OUT = re.compile(r"(^|[._-])(val|valid|validation|dev|test|eval)([._-]|$)", re.IGNORECASE)
 
 
 class Dataset(NamedTuple):
@@ -77,7 +80,17 @@ def files_in(folder):
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
         warn(f"{folder}: files left out: {left_out.total()} ({counts});"
              " only .txt, .jsonl and .parquet are read")
+    names = [str(path.relative_to(folder)) for path in files]
+    held_out = [name for name in names if is_held_out(Path(name))]
+    if 0 < len(held_out) < len(files):
+        warn(f"{folder}: its {', '.join(held_out[:3])} are named like held-out data, and become"
+             " training data, too; give the parts one by one, as --text and --val")
     return files
+
+
+def is_held_out(path):
+    """Whether the name of a file, or of a folder above it, is that of a validation or test set."""
+    return any(HELD_OUT.search(part) for part in path.with_suffix("").parts)
 
 
 def sources_of(text, field, encoding):
@@ -121,6 +134,8 @@ def check_is_text(path, encoding):
     if "\0" in start.decode(name, errors="ignore"):
         sys.exit(f"error: {path}: has zero bytes, as UTF-16 or a binary file; give its --encoding,"
                  " for example utf-16, or convert it")
+    if name != "utf-8-sig" and is_mostly_utf8(path):
+        warn(f"{path}: its bytes are UTF-8, which --encoding {encoding} garbles; leave that out")
 
 
 def check_format(path, encoding):
@@ -149,6 +164,19 @@ def is_jsonl(path, encoding):
         return False
 
 
+def is_mostly_utf8(path):
+    """Whether far more characters of a file are UTF-8 of several bytes than are no UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    n_bad = 0
+    n_wide = 0  # the bad ones, too
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            text = decoder.decode(block)
+            n_bad += text.count("\ufffd")
+            n_wide += len(text) - len(text.encode("ascii", errors="ignore"))
+    return n_wide > 10 * n_bad
+
+
 @contextlib.contextmanager
 def open_text(path, encoding):
     """Open a text file; exits with the place of the first byte that is not in its encoding.
@@ -166,9 +194,10 @@ def open_text(path, encoding):
                 # error.object: the bytes that were read last
                 position = file.buffer.tell() - len(error.object) + error.start
                 place = f" (byte 0x{error.object[error.start]:02x} at position {position:,})"
-            sys.exit(f"error: {path}: not {name.removesuffix('-sig').upper()}{place}; give its"
-                     " --encoding, for example cp1252, or replace such bytes with --encoding"
-                     " utf-8:replace")
+            cure = "give its --encoding, for example cp1252 or utf-16"
+            if name == "utf-8-sig" and is_mostly_utf8(path):
+                cure = "replace such bytes (the rest is UTF-8) with --encoding utf-8:replace"
+            sys.exit(f"error: {path}: not {name.removesuffix('-sig').upper()}{place}; {cure}")
 
 
 def read_jsonl(path, field, encoding):
@@ -225,8 +254,11 @@ def read_dataset(dataset, field):
     place = f"--hf {dataset.path}"
     number = 0
     try:
-        stream = datasets.load_dataset(
-            dataset.path, dataset.config, split=dataset.split, streaming=True)
+        if (Path(dataset.path) / "state.json").exists():  # a split that save_to_disk wrote
+            stream = datasets.load_from_disk(dataset.path)
+        else:
+            stream = datasets.load_dataset(
+                dataset.path, dataset.config, split=dataset.split, streaming=True)
         if stream.info.builder_name == "text":
             sys.exit(f"error: {place}: each line of its .txt files would be a document;"
                      " give it as --text")

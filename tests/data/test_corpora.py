@@ -113,6 +113,13 @@ def test_a_hugging_face_dataset(split, documents, dataset, tmp_path):
     assert documents_of(tokens_in("both", "val")) == DOCUMENTS[:2]
 
 
+def test_a_split_that_save_to_disk_wrote(prepare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": DOCUMENTS})).save_to_disk("saved")
+    prepare.main(["--hf", "saved/train", "--out", "out"])
+    assert documents_of(tokens_in("out")) == DOCUMENTS
+
+
 def test_a_dataset_asked_wrongly(dataset, tmp_path):
     """`datasets` reads one kind of files, and would make each line of a .txt a document."""
     for folder in ("texts", "cut"):
@@ -180,6 +187,18 @@ def test_copies_of_a_document_stay_on_one_side(prepare, tmp_path, capsys):
     train, val = (documents_of(tokens_in("out", split)) for split in ("train", "val"))
     assert len(val) > 30 and not set(train) & set(val) and len(train) + len(val) == 601
     assert "300 of 601 documents are copies of earlier ones" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names, said", [
+    (["train.jsonl", "validation-00000.jsonl"], True), (["test/x.jsonl", "train/x.jsonl"], True),
+    (["contest.jsonl", "b.jsonl"], False), (["test.jsonl"], False)])
+def test_files_named_like_held_out_data_are_said(names, said, prepare, tmp_path, capsys):
+    """A downloaded dataset in one folder: all of it would be training data."""
+    for name in names:
+        (tmp_path / "corpus" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / "corpus" / name, [f"the text of {name}"])
+    prepare.prepare(tmp_path / "corpus", tmp_path / "out")
+    assert ("named like held-out data" in capsys.readouterr().err) is said
 
 
 @pytest.mark.parametrize("block_tokens", [7, 1 << 20])

@@ -224,10 +224,18 @@ def test_json_lines_are_known_by_their_content(prepare, capsys):
         assert ("if its lines are documents" in capsys.readouterr().err) is (name == "a.txt")
 
 
-def test_stray_bytes_can_be_replaced(prepare):
-    write("a.txt", "Müller trinkt ".encode() + b"Caf\xe9")
+def test_utf8_that_is_almost_whole(prepare, capsys):
+    """One byte of an old editor: it can be replaced; --encoding latin-1 would garble all the rest, and is warned of."""
+    text = "Müller kauft Äpfel. " * 20
+    write("a.txt", text.encode() + b"Caf\xe9 " + text.encode())
+    assert refusal(prepare, "--text", "a.txt").endswith("(the rest is UTF-8) with --encoding utf-8:replace")
     prepare.main(["--text", "a.txt", "--encoding", "utf-8:replace", "--out", "out"])
-    assert text_in("out") == "Müller trinkt Caf\ufffd"
+    assert text_in("out") == f"{text}Caf\ufffd {text}" and not capsys.readouterr().err
+    prepare.main(["--text", "a.txt", "--encoding", "latin-1", "--out", "garbled"])
+    assert "its bytes are UTF-8, which --encoding latin-1 garbles" in capsys.readouterr().err
+    write("b.txt", text.encode("latin-1"))
+    prepare.main(["--text", "b.txt", "--encoding", "latin-1", "--out", "right"])
+    assert text_in("right") == text and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["one\r\ntwo\r\nthree\n\r\n", "one\rtwo\rthree\r"])
