@@ -15,10 +15,14 @@ from torch.utils import benchmark
 from ladder.measure.this_machine import describe
 from ladder.rungs.list import BY_LABEL, load_script
 
-rung_10 = load_script(BY_LABEL["10"])
 PRODUCTS = [(4096, 768, 3072), (2048, 2048, 2048), (8192, 8192, 8192)]
 RATE_SECONDS = 1.0  # of measuring, for each shape and format
 COPIED = {"cuda": 2**30, "mps": 2**28, "cpu": 2**28}  # bytes
+
+
+def autocast_dtype(device):
+    """Rung 10's."""
+    return load_script(BY_LABEL["10"]).autocast_dtype(device)
 
 
 def best_seconds(statement, **values):
@@ -42,7 +46,7 @@ def best_bandwidth(device):
 def measure(device):
     """{"float32": FLOP/s} and the rates of what else is in hardware: "tf32", "bfloat16" or, failing that, "float16"."""
     shapes = PRODUCTS if device != "cpu" else PRODUCTS[:2]
-    dtype = rung_10.autocast_dtype(device)
+    dtype = autocast_dtype(device)
     formats = {"float32": (torch.float32, "highest"), str(dtype).removeprefix("torch."): (dtype, "highest")}
     if device == "cuda" and torch.cuda.is_tf32_supported():
         formats["tf32"] = (torch.float32, "high")
@@ -58,7 +62,7 @@ def attention_kernel(device):
     if device == "mps":
         return None
     # (B, nh, T, hs)
-    q = torch.empty(4, 12, 1024, 64, device=device, dtype=rung_10.autocast_dtype(device), requires_grad=True)
+    q = torch.empty(4, 12, 1024, 64, device=device, dtype=autocast_dtype(device), requires_grad=True)
     return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
 
 

@@ -11,14 +11,12 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ladder import formats
 from ladder.count.memory import free_memory
-from ladder.measure.device_rates import attention_kernel, rung_10
+from ladder.measure.device_rates import attention_kernel, autocast_dtype
 from ladder.measure.problems import NO_TORCHRUN, compile_problem, nvidia_problem, problem_of
 from ladder.measure.this_machine import ask_nvidia_smi, device_name
 from ladder.rungs.list import ROOT
 
-GOOD, NEUTRAL, BAD = "+", "-", "x"
-
-# `mark` is + (present), - (absent, but the ladder runs without it) or x (needs fixing).
+GOOD, NEUTRAL, BAD = "+", "-", "x"  # present; absent, but the ladder runs without it; needs fixing
 Finding = namedtuple("Finding", "mark what detail")
 
 
@@ -56,7 +54,7 @@ def check_formats(device):
     without = {
         torch.float16: "none in hardware: rung 3 and up use float16 with a GradScaler",
         torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",
-    }.get(rung_10.autocast_dtype(device))
+    }.get(autocast_dtype(device))
     yield finding(without is None, "bfloat16", "rung 3 gains", without)
     yield finding(cuda and capability >= (8, 9), "float8", "fp8 gains with wide layers",
                   "fp8 has no effect on this device")
@@ -67,7 +65,7 @@ COMPARED = """
 import torch
 from ladder.rungs.list import BY_LABEL, load_script
 rung_10 = load_script(BY_LABEL["10"])
-found = []
+steps = []
 for compiled in False, True:
     torch.manual_seed(1337)
     model = rung_10.GPT(rung_10.GPTConfig(vocab_size=1024, n_layer=2, n_head=2, n_embd=128)).to(DEVICE)
@@ -77,8 +75,8 @@ for compiled in False, True:
         loss = run(idx, targets)
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    found.append(torch.stack([loss.detach(), norm]))
-eager, compiled = found
+    steps.append(torch.stack([loss.detach(), norm]))
+eager, compiled = steps
 torch.testing.assert_close(compiled, eager, rtol=0.02, atol=0.0)
 """
 

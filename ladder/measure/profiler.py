@@ -3,11 +3,10 @@
     python -m ladder profile --rungs 10                         # runs, once for each round:
     python -m ladder.measure.profiler 10 FILE TRACE --model gpt2 -B 1 -T 1024
 
-The rung's own `train` runs in a separate process. FILE gets the milliseconds as JSON, TRACE, if not "", the events; on
-CUDA a file beside it gets the memory of one more step. On a CPU an operator's time is what it spends outside the
-operators that it calls; on a GPU, the time of the kernels that it launches. A generated kernel (torch.compile) is
-classified by the operations that its name lists. What no operator accounts for is "waiting", so the parts add up to the
-step.
+The rung's own `train` runs in a separate process. FILE gets the milliseconds as JSON, TRACE, if not "", the events. On
+a CPU an operator's time is what it spends outside the operators that it calls; on a GPU, the time of the kernels that
+it launches. A generated kernel (torch.compile) is classified by the operations that its name lists. What no operator
+accounts for is "waiting", so the parts add up to the step.
 """
 import json
 import math
@@ -106,16 +105,11 @@ def profile_rung(label, flags, folder, trace=None):
         torch._inductor.config.cpp.enable_kernel_profile = True  # else a CPU's generated kernels have no names
     warm_up, plain, timed = STEPS_ON_A_CPU if settings.device == "cpu" else STEPS_ON_A_GPU
     settings.steps = warm_up + plain + 1 + timed
-    snapshot = trace and settings.device == "cuda" and trace.replace(".trace.json.gz", ".memory.pickle")
-    if snapshot:
-        settings.steps += 1  # one that is not timed: the history of the memory slows it
     log_step = script.Log.step
 
     def step(*values, **more):  # between two calls there is exactly one step of training
         log_step(*values, **more)
         profiler.step()
-        if snapshot and values[1] == settings.steps - 1:
-            torch.cuda.memory._record_memory_history(stacks="python")
 
     script.Log.step = step
     script.DataLoaderLite.batch = record_function(DATA)(script.DataLoaderLite.batch)
@@ -127,8 +121,6 @@ def profile_rung(label, flags, folder, trace=None):
         script.train(settings)
     if trace:
         profiler.export_chrome_trace(trace)
-    if snapshot:
-        torch.cuda.memory._dump_snapshot(snapshot)
 
     run = read_log(folder / f"{script.SCRIPT.stem}.log")
     _, meta = script.load_tokens(settings.data, "train", 1)

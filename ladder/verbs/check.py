@@ -1,5 +1,7 @@
 """`python -m ladder check`: what this machine has, and what each rung will gain from it."""
-from ladder.measure.machine_check import BAD, GOOD, NEUTRAL, check_machine, rung_10
+from ladder.measure.machine_check import BAD, GOOD, NEUTRAL, check_machine
+from ladder.measure.script_flags import defaults
+from ladder.rungs.list import BY_LABEL
 
 COLORS = {GOOD: "green", NEUTRAL: "yellow", BAD: "red"}
 
@@ -9,7 +11,7 @@ def add_flags(parser):
 
 
 def main(args, console):
-    device = rung_10.parse_args([]).device
+    device = defaults(BY_LABEL["10"])["device"]
     findings, command = check_machine(device)
     for mark, what, detail in findings:
         console.print(f"{mark} {what}: {detail}", style=COLORS[mark])

@@ -17,8 +17,7 @@ def add_flags(parser):
     flag("--rungs", default="0-10", help="rungs from 0 to 10, such as 0,5,10 (default: %(default)s)")
     flag("--repeat", type=COUNT, default=3, metavar="N",
          help="number of rounds, preferably odd; the median one is shown (default: %(default)s)")
-    flag("--traces", action="store_true", help="also write traces of each rung for ui.perfetto.dev and, on "
-         "CUDA, a memory snapshot for docs.pytorch.org/memory_viz")
+    flag("--traces", action="store_true", help="also write traces of each rung for ui.perfetto.dev")
     flag("--logs", type=Path, metavar="FOLDER", help="folder for the profile; give a run's folder to show "
          "both together (default: logs/profile/DATE_TIME)")
 

@@ -14,7 +14,7 @@ def test_only_formats_in_hardware_count(dtype, names, bfloat16, monkeypatch):
     """A CPU without bfloat16 multiplies it a hundred times slower: measuring that took minutes."""
     monkeypatch.setattr(device_rates, "PRODUCTS", [(8, 8, 8)])
     monkeypatch.setattr(device_rates, "RATE_SECONDS", 0.01)
-    monkeypatch.setattr(device_rates.rung_10, "autocast_dtype", lambda device: dtype)
+    monkeypatch.setattr(device_rates, "autocast_dtype", lambda device: dtype)
     assert device_rates.measure("cpu").keys() == names
     _, found, _ = machine_check.check_formats("cpu")
     assert f"{found.mark} {found.detail}".startswith(bfloat16)
@@ -24,7 +24,7 @@ def test_each_format_of_a_gpu_is_measured_as_a_rung_multiplies_in_it(monkeypatch
     """TF32 is float32 at another precision, and the best of all three shapes counts."""
     seen = []
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
-    monkeypatch.setattr(device_rates.rung_10, "autocast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(device_rates, "autocast_dtype", lambda device: torch.bfloat16)
     monkeypatch.setattr(device_rates, "best_rate", lambda device, dtype, shape: seen.append(
         (dtype, torch.get_float32_matmul_precision())) or shape[0])
     assert device_rates.measure("cuda") == dict.fromkeys(("float32", "bfloat16", "tf32"), 8192)

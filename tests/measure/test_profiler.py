@@ -4,7 +4,6 @@ import io
 import json
 import shutil
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from log_files import write_log
 from rich.console import Console
 from run_tool import flags, is_one_error, ladder
 from token_folders import edit_json
-from torch._inductor import config
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -195,28 +193,6 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path, call)
     assert any("cpp_fused" in name for name in names) and any(name.startswith("ProfilerStep") for name in names)
     assert is_one_error(call(*words, "--data", "nowhere"), "no whole token files")
     assert read_profile(tmp_path) == found  # the failure has not touched it
-
-
-@pytest.mark.parametrize("device, trace", [("cuda", "a.trace.json.gz"), ("cuda", ""), ("cpu", "a.trace.json.gz")])
-def test_a_gpus_memory_is_recorded_in_a_step_that_is_not_timed(device, trace, tmp_path, monkeypatch):
-    """A history of allocations, with their stacks, slows the step."""
-    seen, cuda = [], torch.cuda.memory
-    script = SimpleNamespace(
-        SCRIPT=tmp_path / "baseline.py", parse_args=lambda words: SimpleNamespace(device=device, data=None),
-        Log=SimpleNamespace(step=lambda log, step, loss, dt: seen.append(step)),
-        DataLoaderLite=SimpleNamespace(batch=lambda i: i), load_tokens=lambda *_: (None, {"vocab_size": 257}))
-    script.train = lambda settings: [script.Log.step(None, step, 2.0, 0.1) for step in range(1, settings.steps + 1)]
-    monkeypatch.setattr(profiler, "load_script", lambda rung: script)
-    monkeypatch.setattr(profiler, "by_kind", lambda *_: ({}, 100.0))
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
-    monkeypatch.setattr(cuda, "_record_memory_history", lambda stacks: seen.append("history"))
-    monkeypatch.setattr(cuda, "_dump_snapshot", lambda path: seen.append(Path(path).name))
-    write_log(tmp_path / "baseline.log", [100.0] * 99)
-    with config.patch({"cpp.enable_kernel_profile": False}):
-        profiler.profile_rung("0", [], tmp_path, trace and str(tmp_path / trace))
-    n_steps = sum(profiler.STEPS_ON_A_GPU if device == "cuda" else profiler.STEPS_ON_A_CPU) + 1
-    more = ["history", n_steps + 1, "a.memory.pickle"] if device == "cuda" and trace else []
-    assert seen == [*range(1, n_steps + 1), *more]
 
 
 @pytest.mark.parametrize("name, precision, rate, share", [
