@@ -11,7 +11,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ladder import formats
 from ladder.count.memory import free_memory
-from ladder.measure.device_rates import attention_kernel, autocast_dtype
+from ladder.measure import device_rates
 from ladder.measure.problems import NO_TORCHRUN, compile_problem, nvidia_problem, problem_of
 from ladder.measure.this_machine import ask_nvidia_smi, device_name
 from ladder.rungs.list import ROOT
@@ -54,7 +54,7 @@ def check_formats(device):
     without = {
         torch.float16: "none in hardware: rung 3 and up use float16 with a GradScaler",
         torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",
-    }.get(autocast_dtype(device))
+    }.get(device_rates.autocast_dtype(device))
     yield finding(without is None, "bfloat16", "rung 3 gains", without)
     yield finding(cuda and capability >= (8, 9), "float8", "fp8 gains with wide layers",
                   "fp8 has no effect on this device")
@@ -112,7 +112,7 @@ def check_kernels(device):
                       f"does not work, {lacks}{remedy}", BAD)
         if problem is None and device == "cuda":
             yield check_compiled(device)
-        kernel = attention_kernel(device)
+        kernel = device_rates.attention_kernel(device)
         yield finding(kernel != "MATH", "attention", f"torch chooses {kernel} here: rung 6 gains",
                       "torch chooses MATH here: rung 6 computes all scores and gains nothing")
     fused = torch.utils._foreach_utils._get_fused_kernels_supported_devices()

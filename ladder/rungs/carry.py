@@ -54,30 +54,27 @@ def merge(ours, base, theirs, names):
 
 def rungs_after(rung):
     """The rungs that start from `rung`, directly or not."""
-    found = [rung]
-    for other in RUNGS:
-        if any(start in found for start in other.starts):
-            found.append(other)
-    return found[1:]
+    rungs = [rung]
+    for later in RUNGS:
+        if {*later.starts} & {*rungs}:
+            rungs.append(later)
+    return rungs[1:]
 
 
 def not_from(rung, start, old):
-    """The definitions that a rung does not get from `start`, one of two rungs that it starts from.
-
-    From the first it has all but those that are only the second's; from the second those that are not the first's.
-    """
+    """The definitions that a rung has from the other of the two that it starts from; what both have is the first's."""
     if len(rung.starts) == 1:
         return set()
-    ours, first, second = (definitions(old[one.file]) for one in (rung, *rung.starts))
-    if start is rung.start:
-        return {name for name, text in ours.items() if first.get(name) != text == second.get(name)}
-    return {name for name, text in ours.items() if text == first.get(name)}
+    ours, first, second = (definitions(old[script.file]) for script in (rung, *rung.starts))
+    of_first = {name for name, text in ours.items() if text == first.get(name)}
+    of_second = {name for name, text in ours.items() if text == second.get(name)} - of_first
+    return of_second if start is rung.start else of_first
 
 
-def body_with(source, other, names):
+def body_with(source, donor, names):
     """A script's text below the docstring, with the definitions of these names as in another script."""
-    theirs = pieces(other)
-    return "".join(theirs.get(name, text) if name in names else text for name, text in pieces(source).items())
+    donated = pieces(donor)
+    return "".join(donated.get(name, text) if name in names else text for name, text in pieces(source).items())
 
 
 def carry(rung, old, new):
@@ -110,22 +107,22 @@ def propagate(rung, root=ROOT):
     Returns the files that have it now, and a text for each rung where it stops: those that start from there wait, too.
     """
     later = rungs_after(rung)
-    starts = {start for one in later for start in one.starts}  # of one that starts from two, the other, too
-    old = {one.file: committed(one.file, root) for one in {rung, *later, *starts}}
-    new = {one.file: (root / one.file).read_text(encoding="utf-8") for one in RUNGS}
+    starts = {start for script in later for start in script.starts}  # of one that starts from two, the other, too
+    old = {script.file: committed(script.file, root) for script in {rung, *later, *starts}}
+    new = {script.file: (root / script.file).read_text(encoding="utf-8") for script in RUNGS}
     if split(rung.file, old[rung.file])[1] == split(rung.file, new[rung.file])[1]:
         raise UserError(f"{rung.file} has no uncommitted change outside its docstring: make the fix there first")
     for broken in rung_violations(rung, new) if rung.starts else foreign(new):
         raise UserError(f"nothing was written; the fix breaks the ladder's law: {broken}")
     written, stops = [], []
-    for one in later:
-        text, why = carry(one, old, new)
-        if text != new[one.file]:
-            (root / one.file).write_text(text, encoding="utf-8", newline="\n")
+    for script in later:
+        text, why = carry(script, old, new)
+        if text != new[script.file]:
+            (root / script.file).write_text(text, encoding="utf-8", newline="\n")
         if why:  # what starts from here sees no change
-            stops.append(f"{one.file}: the fix stops here, for {len(rungs_after(one))} later rungs, too: {why}; "
-                         f"make it there by hand, then: python -m ladder propagate {one.file}")
-        elif text != new[one.file]:
-            new[one.file] = text
-            written.append(one.file)
+            stops.append(f"{script.file}: the fix stops here, for {len(rungs_after(script))} later rungs, too: {why}; "
+                         f"make it there by hand, then: python -m ladder propagate {script.file}")
+        elif text != new[script.file]:
+            new[script.file] = text
+            written.append(script.file)
     return written, stops

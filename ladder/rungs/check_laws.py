@@ -36,18 +36,16 @@ def pieces(source):
     Methods are pieces of their own, the imports are one. Each includes its decorators, and what follows it.
     """
     docstring, *body = ast.parse(source).body
-    lines = source.splitlines(keepends=True)
-    starts = []  # (first line, name)
+    lines, starts, texts = source.splitlines(keepends=True), [], {}  # starts: (first line, name)
     for node in body:
         starts.append((first_line(node), name_of(node, lines)))
         if isinstance(node, ast.ClassDef):  # its docstring and fields are a piece of its own name
-            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-            starts += [(first_line(method), f"{node.name}.{method.name}") for method in methods]
-    firsts = [docstring.end_lineno + 1, *(first for first, _ in starts[1:]), len(lines) + 1]
-    found = {}
-    for (_, name), (first, after) in zip(starts, itertools.pairwise(firsts), strict=True):
-        found[name] = found.get(name, "") + "".join(lines[first - 1 : after - 1])
-    return found
+            starts += [(first_line(method), f"{node.name}.{method.name}") for method in node.body
+                       if isinstance(method, ast.FunctionDef)]
+    starts[0] = (docstring.end_lineno + 1, starts[0][1])  # with the empty lines above it
+    for (first, name), (after, _) in itertools.pairwise([*starts, (len(lines) + 1, "")]):
+        texts[name] = texts.get(name, "") + "".join(lines[first - 1 : after - 1])
+    return texts
 
 
 @functools.cache
@@ -65,10 +63,10 @@ def changed_definitions(starts, after):
 
 def plumbing(source):
     """The part below the banner, the banner included; ValueError unless there is exactly one."""
-    head, found, rest = source.partition("\n" + BANNER)
-    if not found or "\n" + BANNER in rest:
+    _, *below = source.split("\n" + BANNER)
+    if len(below) != 1:
         raise ValueError("needs exactly one banner line")
-    return BANNER + rest
+    return BANNER + below[0]
 
 
 def flags(source):
@@ -104,10 +102,3 @@ def rung_violations(rung, sources):
             yield f"{names} -> {rung.file}: {name} differs, which its may_change in ladder/rungs/list.py does not name"
     if plumbing(after) != plumbing(starts[0]):
         yield f"{rung.file}: below the banner it differs from {rung.start.file}"
-
-
-def violations(sources):
-    """The breaches of the laws among the sources of all rungs ({file: text}), one line each."""
-    yield from foreign(sources)
-    for rung in RUNGS[1:]:
-        yield from rung_violations(rung, sources)

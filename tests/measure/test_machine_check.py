@@ -155,7 +155,7 @@ def test_a_gpu_gains_only_from_formats_that_it_has(name, capability, cuda, tf32,
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(machine_check, "autocast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(machine_check.device_rates, "autocast_dtype", lambda device: torch.bfloat16)
     found = findings(machine_check.check_formats, "cuda")
     assert found["TF32"][0] == tf32 and found["float8"][0] == float8
 
