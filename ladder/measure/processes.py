@@ -65,19 +65,29 @@ def process_tree(pid):
         return []
 
 
+def is_alive(process):
+    """Whether a process has not ended; in a container perhaps nobody reaps one that has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def stop(child, seen=()):
     """Kill a child, everything it started, and the `seen` of what it left behind: torchrun's ranks outlive its death.
 
     A compiler may end by itself, in ten seconds.
     """
     tree = process_tree(child.pid) if child.poll() is None else []  # else its number may be another process's by now
-    tree = alive = {*tree, *seen}  # psutil kills none that has only taken a number over
+    tree = {*tree, *seen}  # psutil kills none that has only taken a number over
     for spared in (COMPILER, None):  # killed while it links, it leaves a broken library in torch's cache
-        for process in alive:
+        for process in filter(is_alive, tree):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if spared is None or not spared.fullmatch(process.name()):
                     process.kill()
-        _, alive = psutil.wait_procs(tree, timeout=10)
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, tree)) and time.monotonic() < deadline:
+            time.sleep(0.02)
     child.wait()
 
 

@@ -2,6 +2,7 @@
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import psutil
@@ -27,8 +28,8 @@ def test_torchrun_where_the_host_s_name_has_no_address(byte_tokens, tmp_path):
     assert run.returncode == 0 and "median : " in run.stdout, run.stderr
 
 
-def python(code, folder):
-    return Job("job", [sys.executable, "-c", f"import os, subprocess, sys, time; {code}"], folder)
+def shell(words, folder):
+    return Job("job", ["sh", "-c", words], folder)
 
 
 def has_ended(pid):
@@ -36,15 +37,15 @@ def has_ended(pid):
 
 
 def test_a_job_ends_with_its_lines_killed_or_timed_out(tmp_path):
-    halves = "print('step', end='', flush=True); time.sleep(0.5); print(' : 1')"
-    outcome = run_job(python(halves, tmp_path), 60, "cuda")
+    outcome = run_job(shell("printf step; sleep 0.4; echo ' : 1'", tmp_path), 60, "cuda")
     assert (outcome.name, outcome.status, outcome.reason, outcome.lines) == ("job", "ok", "", ["step : 1"])
     # Linux ends a process that takes too much without a word
-    assert run_job(python("os.kill(os.getpid(), 9)", tmp_path), 60, "cuda").status == "out of memory"
-    starts = "print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
-    outcome = run_job(python(starts, tmp_path), 2, "cuda")
-    assert (outcome.status, outcome.reason) == ("timed out", "no end after 2 s")
+    assert run_job(shell("kill -9 $$", tmp_path), 60, "cuda").status == "out of memory"
+    began = time.monotonic()
+    outcome = run_job(shell("sleep 60 & echo $!; wait", tmp_path), 0.5, "cuda")
+    assert (outcome.status, outcome.reason) == ("timed out", "no end after 0.5 s")
     assert has_ended(*outcome.lines)  # what it has started ends with it, as torchrun's ranks do
+    assert time.monotonic() - began < 9  # though in a container perhaps nobody reaps it
 
 
 @pytest.mark.parametrize("code, lines, status, reason", [
@@ -65,12 +66,11 @@ def test_of_a_job_that_failed_the_complaint_that_matters_is_kept(code, lines, st
 
 def test_what_a_dead_job_left_behind_ends_and_no_process_that_has_its_number(tmp_path, monkeypatch):
     """As torchrun's ranks, which have sessions of their own."""
-    rank = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
-    outcome = run_job(python(f"print({rank}.pid, flush=True); time.sleep(1); os._exit(3)", tmp_path), 60, "cuda")
+    outcome = run_job(shell("setsid sleep 60 & echo $!; sleep 0.6; exit 3", tmp_path), 60, "cuda")
     assert outcome.status == "failed" and has_ended(*outcome.lines)
-    tree, stranger = processes.process_tree, subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    tree, stranger = processes.process_tree, subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(processes, "process_tree", lambda pid: tree(pid if psutil.pid_exists(pid) else stranger.pid))
-    assert run_job(python("pass", tmp_path), 60, "cuda").status == "ok" and stranger.poll() is None
+    assert run_job(shell("true", tmp_path), 60, "cuda").status == "ok" and stranger.poll() is None
     stranger.kill()
 
 
@@ -104,7 +104,7 @@ def test_a_job_that_takes_too_much_memory_is_stopped_on_a_cpu(monkeypatch, tmp_p
     """Also of two processes, each of which would fit. On a GPU nobody watches: what fills up is not this memory."""
     memory = psutil.virtual_memory()._replace(available=100e6)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    job = python(HUNGRY.format(150_000_000), tmp_path)
+    job = Job("job", [sys.executable, "-c", HUNGRY.format(150_000_000)], tmp_path)
     assert run_job(job, 60, "cpu").status == "out of memory" and run_job(job, 60, "cuda").status == "ok"
     assert run_job(replace(job, memory=1e9), 60, "cpu").status == "ok"  # its share, where it has one
     two = replace(job, command=[sys.executable, "-c", TWO_RANKS.format(HUNGRY.format(45_000_000))])
