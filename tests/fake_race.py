@@ -1,12 +1,16 @@
-"""A race of which the losses are known: run_race() holds it without training, flag_of() and others read its jobs."""
+"""Contests of which the losses are known: record_of() has their table, run_race() their logs, without training.
+
+flag_of() and others read the jobs of run_race().
+"""
 import functools
 import math
 from types import SimpleNamespace
 from unittest import mock
 
+import pandas
 from ladder.measure import contest, fairness, script_flags
 from ladder.measure.learning_rates import SEED, rate_flags, tuning_seeds
-from ladder.records.recipes import read_logs, write_csv
+from ladder.records.recipes import COLUMNS, Record, read_logs, write_csv
 from ladder.rungs.list import BY_LABEL, BY_NAME, load_script
 
 ADAMW, MUON, TRAPEZOID = (BY_LABEL[label] for label in ("gradient_checkpointing", "muon", "trapezoid_lr"))
@@ -22,7 +26,23 @@ HEADER = """# script: {0.name}.py
 # batch: B=2 T=32 | steps: 40 | seed: {1}
 # data: text
 """
+FACTS = {"batch": "B=16 T=64", "data": "text (bytes tokens)"}
 loaded = functools.cache(load_script)  # a race needs the flags of a script for each of its jobs
+
+
+def record_of(losses, ms=None, steps=100):
+    """A Record in which each script ends with these losses, a fall from 3.0, and takes these ms a step."""
+    rows = []
+    for name, ends in losses.items():
+        whole = {"rung": name, "max_lr": 1e-3, "muon_lr": 2e-3, "parameters": 9e5, "ms": 100.0}
+        for number, end in enumerate(ends):
+            for step, loss in ((steps // 2, (3 + end) / 2), (steps, end)):
+                rows.append(whole | {"part": "round", "round": number + 1, "seed": 1338 + number, "step": step,
+                                     "tokens": 1024 * step, "val_loss": loss})
+        for number, own in enumerate((ms or {}).get(name, [])):
+            rows.append(whole | {"part": "timing", "round": number + 1, "seed": 1338, "step": 30, "tokens": 1,
+                                 "ms": own})
+    return Record(FACTS, pandas.DataFrame(rows, columns=[*COLUMNS]).astype({**COLUMNS, "val_loss": float}))
 
 
 def flag_of(job, flag):

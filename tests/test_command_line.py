@@ -33,6 +33,7 @@ def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere(tmp_
     (["report", "x", "--readme"], ["--readme: shows all folders of logs/reference"]),
     (["compare", "/no/a.log", "/no/b.log"], ["a.log"]),
     *((["floor", "--gpu", card], [f"--gpu {card}"]) for card in ("nonsense", "mine:1,2", "mine:1,2,3,-4")),
+    (["floor", "--gpu", "mine:1,2,4,1000", "mine:2,4,8,1000"], ["--gpu: two cards are called mine; "]),
     (["floor", "--rungs", "ddp,fp8"], ["--rungs ddp,fp8: floors are of"]), (["floor", "-T", "2048"], ["-T 2048"]),
     (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
     (["diff", "1", "2", "3"], ["one rung, or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),

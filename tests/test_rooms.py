@@ -1,11 +1,8 @@
-"""The tool's house: which room may import from which, one name for one thing, and a file for each verb."""
+"""The tool's house: which room may import from which, and one name for one thing."""
 import ast
 from collections import Counter
-from pathlib import Path
 
 from load_script import ROOT
-
-from ladder.__main__ import VERBS
 
 MAY_IMPORT = {"rungs": (), "count": ("rungs",), "records": ("rungs", "count"), "show": ("rungs", "count", "records"),
               "measure": ("rungs", "count", "records"), "verbs": ("rungs", "count", "records", "show", "measure")}
@@ -46,17 +43,3 @@ def test_a_name_has_one_meaning():
         twice = {name for name, n in Counter(names).items() if n > 1}
         # All verbs have the first two; peer.py is also a script, which needs ROOT before it can import.
         assert twice - {"main", "add_flags", "ROOT"} == set()
-
-
-def test_each_verb_has_a_short_file_of_its_name():
-    files = [path for path in MODULES if path.parent.name == "verbs"]
-    assert {path.stem.removesuffix("_") for path in files} == {*VERBS}  # try_.py: `try` is a keyword
-    assert [path.name for path in files if len(path.read_text(encoding="utf-8").splitlines()) > 80] == []
-
-
-def test_a_file_of_tests_is_called_like_the_module_that_it_tests():
-    """In a folder of the room's name."""
-    others = {"scripts", "data", "experiments"}
-    tests = {(path.parent.name, path.stem) for path in Path(__file__).parent.glob("*/test_*.py")}
-    modules = {(path.parent.name, f"test_{path.stem.removesuffix('_')}") for path in MODULES}
-    assert {test for test in tests if test[0] not in others} - modules == set()

@@ -64,8 +64,8 @@ def simulated(random, shift=0.0, noise=0.015, seeds=8):
 def test_p_is_uniform_for_equal_recipes_whose_rates_have_one_smooth_minimum():
     """Though each has its own search. With the best pair of rates for all seeds nine of a hundred are below 0.05."""
     ps = numpy.array([simulated(numpy.random.default_rng(seed)).p for seed in range(300)])
-    shares = [numpy.mean(ps < limit) for limit in (0.01, 0.05, 0.5)]
-    assert shares == [pytest.approx(0.01, abs=0.009), pytest.approx(0.05, abs=0.025), pytest.approx(0.5, abs=0.07)]
+    shares = [numpy.mean(ps < limit) for limit in (0.05, 0.5)]
+    assert shares == [pytest.approx(0.05, abs=0.025), pytest.approx(0.5, abs=0.07)]
 
 
 def test_a_known_difference_is_found_and_its_interval_holds_it():

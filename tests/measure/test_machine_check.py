@@ -81,23 +81,15 @@ def test_a_driver_that_fails_or_hangs(body, said, nvidia_smi, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("driver, wheel", [("580.65.06", "cu130"), ("575.57.08", "cu126")])
-def test_a_gpu_that_torch_cannot_use(driver, wheel, nvidia_smi):
+def test_beside_a_gpu_that_torch_cannot_use_no_cpu_is_measured(driver, wheel, nvidia_smi, tmp_path, monkeypatch, call):
+    """Before anything is written: 200 steps take hours, and the user takes them for the GPU's."""
     nvidia_smi(driver)
     found = findings(machine_check.check_device, "cpu")["NVIDIA GPU"]
     assert re.search(f"CUDA.*; pip install .*torch==.*whl/{wheel}", found)
-    machine = this_machine.describe("cpu")
-    assert machine["gpus"] == [f"NVIDIA H100 80GB HBM3, {driver}, 700.00 W"]
-    assert "threads" in machine["cpu"] and machine["name"] == machine["cpu"]
-
-
-@pytest.mark.parametrize("words", [["run", "--rungs", "0"], ["profile", "--rungs", "0"]], ids=" ".join)
-def test_no_cpu_is_measured_beside_a_gpu_unless_asked_for(words, nvidia_smi, tmp_path, monkeypatch,
-                                                          call):
-    """Before anything is written: 200 steps take hours, and the user takes them for the GPU's."""
-    nvidia_smi("575.57.08")
+    assert this_machine.describe("cpu")["gpus"] == [f"NVIDIA H100 80GB HBM3, {driver}, 700.00 W"]
     monkeypatch.chdir(tmp_path)
-    reasons = "--device: torch cannot use the NVIDIA GPU", "whl/cu126", "--device cpu"
-    assert is_one_error(call(*words), *reasons)
+    reasons = "--device: torch cannot use the NVIDIA GPU", f"whl/{wheel}", "--device cpu"
+    assert all(is_one_error(call(verb, "--rungs", "0"), *reasons) for verb in ("run", "profile"))
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 

@@ -111,7 +111,7 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
     def once(entry, *_):
         step_ms, plain_ms = next(answers[entry.label])
         rung = {"name": entry.name, "step_ms": step_ms, "plain_ms": plain_ms, "products_ms": 50.0,
-                "parts_ms": dict.fromkeys(KINDS, 0.0) | {"matrix products": step_ms}}
+                "parts_ms": dict.fromkeys(reversed(KINDS), 0.0) | {"matrix products": step_ms}}
         return rung, SimpleNamespace(status="ok")
 
     monkeypatch.setattr(profiler, "profile_once", once)
@@ -125,7 +125,8 @@ def test_unreliable_profiles_are_marked_and_the_median_of_the_others_counts(tmp_
     print_profile(found, console)
     table = console.file.getvalue()
     assert "bfloat16 autocast (!)" in table and "baseline (!)" not in table
-    assert [(bar.end, bar.pale) for bar in profile_bars(found)] == [("101.0", False), ("250.0 (!)", True)]
+    assert [(bar.end, bar.pale, bar.parts[0]) for bar in profile_bars(found)] == [
+        ("101.0", False, 101), ("250.0 (!)", True, 250)]
 
 
 def test_on_a_gpu_a_kernel_counts_once_though_the_step_s_range_has_it_too():

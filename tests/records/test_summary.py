@@ -112,18 +112,6 @@ def test_each_doubt_about_a_run_is_named(device, B, T, first, ms, steps, warning
     assert len(found) == (warning is not None) and all(warning in text and "baseline" in text for text in found), found
 
 
-def test_what_is_wrong_with_many_rungs_is_one_line(tmp_path):
-    """Of a GPU: too few steps, and logs of children that waited for their turn."""
-    for label in ("0", "1", "2"):
-        header = HEADER.format("NVIDIA A100", "torch", 6, 1024, 3)
-        write_log(tmp_path / "round_1" / f"{BY_LABEL[label].name}.log", header=header, tail=MEDIAN)
-        (tmp_path / "round_1" / f"{BY_LABEL[str(int(label) + 4)].name}.log").write_text("# script: waits\n")
-    found = list(warnings(build_report(tmp_path)))
-    assert sum("150 steps" in text for text in found) == 1 and any("3 rungs: fewer" in text for text in found)
-    skipped = [text for text in found if text.startswith("skipped: ")]
-    assert len(skipped) == 1 and skipped[0].count(".log") == 3 and "no step line" in skipped[0]
-
-
 def test_rounds_that_do_not_compare_are_named(tmp_path, call):
     """A rung with one round and few steps beside one with two; and two logs of one script are no rounds."""
     for folder, names in (("round_1", (BASELINE, TIED)), ("round_2", (BASELINE,))):

@@ -135,7 +135,9 @@ def test_links_lead_somewhere(text):
         file, _, anchor = link.removeprefix("/").partition("#")
         assert (ROOT / file).exists() and (not file.endswith(".md") or anchor in {"", *anchors_of(ROOT / file)}), link
     contents = re.search('<nav id="contents".*?</nav>', text, re.S)[0]
-    assert re.findall("#rung-([^\"]+)", contents) == [rung.label for rung in RUNGS]
+    depths = re.findall(r'#rung-(\w+)" class=.*?--depth:(\d)', contents)
+    assert [label for label, _ in depths] == [rung.label for rung in RUNGS]
+    assert {"0": "0", "10": "0", "zero_init": "1", "fp8": "2", "long_run": "2", "fsdp": "3"}.items() <= {*depths}
     for rung in RUNGS:
         lesson = lesson_of(text, rung.label)
         ways = re.search('<nav class="ways".*?</nav>|$', lesson, re.S)[0]

@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy
 import pandas
 import pytest
+from fake_race import FACTS, record_of
 from rich.console import Console
 from scipy.stats import ttest_1samp
 
-from ladder.records.recipes import COLUMNS, TUNING_SEEDS, Record, by_seed, doubts, recipe_table
+from ladder.records.recipes import TUNING_SEEDS, by_seed, doubts, recipe_table
 from ladder.records.significance import holm, paired_effect
 from ladder.show import verdict
 from ladder.show.columns import texts_of
@@ -17,22 +18,6 @@ from ladder.show.plots import recipes_picture, save
 from ladder.show.verdict import print_verdict
 
 BASE = [2.01, 2.00, 2.02, 1.99, 2.03]
-FACTS = {"batch": "B=16 T=64", "data": "text (bytes tokens)"}
-
-
-def record_of(losses, ms=None, steps=100):
-    """A Record in which each script ends with these losses, a fall from 3.0, and takes these ms a step."""
-    rows = []
-    for name, ends in losses.items():
-        whole = {"rung": name, "max_lr": 1e-3, "muon_lr": 2e-3, "parameters": 9e5, "ms": 100.0}
-        for number, end in enumerate(ends):
-            for step, loss in ((steps // 2, (3 + end) / 2), (steps, end)):
-                rows.append(whole | {"part": "round", "round": number + 1, "seed": 1338 + number, "step": step,
-                                     "tokens": 1024 * step, "val_loss": loss})
-        for number, own in enumerate((ms or {}).get(name, [])):
-            rows.append(whole | {"part": "timing", "round": number + 1, "seed": 1338, "step": 30, "tokens": 1,
-                                 "ms": own})
-    return Record(FACTS, pandas.DataFrame(rows, columns=[*COLUMNS]).astype({**COLUMNS, "val_loss": float}))
 
 
 def shifted(*shifts):

@@ -1,7 +1,6 @@
 """python -m ladder report: what it shows, and that what is committed is what the logs say."""
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
@@ -21,7 +20,6 @@ from ladder.records.machine import read_machine
 from ladder.records.summary import build_report
 from ladder.rungs.lessons import code_of
 from ladder.rungs.list import BY_LABEL, BY_NAME, PEERS, rung_of
-from ladder.show.columns import times_before
 from ladder.show.documents import long_table, short_table, write_tables
 from ladder.show.facts import floors_of, todays_rows
 from ladder.show.plots import all_pictures, digest, draw, shown_in_docs
@@ -51,18 +49,6 @@ def test_floors_are_shown_only_for_the_card_and_batch_that_they_were_counted_for
     write_log(tmp_path / f"{FUSED}.log", header=f"# model: gpt2\n# device: {device}\n# batch: {batch} | steps: 3\n")
     floors = floors_of(build_report(tmp_path))
     assert round(floors["10"], 1) == 23.5 if shown else floors == {}
-
-
-def test_the_documents_tables_leave_out_a_script_that_the_record_names_otherwise(tmp_path):
-    """As a peer that ran with a mask which it no longer has; `report` shows it."""
-    for name in (FUSED, "peer_transformers"):
-        write_log(tmp_path / f"{name}.log")
-    titles = {"peer_transformers": "transformers, with a mask"}
-    (tmp_path / "machine.json").write_text(json.dumps({"rates": {"float32": 1e12}, "titles": titles}))
-    report = build_report(tmp_path)
-    assert len(report.rows) == 2
-    for table in (short_table(report), long_table(report)):
-        assert table.count("| [") == 1 and "mask" not in table
 
 
 def test_a_script_that_computes_something_else_since_its_record_is_marked(tmp_path, call):
@@ -142,15 +128,6 @@ def test_what_a_step_takes_of_its_floor_is_what_the_records_and_the_lecture_say(
         ratios += [row.ms / floors[rung_of(row.name).label] for row in todays_rows(report)
                    if rung_of(row.name).label in floors]
     assert (min(ratios), max(ratios)) == pytest.approx(TIMES_FLOOR, abs=1e-4)
-
-
-@pytest.mark.parametrize("ratio, p, text", [
-    (1.134, 0.001, "1.13*"), (1.134, 0.01, "1.13"), (1.134, None, "1.13?"), (None, None, "–"),
-    (1.0034, 0.004, "1.003*"), (0.9966, 0.004, "0.997*"), (1.0034, 0.2, "1.003"),
-])
-def test_a_ratio_has_the_mark_of_its_test(ratio, p, text):
-    """A significant ratio is never shown as 1.00."""
-    assert times_before(SimpleNamespace(times_before=ratio, p_before=p)) == text
 
 
 def test_every_generated_table_is_up_to_date(tmp_path, reference):

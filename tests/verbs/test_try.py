@@ -13,12 +13,12 @@ import pytest
 import torch
 from load_script import ROOT
 from rich.console import Console
-from run_script import run_command
 from run_tool import files_in, is_one_error, run_in_a_fork, run_jobs_here
 
 from ladder.errors import UserError
 from ladder.measure import exercise, runner, script_flags
 from ladder.measure.exercise import TESTS, ExerciseTest, run_tests, sentences
+from ladder.measure.processes import Job
 from ladder.records.logs import Run
 from ladder.rungs.list import BY_LABEL
 from ladder.rungs.lessons import read_exercises
@@ -106,18 +106,12 @@ def test_a_script_that_ends_the_tests_is_not_green(end, forked, imported_here, c
     assert code == 1 and ("pytest: it did not come to its end; see " in error or output.count("it did not run") == 2)
 
 
-AS_ON_WINDOWS = """
-import signal, sys, pytest
-del signal.SIGHUP
-sys.modules |= dict.fromkeys(["fcntl", "termios", "pty"])
-sys.exit(pytest.main([*sys.argv[1:], "-p", "no:xdist", "-o", "addopts="]))
-"""
-
-
 def test_the_exercises_need_nothing_that_windows_lacks(tmp_path):
+    words = [TESTS, "--basetemp", tmp_path / "tmp", "-p", "no:xdist", "-o", "addopts="]
     env = {"LADDER_TRY": f"1={BY_LABEL['1'].path}"}
-    done = run_command(sys.executable, "-c", AS_ON_WINDOWS, TESTS, "--basetemp", tmp_path / "tmp", **env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    job = Job("pytest", [sys.executable, "-m", "as_on_windows", *map(str, words)], tmp_path, env)
+    outcome = run_in_a_fork(job)
+    assert outcome.status == "ok" and "2 passed" in outcome.lines[-1], outcome.lines
 
 
 @pytest.fixture
@@ -191,29 +185,20 @@ def test_green_is_only_what_pytest_has_run_to_its_end(status, tests, error, tmp_
         run_tests(BY_LABEL["1"], Path("mine.py"), tmp_path)
 
 
-def test_each_call_has_a_folder_of_its_own_and_few_steps_beyond_rung_10(console, tmp_path, monkeypatch):
+def test_both_run_in_a_new_folder_in_few_steps_beyond_rung_10_and_compile_where_that_is_the_exercise(
+        console, tmp_path, monkeypatch):
     calls = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(try_, "check_file", lambda file: [])
     monkeypatch.setattr(try_, "run_tests", lambda *args: [ExerciseTest("a", "hint a", "")])
     monkeypatch.setattr(try_, "run_both", lambda rung, file, flags, folder, *more: (
-        calls.append((folder, flags[flags.index("--steps") + 1])) or True))
-    for label in ("10", "gradient_accumulation", "gradient_accumulation"):
+        calls.append((folder, flags[flags.index("--steps") + 1], "none" in flags)) or True))
+    for label in ("4", "5", "6", "gradient_accumulation", "gradient_accumulation"):
         rung = BY_LABEL[label]
         assert try_.main(SimpleNamespace(rung=label, file=rung.start.path, rounds=None, flags=[]), console) == 0
-    folders, steps = zip(*calls, strict=True)
-    assert steps == ("30", "10", "10") and len(set(folders)) == 3
-
-
-def test_only_the_exercise_about_compiling_compiles(console, tmp_path, monkeypatch):
-    modes = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(try_, "check_file", lambda file: [])
-    monkeypatch.setattr(try_, "run_tests", lambda *args: [ExerciseTest("a", "hint a", "")])
-    monkeypatch.setattr(try_, "run_both", lambda rung, file, flags, *more: modes.append("none" in flags) or True)
-    for label in ("4", "5", "6"):
-        try_.main(SimpleNamespace(rung=label, file=BY_LABEL[label].start.path, rounds=None, flags=[]), console)
-    assert modes == [True, False, True]
+    folders, steps, eager = zip(*calls, strict=True)
+    assert len(set(folders)) == 5 and steps == ("30", "30", "30", "10", "10")
+    assert eager == (True, False, True, True, True)
 
 
 def test_ours_and_theirs_begin_in_turn(console, tmp_path, monkeypatch):
