@@ -9,14 +9,16 @@ from ladder.records.recipes import RACE
 from ladder.records.summary import build_report
 from ladder.rungs.list import ORDER, ROOT, rung_of
 from ladder.show.charts import Bar
-from ladder.show.columns import markdown, texts_of
+from ladder.show.columns import Column, markdown, texts_of
 from ladder.show.documents import write_between
 from ladder.show.facts import batch_of, data_of, machine_of
 from ladder.show.plots import Panel, Picture, colors_of, heading, save
-from ladder.show.standings import BRACKETS, FOR_ALL, LINKED_SCRIPT, between, race_caption, race_columns
+from ladder.show.standings import BRACKETS, FOR_ALL, between, label_of, race_caption, race_columns
 
 PAGE = "docs/results.md"
 RACES = "races.png"
+LINKED_SCRIPT = [Column("", lambda row: f"`{label_of(row.name)}`"),
+                 Column("the one change", lambda row: f"[{rung_of(row.name).title}]({rung_of(row.name).file})")]
 
 
 def race_name(report):

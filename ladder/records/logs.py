@@ -56,6 +56,8 @@ class Run:
     peak_memory_gb: float | None = None
     last_speed: float | None = None  # the last step's tokens/sec, as the log says
     first_counted_step: int | None = None  # from the log's median line, which a killed run lacks
+    model: str | None = None
+    data: str | None = None
 
     @property
     def complete(self):
@@ -100,10 +102,6 @@ class Run:
         return {step: ms / 1000 for step, ms in zip(self.steps, itertools.accumulate(self.ms), strict=True)}
 
     @property
-    def model(self):
-        return self.headers.get("model")
-
-    @property
     def number_format(self):
         """Of the matrix products: "float32", "tf32", "bfloat16" or "float16"; 16 bits where the log does not say."""
         precision = self.headers.get("precision", "bfloat16")
@@ -131,10 +129,6 @@ class Run:
         """What hands out the device's memory: torch on an accelerator; on a CPU None where nobody has recorded it."""
         default = None if self.on_cpu or "device" not in self.headers else "torch"
         return self.headers.get("allocator", default)
-
-    @property
-    def data(self):
-        return self.headers.get("data")
 
     @property
     def vocab_size(self):
@@ -200,7 +194,8 @@ def run_of(path, headers):
     B, T = map(int, batch.groups()) if batch else (None, None)
     name = today(Path(headers.get("script", "")).stem or path.stem)
     ranks = re.fullmatch(INTEGER, headers.get("ranks", "1"))
-    return Run(path, name, headers, B, T, int(ranks[1]) if ranks else 1)
+    return Run(path, name, headers, B, T, int(ranks[1]) if ranks else 1, model=headers.get("model"),
+               data=headers.get("data"))
 
 
 def read_log(path):

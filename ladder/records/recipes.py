@@ -78,14 +78,11 @@ class Record:
         """Whether each tested seed has learning rates from a seed of its own, so that p holds the searches' luck."""
         return self.part("search").seed.nunique() >= self.tested.seed.nunique()
 
-    @property
-    def sweep(self):
-        """{script: {its learning rates: last validation loss, the mean over the seeds}} of the search."""
-        sweep, point = {}, ["rung", "max_lr", "muon_lr"]
-        lasts = self.part("search").groupby([*point, "round"], dropna=False).tail(1)
-        for run in lasts.groupby(point, sort=False, dropna=False).val_loss.mean().reset_index().itertuples():
-            sweep.setdefault(run.rung, {})[rates_of(run)] = run.val_loss
-        return {name: dict(sorted(losses.items())) for name, losses in sweep.items()}
+    def tried(self, name):
+        """A row for each learning rates of a script's search: the last validation loss, the mean over the seeds."""
+        search = self.part("search")
+        lasts = search[search.rung == name].groupby(["max_lr", "muon_lr", "round"], dropna=False).tail(1)
+        return lasts.groupby(["max_lr", "muon_lr"], dropna=False).val_loss.mean().reset_index()
 
 
 def rates_of(run):
@@ -132,7 +129,7 @@ def recipe_table(record, against_first):
         ends, ms = record.ends.loc[name], timed.ms[timed.rung == name]
         rows.append({
             "name": name, "rates": rates_of(ends[["max_lr", "muon_lr"]].median()),
-            "tries": len(record.sweep.get(name, ())), "seeds": len(ends), "val_loss": ends.val_loss.mean(),
+            "tries": len(record.tried(name)), "seeds": len(ends), "val_loss": ends.val_loss.mean(),
             "val_low": ends.val_loss.min(), "val_high": ends.val_loss.max(), "change": change.get(name),
             "ms": ms.median(), "ms_low": ms.min(), "ms_high": ms.max(), "times": times.get(name),
             "parameters": int(ends.parameters.iloc[0])})
@@ -145,16 +142,17 @@ def curves_of(record):
         yield name, runs.groupby("step").val_loss.agg(["mean", "min", "max"])
 
 
-def by_seed(record, against_first):
-    """A DataFrame for a spreadsheet: a row for each script and seed, with the difference, the interval and p."""
-    losses, change, rows = record.ends.val_loss.unstack(sort=False), recipe_table(record, against_first).change, []
-    for before, after in pairs_of(record.names, against_first):
-        effect = change[after]
+def by_seed(record):
+    """A DataFrame for a spreadsheet: a row for each script after the first, and seed, with the difference and its p."""
+    losses, changes, rows = record.ends.val_loss.unstack(sort=False), recipe_table(record, True).change, []
+    first, *others = record.names
+    for name in others:
+        effect = changes[name]
         found = {"mean": effect.mean, "low_99": effect.low, "high_99": effect.high, "p": effect.p} if effect else {}
         for seed in losses.columns:
-            one, other = losses.loc[before, seed], losses.loc[after, seed]
-            rows.append({"script": after, "against": before, "seed": int(seed), "val_loss": other,
-                         "val_loss_against": one, "difference": other - one} | found)
+            loss, against = losses.loc[name, seed], losses.loc[first, seed]
+            rows.append({"script": name, "against": first, "seed": int(seed), "val_loss": loss,
+                         "val_loss_against": against, "difference": loss - against} | found)
     return pandas.DataFrame(rows)
 
 
@@ -163,13 +161,15 @@ def doubts(record):
     steps = record.tested.step.max()
     if steps < FEWEST_STEPS:
         yield None, f"{steps} steps are too few to choose a learning rate, take {FEWEST_STEPS} or more"
-    sweeps = {name: losses for name, losses in record.sweep.items() if name in record.names}
-    for name, losses in sweeps.items():
-        best, finite = min(losses, key=losses.get), list(filter(math.isfinite, losses.values()))
-        tried, ends = list(zip(*losses, strict=True)), record.ends.val_loss[name]
-        if any(rate in (min(rates), max(rates)) for rate, rates in zip(best, tried, strict=True)):
-            yield name, f"are at the edge of the {len(losses)} tried"
-        if len(finite) == len(losses) and max(finite) - min(finite) <= ends.max() - ends.min():
+    for name in record.names:
+        tried, ends = record.tried(name), record.ends.val_loss[name]
+        if tried.empty:
+            continue
+        best, rates = tried.val_loss.idxmin(), tried[["max_lr", "muon_lr"]].dropna(axis="columns")
+        if any(rates[rate][best] in (rates[rate].min(), rates[rate].max()) for rate in rates):
+            yield name, f"are at the edge of the {len(tried)} tried"
+        spread = tried.val_loss.max() - tried.val_loss.min()
+        if math.isfinite(spread) and spread <= ends.max() - ends.min():
             yield name, "differ by no more than its seeds do"
 
 
@@ -266,5 +266,5 @@ def read_csv(path):
 def read_race(folder):
     """The Record of the race in a folder; None without one, or before its first run has ended."""
     path = Path(folder) / RACE
-    race = read_csv(path) if path.exists() else None
+    race = path.exists() and read_csv(path)
     return race if race and race.names else None

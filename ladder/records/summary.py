@@ -48,9 +48,6 @@ class Report:
         return list(known.itertuples(index=False, name="Row"))
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------
-
-
 def rounds_of(runs):
     """A row for each Run, by name and round: the median and the middle half of its counted steps' ms, and its end."""
     rows = []
@@ -97,9 +94,6 @@ def older_code(name, machine):
     """Whether a script has changed in what a step computes since the run whose machine.json this is."""
     code = {today(old): recorded for old, recorded in machine.get("code", {}).items()}
     return name in code and name in BY_NAME and code[name] != code_of([BY_NAME[name]])[name]
-
-
-# ---- a folder --------------------------------------------------------------------------------------------------------
 
 
 def common_setting(runs, folder):

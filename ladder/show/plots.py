@@ -261,12 +261,3 @@ def save(picture, path):
     figure.savefig(partial, format="png", dpi=150, bbox_inches="tight", metadata={"Digest": digest(picture)})
     partial.replace(path)
     plt.close(figure)
-
-
-def write_plots(reports, folder, only=None):
-    """Write the PNG files, of a set of names `only` those in it, to `folder`; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = {name: picture for name, picture in all_pictures(reports).items() if only is None or name in only}
-    for name, picture in pictures.items():
-        save(picture, folder / name)
-    return [folder / name for name in pictures]

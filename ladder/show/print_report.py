@@ -7,7 +7,7 @@ from ladder.records.step_profile import KINDS, UNRELIABLE, is_reliable
 from ladder.rungs.list import BY_NAME
 from ladder.show.columns import Column, all_columns, columns_of
 from ladder.show.facts import conditions, few_rounds, remarks_of
-from ladder.show.standings import print_race
+from ladder.show.standings import BRACKETS, FOR_ALL, race_caption, race_columns
 from ladder.show.terminal import print_table
 
 FORMATS = {"step": str, "loss A": formats.logged_loss, "loss B": formats.logged_loss,
@@ -18,7 +18,8 @@ SHORT_KINDS = {"matrix products": "matmul", "normalization and pointwise": "poin
 def print_report(report, console):
     """A report in a terminal: its warnings, its table, and its profile if it has one; or a race."""
     if report.race:
-        print_race(report, console)
+        print_table([*report.race.race_table.itertuples()], race_columns(report), console, f"{report.name}: a race",
+                    f"{race_caption(report)} {BRACKETS} {FOR_ALL}")
         return
     for warning in warnings(report):
         console.print(f"! {warning}", style="yellow")

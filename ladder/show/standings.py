@@ -6,7 +6,6 @@ from ladder.records.recipes import TUNING_SEEDS, doubts, show_rates
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_SEEDS
 from ladder.rungs.list import rung_of, today
 from ladder.show.columns import Column
-from ladder.show.terminal import print_table
 
 BRACKETS = "In parentheses: the lowest and the highest value (range), or a 99 % interval."
 FOR_ALL = ("The intervals hold for all rows at once (Bonferroni), so one may include zero although Holm's p < "
@@ -40,8 +39,6 @@ def times_of(row):
 
 
 SCRIPT = Column("script", lambda row: rung_of(row.name).row if rung_of(row.name).label else label_of(row.name))
-LINKED_SCRIPT = [Column("", lambda row: f"`{label_of(row.name)}`"),
-                 Column("the one change", lambda row: f"[{rung_of(row.name).title}]({rung_of(row.name).file})")]
 TRIES = Column("tries", lambda row: str(row.tries), goes=1)
 
 
@@ -75,8 +72,6 @@ def how_sure(record):
                 "own rates, of which the table shows the median.")
     return "p may be too low, because p and the intervals leave out the luck of the learning-rate search."
 
-
-# ---- a race ----------------------------------------------------------------------------------------------------------
 
 def race_caption(report, times=True):
     """What a reader of a race needs to know beside what explains the columns; `times`: whether these are shown."""
@@ -119,8 +114,3 @@ def refuted_in(report):
 def race_columns(report, scripts=(SCRIPT,)):
     """`scripts` are the columns that name a script."""
     return [*scripts, *recipe_columns("the row before", refuted_in(report))]
-
-
-def print_race(report, console):
-    print_table([*report.race.race_table.itertuples()], race_columns(report), console, f"{report.name}: a race",
-                f"{race_caption(report)} {BRACKETS} {FOR_ALL}")

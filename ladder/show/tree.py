@@ -47,22 +47,18 @@ def parts():
         yield part, [rung for rung in RUNGS if (rung.track or "ladder") == part.id]
 
 
-def tree_lines():
-    """Yields (a line of the tree: a label behind its branches, the rung), from rung 0 on.
+def tree_lines(rung=RUNGS[0], before="", mark=""):
+    """Yields (a line of the tree: a label behind its branches, the rung), for a rung and all that come from it.
 
-    A rung starts from the line above it; from a line with several branches start several.
+    A rung starts from the line above it; from a line with several branches start several. `before` are the branches
+    that pass the rung, `mark` is its own.
     """
-    return lines_from(RUNGS[0], "", "")
-
-
-def lines_from(rung, before, mark):
-    """The lines of a rung and of all that come from it; `before` are the branches that pass it, `mark` is its own."""
     more = f" (and {', '.join(start.label for start in rung.starts[1:])})" if rung.starts[1:] else ""
     yield before + mark + rung.label + more, rung
     before += {"": "", "├─ ": "│  ", "└─ ": "   "}[mark]
     children = [other for other in RUNGS if other.start is rung]
     for child in children:
-        yield from lines_from(child, before, "" if len(children) == 1 else "└─ " if child is children[-1] else "├─ ")
+        yield from tree_lines(child, before, "" if len(children) == 1 else "└─ " if child is children[-1] else "├─ ")
 
 
 def after(rung):

@@ -58,7 +58,7 @@ def compare_recipes(args, console):
         console.print("stopped; the same command with --resume continues")
         return 130
     record = finished(folder)
-    write_whole(folder / DIFFERENCES, by_seed(record, against_first=True).to_csv(index=False))
+    write_whole(folder / DIFFERENCES, by_seed(record).to_csv(index=False))
     save(recipes_picture(record), folder / "compare.png")
     print_verdict(record, console)
     console.print(f"{folder}: {CSV}, {DIFFERENCES}, compare.png; python -m ladder compare {folder} shows this again",

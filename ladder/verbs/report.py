@@ -34,14 +34,19 @@ def main(args, console):
     for reason in dict.fromkeys(reason for one in reports for reason in one.skipped):
         messages.print(f"! skipped: {reason}", soft_wrap=True)  # which a table says itself
     if args.readme or args.png:
-        from ladder.show.plots import shown_in_docs, write_plots
+        from ladder.show.plots import all_pictures, save, shown_in_docs
 
+        pictures = all_pictures(reports)
         if args.readme:
             write_tables(reports)
-            write_plots(reports, ROOT / "docs", only=shown_in_docs(ROOT))
+            for name in pictures.keys() & shown_in_docs(ROOT):
+                save(pictures[name], ROOT / "docs" / name)
             messages.print("README.md, beyond/README.md, docs/: tables and pictures rewritten")
-        for path in write_plots(reports, args.png) if args.png else []:
-            messages.print(str(path))
+        if args.png:
+            args.png.mkdir(parents=True, exist_ok=True)
+            for name, picture in pictures.items():
+                save(picture, args.png / name)
+                messages.print(str(args.png / name))
     if args.json:
         print(as_json(reports))
     elif args.csv:

@@ -51,7 +51,8 @@ def test_the_record_says_what_the_logs_do(tmp_path):
     keep(tmp_path, ORDER)
     record, known = read_csv(tmp_path / "race.csv"), read_logs(tmp_path, ORDER)[0]
     pandas.testing.assert_frame_equal(record.points, known.points, check_dtype=False)
-    assert record.facts == known.facts and record.sweep["an_idea"][1.2e-3, 2e-3] == math.inf
+    assert record.facts == known.facts
+    assert record.tried("an_idea").set_index(["max_lr", "muon_lr"]).val_loss[1.2e-3, 2e-3] == math.inf
     table = build_report(tmp_path).race.race_table
     assert table.val_loss["an_idea"] == table.val_loss[MUON.name] and table.rates["an_idea"] == table.rates[MUON.name]
     write_csv(replace(record, points=record.points[record.points.part != "search"]), tmp_path / "race.csv")

@@ -51,7 +51,7 @@ def test_a_comparison_that_was_stopped_has_no_p():
     record.facts = FACTS | {"seeds": "8"}
     texts, before, [sentence, *_] = verdict_of(record)
     assert before == ["Only 5 of 8 seeds have finished, so there is no p; rerun the command with --resume."]
-    assert "mine.py finished 5 of 8 seeds" in sentence and "p" not in texts and "p" not in by_seed(record, True)
+    assert "mine.py finished 5 of 8 seeds" in sentence and "p" not in texts and "p" not in by_seed(record)
 
 
 def test_fewer_seeds_get_no_star():
@@ -97,7 +97,7 @@ def test_rounds_are_paired_by_their_names():
 
 
 def test_a_sheet_has_each_seeds_difference(tmp_path):
-    sheet = by_seed(record_of({"7_zero_init": BASE, "mine": shifted(-0.05, -0.06, -0.05, -0.04, -0.05)}), True)
+    sheet = by_seed(record_of({"7_zero_init": BASE, "mine": shifted(-0.05, -0.06, -0.05, -0.04, -0.05)}))
     assert sheet.seed.tolist() == [1338, 1339, 1340, 1341, 1342]
     assert sheet.difference.tolist() == pytest.approx([-0.05, -0.06, -0.05, -0.04, -0.05])
     assert sheet.p.tolist() == [pytest.approx(ttest_1samp(sheet.difference, 0).pvalue)] * 5
