@@ -90,14 +90,14 @@ def batches(n_predicted, T, batch_size):
 
 
 def document_mask(x, end_of_text):
-    """Where a token of x (B, T) may attend to: those before it in its document, (B, 1, T, T)."""
+    """The mask of attention for x (B, T), within documents: (B, 1, T, T)."""
     document = (x == end_of_text).cumsum(1)  # (B, T): the number of its document in the sequence
     return (document[:, :, None] == document[:, None, :]).tril()[:, None]
 
 
 @torch.inference_mode()
 def sum_losses(model, tokens, T, batch_size, end_of_text=None):
-    """The loss in nats, summed over all sequences, of each position, (T,); how many losses, (T,).
+    """The loss of each position in nats, summed over all sequences, (T,), and their number, (T,).
 
     Every token but the first is predicted. With the id `end_of_text` no token attends to a document
     before its own.
@@ -126,7 +126,7 @@ def sum_losses(model, tokens, T, batch_size, end_of_text=None):
 
 
 def parse_args(argv=None):
-    """The command line; a mistake ends in argparse's two lines."""
+    """Parse the command line; a mistake ends in argparse's error."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
     flag("model", help="a checkpoint file, or a Hugging Face folder or name")

@@ -29,7 +29,7 @@ from data.texts import warn
 
 
 def script_model(name, saved):
-    """The model of a file's own script with transformers' generate(); exits with one line."""
+    """The model of a file's own script, with transformers' generate()."""
     transformers = import_transformers()
     from transformers.modeling_outputs import CausalLMOutput
 
@@ -60,7 +60,7 @@ def script_model(name, saved):
 
 
 def load_model(name, device):
-    """The model in a file, in a Hugging Face folder or on the hub, on the device; its tokenizer.
+    """The model of a file, a Hugging Face folder or a name on the hub, and its tokenizer.
 
     Exits with one line when one of them is missing or does not fit.
     """
@@ -100,7 +100,7 @@ def forget_generation_config(model, tokenizer):
 
 
 def pick_device():
-    """The accelerator if there is one."""
+    """The accelerator, if there is one."""
     if torch.cuda.is_available():
         return "cuda"
     if torch.mps.is_available():
@@ -109,7 +109,7 @@ def pick_device():
 
 
 def parse_args(argv=None):
-    """The command line; a mistake ends in argparse's two lines."""
+    """Parse the command line; a mistake ends in argparse's error."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flag = parser.add_argument

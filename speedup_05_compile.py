@@ -51,7 +51,7 @@ DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
 
 
 def add_flags(parser):
-    """The flags of this script; --help shows each default."""
+    """Add the flags of this script; --help shows their defaults."""
     flag = parser.add_argument
     flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
     flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
@@ -63,7 +63,7 @@ def add_flags(parser):
     flag("--data", type=Path, default="data/tokens", help="folder written by data/prepare.py")
     flag("--log-dir", type=Path, default="logs", help="folder for the log")
     flag("--compile-mode", choices=["default", "reduce-overhead", "max-autotune", "none"],
-         default="none" if DEVICES[0] == "mps" else "default", help="none: do not compile")
+         default="none" if DEVICES[0] == "mps" else "default", help="torch.compile's mode, or none")
     flag("--save", type=Path, help="write the trained model to this file")
 
 
@@ -78,7 +78,7 @@ class GPTConfig:
 
 
 def model_config(args, vocab_size):
-    """The shape that --model names, for a vocabulary of this size."""
+    """The model's shape, as --model says, with a vocabulary of this size."""
     shape = MODELS.get(args.model, args.model)
     try:
         n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
@@ -140,7 +140,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer, two residual branches: (B, T, C) -> (B, T, C)."""
+    """A pre-norm transformer layer with two residual branches: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -177,7 +177,7 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                # 2 * n_layer branches: so their sum does not grow with the depth
+                # so that the sum of 2 * n_layer branches does not grow with the depth
                 std *= (2 * self.config.n_layer) ** -0.5
             nn.init.normal_(module.weight, mean=0.0, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -186,7 +186,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size).
 
-        With targets (B, T): only the mean cross-entropy, in nats per token.
+        With targets (B, T), it returns only the mean cross-entropy, in nats per token.
         """
         B, T = idx.shape
         pos = torch.arange(T, device=idx.device)  # (T,)
@@ -202,7 +202,7 @@ class GPT(nn.Module):
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file, memory-mapped: it may exceed the memory."""
+    """Batches of consecutive tokens from a token file, which is memory-mapped and may be large."""
 
     def __init__(self, folder, B, T):
         self.B, self.T = B, T
@@ -212,7 +212,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        It wraps around at the end of the file, and keeps no position.
+        At the end of the file it starts again. It stores no position.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -229,7 +229,7 @@ PRECISION = {  # for the log
 
 
 def autocast_dtype(device):
-    """The type that matrix products are computed in: bfloat16, where the hardware has it."""
+    """The type for matrix products: bfloat16, if the hardware has it."""
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16  # T4, V100 and older
     if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
@@ -238,7 +238,7 @@ def autocast_dtype(device):
 
 
 def check_compiler(device):
-    """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
+    """Exit with an error if torch cannot compile, for example without a C++ compiler."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             sys.exit(f"error: {name}=1 forbids torch.compile; unset it, or add --compile-mode none")
@@ -299,7 +299,7 @@ def train(args):
 
 # ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
 def load_tokens(folder, split, n_needed):
-    """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
+    """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
         subprocess.run([sys.executable, "data/prepare.py"])  # the default text
     try:
@@ -318,7 +318,7 @@ def load_tokens(folder, split, n_needed):
 
 
 def new_model(args, loader, **options):
-    """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
+    """The GPT of --model or --pretrained; exits with an error if that file does not fit."""
     if args.pretrained is None:
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
@@ -340,7 +340,7 @@ def new_model(args, loader, **options):
 
 
 def model_file(model, loader, step):
-    """What the file of a model holds."""
+    """The content of a model's file."""
     return {
         "script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
         "step": step, "T": loader.T, "end_of_text": loader.meta.get("end_of_text"),
@@ -349,7 +349,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given: under a temporary name, then renamed."""
+    """Write the model's file, if a path is given, under a temporary name, and rename it."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -363,13 +363,13 @@ def save_model(path, model, loader, step):
 
 
 def set_aside(path):
-    """Rename an earlier file of this name: it gets the date as a suffix."""
+    """Add the date to the name of an earlier file with this name."""
     if path.exists():
         path.replace(f"{path}.{datetime.now():%Y-%m-%d_%H.%M.%S.%f}")
 
 
 class Log:
-    """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
+    """The run's log, which is printed and written to <log-dir>/<script>.log."""
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
@@ -400,7 +400,7 @@ class Log:
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
-        """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
+        """Log a step's loss in nats, its dt in seconds, and `more`; exit if the loss is NaN."""
         self.seconds.append(dt)
         text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
@@ -409,7 +409,7 @@ class Log:
             sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
-        """Log the median of the second half of the steps; in the first the device warms up."""
+        """Log the median of the second half of the steps; the device warms up in the first."""
         counted = self.seconds[len(self.seconds) // 2 :]
         dt = np.median(counted)
         text = f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
@@ -419,7 +419,7 @@ class Log:
 
 
 def parse_args(argv=None):
-    """The command line; a wrong value ends in argparse's two lines."""
+    """Parse the command line; a wrong value ends in argparse's error."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser)

@@ -399,7 +399,7 @@ def is_whole(out, meta):
 
 @contextlib.contextmanager
 def locked(out):
-    """Let only one preparation of `out` run at a time; gives whether this one had to wait."""
+    """Let only one preparation of `out` run at a time; yield whether this one had to wait."""
     path = out.with_name(out.name + ".prepare.lock")
     # FileLock would wait forever where no file can be made; its own must not be there yet
     tempfile.TemporaryFile(dir=path.parent).close()

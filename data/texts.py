@@ -153,7 +153,7 @@ def check_format(path, encoding):
 
 
 def is_jsonl(path, encoding):
-    """Whether a file is JSON lines, as its first line tells."""
+    """Whether a file is JSON lines, judged by its first line."""
     if path.suffix.lower() == ".jsonl":
         return True
     with open_text(path, encoding) as file:

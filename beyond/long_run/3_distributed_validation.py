@@ -53,7 +53,7 @@ DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
 
 
 def add_flags(parser):
-    """The flags of this script; --help shows each default."""
+    """Add the flags of this script; --help shows their defaults."""
     flag = parser.add_argument
     flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
     flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
@@ -72,7 +72,7 @@ def add_flags(parser):
     flag("--log-dir", type=Path, default="logs", help="folder for the log")
     # no CUDA graphs: they do not work under DDP, nor where gradients accumulate
     flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
-         default="none" if DEVICES[0] == "mps" else "default", help="none: do not compile")
+         default="none" if DEVICES[0] == "mps" else "default", help="torch.compile's mode, or none")
     flag("--save", type=Path, help="write the trained model to this file")
 
 
@@ -87,7 +87,7 @@ class GPTConfig:
 
 
 def model_config(args, vocab_size):
-    """The shape that --model names, for a vocabulary of this size."""
+    """The model's shape, as --model says, with a vocabulary of this size."""
     shape = MODELS.get(args.model, args.model)
     try:
         n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
@@ -144,7 +144,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer, two residual branches: (B, T, C) -> (B, T, C)."""
+    """A pre-norm transformer layer with two residual branches: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -182,7 +182,7 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                # 2 * n_layer branches: so their sum does not grow with the depth
+                # so that the sum of 2 * n_layer branches does not grow with the depth
                 std *= (2 * self.config.n_layer) ** -0.5
             nn.init.normal_(module.weight, mean=0.0, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -191,7 +191,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size).
 
-        With targets (B, T): only the mean cross-entropy, in nats per token.
+        With targets (B, T), it returns only the mean cross-entropy, in nats per token.
         """
         B, T = idx.shape
         pos = torch.arange(T, device=idx.device)  # (T,)
@@ -203,14 +203,14 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # Masked, not cut off, so that the rows stay aligned; exp(-inf) is 0: no probability
+        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
         return F.cross_entropy(logits.view(B * T, -1), targets.view(B * T))
 
     def configure_optimizers(self, lr, weight_decay):
-        """Fused AdamW, which decays only matrices: embeddings and linear layers."""
+        """Fused AdamW that decays only matrices, which are embeddings and linear layers."""
         # decay pulls weights towards zero, so that no single one grows large
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
@@ -231,13 +231,13 @@ class DataLoaderLite:
         self.prefetched = {}  # {i: the i-th batch}
 
     def prefetch(self, i):
-        """Fetch the i-th batch now, so that batch(i) will give it without a wait."""
+        """Fetch the i-th batch now, so that batch(i) returns it without waiting."""
         self.prefetched[i] = self.batch(i)
 
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        It wraps around at the end of the file, and keeps no position.
+        At the end of the file it starts again. It stores no position.
         """
         if i in self.prefetched:
             return self.prefetched.pop(i)
@@ -256,7 +256,7 @@ class DataLoaderLite:
 def evaluate(model, loader, n_sequences, autocast, rank, world_size):
     """The mean loss on the first sequences of a loader with B=1, in nats per token.
 
-    The ranks take the sequences in turn.
+    The ranks take turns with the sequences.
     """
     total = torch.zeros((), device=loader.device)
     model.eval()
@@ -274,7 +274,7 @@ def evaluate(model, loader, n_sequences, autocast, rank, world_size):
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
-    """The learning rate of a step, from 1 to max_steps."""
+    """The learning rate of a step, which is from 1 to max_steps."""
     if step <= warmup_steps:  # small steps while AdamW's averages hold few gradients
         return max_lr * step / warmup_steps
     # then ever smaller ones, so that the loss can settle
@@ -290,7 +290,7 @@ PRECISION = {  # for the log
 
 
 def autocast_dtype(device):
-    """The type that matrix products are computed in: bfloat16, where the hardware has it."""
+    """The type for matrix products: bfloat16, if the hardware has it."""
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16  # T4, V100 and older
     if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
@@ -299,7 +299,7 @@ def autocast_dtype(device):
 
 
 def check_compiler(device):
-    """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
+    """Exit with an error if torch cannot compile, for example without a C++ compiler."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             sys.exit(f"error: {name}=1 forbids torch.compile; unset it, or add --compile-mode none")
@@ -314,7 +314,7 @@ def check_compiler(device):
 
 
 def init_ranks(device):
-    """Join the other processes of torchrun: this one's rank, and how many there are; else 0, 1."""
+    """Join torchrun's other processes; return the rank and their number (0, 1 without torchrun)."""
     if "RANK" not in os.environ:
         return 0, 1
     if not {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -335,7 +335,7 @@ def init_ranks(device):
 
 
 def batches_per_step(args, world_size):
-    """How many batches of B * T tokens a step takes, on all ranks together: from --total-batch."""
+    """The number of batches of B * T tokens in a step, on all ranks, as --total-batch says."""
     tokens = args.B * args.T * world_size  # of one batch of every rank
     if args.total_batch is None:
         args.total_batch = 4 * tokens if args.device == "cpu" else 524288
@@ -346,7 +346,7 @@ def batches_per_step(args, world_size):
 
 
 def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
-    """One step on the batches of these numbers: their mean loss, the gradients' norm unclipped."""
+    """Make a step on the batches of these numbers; return their mean loss, the unclipped norm."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
     for i in numbers:
@@ -362,7 +362,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autoca
         loss += micro_loss.detach()
         loader.prefetch(i + world_size)  # this rank's next batch, while the device is busy
     scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
-    # clip, or one odd batch would dominate the running averages for many steps
+    # without clipping, one odd batch would dominate the running averages for many steps
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
     scaler.update()
@@ -400,7 +400,7 @@ def train(args):
     notes = {"compile": args.compile_mode, "ranks": world_size}
     notes["total_batch"] = f"{args.total_batch} tokens"
     if args.val_every:
-        # held-out text: on what it trains on, the loss also falls while a model only memorizes
+        # on held-out text, because on its training text a model may just memorize
         val_loader = DataLoaderLite(args.data, 1, args.T, device, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
@@ -428,7 +428,7 @@ def train(args):
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
-            # the uncompiled model: it has the same weights, and needs no second compilation
+            # the uncompiled model has the same weights and needs no second compilation
             loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
             seconds = time.perf_counter() - t0
             if rank == 0:
@@ -444,7 +444,7 @@ def train(args):
 
 # ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
 def load_tokens(folder, split, n_needed):
-    """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
+    """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
         subprocess.run([sys.executable, "data/prepare.py"])  # the default text
     try:
@@ -463,7 +463,7 @@ def load_tokens(folder, split, n_needed):
 
 
 def new_model(args, loader, **options):
-    """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
+    """The GPT of --model or --pretrained; exits with an error if that file does not fit."""
     if args.pretrained is None:
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
@@ -485,7 +485,7 @@ def new_model(args, loader, **options):
 
 
 def model_file(model, loader, step):
-    """What the file of a model holds."""
+    """The content of a model's file."""
     return {
         "script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
         "step": step, "T": loader.T, "end_of_text": loader.meta.get("end_of_text"),
@@ -494,7 +494,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given: under a temporary name, then renamed."""
+    """Write the model's file, if a path is given, under a temporary name, and rename it."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -508,13 +508,13 @@ def save_model(path, model, loader, step):
 
 
 def set_aside(path):
-    """Rename an earlier file of this name: it gets the date as a suffix."""
+    """Add the date to the name of an earlier file with this name."""
     if path.exists():
         path.replace(f"{path}.{datetime.now():%Y-%m-%d_%H.%M.%S.%f}")
 
 
 class Log:
-    """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
+    """The run's log, which is printed and written to <log-dir>/<script>.log."""
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
@@ -545,7 +545,7 @@ class Log:
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
-        """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
+        """Log a step's loss in nats, its dt in seconds, and `more`; exit if the loss is NaN."""
         self.seconds.append(dt)
         text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
@@ -554,7 +554,7 @@ class Log:
             sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
-        """Log the median of the second half of the steps; in the first the device warms up."""
+        """Log the median of the second half of the steps; the device warms up in the first."""
         counted = self.seconds[len(self.seconds) // 2 :]
         dt = np.median(counted)
         text = f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
@@ -564,7 +564,7 @@ class Log:
 
 
 def parse_args(argv=None):
-    """The command line; a wrong value ends in argparse's two lines."""
+    """Parse the command line; a wrong value ends in argparse's error."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser)

@@ -50,7 +50,7 @@ DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
 
 
 def add_flags(parser):
-    """The flags of this script; --help shows each default."""
+    """Add the flags of this script; --help shows their defaults."""
     flag = parser.add_argument
     flag("--model", default="gpt2", help=f"{', '.join(MODELS)}, or a shape like 4x4x128")
     flag("--pretrained", type=Path, help="start from a model written by --save or convert.py")
@@ -69,7 +69,7 @@ def add_flags(parser):
     flag("--data", type=Path, default="data/tokens", help="folder written by data/prepare.py")
     flag("--log-dir", type=Path, default="logs", help="folder for the log")
     flag("--compile-mode", choices=["default", "reduce-overhead", "max-autotune", "none"],
-         default="none" if DEVICES[0] == "mps" else "default", help="none: do not compile")
+         default="none" if DEVICES[0] == "mps" else "default", help="torch.compile's mode, or none")
     flag("--save", type=Path, help="write the trained model to this file")
 
 
@@ -84,7 +84,7 @@ class GPTConfig:
 
 
 def model_config(args, vocab_size):
-    """The shape that --model names, for a vocabulary of this size."""
+    """The model's shape, as --model says, with a vocabulary of this size."""
     shape = MODELS.get(args.model, args.model)
     try:
         n_layer, n_head, n_embd = [int(number) for number in shape.split("x")]
@@ -158,7 +158,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer, two residual branches: (B, T, C) -> (B, T, C)."""
+    """A pre-norm transformer layer with two residual branches: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -200,7 +200,7 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
-                # 2 * n_layer branches: so their sum does not grow with the depth
+                # so that the sum of 2 * n_layer branches does not grow with the depth
                 std *= (2 * self.config.n_layer) ** -0.5
             nn.init.normal_(module.weight, mean=0.0, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -209,7 +209,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """Token ids (B, T) -> logits (B, T, vocab_size).
 
-        With targets (B, T): only the mean cross-entropy, in nats per token.
+        With targets (B, T), it returns only the mean cross-entropy, in nats per token.
         """
         B, T = idx.shape
         cos, sin = self.cos[:T], self.sin[:T]  # (T, hs) each
@@ -221,7 +221,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # Masked, not cut off, so that the rows stay aligned; exp(-inf) is 0: no probability
+        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -273,7 +273,7 @@ def muon_update(grads, momenta):
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """Muon for the matrices of the group "muon", AdamW for the others."""
+    """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
     BATCH = 16  # matrices in a batch: more need more memory, and fill a GPU no better
 
@@ -291,7 +291,7 @@ class MuonAdamW(torch.optim.AdamW):
         super().step()
 
     def muon_step(self, matrices, lr, weight_decay):
-        """Update matrices of one shape as a batch: a few large kernels, not small ones for each."""
+        """Update matrices of one shape as a batch, in a few large kernels, not many small ones."""
         for p in matrices:
             state = self.state[p]
             if not state:
@@ -309,7 +309,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 class DataLoaderLite:
-    """Batches of consecutive tokens from a token file, memory-mapped: it may exceed the memory."""
+    """Batches of consecutive tokens from a token file, which is memory-mapped and may be large."""
 
     def __init__(self, folder, B, T, split="train"):
         self.B, self.T = B, T
@@ -319,7 +319,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        It wraps around at the end of the file, and keeps no position.
+        At the end of the file it starts again. It stores no position.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -346,7 +346,7 @@ def evaluate(model, loader, n_sequences, autocast, device):
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
-    """The learning rate of a step, from 1 to max_steps; it would be zero in the step after."""
+    """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
     # large steps until late, as they make most progress; the fall settles the weights, which
     # large steps keep away from the minimum
@@ -355,7 +355,7 @@ def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
 
 
 def set_learning_rates(optimizer, step, args):
-    """Give each group its learning rate for this step; return AdamW's, for the log."""
+    """Set each group's learning rate for this step; return AdamW's, for the log."""
     for group in optimizer.param_groups:
         group["lr"] = get_lr(
             step, args.steps, group["max_lr"], args.warmup_steps, args.decay_share)
@@ -369,7 +369,7 @@ PRECISION = {  # for the log
 
 
 def autocast_dtype(device):
-    """The type that matrix products are computed in: bfloat16, where the hardware has it."""
+    """The type for matrix products: bfloat16, if the hardware has it."""
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16  # T4, V100 and older
     if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
@@ -378,7 +378,7 @@ def autocast_dtype(device):
 
 
 def check_compiler(device):
-    """Exit with one line where torch cannot compile: no C++ compiler, no Triton, or told not to."""
+    """Exit with an error if torch cannot compile, for example without a C++ compiler."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             sys.exit(f"error: {name}=1 forbids torch.compile; unset it, or add --compile-mode none")
@@ -417,7 +417,7 @@ def train(args):
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
     if args.val_every:
-        # held-out text: on what it trains on, the loss also falls while a model only memorizes
+        # on held-out text, because on its training text a model may just memorize
         val_loader = DataLoaderLite(args.data, 1, args.T, "val")
         n_val = min(args.val_sequences or val_loader.n_batches, val_loader.n_batches)
         notes["validation"] = f"every {args.val_every} steps on {n_val} sequences"
@@ -433,7 +433,7 @@ def train(args):
             loss = step_model(x, y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
-        # clip, or one odd batch would dominate the running averages for many steps
+        # without clipping, one odd batch would dominate the running averages for many steps
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
         scaler.step(optimizer)
         scaler.update()
@@ -443,7 +443,7 @@ def train(args):
         log.step(step, loss.item(), dt, norm=f"{norm.item():.4f}", lr=f"{lr:.4e}")
         if args.val_every and (step % args.val_every == 0 or step == args.steps):
             t0 = time.perf_counter()
-            # the uncompiled model: it has the same weights, and needs no second compilation
+            # the uncompiled model has the same weights and needs no second compilation
             val_loss = evaluate(model, val_loader, n_val, autocast, device)
             seconds = time.perf_counter() - t0
             log.line(f"val : step {step} | loss: {val_loss:.6f} | time: {seconds:.2f} s")
@@ -454,7 +454,7 @@ def train(args):
 
 # ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
 def load_tokens(folder, split, n_needed):
-    """The tokens of "train" or "val", memory-mapped, (n_tokens,), and meta.json."""
+    """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
         subprocess.run([sys.executable, "data/prepare.py"])  # the default text
     try:
@@ -473,7 +473,7 @@ def load_tokens(folder, split, n_needed):
 
 
 def new_model(args, loader, **options):
-    """The GPT that --model or --pretrained names; exits with one line if that file does not fit."""
+    """The GPT of --model or --pretrained; exits with an error if that file does not fit."""
     if args.pretrained is None:
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
@@ -495,7 +495,7 @@ def new_model(args, loader, **options):
 
 
 def model_file(model, loader, step):
-    """What the file of a model holds."""
+    """The content of a model's file."""
     return {
         "script": SCRIPT.name, "config": asdict(model.config), "model": model.state_dict(),
         "step": step, "T": loader.T, "end_of_text": loader.meta.get("end_of_text"),
@@ -504,7 +504,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given: under a temporary name, then renamed."""
+    """Write the model's file, if a path is given, under a temporary name, and rename it."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -518,13 +518,13 @@ def save_model(path, model, loader, step):
 
 
 def set_aside(path):
-    """Rename an earlier file of this name: it gets the date as a suffix."""
+    """Add the date to the name of an earlier file with this name."""
     if path.exists():
         path.replace(f"{path}.{datetime.now():%Y-%m-%d_%H.%M.%S.%f}")
 
 
 class Log:
-    """The run's log: printed, and written line by line to <log-dir>/<script>.log."""
+    """The run's log, which is printed and written to <log-dir>/<script>.log."""
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
@@ -555,7 +555,7 @@ class Log:
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
-        """Log a step: the loss in nats, dt in seconds, what a rung adds. Exits at NaN."""
+        """Log a step's loss in nats, its dt in seconds, and `more`; exit if the loss is NaN."""
         self.seconds.append(dt)
         text = f"step : {step} | loss: {loss:.6f} | dt: {dt * 1000:.2f} ms"
         text += f" | tokens/sec: {self.tokens_per_step / dt:.2f}"
@@ -564,7 +564,7 @@ class Log:
             sys.exit(f"error: the loss is {loss} at step {step}; see NaN in docs/running.md")
 
     def finish(self, step):
-        """Log the median of the second half of the steps; in the first the device warms up."""
+        """Log the median of the second half of the steps; the device warms up in the first."""
         counted = self.seconds[len(self.seconds) // 2 :]
         dt = np.median(counted)
         text = f"median : dt: {dt * 1000:.2f} ms | tokens/sec: {self.tokens_per_step / dt:.2f}"
@@ -574,7 +574,7 @@ class Log:
 
 
 def parse_args(argv=None):
-    """The command line; a wrong value ends in argparse's two lines."""
+    """Parse the command line; a wrong value ends in argparse's error."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser)
