@@ -231,8 +231,9 @@ def test_a_killed_rank_comes_back_by_itself(label, tmp_path, byte_tokens):
     """torchrun --max-restarts: rank 1 kills itself in step 4, once; the job ends as one process does undisturbed."""
     alone = train_in_float32(label, tmp_path / "alone", byte_tokens, "-B", 4, *SIX)
     write_runs(tmp_path / "killed", byte_tokens, {"run": (label, "float32", ["-B", 2, *SIX])})
-    run = run_command(*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=1", ROOT / "tests" / "ranks.py",
-                      tmp_path / "killed", timeout=200, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", DIE_RANK="1", DIE_BATCH="4")
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=1", ROOT / "tests" / "ranks.py"]
+    run = run_command(*command, tmp_path / "killed", timeout=200, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+                      DIE_RANK="1", DIE_BATCH="4")
     assert run.returncode == 0, run.stderr
     log = tmp_path / "killed" / "run" / alone.name
     assert (tmp_path / "killed" / "died").exists() and "# resumed after step 2 of 6" in log.read_text()
