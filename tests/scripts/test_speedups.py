@@ -13,7 +13,6 @@ from saved_models import assert_untrained, saved_model
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from watch_training import norm_of, watch
 
 
@@ -124,29 +123,3 @@ def test_the_lines_for_any_model_train_one_that_is_not_a_gpt(native, dtype, monk
     assert dtypes == {dtype} and losses[0] > 2 and losses[-1] < 0.1
     assert {loss.dtype for loss in losses} == {torch.float32}
     assert names["optimizer"].param_groups[0]["fused"]
-
-
-def test_the_lines_that_change_a_model_do_what_they_say():
-    """Those of docs/running.md: Muon's matrices, the scores' bound, the same loss and gradients, each window once."""
-    torch.manual_seed(0)
-    blocks = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
-    head, q, k = torch.nn.Linear(8, 11), torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 4)
-    x, targets = torch.randn(9000, 8, requires_grad=True), torch.randint(11, (9000,))
-    names = {"torch": torch, "F": F, "checkpoint": checkpoint, "model": SimpleNamespace(blocks=blocks), "head": head,
-             "q": q, "k": k, "x": x, "targets": targets, "tokens": torch.arange(103), "T": 10, "B": 4}
-    exec(LINES[1], names)
-    assert [p.shape for p in names["matrices"]] == [(32, 8), (8, 32)]
-    for p in names["matrices"]:
-        p.grad = torch.randn_like(p)
-    before = blocks[1].weight.detach().clone()
-    names["muon"].step()
-    step = torch.linalg.svdvals(blocks[1].weight.detach() - before)
-    assert step.max() < 2 * step.min()  # orthogonal, nearly
-    assert (names["q"] @ names["k"].mT).abs().max() <= 4 + 1e-4
-    expected = F.cross_entropy(head(x), targets)
-    assert names["loss"].item() == pytest.approx(expected.item(), rel=1e-5)
-    gradients = [torch.autograd.grad(loss, [x, head.weight]) for loss in (names["loss"], expected)]
-    assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-7) for pair in zip(*gradients, strict=True))
-    windows = torch.cat(names["windows"])
-    assert windows.shape == (10, 11) and not torch.equal(windows, windows.sort(dim=0)[0])
-    assert windows[:, :-1].flatten().sort()[0].tolist() == [*range(100)]
