@@ -177,9 +177,9 @@ def open_contest(contest, about, device, seconds, console):
     folder = contest.folder
     about["scripts"] = [{"name": rung.name, "label": rung.label, "title": rung.title,
                          "sha256": hashlib.sha256(rung.path.read_bytes()).hexdigest()} for rung in contest.scripts]
-    begun = read_json(folder / CONTEST)
+    begun = read_json(folder / CONTEST, needs=("torch", "name"))
     for what, new in about.items():
-        if begun and begun[what] != new:
+        if begun and begun.get(what) != new:
             raise UserError(f"{folder}: holds a comparison of other {what}; rerun its own command, or name another")
     here = describe(device)
     for what in ("torch", "name"):

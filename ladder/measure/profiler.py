@@ -132,6 +132,8 @@ def profile_rung(label, flags, folder, trace=None):
 
 def products_ms(run, rates, vocab_size):
     """Milliseconds that the matrix products of a step take at the measured rate (FLOP/s) of the rung's format."""
+    if run.number_format not in rates:
+        raise UserError(f"--logs: its machine.json has no rate in {run.number_format}; give another folder")
     per_token = flops_per_token(run.model, run.T, BY_NAME[run.name].causal, vocab_size)
     return 1000 * per_token * run.tokens_per_step / rates[run.number_format]
 
@@ -163,7 +165,7 @@ def profile_once(rung, flags, machine, trace):
             return None, outcome
         found = json.loads(result.read_text())
         run = read_log(folder / f"{rung.name}.log")
-        found["products_ms"] = products_ms(run, machine["rates"], found.pop("vocab_size"))
+        found["products_ms"] = products_ms(run, machine.get("rates", {}), found.pop("vocab_size"))
     return found, outcome
 
 

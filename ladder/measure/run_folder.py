@@ -8,7 +8,7 @@ import filelock
 import psutil
 
 from ladder.errors import UserError
-from ladder.files import write_whole
+from ladder.files import read_json, write_whole
 from ladder.measure.processes import run_module
 from ladder.measure.script_flags import split_flags
 from ladder.records.logs import newest_run
@@ -55,9 +55,10 @@ def write_machine(folder, device, **more):
     """
     path = folder / "machine.json"
     measured = json.loads(run_module("ladder.measure.device_rates", "--device", device)) | more
-    machine = json.loads(path.read_text(encoding="utf-8")) if path.exists() else measured
+    machine = read_json(path) or measured
+    rates = machine.setdefault("rates", {})
     for name, rate in measured["rates"].items():
-        machine["rates"][name] = max(rate, machine["rates"].get(name, 0))
+        rates[name] = max(rate, rates.get(name, 0))
     machine["bytes_per_second"] = max(measured["bytes_per_second"], machine.get("bytes_per_second", 0))
     write_whole(path, json.dumps(machine, indent=2) + "\n")
 

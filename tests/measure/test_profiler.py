@@ -209,6 +209,8 @@ def test_the_floor_is_the_products_at_the_rate_of_the_rungs_format(name, precisi
     flops = 6 * (50257 * 768 + 12 * 12 * 768**2) + share * 12 * 12 * 768 * 1024
     found = products_ms(log, {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}, 50257)
     assert found == pytest.approx(2048e3 * flops / rate)
+    with pytest.raises(UserError, match="--logs: .* no rate "):
+        products_ms(log, {}, 50257)
 
 
 def test_where_torch_cannot_compile_the_profile_is_of_eager_runs(tmp_path, tokens, monkeypatch, call):

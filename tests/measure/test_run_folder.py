@@ -22,6 +22,9 @@ def test_a_machine_keeps_its_highest_rates(monkeypatch, tmp_path):
         run_folder.write_machine(tmp_path, "cpu", arguments=["run"])
     assert json.loads((tmp_path / "machine.json").read_text()) == {
         "rates": {"float32": 3e12}, "bytes_per_second": 3e11, "arguments": ["run"]}
+    (tmp_path / "machine.json").write_text('{"device": "cpu"}')  # of a run that measured none
+    run_folder.write_machine(tmp_path, "cpu")
+    assert json.loads((tmp_path / "machine.json").read_text())["rates"] == {"float32": 1e12}
 
 
 def test_a_run_never_touches_the_logs_of_another(tmp_path, tokens, call):
