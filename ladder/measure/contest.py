@@ -113,11 +113,10 @@ class Contest:
         """Go on with all searches side by side, until each has as many tries as it may have, or none is wanted."""
         while True:
             wanted = {rung: self.searches[rung.name].wanted(most, finest) for rung in self.scripts}
-            wanted = {rung: points for rung, points in wanted.items() if points}
-            if not wanted:
+            if not any(wanted.values()):
                 return
             self.try_rates(wanted)
-            for rung in wanted:
+            for rung in self.scripts:
                 if min(self.searches[rung.name].losses.values()) == math.inf:
                     raise UserError(f"no run of {rung.file} ended with a loss; its logs are in {self.folder}/sweep/")
 
@@ -170,24 +169,20 @@ CONTEST = "contest.json"  # what is compared, how, and on which machine
 
 
 def open_contest(contest, about, device, seconds, console):
-    """Give a contest its runner; write contest.json in its folder, which must be locked.
-
-    Where a contest is resumed, another one is refused: of other arguments or scripts, or on another machine.
-    """
+    """Give a contest its runner; write contest.json in its folder, which must be locked and holds no other contest."""
     folder = contest.folder
     about["scripts"] = [{"name": rung.name, "label": rung.label, "title": rung.title,
                          "sha256": hashlib.sha256(rung.path.read_bytes()).hexdigest()} for rung in contest.scripts]
-    begun = read_json(folder / CONTEST, needs=("torch", "name"))
-    for what, new in about.items():
-        if begun and begun.get(what) != new:
-            raise UserError(f"{folder}: holds a comparison of other {what}; rerun its own command, or name another")
     here = describe(device)
+    begun = read_json(folder / CONTEST, needs=("torch", "name")) or about | here
+    for what, new in about.items():
+        if begun.get(what) != new:
+            raise UserError(f"{folder}: holds a comparison of other {what}; rerun its own command, or name another")
     for what in ("torch", "name"):
-        old, new = (THREADS_OF.sub("", there[what]) for there in (begun or here, here))
+        old, new = (THREADS_OF.sub("", machine[what]) for machine in (begun, here))
         if old != new:
             raise UserError(f"{folder}: was begun with {old}, and this is {new}; give a new folder")
-    if not begun:
-        write_whole(folder / CONTEST, json.dumps(about | here, indent=2) + "\n")
+    write_whole(folder / CONTEST, json.dumps(begun, indent=2) + "\n")
     contest.runner = Runner(device, folder, seconds, console, resume=True)
 
 
@@ -203,21 +198,17 @@ def script_of(word):
     return known if known and known.path == path.resolve() else Rung("", str(path.resolve()), word)
 
 
-def copied(scripts, folder):
-    """The scripts, files as copies in the folder: each run is then of the same script."""
-    copies = []
-    for rung in scripts:
-        copy = folder / rung.path.name
-        if rung.label:
-            copies.append(rung)
-            continue
-        if not copy.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(rung.path, copy)
-        elif copy.read_bytes() != rung.path.read_bytes():
-            raise UserError(f"{rung.path}: differs from {copy}, its copy that ran; give a new folder")
-        copies.append(Rung("", str(copy.resolve()), rung.title))
-    return copies
+def copied(rung, folder):
+    """A file's copy in the folder, so that each run is of the same script; a rung of the ladder is itself."""
+    copy = folder / rung.path.name
+    if rung.label:
+        return rung
+    if not copy.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(rung.path, copy)
+    elif copy.read_bytes() != rung.path.read_bytes():
+        raise UserError(f"{rung.path}: differs from {copy}, its copy that ran; give a new folder")
+    return Rung("", str(copy.resolve()), rung.title)
 
 
 def newest_of(about):
@@ -241,7 +232,7 @@ def hold_comparison(args, console):
     about = {"what": args.what, "seeds": args.seeds, "tries": args.tries, "flags": flags}
     folder = args.logs or (newest_of(about) if args.resume else new_folder(FOLDERS))
     with locked(folder, args.resume):
-        scripts = copied(scripts, folder / "scripts")
+        scripts = [copied(rung, folder / "scripts") for rung in scripts]
         path = os.pathsep.join([*beside, os.environ.get("PYTHONPATH", "")])
         contest = Contest(scripts, flags, folder, args.seeds, at_once=at_once, most_tries=args.tries,
                           against_first=True, env={"PYTHONPATH": path})

@@ -43,7 +43,7 @@ def kind_of(name, shapes, around, logit_widths):
     """
     if DATA in around or name == DATA or name.startswith("Memcpy HtoD"):
         return "data"
-    if any(one == CLIP or one.startswith("Optimizer.") for one in (name, *around)) or "_amp_" in name:
+    if any(part == CLIP or part.startswith("Optimizer.") for part in (name, *around)) or "_amp_" in name:
         return "optimizer"
     if re.search("log_softmax|nll_loss|cross_entropy", name):
         return "cross-entropy"
@@ -163,16 +163,15 @@ def profile_once(rung, flags, machine, trace):
         outcome = run_job(job, math.inf, machine["device"])
         if outcome.status != "ok":
             return None, outcome
-        found = json.loads(result.read_text())
+        times = json.loads(result.read_text())
         run = read_log(folder / f"{rung.name}.log")
-        found["products_ms"] = products_ms(run, machine.get("rates", {}), found.pop("vocab_size"))
-    return found, outcome
+        times["products_ms"] = products_ms(run, machine.get("rates", {}), times.pop("vocab_size"))
+    return times, outcome
 
 
 def profile_ladder(rungs, flags, settings, folder, console, repeat, traces=False):
     """Profile the rungs, one after another, into folder/profile.json; returns the outcomes of those that failed.
 
-    Each keeps the round with the median step, of the reliable ones if there are any.
     Rates are those of folder/machine.json, which are measured first if it does not exist.
     """
     if not (folder / "machine.json").exists():
@@ -180,25 +179,27 @@ def profile_ladder(rungs, flags, settings, folder, console, repeat, traces=False
     machine = {"device": settings.device, "name": None} | read_machine(folder)
     profile = {"model": settings.model, "B": settings.B, "T": settings.T, "name": machine["name"],
                "device": settings.device, "rounds": repeat}
-    found = {rung.name: [] for rung in rungs}
-    failed, jobs = [], list(rungs) * repeat
+    rounds, failed, jobs = {rung.name: [] for rung in rungs}, [], list(rungs) * repeat
     for number, rung in enumerate(jobs, 1):
         with console.status(f"{number} of {len(jobs)} {rung.name}"):
             trace = folder / f"{rung.name}.trace.json.gz" if traces else ""  # of the last round
-            one, outcome = profile_once(rung, flags, machine, trace)
-        if one is None:
+            times, outcome = profile_once(rung, flags, machine, trace)
+        if times is None:
             failed.append(outcome)
             console.print(f"{rung.name}: {outcome.status}: {outcome.reason}", style="red")
             continue
-        found[rung.name].append(one)
-        profile["rungs"] = []
-        for rounds in filter(None, found.values()):
-            counted = list(filter(is_reliable, rounds)) or rounds
-            profile["rungs"].append(sorted(counted, key=lambda one: one["step_ms"])[len(counted) // 2])
+        rounds[rung.name].append(times)
+        profile["rungs"] = [median_round(of_rung) for of_rung in rounds.values() if of_rung]
         write_whole(folder / "profile.json", json.dumps(profile, indent=1) + "\n")
-        console.print(f"{rung.name}: {formats.ms(one['step_ms'])} ms/step under the profiler, "
-                      f"{formats.ms(one['plain_ms'])} without{'' if is_reliable(one) else ': ' + UNRELIABLE}")
+        console.print(f"{rung.name}: {formats.ms(times['step_ms'])} ms/step under the profiler, "
+                      f"{formats.ms(times['plain_ms'])} without{'' if is_reliable(times) else ': ' + UNRELIABLE}")
     return failed
+
+
+def median_round(rounds):
+    """The round with the median step, of the reliable ones if there are any."""
+    counted = list(filter(is_reliable, rounds)) or rounds
+    return sorted(counted, key=lambda times: times["step_ms"])[len(counted) // 2]
 
 
 if __name__ == "__main__":

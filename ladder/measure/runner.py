@@ -4,6 +4,7 @@ They run one after another, or several at once where only their losses count. A 
 takes too long is reported, and the others still run.
 Ctrl-C stops the children and everything they started; finished results are kept.
 """
+import contextlib
 import os
 import random
 from dataclasses import dataclass, field, replace
@@ -31,10 +32,10 @@ def plan(rungs, flags, log_dir, repeat=1, peers=None, processes=2):
     rounds = []
     for number in range(1, repeat + 1):
         folder = log_dir / f"round_{number}" if repeat > 1 else log_dir
-        jobs = [Job(name, command_for(rung, flags, folder, processes, words), folder) for name, rung, words in scripts]
+        rounds.append([Job(name, command_for(rung, flags, folder, processes, script), folder)
+                       for name, rung, script in scripts])
         if repeat > 1:
-            random.Random(number).shuffle(jobs)
-        rounds.append(jobs)
+            random.Random(number).shuffle(rounds[-1])
     return rounds
 
 
@@ -42,13 +43,6 @@ def compiles(job):
     """Whether there is something for torch to compile in a job; each peer is another rung 10."""
     rung = BY_NAME.get(job.name, BY_LABEL["10"])
     return "compile_mode" in defaults(rung) and split_flags(job.command, "--compile-mode")[0] != ["none"]
-
-
-def is_finished(log):
-    try:
-        return read_log(log).complete
-    except UserError:
-        return False
 
 
 @dataclass
@@ -95,13 +89,15 @@ class Runner:
 
     def run(self, jobs, at_once=1):
         """Run the jobs, `at_once` at a time; those that an earlier run has finished count as ok."""
-        left = self.unfinished(jobs)
+        left = [job for job in jobs if not self.is_finished(job)]
         self.outcomes += [Outcome(job.name, "ok") for job in jobs if job not in left]
         run_jobs(left, self.seconds, self.device, at_once, self.finish, self.show)
 
-    def unfinished(self, jobs):
-        """The jobs without those that an earlier run has finished."""
-        return [job for job in jobs if not (self.resume and is_finished(job.log))]
+    def is_finished(self, job):
+        """Whether an earlier run has finished it."""
+        with contextlib.suppress(UserError):
+            return self.resume and read_log(job.log).complete
+        return False
 
     def compile_first(self, jobs, at_once):
         """Run the jobs for two steps, `at_once` at a time, so that torch's cache then has what they compile.
@@ -114,7 +110,7 @@ class Runner:
         with TemporaryDirectory(ignore_cleanup_errors=True) as name:
             more = ["--steps", "2", "--log-dir", name]  # of a flag given twice, the last counts
             short = [replace(job, command=[*job.command, *more], log_dir=Path(name), env=job.env | threads)
-                     for job in self.unfinished(jobs) if compiles(job)]
+                     for job in jobs if compiles(job) and not self.is_finished(job)]
             run_jobs(short, self.seconds, self.device, at_once, lambda job, outcome: None)
 
     def show(self, running):

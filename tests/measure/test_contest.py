@@ -114,11 +114,11 @@ def test_a_file_is_no_rung_though_it_has_its_name(mine, tmp_path):
 def test_a_changed_file_never_replaces_the_copy_that_ran(mine, tmp_path):
     file = mine()
     rung, before = contest.script_of(str(file)), file.read_bytes()
-    [copy] = contest.copied([rung], tmp_path / "scripts")
-    assert contest.copied([rung], tmp_path / "scripts") == [copy]
+    copy = contest.copied(rung, tmp_path / "scripts")
+    assert contest.copied(rung, tmp_path / "scripts") == copy
     file.write_bytes(before + b"# changed\n")
     with pytest.raises(UserError, match="mine.py: differs from .*mine.py, its copy that ran"):
-        contest.copied([rung], tmp_path / "scripts")
+        contest.copied(rung, tmp_path / "scripts")
     assert copy.path.read_bytes() == before
 
 
