@@ -76,7 +76,7 @@ def train(logs, contests):
             record, _ = read_logs(folder)
             effect = effects(record.ends.val_loss, [(base.name, "reseeded")])["reseeded"]
             rates = [record.ends.loc[rung.name].max_lr for rung in scripts]
-            tries = {len(losses) for losses in record.sweep.values()}
+            tries = {len(record.tried(rung.name)) for rung in scripts}
             write_whole(folder / "row.json", json.dumps({
                 "contest": number, "p": effect.p, "mean": effect.mean, "tries": max(tries),
                 "max_lr_low": min(rates[0]), "max_lr_high": max(rates[0]),

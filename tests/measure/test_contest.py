@@ -35,7 +35,7 @@ def test_each_tested_seed_has_a_seed_of_the_search_and_the_rates_that_it_found(t
         assert first == pytest.approx(BEST[job.name][0] * moved, rel=1e-3) and tuple(others) == BEST[job.name][1:]
     record, _ = read_logs(tmp_path)
     assert record.own_searches and {*record.tested.seed} == {SEED, SEED + 1}
-    assert record.sweep[MUON.name][1.2e-3, 4e-3] == pytest.approx(4.0)
+    assert record.tried(MUON.name).set_index(["max_lr", "muon_lr"]).val_loss[1.2e-3, 4e-3] == pytest.approx(4.0)
     rates = build_report(tmp_path).race.race_table.rates
     assert [rates[name] for name in names] == [pytest.approx(BEST[name], rel=1e-3) for name in names]
 
