@@ -30,16 +30,16 @@ def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere(tmp_
 @pytest.mark.parametrize("words, reasons", [
     (["report", "/no/such/folder"], ["no such folder of logs"]),
     (["report", ROOT / "logs" / "reference"], ["holds no logs"]),  # several machines are not rounds
-    (["report", "x", "--readme"], ["--readme: shows all folders of logs/reference"]),
+    (["report", "x", "--readme"], ["--readme: shows all of logs/reference"]),
     (["compare", "/no/a.log", "/no/b.log"], ["a.log"]),
     *((["floor", "--gpu", card], [f"--gpu {card}"]) for card in ("nonsense", "mine:1,2", "mine:1,2,3,-4")),
-    (["floor", "--gpu", "mine:1,2,4,1000", "mine:2,4,8,1000"], ["--gpu: two cards are called mine; "]),
+    (["floor", "--gpu", "mine:1,2,4,1000", "mine:2,4,8,1000"], ["--gpu: two of these GPUs are called mine; "]),
     (["floor", "--rungs", "ddp,fp8"], ["--rungs ddp,fp8: floors are of"]), (["floor", "-T", "2048"], ["-T 2048"]),
     (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
-    (["diff", "1", "2", "3"], ["one rung, or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),
-    (["run", "--save=x"], ["--save"]), (["run", "--max-batch", "--peers"], ["--peers: not with --max-batch"]),
-    (["run", "--max-batch", "--at-once", "2"], ["--at-once: not with --max-batch"]),
-    (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps", "not for a profile"]),
+    (["diff", "1", "2", "3"], ["one rung or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),
+    (["run", "--save=x"], ["--save"]), (["run", "--max-batch", "--peers"], ["--peers: cannot be combined"]),
+    (["run", "--max-batch", "--at-once", "2"], ["--at-once: cannot be combined"]),
+    (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps", "not allow them"]),
 ])
 def test_wrong_words_end_in_one_line_before_anything_is_written(words, reasons, tmp_path, monkeypatch, call):
     """Before anything is written: here a script would prepare data/tokens."""

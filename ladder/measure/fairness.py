@@ -43,7 +43,7 @@ def check_scripts(scripts):
             if rung.name in BY_NAME or names.count(rung.name) > 1:
                 raise UserError(f"{rung.path}: another script has this name; rename it")
         if not {"val_every", "max_lr"} <= defaults(rung).keys():
-            raise UserError(f"{rung.file}: has no --val-every or --max-lr; take a script of beyond/modern/ or a copy")
+            raise UserError(f"{rung.file}: has no --val-every or --max-lr; use a script of beyond/modern/ or a copy")
 
 
 def check_fair(scripts, flags):
@@ -62,7 +62,7 @@ def check_fair(scripts, flags):
         facts[rung.title] = {name: str(its_settings[name]) for name in MUST_AGREE}
     refuse_unlike(facts)
     if not settings.val_every:
-        raise UserError("--val-every 0: validation losses are compared; give the steps from one to the next")
+        raise UserError("--val-every 0: a comparison needs validation losses; give a number of steps above 0")
     return settings
 
 

@@ -44,7 +44,7 @@ class Peer(nn.Module):
     def __init__(self, settings, loader):
         super().__init__()
         if settings.pretrained or settings.save:
-            sys.exit("error: --pretrained, --save: the peer has neither; leave them out")
+            sys.exit("error: --pretrained, --save: a peer cannot load or save models; leave them out")
         self.model = self.build(rung_10.model_config(settings, loader.meta["vocab_size"]))
 
     def build(self, shape):

@@ -143,7 +143,7 @@ def check_profile(rungs, flags, folder):
     if any(rung.torchrun or rung.file.startswith("beyond/") for rung in rungs):
         raise UserError("--rungs: only rungs 0 to 10 can be profiled; leave out the others")
     if split_flags(flags, "--steps", "--compile-mode", "--pretrained")[0]:
-        raise UserError("--steps, --compile-mode, --pretrained: not for a profile; leave them out")
+        raise UserError("--steps, --compile-mode, --pretrained: a profile does not allow them; leave them out")
     settings = check_flags(rungs, flags)
     if settings.device == "mps":
         raise UserError("--device mps: torch.profiler does not see Apple GPUs; give --device cpu")

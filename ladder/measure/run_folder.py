@@ -26,13 +26,13 @@ def locked(folder, resume, flag="--logs"):
             raise UserError(f"{flag} {folder}: is not empty; give a new folder{way}")
         lock = filelock.FileLock(folder / "lock").acquire(timeout=0)
     except filelock.Timeout:
-        raise UserError(f"{flag} {folder}: another run is using it; wait for its end, or give another") from None
+        raise UserError(f"{flag} {folder}: another run is using it; wait until it ends, or name another one") from None
     except OSError as error:
         raise UserError(f"{flag} {folder}: {error.strerror}; give a folder that can be written to") from None
     with lock:
         process = left_over(folder)
         if process:
-            raise UserError(f"{flag} {folder}: a script of a killed run still writes there; wait for its end, or end "
+            raise UserError(f"{flag} {folder}: a script of a killed run still writes there; wait until it ends, or end "
                             f"process {process}")
         yield
 

@@ -88,7 +88,7 @@ def check_file(file):
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=START_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{file}: --help has no end within {START_SECONDS} s; correct it, and try again") from None
+        raise UserError(f"{file}: --help does not end within {START_SECONDS} s; correct it, and try again") from None
     if done.returncode or "[--" not in done.stdout:
         places = re.findall(rf'File "{re.escape(str(file.resolve()))}", (line \d+)', done.stderr)
         reasons = [*places[-1:], (done.stderr.strip() or "its --help shows no flags").splitlines()[-1]]
@@ -99,7 +99,7 @@ def check_flags(rungs, flags):
     """The settings of the first rung, whose script checks the data, before anything is written."""
     problem = None if split_flags(flags, "--device")[0] == ["cpu"] else nvidia_problem()
     if problem:  # a CPU would be measured unasked
-        raise UserError(f"--device: torch cannot use the NVIDIA GPU: {problem}; or --device cpu")
+        raise UserError(f"--device: torch cannot use the NVIDIA GPU: {problem}; or give --device cpu")
     if any(split_flags(flags, "--log-dir", "--save")[0]):
         raise UserError("--log-dir, --save: not allowed here; logs go to --logs, and no model is saved")
     settings = [settings_of(rung, flags) for rung in rungs][0]

@@ -244,7 +244,7 @@ def logs_in(folder):
     """The paths of the logs in a folder and in its rounds."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder of logs")
+        raise UserError(f"{folder}: no such folder of logs; check the path")
     rounds = sorted(folder.glob("round_*.log"))  # each holds its logs one after another
     single = {*folder.glob("*.log"), *folder.glob("round_*/*.log")} - {*rounds}
     return sorted(single) + [path for file in rounds for path in parts_of(file)]
@@ -285,7 +285,7 @@ def newest_run(wanted=has_steps):
     for path in sorted(RUNS.glob("*/machine.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         if wanted(path.parent):
             return path.parent
-    raise UserError(f"{RUNS} holds no run: start one with python -m ladder run")
+    raise UserError(f"{RUNS} holds no run; start one with python -m ladder run")
 
 
 def reference_folders():

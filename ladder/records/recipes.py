@@ -180,7 +180,7 @@ def finished_run(path, validated=True):
     """The run of a log; raises UserError if it did not finish or, where it should have, validate."""
     run = read_log(path)
     if not run.complete or run.tokens_per_step is None or validated and not run.val_losses:
-        raise UserError(f"{path}: not a finished run")
+        raise UserError(f"{path}: not a finished run; rerun it, or leave it out")
     return run
 
 

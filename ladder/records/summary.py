@@ -115,7 +115,7 @@ def common_setting(runs, folder):
     for run in runs:
         other = seen.setdefault((run.name, run.path.parent), run)
         if other is not run:
-            raise UserError(f"{other.path} and {run.path} are of the same script, and would count as rounds; move one")
+            raise UserError(f"{other.path} and {run.path} are of the same script, and would be its rounds; move one")
     return setting
 
 

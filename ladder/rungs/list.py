@@ -273,7 +273,7 @@ def parse_rungs(text):
             rungs.append(rung_named(word))
         else:
             tracks = ", ".join(f"{track}/" for track in TRACKS)
-            raise UserError(f"--rungs {text}: {unknown(word)}; a range is of 0 to 10, and {tracks} are all of a track")
+            raise UserError(f"--rungs {text}: {unknown(word)}; ranges go from 0 to 10, and {tracks} are whole folders")
     return list(dict.fromkeys(rungs))
 
 

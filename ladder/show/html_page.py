@@ -145,7 +145,7 @@ def first_chart(reports, bars_of):
 def write_page(reports, path):
     """Write the page of all lessons and the given reports to `path`."""
     if path.is_dir():
-        raise UserError(f"--out {path} is a folder: name a file")
+        raise UserError(f"--out {path}: is a folder; name a file")
     # First the machine where the ladder gains the most; those without it by the number of their rungs.
     reports = sorted(reports, reverse=True, key=lambda report: (gain(report), len(report.runs.keys() & BY_NAME)))
     floors = stored_floors([CARDS[name] for name in COUNTED_FOR])

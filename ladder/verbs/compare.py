@@ -29,7 +29,7 @@ def main(args, console):
     are_logs = len(words) == 2 and all(word.suffix == ".log" for word in words)
     is_folder = len(words) == 1 and (words[0] / CSV).exists()
     if args.flags and (are_logs or is_folder):
-        raise UserError(f"compare {' '.join(args.flags)}: flags are for scripts, and none runs here; leave them out")
+        raise UserError(f"compare {' '.join(args.flags)}: no script runs here that takes flags; leave them out")
     if are_logs:
         return print_comparison(*map(read_log, words), console)
     if is_folder:

@@ -20,7 +20,7 @@ def add_flags(parser):
 
 def main(args, console):
     if len(args.rungs) > 2:
-        raise UserError("diff takes one rung, or two")
+        raise UserError("diff: takes one rung or two; leave the others out")
     if not args.rungs:
         for line, rung in tree_lines():
             console.print(f"{line:<36} {rung.brings or rung.title}", soft_wrap=True)

@@ -31,11 +31,11 @@ def main(args, console):
     cards = [measured_card(name) if Path(name).is_dir() else find_card(name) for name in args.gpu or ["A100"]]
     for card, other in itertools.combinations(cards, 2):
         if card.name == other.name:
-            raise UserError(f"--gpu: two cards are called {card.name}; show the floors of each by itself")
+            raise UserError(f"--gpu: two of these GPUs are called {card.name}; show their floors separately")
     labels = counted_rungs(parse_rungs(args.rungs), console)
     setting = {"model": args.model, "B": args.B, "T": args.T}
     if args.T > BLOCK_SIZE:
-        raise UserError(f"-T {args.T}: the model takes {BLOCK_SIZE} tokens; give a smaller -T")
+        raise UserError(f"-T {args.T}: the model takes at most {BLOCK_SIZE} tokens; give a smaller -T")
     if setting == STORED:
         kernels = {label: rung["kernels"] for label, rung in read_store().items() if label in labels}
     else:

@@ -24,7 +24,7 @@ def add_flags(parser):
 
 def main(args, console):
     if args.readme and args.folders:
-        raise UserError("--readme: shows all folders of logs/reference; name none")
+        raise UserError("--readme: shows all of logs/reference; leave the folders out")
     folders = args.folders or (reference_folders() if args.readme else [newest_run()])
     reports = [build_report(folder) for folder in folders]
     if not (args.readme or args.png or args.json or args.csv):

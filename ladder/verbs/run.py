@@ -41,7 +41,7 @@ def check_together(args, rungs):
         raise UserError(f"--rungs {args.rungs}: torchrun {NO_TORCHRUN}")
     for name, default in (("peers", None), ("repeat", 1), ("at_once", 1), ("logs", None)):
         if args.max_batch and vars(args)[name] != default:
-            raise UserError(f"--{name.replace('_', '-')}: not with --max-batch; leave it out")
+            raise UserError(f"--{name.replace('_', '-')}: cannot be combined with --max-batch; leave it out")
 
 
 def decide(args, console):

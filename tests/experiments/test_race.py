@@ -109,5 +109,5 @@ def test_a_race_for_real(byte_tokens, tmp_path, call, monkeypatch):
     kept = {path: path.stat().st_mtime_ns for path in logs.rglob("*.log")}
     assert race_module.main(words) == 0 and all(path.exists() for path in gone)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    with pytest.raises(UserError, match="holds a comparison of other flags"):
+    with pytest.raises(UserError, match="holds a comparison with other flags"):
         race_module.main([*words, "--steps", "5"])

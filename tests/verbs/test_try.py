@@ -230,7 +230,7 @@ def test_two_ranks_run_on_the_cpu_where_there_are_no_two_gpus(device, gpus, too_
 def test_an_import_without_end_is_stopped(call, tmp_path, monkeypatch):
     monkeypatch.setattr(script_flags, "START_SECONDS", 15)
     (tmp_path / "mine.py").write_text("while True:\n    pass\n")
-    assert is_one_error(call("try", 6, tmp_path / "mine.py"), "--help has no end within 15 s")
+    assert is_one_error(call("try", 6, tmp_path / "mine.py"), "--help does not end within 15 s")
 
 
 @pytest.mark.parametrize("label, text, reasons", [
