@@ -34,20 +34,18 @@ def long_table(report):
 
 def write_between(path, name, tables):
     """Put tables between the marks called `name` of a document; UserError where it lacks them."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    parts = re.split(f"(?s)(?<={begin}\n).*(?={end})", path.read_text(encoding="utf-8"))
-    if len(parts) != 2:
-        raise UserError(f"{path.name} must hold {begin} and then {end} around the table, on lines of their own")
-    text = "\n\n".join(tables)
+    begin, end, text = f"<!-- {name}:begin -->", f"<!-- {name}:end -->", "\n\n".join(tables)
     if path.parent.name == "docs":
         text = re.sub(r"\]\((?!https:)", "](../", text)
-    write_whole(path, f"{parts[0]}{text}\n{parts[1]}")
+    page, n = re.subn(f"(?s)(?<={begin}\n).*(?={end})", lambda _: f"{text}\n", path.read_text(encoding="utf-8"))
+    if n != 1:
+        raise UserError(f"{path.name} must hold {begin} and then {end} around the table, on lines of their own")
+    write_whole(path, page)
 
 
 def scripts_list():
     """beyond/README.md's: the tree from rung 10 on, and what each script brings, by folder."""
-    lines = list(tree_lines())
-    branch = "\n".join(line for line, _ in lines[[rung.label for _, rung in lines].index("10"):])
+    branch = "\n".join(line for line, _ in tree_lines(BY_LABEL["10"]))
     texts = [f"```\n{branch}\n```"]
     for part, rungs in parts():
         if part.id in TRACKS:

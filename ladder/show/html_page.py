@@ -65,52 +65,49 @@ def from_to(texts):
     return " → ".join(dict.fromkeys(texts))
 
 
-def measured_row(rung, report):
-    """What a rung's change did on a report's machine, {column: text}; None where it was not measured."""
-    rows = {row.name: row for row in report.rows}
-    if report.race or rung.name not in rows:
-        return None
-    row, both = rows[rung.name], [rows[one.name] for one in pair(rung) if one.name in rows]
-    return {"measured on": report.name.replace("_", " ") + ", older code" * row.older_code,
-            "ms/step": from_to(formats.ms(one.ms) for one in both), "× before": times_before(row),
-            "MFU": from_to(map(mfu_of, both)),
-            "GB": from_to(formats.gigabytes(one.peak_memory_gb) for one in both),
-            "loss": f"{from_to(formats.loss(one.last_loss) for one in both)} at step {row.last_step}"}
+def measured_rows(rung, reports):
+    """What a rung's change did on the machines that ran it, each {column: text}."""
+    for report in reports:
+        by_name = {row.name: row for row in report.rows}
+        if rung.name in by_name:
+            row, rows = by_name[rung.name], [by_name[other.name] for other in pair(rung) if other.name in by_name]
+            yield {"measured on": report.name.replace("_", " ") + ", older code" * row.older_code,
+                   "ms/step": from_to(formats.ms(row.ms) for row in rows), "× before": times_before(row),
+                   "MFU": from_to(map(mfu_of, rows)),
+                   "GB": from_to(formats.gigabytes(row.peak_memory_gb) for row in rows),
+                   "loss": f"{from_to(formats.loss(row.last_loss) for row in rows)} at step {row.last_step}"}
 
 
-def race_row(rung, report):
-    """What a rung reached in a report's race, {column: text}; None where it was not in one."""
-    if not report.race or rung.name not in report.race.race_table.index:
-        return None
-    row = report.race.race_table.loc[rung.name]
-    return {"race": f"{data_of(report)}, {report.setting['model']}",
-            "validation loss (range)": formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss),
-            "− the row before (99 %)": between(row.change, formats.difference),
-            "p of the loss": p_of(row.change, rung.name in refuted_in(report))}
+def race_rows(rung, reports):
+    """What a rung reached in the races that had it, each {column: text}."""
+    for report in reports:
+        if report.race and rung.name in report.race.race_table.index:
+            row = report.race.race_table.loc[rung.name]
+            yield {"race": f"{data_of(report)}, {report.setting['model']}",
+                   "validation loss (range)": formats.with_spread(row.val_loss, row.val_low, row.val_high,
+                                                                  formats.loss),
+                   "− the row before (99 %)": between(row.change, formats.difference),
+                   "p of the loss": p_of(row.change, rung.name in refuted_in(report))}
 
 
-def counted(rung, floors):
-    """In a sentence, the least that a rung's step costs, and what the lecture published of it; "" where neither is.
-
-    `floors` are the counted rungs by label.
-    """
+def floor_sentence(rung, floors):
+    """The least that a rung's step costs, and what the lecture published of it; "" where neither is in `floors`."""
     if rung.label not in floors:
         return ""
-    both = [floors[one.label] for one in pair(rung) if one.label in floors]
-    least = [f"{from_to(formats.ms(row['ms'][card]['floor']) for row in both)} ms on an {card}" for card in COUNTED_FOR]
-    moved, launches = (from_to(formats.number(row[key]) for row in both) for key in ("gb", "launches"))
+    rows = [floors[other.label] for other in pair(rung) if other.label in floors]
+    least = [f"{from_to(formats.ms(row['ms'][card]['floor']) for row in rows)} ms on an {card}" for card in COUNTED_FOR]
+    moved, launches = (from_to(formats.number(row[key]) for row in rows) for key in ("gb", "launches"))
     text = (f"Computed minimum of a step at B={STORED['B']} T={STORED['T']}: {', '.join(least)}, with {moved} GB of "
             f"memory traffic in {launches} kernel launches.")
     if rung.lecture_ms:
-        published = from_to(str(one.lecture_ms) for one in pair(rung) if one.lecture_ms)
+        published = from_to(str(other.lecture_ms) for other in pair(rung) if other.lecture_ms)
         text += f" Published in Karpathy’s lecture for one A100: {published} ms."
     return text
 
 
 def effect_view(rung, reports, floors):
-    found = [[of(rung, report) for report in reports] for of in (measured_row, race_row)]
-    return {"tables": [list(filter(None, rows)) for rows in found if any(rows)],
-            "counted": counted(rung, floors)}
+    tables = [*measured_rows(rung, reports)], [*race_rows(rung, reports)]
+    return {"tables": [rows for rows in tables if rows], "floor": floor_sentence(rung, floors)}
 
 
 def table_view(rows, columns):

@@ -29,15 +29,15 @@ def print_report(report, console):
         print_profile(report.profile, console)
 
 
-def print_comparison(one, other, console):
-    steps, sentences = compare(one, other)
-    warm = {*one.steps[one.warm_up :]} & {*other.steps[other.warm_up :]}
+def print_comparison(first, second, console):
+    steps, sentences = compare(first, second)
+    warm = {*first.steps[first.warm_up :]} & {*second.steps[second.warm_up :]}
     counted = steps[steps["step"].isin(warm)]
     median = (counted if len(counted) else steps).median()
     texts = [{name: form(row[name]) for name, form in FORMATS.items()} for row in (*steps.to_dict("records"), median)]
     texts[-1] |= {"step": "median", "loss A": "", "loss B": ""}
     columns = columns_of(texts, ["loss A", "loss B", "ms A", "ms B"])
-    print_table(texts, columns, console, f"{one.path}  against  {other.path}")
+    print_table(texts, columns, console, f"{first.path}  against  {second.path}")
     for sentence in sentences:
         console.print(sentence)
 
