@@ -69,11 +69,6 @@ class Record:
         return recipe_table(self, against_first=False)
 
     @property
-    def timed(self):
-        """A row for each run that was timed, alone on the machine."""
-        return self.part("timing").drop_duplicates(["rung", "round"], keep="last")
-
-    @property
     def own_searches(self):
         """Whether each tested seed has learning rates from a seed of its own, so that p holds the searches' luck."""
         return self.part("search").seed.nunique() >= self.tested.seed.nunique()
@@ -83,11 +78,6 @@ class Record:
         search = self.part("search")
         lasts = search[search.rung == name].groupby(["max_lr", "muon_lr", "round"], dropna=False).tail(1)
         return lasts.groupby(["max_lr", "muon_lr"], dropna=False).val_loss.mean().reset_index()
-
-
-def rates_of(run):
-    """The learning rates of a row: AdamW's, and Muon's if its script has Muon."""
-    return (run.max_lr,) if math.isnan(run.muon_lr) else (run.max_lr, run.muon_lr)
 
 
 def show_rates(rates, between=", "):
@@ -109,11 +99,11 @@ def effects(values, pairs, whole=True):
     A script without all seeds gets None: to leave out those with which it diverged would flatter it. Unless all are
     needed (`whole`), as for times, a pair counts the rounds that have both.
     """
-    table, found = values.unstack(sort=False), {}
+    table, by_name = values.unstack(sort=False), {}
     for before, after in pairs:
         pair = table.reindex([before, after])
-        found[after] = paired_effect(*(pair if whole else pair.dropna(axis="columns")).to_numpy())
-    return holm_effects(found)
+        by_name[after] = paired_effect(*(pair if whole else pair.dropna(axis="columns")).to_numpy())
+    return holm_effects(by_name)
 
 
 def recipe_table(record, against_first):
@@ -122,24 +112,19 @@ def recipe_table(record, against_first):
     `change` is the Effect on the last validation loss, once all planned seeds have finished; `times` is that on the
     logarithm of a step's time.
     """
-    pairs, timed, rows = pairs_of(record.names, against_first), record.timed, []
+    pairs, rows = pairs_of(record.names, against_first), []
+    timed = record.part("timing").drop_duplicates(["rung", "round"], keep="last")  # a row for each run
     change = effects(record.ends.val_loss, pairs) if record.tested.seed.nunique() == record.planned else {}
     times = effects(timed.set_index(["rung", "round"]).ms.map(math.log), pairs, whole=False)
     for name in record.names:
         ends, ms = record.ends.loc[name], timed.ms[timed.rung == name]
         rows.append({
-            "name": name, "rates": rates_of(ends[["max_lr", "muon_lr"]].median()),
+            "name": name, "rates": tuple(ends[["max_lr", "muon_lr"]].median().dropna()),
             "tries": len(record.tried(name)), "seeds": len(ends), "val_loss": ends.val_loss.mean(),
             "val_low": ends.val_loss.min(), "val_high": ends.val_loss.max(), "change": change.get(name),
             "ms": ms.median(), "ms_low": ms.min(), "ms_high": ms.max(), "times": times.get(name),
             "parameters": int(ends.parameters.iloc[0])})
     return pandas.DataFrame(rows).set_index("name", drop=False)
-
-
-def curves_of(record):
-    """Yields (the script, a DataFrame by step: mean, low and high of the seeds' validation losses)."""
-    for name, runs in record.tested.groupby("rung", sort=False):
-        yield name, runs.groupby("step").val_loss.agg(["mean", "min", "max"])
 
 
 def by_seed(record):
@@ -148,11 +133,11 @@ def by_seed(record):
     first, *others = record.names
     for name in others:
         effect = changes[name]
-        found = {"mean": effect.mean, "low_99": effect.low, "high_99": effect.high, "p": effect.p} if effect else {}
+        test = {"mean": effect.mean, "low_99": effect.low, "high_99": effect.high, "p": effect.p} if effect else {}
         for seed in losses.columns:
             loss, against = losses.loc[name, seed], losses.loc[first, seed]
             rows.append({"script": name, "against": first, "seed": int(seed), "val_loss": loss,
-                         "val_loss_against": against, "difference": loss - against} | found)
+                         "val_loss_against": against, "difference": loss - against} | test)
     return pandas.DataFrame(rows)
 
 

@@ -8,16 +8,15 @@ import pandas
 from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
-from ladder.rungs.list import BY_LABEL, ROOT, TRACKS
+from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.columns import CAUSAL, CONVENTION, README_COLUMNS, RESULTS_COLUMNS, markdown, texts_of
 from ladder.show.facts import fastest, gain, marks_of, todays_rows, where
-from ladder.show.tree import parts, tree_lines
+from ladder.show.tree import PAGE_PARTS, tree_lines
 
 
 def short_table(report):
     """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
-    rounds = max(row.rounds for row in report.rows)
-    table = markdown(texts_of(todays_rows(report), README_COLUMNS))
+    table, rounds = markdown(texts_of(todays_rows(report), README_COLUMNS)), max(row.rounds for row in report.rows)
     return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant "
             f"difference from the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction)."
             f"{marks_of(report)}")
@@ -25,11 +24,10 @@ def short_table(report):
 
 def long_table(report):
     """docs/results.md's; the document says what its columns are."""
-    rounds, commit = max(row.rounds for row in report.rows), report.machine.get("commit", "unknown")
-    table = markdown(texts_of(todays_rows(report), RESULTS_COLUMNS))
+    table, rounds = markdown(texts_of(todays_rows(report), RESULTS_COLUMNS)), max(row.rounds for row in report.rows)
+    commit = report.machine.get("commit", "unknown")
     code = f"at commit {commit}".replace("at commit about", "close to commit")
-    return (f"{table}\n\n*{where(report)}, {rounds} rounds, code {code}. "
-            f"{fastest(report)}{marks_of(report)}*")
+    return f"{table}\n\n*{where(report)}, {rounds} rounds, code {code}. {fastest(report)}{marks_of(report)}*"
 
 
 def write_between(path, name, tables):
@@ -47,10 +45,9 @@ def scripts_list():
     """beyond/README.md's: the tree from rung 10 on, and what each script brings, by folder."""
     branch = "\n".join(line for line, _ in tree_lines(BY_LABEL["10"]))
     texts = [f"```\n{branch}\n```"]
-    for part, rungs in parts():
-        if part.id in TRACKS:
-            items = [f"- [`{rung.label}`]({rung.file.removeprefix('beyond/')}): {rung.brings}" for rung in rungs]
-            texts += [f"**`{part.id}/`: {part.title}**", "\n".join(items)]
+    for part in PAGE_PARTS[1:]:
+        items = [f"- [`{rung.label}`]({rung.file.removeprefix('beyond/')}): {rung.brings}" for rung in part.rungs]
+        texts += [f"**`{part.id}/`: {part.title}**", "\n".join(items)]
     return "\n\n".join(texts)
 
 

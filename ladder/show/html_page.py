@@ -23,7 +23,7 @@ from ladder.show.columns import STARS, all_columns, explanations, mfu_of, texts_
 from ladder.show.facts import data_of, fastest, few_rounds, floors_of, gain, remarks_of, where
 from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose
 from ladder.show.standings import BRACKETS, FOR_ALL, between, race_caption, race_columns, p_of, refuted_in
-from ladder.show.tree import EVENINGS, EXERCISES, after, depth, evening, parts
+from ladder.show.tree import EVENINGS, EXERCISES, PAGE_PARTS, after, depth, evening
 
 HERE = Path(__file__).parent
 PAGE = ROOT / "docs" / "index.html"
@@ -151,7 +151,7 @@ def write_page(reports, path):
         undefined=jinja2.StrictUndefined,
     )
     text = environment.get_template("page.html.j2").render(
-        parts=[(part, prose(part.intro), figures_of(part.id), rungs) for part, rungs in parts()], depth=depth,
+        parts=[(part, prose(part.intro), figures_of(part.id), part.rungs) for part in PAGE_PARTS], depth=depth,
         lessons={rung.label: lesson_view(rung) for rung in RUNGS},
         effects={rung.label: effect_view(rung, reports, floors) for rung in RUNGS},
         steps=first_chart(reports, lambda report: step_bars(report, floors_of(report))),

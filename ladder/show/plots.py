@@ -17,7 +17,6 @@ from matplotlib.patches import Patch
 from ladder import formats
 from ladder.count.cards import CARDS
 from ladder.count.floors import floors_on
-from ladder.records.recipes import curves_of
 from ladder.rungs.list import LADDER, PEERS, rung_of
 from ladder.show.charts import KIND_COLORS, Bar, profile_bars, step_bars
 from ladder.show.facts import batch_of, conditions, floors_of, where
@@ -121,9 +120,12 @@ def step_picture(report):
 
 def seed_curves(record, title_of):
     """The means of the seeds' validation losses, in a band from the lowest to the highest."""
-    colors = colors_of(record.names)
-    return [Curve(title_of(name), curve.index.tolist(), curve["mean"].tolist(), colors[name], curve["min"].tolist(),
-                  curve["max"].tolist()) for name, curve in curves_of(record)]
+    colors, curves = colors_of(record.names), []
+    for name, runs in record.tested.groupby("rung", sort=False):
+        losses = runs.groupby("step").val_loss.agg(["mean", "min", "max"])
+        curves.append(Curve(title_of(name), losses.index.tolist(), losses["mean"].tolist(), colors[name],
+                            losses["min"].tolist(), losses["max"].tolist()))
+    return curves
 
 
 def run_curves(report, by_seconds):

@@ -12,6 +12,10 @@ class Part:
     title: str
     intro: str  # in the docstrings' Markdown
 
+    @property
+    def rungs(self):
+        return [rung for rung in RUNGS if (rung.track or "ladder") == self.id]
+
 
 PAGE_PARTS = [
     Part("ladder", "The ladder",
@@ -41,12 +45,6 @@ EVENINGS = {"first": ("0", "1", "2", "3", "5", "6"), "second": ("8", "10", "grad
 EXERCISES = {"first": ("0", "1", "6"), "second": ("9", "gradient_accumulation")}
 
 
-def parts():
-    """Yields (Part, its rungs), in the order of the list of rungs."""
-    for part in PAGE_PARTS:
-        yield part, [rung for rung in RUNGS if (rung.track or "ladder") == part.id]
-
-
 def tree_lines(rung=RUNGS[0], before="", mark=""):
     """Yields (a line of the tree: a label behind its branches, the rung), for a rung and all that come from it.
 
@@ -56,14 +54,14 @@ def tree_lines(rung=RUNGS[0], before="", mark=""):
     more = f" (and {', '.join(start.label for start in rung.starts[1:])})" if rung.starts[1:] else ""
     yield before + mark + rung.label + more, rung
     before += {"": "", "├─ ": "│  ", "└─ ": "   "}[mark]
-    children = [other for other in RUNGS if other.start is rung]
+    children = [child for child in RUNGS if child.start is rung]
     for child in children:
         yield from tree_lines(child, before, "" if len(children) == 1 else "└─ " if child is children[-1] else "├─ ")
 
 
 def after(rung):
     """The rungs that start from this one."""
-    return [other for other in RUNGS if rung in other.starts]
+    return [later for later in RUNGS if rung in later.starts]
 
 
 def depth(rung):
@@ -71,7 +69,7 @@ def depth(rung):
     if rung.start is None:
         return 0
     parent = rung.starts[-1]
-    children = [other for other in after(parent) if other.starts[-1] is parent]
+    children = [child for child in after(parent) if child.starts[-1] is parent]
     return depth(parent) + (len(children) > 1)
 
 
