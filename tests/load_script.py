@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -66,5 +64,7 @@ def new_gpt(module, size="tiny", vocab_size=50257):
 
 def tiny(label, size="tiny", vocab_size=257):
     """A fresh small model of a rung, always with the same weights."""
+    import torch  # not where pytest only starts the processes that test
+
     torch.manual_seed(0)
     return new_gpt(rung(label), size, vocab_size)

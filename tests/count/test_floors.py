@@ -7,7 +7,7 @@ import torch
 from load_script import builds_on, new_gpt, rung
 
 from ladder.__main__ import main
-from ladder.count import floors, kernels
+from ladder.count import floors
 from ladder.count.cards import CARDS, find_card
 from ladder.count.flops import SHAPES
 from ladder.rungs.lessons import code_of
@@ -68,7 +68,7 @@ def test_command_prints_what_is_stored_for_several_cards(capsys):
 def test_what_is_stored_is_of_one_setting(monkeypatch):
     """With another --model, -B or -T kernels are counted anew."""
     counted = []
-    monkeypatch.setattr(kernels, "count_all", lambda labels, setting, _: (
+    monkeypatch.setattr("ladder.count.kernels.count_all", lambda labels, setting, _: (
         counted.append(setting) or {"0": floors.read_store()["0"]["kernels"]}))
     changes = {"model": "tiny"}, {"B": 4}, {"T": 512}
     for change in ({}, *changes):

@@ -8,7 +8,6 @@ from log_files import MEDIAN, write_log
 from run_script import train
 from run_tool import flags, is_one_error
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import convert
 from ladder.measure import peer as peers
@@ -108,6 +107,8 @@ def test_no_mask_reaches_the_attention_of_transformers_when_it_is_compiled(trans
 
 def test_the_loss_of_transformers_is_that_of_its_default_attention_and_of_rung_10(transformers_peer):
     """In training, with the same weights: so it has no dropout, and rung 10 is compared with its equal."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # a second, which other processes need not wait
+
     peer, (idx, targets) = transformers_peer
     rows = 384  # 257 tokens, in rows that suit a GPU, as the other peers have
     default = GPT2LMHeadModel(GPT2Config(vocab_size=rows, n_embd=64, n_layer=2, n_head=2))

@@ -243,6 +243,7 @@ BARS = """selector => [...document.querySelectorAll(selector + " .bar")].map(bar
     }))"""
 
 
+@pytest.mark.slow
 def test_bars_are_as_long_as_what_they_show(page):
     steps, profile = page.evaluate(BARS, ".steps"), page.evaluate(BARS, ".profile")
     scale = steps[0][0][1] / PLAIN["0"][0]  # pixels per millisecond
@@ -257,6 +258,7 @@ def test_bars_are_as_long_as_what_they_show(page):
     assert page.locator(".bar b").all_inner_texts() == ["3,200", "3,000", "1,280", "1,024", "9,500", "8,000"]
 
 
+@pytest.mark.slow
 def test_contents_lead_to_a_lesson_and_show_where_the_reader_is(page):
     link = '#contents [href="#rung-cuda_graphs"]'
     assert in_sight(page, "h1") and in_sight(page, ".path .first")
@@ -291,6 +293,7 @@ TEXTS = """() => [...document.querySelectorAll("figure svg")].map(svg => {
 })"""
 
 
+@pytest.mark.slow
 def test_the_texts_of_pictures_are_legible_and_apart(page):
     found = page.evaluate(TEXTS)
     assert len(found) == len(PICTURES)
@@ -298,6 +301,7 @@ def test_the_texts_of_pictures_are_legible_and_apart(page):
         assert smallest >= 11.9 and beyond == [] and overlapping == []
 
 
+@pytest.mark.slow
 def test_nothing_scrolls_sideways_with_everything_open(page):
     folded = page.locator(".diff:not([open])")
     assert folded.count() > 10
