@@ -1,6 +1,7 @@
 """data/vocabulary.py: every tokenizer gives back the text; one that could not is refused."""
 import builtins
 import json
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -29,6 +30,14 @@ def prepare(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text(TEXT, newline="")
     return load_module(ROOT / "data" / "prepare.py")
+
+
+def refusal(prepare, tokenizer="gpt2"):
+    """The error line of a preparation of `text` with this --tokenizer."""
+    with pytest.raises(SystemExit) as stop:
+        prepare.main(["--text", "text", "--out", "out", "--tokenizer", tokenizer])
+    assert not Path("out").exists() and not Path("ran").exists()
+    return stop.value.code
 
 
 def hugging_face_folder(folder, tokenizer, end=END):
@@ -123,9 +132,7 @@ def offline(monkeypatch, tmp_path):
 
 def test_without_gpt2_s_tokens_only_the_default_text_falls_back_to_bytes(prepare, tmp_path, monkeypatch, capsys):
     offline(monkeypatch, tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        prepare.main(["--text", "text", "--out", "out"])
-    assert "--tokenizer bytes" in stop.value.code and not Path("out").exists()
+    assert "--tokenizer bytes" in refusal(prepare)
     prepare.default_text = lambda: (TEXT, "tiny_shakespeare")
     prepare.main([])
     assert "NOT comparable" in capsys.readouterr().err
@@ -219,9 +226,7 @@ def test_a_tokenizer_that_changes_the_text(changes, place, excerpt, prepare, tmp
         tokenizer.add_tokens(part) if name == "added" else setattr(tokenizer, name, part)
     hugging_face_folder(tmp_path / "theirs", tokenizer)
     Path("text").write_text(f"One\n{END}Herr Müller kauft ½ Pfund")
-    with pytest.raises(SystemExit, match=f"^error: text: {place}[^\n]*{excerpt}[^\n]*; give a --tokenizer "):
-        prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
-    assert not Path("out").exists()
+    assert re.match(f"error: text: {place}[^\n]*{excerpt}[^\n]*; give a --tokenizer ", refusal(prepare, "theirs"))
 
 
 def test_a_change_far_into_a_document_is_found(prepare, monkeypatch):
@@ -232,8 +237,7 @@ def test_a_change_far_into_a_document_is_found(prepare, monkeypatch):
 
     prepare.load_tokenizer = lambda name: Tokenizer("gpt2-bytes")
     Path("text").write_text("one" + END + "a word " * 7000 + "STOP")
-    with pytest.raises(SystemExit, match="^error: text: document 2, character 49,000: .*word STOP.*word HALT"):
-        prepare.main(["--text", "text", "--out", "out"])
+    assert re.match("error: text: document 2, character 49,000: .*word STOP.*word HALT", refusal(prepare))
 
 
 @pytest.mark.parametrize("model, end, reason", [
@@ -244,8 +248,7 @@ def test_tokenizers_that_do_not_suit(model, end, reason, prepare, tmp_path):
     tokenizer = tokenizers.Tokenizer(model) if model else vocabulary.trained([], 257).tokenizer
     hugging_face_folder(tmp_path / "theirs", tokenizer, end)
     tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))  # without what transformers has added
-    with pytest.raises(SystemExit, match=f"^error: --tokenizer theirs: .*{reason}.*; give "):
-        prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
+    assert re.match(f"error: --tokenizer theirs: .*{reason}.*; give ", refusal(prepare, "theirs"))
 
 
 def remote_code(folder):
@@ -266,29 +269,23 @@ def test_damaged_and_dangerous_tokenizers(damage, reason, prepare, tmp_path, mon
     monkeypatch.setattr(builtins, "input", lambda *prompt: "y")  # to "run the custom code?"
     hugging_face_folder(tmp_path / "theirs", vocabulary.trained([TEXT], 300).tokenizer)
     damage(tmp_path / "theirs")
-    with pytest.raises(SystemExit, match=f"^error: --tokenizer theirs: .*{reason}.*; give "):
-        prepare.main(["--text", "text", "--out", "out", "--tokenizer", "theirs"])
-    assert not Path("ran").exists() and not Path("out").exists()
+    assert re.match(f"error: --tokenizer theirs: .*{reason}.*; give ", refusal(prepare, "theirs"))
 
 
 def test_what_is_not_a_models_file(prepare, tmp_path):
     """Nor does one run code; and torch's advice to load it without weights_only is not passed on."""
-    trained = vocabulary.trained([TEXT], 300)
-    saved = {"tokenizer": "x", "tokenizer_json": trained.json, "end_of_text": 0, "T": Attack(Path("ran"))}
-    torch.save(saved, "unsafe.pt")
-    torch.save({"weights": torch.zeros(9)}, "others.pt")
-    torch.save({"weights": torch.zeros(9)}, "cut.pt")
+    saved = {"tokenizer": "theirs", "tokenizer_json": "{", "end_of_text": 0}
+    for name, contents in [("unsafe.pt", saved | {"T": Attack(Path("ran"))}), ("damaged.pt", saved),
+                           ("others.pt", {"weights": torch.zeros(9)}), ("cut.pt", saved)]:
+        torch.save(contents, name)
     cut_in_half(tmp_path / "cut.pt")
-    torch.save({"tokenizer": "theirs", "tokenizer_json": "{", "end_of_text": 0}, "damaged.pt")
     Path("lfs").mkdir()
     Path("lfs/tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     for name, reason in [("lfs", "git lfs pull"), ("text", "not a model's file"), ("unsafe.pt", "not a model's file"),
                          ("others.pt", "not a model's file"), ("cut.pt", "an incomplete one"),
                          ("damaged.pt", "theirs is damaged")]:
-        with pytest.raises(SystemExit, match=reason) as stop:
-            prepare.main(["--text", "text", "--out", "out", "--tokenizer", name])
-        assert "weights_only" not in stop.value.code and "\n" not in stop.value.code
-    assert not Path("ran").exists()
+        line = refusal(prepare, name)
+        assert reason in line and "weights_only" not in line and "\n" not in line
 
 
 @pytest.mark.parametrize("largest, dtype", [(65_535, "<u2"), (65_536, "<u4")])
