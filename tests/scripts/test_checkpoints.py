@@ -222,14 +222,17 @@ def test_checkpoints_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte
 @pytest.mark.parametrize("label", rungs_that_change(
     "Checkpoints.load", "Checkpoints.refuse_other_run", since="trapezoid_lr"))
 def test_a_run_stopped_before_the_decay_may_get_another_end(label, tmp_path, byte_tokens):
-    """12 steps, stopped after 4 and resumed for 8, are 8 from the start. Not once the decay has begun, in either."""
-    flags = (*ONE, "--checkpoint-every", 4, "--decay-share", 0.5)
+    """12 steps, stopped after 5 and resumed for 8, are 8 from the start. Not once the decay has begun, in either.
+
+    Of 8 steps the fifth is the last at the highest rate.
+    """
+    flags = (*ONE, "--checkpoint-every", 5, "--decay-share", 0.5)
     whole = train(rung(label), tmp_path / "whole", byte_tokens, *flags, "--steps", 8)
     module, stopped = rung(label), tmp_path / "stopped"
-    crash_in_step(module, 5)
+    crash_in_step(module, 6)
     with pytest.raises(Crash):
         train(module, stopped, byte_tokens, *flags, "--steps", 12)
-    for more, other in ((("--steps", 5), "steps 12, not 5"), (("--decay-share", 0.8), "decay_share 0.5, not 0.8")):
+    for more, other in ((("--steps", 7), "steps 12, not 7"), (("--decay-share", 0.8), "decay_share 0.5, not 0.8")):
         with pytest.raises(SystemExit, match=f"with {other}; "):
             train(rung(label), stopped, byte_tokens, *flags, "--steps", 12, "--resume", *more)
     resumed = train(rung(label), stopped, byte_tokens, *flags, "--steps", 8, "--resume")

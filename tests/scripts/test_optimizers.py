@@ -142,12 +142,3 @@ def test_mup_logits_change_as_much_at_any_width():
         narrow, wide = (logits_at_width(label, width) for width in (128, 256))
         assert (narrow[0], wide[0]) == pytest.approx((2.56, growth * 2.56), rel=0.03)
         assert (wide[1] < 1.1 * narrow[1]) if label == "mup" else (wide[1] > 1.2 * narrow[1])
-
-
-def test_a_run_may_get_another_end_until_its_rate_falls():
-    """The step that a resumed run compares with is the last one at the highest rate."""
-    module = rung("long_run")
-    for steps, decay_share in ((8, 0.5), (10, 0.4), (5, 1.0)):
-        highest = [step for step in range(1, steps + 1)
-                   if module.get_lr(step, steps, 1.0, 0, decay_share) == pytest.approx(1)]
-        assert module.last_step_at_max_lr({"steps": steps, "decay_share": decay_share}) == highest[-1]
