@@ -35,7 +35,6 @@ from unittest import mock
 GUARD = r"""
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <ATen/detail/CUDAHooksInterface.h>
-using namespace c10;
 namespace at {
 struct FakeHooks : CUDAHooksInterface {
   FakeHooks(CUDAHooksArgs) {}
@@ -45,32 +44,20 @@ struct FakeHooks : CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
-  int getNumGPUs() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
 };
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, FakeHooks)
 }
-struct FakeCuda : impl::DeviceGuardImplInterface {
-  static constexpr DeviceType static_type = DeviceType::CUDA;
-  Device d() const { return {static_type, 0}; }
-  Stream s() const { return Stream(Stream::DEFAULT, d()); }
-  DeviceType type() const override { return static_type; }
-  Device exchangeDevice(Device) const override { return d(); }
-  Device getDevice() const override { return d(); }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device) const override { return s(); }
-  Stream getNewStream(Device, int) const override { return s(); }
-  Stream exchangeStream(Stream) const override { return s(); }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
+namespace c10::impl {
+struct FakeCuda : NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device exchangeDevice(Device) const override { return {DeviceType::CUDA, 0}; }
+  Device getDevice() const override { return {DeviceType::CUDA, 0}; }
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }
   void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
 };
-namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, FakeCuda) }
+C10_REGISTER_GUARD_IMPL(CUDA, FakeCuda)
+}
 """
 
 
@@ -110,8 +97,8 @@ N_MICRO_STEPS = 2
 LOSS_KERNEL = re.compile("softmax_online|log_softmax_backward")  # reads all logits; the former's also attention's
 LOAD_16_BITS = re.compile(r"ld\.global\S*\.b16")
 CARDS = {  # by compute capability: multiprocessors, threads on each, bytes of shared memory that a block may take
-    75: (40, 1024, 65536), 80: (108, 2048, 166912), 86: (82, 1536, 101376), 89: (128, 1536, 101376),
-    90: (132, 2048, 232448), 100: (148, 2048, 232448), 120: (170, 1536, 101376),
+    75: (40, 1024, 65536), 80: (108, 2048, 166912), 90: (132, 2048, 232448), 100: (148, 2048, 232448),
+    120: (170, 1536, 101376),
 }
 
 
@@ -396,8 +383,7 @@ def fake_cuda(float16, cc):
     return {
         "torch.cuda.is_available": lambda: True, "torch.cuda.synchronize": nothing,
         "torch.cuda.device_count": lambda: 1,
-        "torch.cuda.current_device": lambda: 0, "torch.cuda.get_device_name": lambda *_: "a fake",
-        "torch.cuda.get_device_capability": lambda *_: divmod(75 if float16 else cc, 10),
+        "torch.cuda.current_device": lambda: 0,
         "torch.cuda.is_bf16_supported": lambda *_, **__: not float16, "torch.cuda.is_initialized": lambda: True,
         "torch.cuda._lazy_init": nothing, "torch.cuda.mem_get_info": lambda *_: (10**10, 10**11),
         "torch.cuda.max_memory_allocated": lambda *_: 1, "torch.cuda.manual_seed_all": nothing,
