@@ -107,9 +107,3 @@ def test_best_checkpoint_a_new_lowest_loss_starts_the_count_again(small, tmp_pat
     assert list(val_losses(folder / LOG).values()) == [5, 6, 4, 4, 4.5]
     assert "# best: step 9, validation loss 4.000000\n" in (folder / LOG).read_text()
     assert step_of(folder / "model.pt") == 9
-
-
-def test_best_checkpoint_patience_without_validation_is_refused(small, tmp_path):
-    with pytest.raises(SystemExit, match="^error: --patience: .*--val-every 0 "):
-        run_in(tmp_path / "run", small, "--patience", 2, "--val-every", 0)
-    assert not (tmp_path / "run" / LOG).exists()

@@ -130,11 +130,6 @@ def test_cuda_graphs_in_float16_the_scaler_is_captured_too(graphs, tmp_path, byt
     assert_untrained(module, tmp_path / "model.pt")
 
 
-def test_cuda_graphs_without_cuda_nothing_is_captured(graphs, tmp_path, byte_tokens):
-    log = train(rung("cuda_graphs"), tmp_path, byte_tokens, *SHORT)
-    assert graphs == [] and "# CUDA graph: none (no CUDA)\n" in log.read_text()
-
-
 # ---- heads of 128, no biases -------------------------------------------------------------------------------------
 
 @torch.no_grad()

@@ -56,9 +56,18 @@ def stopped(byte_tokens, tmp_path):
     ("documents_apart", "--data nowhere", "beside baseline.py, run python data/prepare"),
     ("0", "--device cuda:1", "argument --device: give one of ['cpu']; python -m ladder check says why"),
     ("0", "-B 100000 -T 1024", "-T, -B: a batch needs 102400001 train tokens; there are"),
+    *(("gradient_accumulation", f"-B 2 -T 32 --total-batch {n}", f"error: --total-batch {n}: not a multiple of B * T")
+      for n in (100, 0)),
+    ("best_checkpoint", "--patience 2 --val-every 0", "error: --patience: needs validations"),
+    *(("grouped_query_attention", words, "error: --kv-heads ") for words in (
+        "--kv-heads 3", "--kv-heads 0", "--head-size 17")),
+    # the graphs do not take tied weights under DDP, and later they would overwrite gradients that accumulate
+    *((label, f"--compile-mode {mode}", f"argument --compile-mode: invalid choice: '{mode}'")
+      for label in rungs_that_change("add_flags", since="ddp") for mode in ("reduce-overhead", "max-autotune")),
 ])
-def test_wrong_words(label, words, named, stopped):
+def test_wrong_words(label, words, named, stopped, tmp_path):
     assert named in stopped(label, *words.split())[1]
+    assert not list(tmp_path.glob("logs/*"))  # nor did a run begin
 
 
 @pytest.mark.parametrize("damage, named", [

@@ -254,6 +254,7 @@ NOTES = {  # {first rung: what the log's header says from there on}; the tool re
     "distributed_validation": "# validation: every 25 steps on 2 sequences",
     "validation": "# validation: every 25 steps on 2 sequences",
     "gradient_checkpointing": "# recomputed blocks: 0 of 2", "documents_apart": "# documents: one",
+    "cuda_graphs": "# CUDA graph: none (no CUDA)",
 }
 
 

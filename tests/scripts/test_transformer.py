@@ -176,9 +176,3 @@ def test_grouped_query_attention_the_flags_of_the_heads(flags, heads):
     model = module.GPT(module.model_config(module.parse_args(["--model", "tiny", *flags]), 257))
     assert (model.config.n_head, model.config.n_kv_head, model.config.head_size) == heads
     assert model.transformer.h[0].attn.c_attn.weight.shape == ((heads[0] + 2 * heads[1]) * heads[2], 64)
-
-
-@pytest.mark.parametrize("flags", [["--kv-heads", 3], ["--kv-heads", 0], ["--head-size", 17]])
-def test_grouped_query_attention_heads_that_do_not_fit(flags, tmp_path, byte_tokens):
-    with pytest.raises(SystemExit, match="error: --kv-heads .*divide.*--head-size"):
-        train(rung("grouped_query_attention"), tmp_path, byte_tokens, *flags)

@@ -22,14 +22,6 @@ def mean_loss(module, model, loader, n, autocast, rank=0, ranks=1):
     return module.evaluate(model, loader, n, autocast, *where)
 
 
-@pytest.mark.parametrize("total_batch", [100, 0])
-def test_gradient_accumulation_total_batch_must_fit(total_batch, tmp_path, byte_tokens):
-    reason = rf"^error: --total-batch {total_batch}: not a multiple of B \* T \* ranks = 64"
-    with pytest.raises(SystemExit, match=reason):
-        train(rung("gradient_accumulation"), tmp_path, byte_tokens, "-B", 2, "-T", 32, "--total-batch", total_batch)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("label", FORWARDS)
 def test_distributed_validation_validates_on_the_same_sequences_whatever_the_number_of_ranks(label, byte_tokens):
     """One at a time, so that it takes no more memory than a step of training.
