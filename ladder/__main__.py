@@ -35,9 +35,9 @@ def parse_args(argv):
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, title in VERBS.items():
         about = f"{title[0].upper()}{title[1:]}. {PASSED_ON * (verb in PASS_FLAGS_ON)}"
-        own = verbs.add_parser(verb, help=title, description=about, allow_abbrev=False)
+        subparser = verbs.add_parser(verb, help=title, description=about, allow_abbrev=False)
         if verb in argv[:1]:  # the others need not be imported
-            module_of(verb).add_flags(own)
+            module_of(verb).add_flags(subparser)
     args, rest = parser.parse_known_args(argv)
     if rest and args.verb not in PASS_FLAGS_ON:
         verbs.choices[args.verb].error(f"unknown: {' '.join(rest)}")

@@ -151,10 +151,10 @@ class Contest:
             self.run_shared([self.job(rung, folder, chosen[rung.name][number], SEED + number) for rung in in_turns])
         settings, timing = self.settings(self.scripts[0]), []
         most = TIMED_STEPS_ON_A_CPU if settings.device == "cpu" else TIMED_STEPS
-        more = ["--steps", str(min(settings.steps, most)), "--val-every", "0"]
+        short = ["--steps", str(min(settings.steps, most)), "--val-every", "0"]
         for number, pair in enumerate(timed_pairs):
             folder = self.folder / "timing" / f"round_{number + 1}"
-            timing += [self.job(rung, folder, chosen[rung.name][0], SEED, *more) for rung in pair]
+            timing += [self.job(rung, folder, chosen[rung.name][0], SEED, *short) for rung in pair]
         self.runner.run(timing)
 
     def timed_pairs(self):

@@ -23,8 +23,7 @@ def fit_batch(rungs, flags, settings, console):
     fit = [rung for rung in rungs if largest[rung]]
     left_out = ", ".join(rung.called for rung in rungs if rung not in fit)
     if left_out:
-        console.print(f"left out: {left_out}: -B 1 does not fit into {free / 1e9:.1f} GB of free memory",
-                      soft_wrap=True)
+        console.print(f"left out: {left_out}: -B 1 does not fit into {free / 1e9:.1f} GB of free memory", soft_wrap=True)
     if not fit:
         raise UserError(f"-T {settings.T}: no rung fits into the memory; give a smaller -T or --model")
     B = str(min(ENOUGH, *(largest[rung] for rung in fit)))
@@ -44,14 +43,13 @@ def largest_batch(rung, flags, seconds, processes, console):
     shares = ranks if settings.device == "cpu" else 1  # how many ranks share the memory
     available = MEMORY_SHARE * int(run_module("ladder.count.memory", settings.device)) / shares
     B = max(1, largest_fitting(settings.model, settings.T, [rung.label], available))
-
     best, speed, failed, why = 0, None, None, ""
     while failed is None or failed - best > max(1, best // 8):
-        more = ["-B", str(B), "--steps", "3"]
+        size = ["-B", str(B), "--steps", "3"]
         if hasattr(settings, "total_batch"):  # one micro-step: more of them take more time, not more memory
-            more += ["--total-batch", str(B * settings.T * ranks)]
+            size += ["--total-batch", str(B * settings.T * ranks)]
         with tempfile.TemporaryDirectory() as folder:
-            job = Job(rung.name, command_for(rung, [*flags, *more], Path(folder), processes), Path(folder))
+            job = Job(rung.name, command_for(rung, [*flags, *size], Path(folder), processes), Path(folder))
             outcome = run_job(job, seconds, settings.device)
             console.print(f"{rung.name}: B={B} {outcome.status}", style="dim")
             if outcome.status == "ok":

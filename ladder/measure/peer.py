@@ -57,9 +57,8 @@ class Peer(nn.Module):
         AttentionInterface.register("plain_sdpa", sdpa_attention_forward)
         model = GPT2LMHeadModel(GPT2Config(
             vocab_size=padded(shape.vocab_size), n_positions=shape.block_size,
-            n_embd=shape.n_embd, n_layer=shape.n_layer, n_head=shape.n_head,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="plain_sdpa",
-        ))
+            n_embd=shape.n_embd, n_layer=shape.n_layer, n_head=shape.n_head, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, use_cache=False, attn_implementation="plain_sdpa"))
         # What transformers falls back to, but then it warns, which breaks the compiled graph between logits and loss.
         model.loss_type = "ForCausalLM"
         return model
@@ -74,10 +73,8 @@ def fetched_peer(file):
         def build(self, shape):
             theirs = load_classes(file)
             return theirs.GPT(theirs.GPTConfig(
-                vocab_size=padded(shape.vocab_size),
-                block_size=shape.block_size, n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
-                **MORE[file.name],
-            ))
+                vocab_size=padded(shape.vocab_size), block_size=shape.block_size,
+                n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd, **MORE[file.name]))
 
         def forward(self, idx, targets):
             _, loss = self.model(idx, targets)  # logits that leave a compiled graph cost memory
@@ -109,19 +106,15 @@ def load_classes(file):
 
 def find_peers(wanted):
     """{log's name: script and file} of the peers that are `wanted`: None, True (transformers'), or a folder."""
-    if wanted is None:
-        return {}
-    peers = {PEER: [ROOT / PEERS[PEER].file]}
-    if wanted is True:
-        return peers
-    for name, peer in FETCHED.items():
-        file = wanted / name
-        if file.exists():
-            classes_of(file)
-            peers[peer] = [ROOT / PEERS[peer].file, file.resolve()]
-    if len(peers) == 1:
+    script = ROOT / PEERS[PEER].file
+    if wanted is None or wanted is True:
+        return {PEER: [script]} if wanted else {}
+    files = [wanted / name for name in FETCHED if (wanted / name).exists()]
+    if not files:
         raise UserError(f"--peers {wanted}: holds no {' or '.join(FETCHED)}; docs/running.md says where they are")
-    return peers
+    for file in files:
+        classes_of(file)
+    return {PEER: [script]} | {FETCHED[file.name]: [script, file.resolve()] for file in files}
 
 
 def main(argv):

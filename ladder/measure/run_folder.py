@@ -30,22 +30,20 @@ def locked(folder, resume, flag="--logs"):
     except OSError as error:
         raise UserError(f"{flag} {folder}: {error.strerror}; give a folder that can be written to") from None
     with lock:
-        process = left_over(folder)
+        process = next(writing_to(folder), None)
         if process:
             raise UserError(f"{flag} {folder}: a script of a killed run still writes there; wait until it ends, or end "
-                            f"process {process}")
+                            f"process {process.pid}")
         yield
 
 
-def left_over(folder):
-    """The id of a process that still writes logs there, of a run that was killed; None without one."""
+def writing_to(folder):
+    """Yields the processes that write logs there."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            for flag, log_dir in itertools.pairwise(words):
-                if flag == "--log-dir" and Path(process.cwd(), log_dir).resolve().is_relative_to(folder.resolve()):
-                    return process.pid
-    return None
+            for word, log_dir in itertools.pairwise(process.cmdline()):
+                if word == "--log-dir" and Path(process.cwd(), log_dir).resolve().is_relative_to(folder.resolve()):
+                    yield process
 
 
 def write_machine(folder, device, **more):
@@ -72,9 +70,9 @@ def as_started(args):
     arguments = read_machine(folder).get("arguments")
     if arguments is None:
         raise UserError(f"--resume: {folder} holds no run of python -m ladder run; start one without --resume")
-    again = args.parse(arguments)
-    again.resume, again.logs = True, folder
-    return again
+    started = args.parse(arguments)
+    started.resume, started.logs = True, folder
+    return started
 
 
 def refuse_changed(rungs, folder):

@@ -108,10 +108,10 @@ class Runner:
         threads = {variable: os.environ.get(variable, str(max(1, os.cpu_count() // at_once)))}
         self.progress.update(self.bar, description="two steps of each script, to compile it")
         with TemporaryDirectory(ignore_cleanup_errors=True) as name:
-            more = ["--steps", "2", "--log-dir", name]  # of a flag given twice, the last counts
-            short = [replace(job, command=[*job.command, *more], log_dir=Path(name), env=job.env | threads)
-                     for job in jobs if compiles(job) and not self.is_finished(job)]
-            run_jobs(short, self.seconds, self.device, at_once, lambda job, outcome: None)
+            short = ["--steps", "2", "--log-dir", name]  # of a flag given twice, the last counts
+            jobs = [replace(job, command=[*job.command, *short], log_dir=Path(name), env=job.env | threads)
+                    for job in jobs if compiles(job) and not self.is_finished(job)]
+            run_jobs(jobs, self.seconds, self.device, at_once, lambda job, outcome: None)
 
     def show(self, running):
         """Show how many jobs have ended, and the last step of the newest one."""

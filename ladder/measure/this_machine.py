@@ -27,8 +27,8 @@ def ask_nvidia_smi():
     except OSError as error:
         return [], f"nvidia-smi does not start: {error.strerror}"
     if child.returncode:
-        said = (child.stdout + child.stderr).strip() or f"exit code {child.returncode}"
-        return [], f"nvidia-smi fails: {said.splitlines()[0]}"
+        lines = [*(child.stdout + child.stderr).strip().splitlines(), f"exit code {child.returncode}"]
+        return [], f"nvidia-smi fails: {lines[0]}"
     return child.stdout.splitlines(), None
 
 
@@ -37,8 +37,8 @@ def cpu_name():
     if sys.platform == "darwin":
         return collect_env.run("sysctl -n machdep.cpu.brand_string")[1]
     info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    model = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 def device_name(device):

@@ -100,16 +100,13 @@ def load_script(rung):
 
 add("0", "baseline.py", "baseline", lecture_ms=1000)
 add("1", "speedup_01_weight_tying.py", "weight tying", before="0",
-    may_change="GPTConfig GPT.__init__",
-    tied=True)
+    may_change="GPTConfig GPT.__init__", tied=True)
 # How close losses stay when a rung changes only how the arithmetic is done: TF32 and bfloat16 round each activation to
 # 10 and 7 bits, compile and flash attention round in different places, and training amplifies such differences.
 add("2", "speedup_02_tf32.py", "TF32", before="1",
-    may_change="train",
-    same_losses=0.05, lecture_ms=333)
+    may_change="train", same_losses=0.05, lecture_ms=333)
 add("3", "speedup_03_bf16_autocast.py", "bfloat16 autocast", before="2",
-    may_change="GPT.forward PRECISION autocast_dtype train",
-    same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)
+    may_change="GPT.forward PRECISION autocast_dtype train", same_losses=0.1, memory=(36, 12, 6), lecture_ms=300)
 add("4", "speedup_04_residual_scaling.py", "residual scaling", before="3",
     may_change="CausalSelfAttention.__init__ MLP.__init__ GPT._init_weights")
 add("5", "speedup_05_compile.py", "torch.compile", before="4",
@@ -119,20 +116,16 @@ add("6", "speedup_06_flash_attn.py", "flash attention", before="5",
     may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward",
     same_losses=0.1, causal=True, memory=(36, 4, 0), lecture_ms=96)
 add("7", "speedup_07_vocab_pad.py", "vocabulary padding", before="6",
-    may_change="GPT.__init__ GPT.forward",
-    lecture_ms=93)
+    may_change="GPT.__init__ GPT.forward", lecture_ms=93)
 add("8", "speedup_08_adamw_clip.py", "AdamW betas, gradient clipping", before="7",
     may_change="train")
 add("9", "speedup_09_cosine_lr.py", "cosine learning rate", before="8",
-    may_change="add_flags get_lr train",
-    scheduled=True)
+    may_change="add_flags get_lr train", scheduled=True)
 add("10", "speedup_10_fused_adamw.py", "fused AdamW, selective decay", before="9",
-    may_change="GPT.configure_optimizers train",
-    lecture_ms=90)
+    may_change="GPT.configure_optimizers train", lecture_ms=90)
 LADDER = list(RUNGS)  # up to here each rung makes a step faster or the loss fall faster, on one device
 add("ddp", "ddp_run.py", "DistributedDataParallel", before="10",
-    may_change="imports add_flags init_ranks train",
-    torchrun=True)
+    may_change="imports add_flags init_ranks train", torchrun=True)
 # From GPT-2 to a modern transformer: fewer tokens to the same loss. One process, one batch a step.
 add("validation", "beyond/modern/0_validation.py", "a validation loss", before="10",
     may_change="add_flags DataLoaderLite evaluate train",

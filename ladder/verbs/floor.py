@@ -1,5 +1,4 @@
 """`python -m ladder floor`: the minimum time of a step on any GPU, computed without one."""
-import itertools
 from pathlib import Path
 
 from ladder import formats
@@ -29,9 +28,10 @@ def add_flags(parser):
 
 def main(args, console):
     cards = [measured_card(name) if Path(name).is_dir() else find_card(name) for name in args.gpu or ["A100"]]
-    for card, other in itertools.combinations(cards, 2):
-        if card.name == other.name:
-            raise UserError(f"--gpu: two of these GPUs are called {card.name}; show their floors separately")
+    names = [card.name for card in cards]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--gpu: two of these GPUs are called {name}; show their floors separately")
     labels = counted_rungs(parse_rungs(args.rungs), console)
     setting = {"model": args.model, "B": args.B, "T": args.T}
     if args.T > BLOCK_SIZE:

@@ -28,9 +28,9 @@ def main(args, console):
     flags = eager_flags(rungs, flags, settings.device, console)
     with locked(folder, resume=True):
         failed = profile_ladder(rungs, flags, settings, folder, console, args.repeat, args.traces)
-    found = read_profile(folder)
-    if found:
-        print_profile(found, console)
-        save(profile_picture(found), folder / "profile.png")
+    profile = read_profile(folder)
+    if profile:
+        print_profile(profile, console)
+        save(profile_picture(profile), folder / "profile.png")
         console.print(f"{folder}/profile.json, profile.png")
     return 1 if failed else 0

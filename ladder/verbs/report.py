@@ -28,10 +28,10 @@ def main(args, console):
     folders = args.folders or (reference_folders() if args.readme else [newest_run()])
     reports = [build_report(folder) for folder in folders]
     if not (args.readme or args.png or args.json or args.csv):
-        for one in reports:
-            print_report(one, console)
+        for report in reports:
+            print_report(report, console)
         return
-    for reason in dict.fromkeys(reason for one in reports for reason in one.skipped):
+    for reason in dict.fromkeys(reason for report in reports for reason in report.skipped):
         messages.print(f"! skipped: {reason}", soft_wrap=True)  # which a table says itself
     if args.readme or args.png:
         from ladder.show.plots import all_pictures, save, shown_in_docs
