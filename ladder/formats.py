@@ -65,7 +65,7 @@ def spread(low, high, form=ms):
 
 def with_spread(middle, low, high, form=ms):
     """The lowest and the highest value in brackets, where there are several."""
-    return form(middle) if low == high else f"{form(middle)} ({spread(low, high, form)})"
+    return f"{form(middle)} ({spread(low, high, form)})" if low < high else form(middle)
 
 
 def with_interval(mean, low, high, form=difference):

@@ -37,11 +37,6 @@ def texts_of(rows, columns):
     return {heading: cells for heading, cells in texts.items() if {*cells} - {NOTHING}}
 
 
-def explanations(columns, texts):
-    """The sentences that explain the columns which `texts` has."""
-    return [f"{column.explains}." for column in columns if column.explains and column.heading in texts]
-
-
 def times_before(row):
     """The ratio to the rung before, with what a paired test says of it."""
     if row.times_before is None:

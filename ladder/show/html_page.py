@@ -19,7 +19,7 @@ from ladder.records.summary import warnings
 from ladder.rungs.lessons import read_exercises, read_lesson
 from ladder.rungs.list import BY_LABEL, BY_NAME, ROOT, RUNGS
 from ladder.show.charts import KIND_COLORS, profile_bars, step_bars
-from ladder.show.columns import STARS, all_columns, explanations, mfu_of, texts_of, times_before
+from ladder.show.columns import STARS, all_columns, mfu_of, texts_of, times_before
 from ladder.show.facts import data_of, fastest, few_rounds, floors_of, gain, remarks_of, where
 from ladder.show.page_text import blocks_of, exercise_html, hunk_html, picture, prose
 from ladder.show.standings import BRACKETS, FOR_ALL, between, race_caption, race_columns, p_of, refuted_in
@@ -114,7 +114,7 @@ def table_view(rows, columns):
     """(the rows of a table, each {heading: text}; the sentences that explain its columns)."""
     texts = texts_of(rows, columns)
     rows = [dict(zip(texts, cells, strict=True)) for cells in zip(*texts.values(), strict=True)]
-    return rows, explanations(columns, texts)
+    return rows, [f"{column.explains}." for column in columns if column.explains and column.heading in texts]
 
 
 def machine_view(report):

@@ -34,10 +34,6 @@ def p_of(effect, refuted=False):
     return formats.p(effect.p) + "*" * effect.significant + REFUTED * refuted
 
 
-def times_of(row):
-    return formats.with_spread(row.ms, row.ms_low, row.ms_high) if math.isfinite(row.ms) else formats.NOTHING
-
-
 SCRIPT = Column("script", lambda row: rung_of(row.name).row if rung_of(row.name).label else label_of(row.name))
 TRIES = Column("tries", lambda row: str(row.tries), goes=1)
 
@@ -55,8 +51,8 @@ def recipe_columns(beside, refuted=()):
         Column("p", lambda row: p_of(row.change, row.name in refuted),
                f"p: from a paired t-test, after Holm's correction for all rows; * marks p < {BEYOND_CHANCE} with at "
                f"least {FEWEST_SEEDS} seeds"),
-        Column("ms/step (range)", times_of, "ms/step: the median of timed runs, without compilation and validation",
-               goes=4),
+        Column("ms/step (range)", lambda row: formats.with_spread(row.ms, row.ms_low, row.ms_high),
+               "ms/step: the median of timed runs, without compilation and validation", goes=4),
         Column(f"ms / {beside} (99 %)", lambda row: between(row.times, as_ratio),
                f"ms / {beside}: from pairs of runs, timed one after the other", goes=5),
         Column("parameters", lambda row: formats.number(row.parameters), goes=3),

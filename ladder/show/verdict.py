@@ -1,4 +1,4 @@
-"""Several recipes against the first: a sentence and a row for each, a picture, and what they cannot say."""
+"""Several recipes against the first: a sentence and a row for each, and what they cannot say."""
 from pathlib import Path
 
 from ladder import formats
