@@ -1,5 +1,4 @@
 """What this machine has, what each rung will gain from it, and what to do about what is missing: one line each."""
-import json
 import shutil
 import sys
 from collections import namedtuple
@@ -11,6 +10,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ladder import formats
 from ladder.count.memory import free_memory
+from ladder.files import read_json
 from ladder.measure import device_rates
 from ladder.measure.problems import NO_TORCHRUN, compile_problem, nvidia_problem, problem_of
 from ladder.measure.this_machine import ask_nvidia_smi, device_name
@@ -40,8 +40,7 @@ def check_device(device):
     if device == "mps":  # pytorch issue 195910
         needs, why = "2.13", "; before, validation in half precision sees up to 3 future tokens"
     yield finding(torch.__version__ >= needs, "torch", torch.__version__,
-                  f"{torch.__version__}: needs {needs} or newer{why}; "
-                  "pip install -r requirements.txt", BAD)
+                  f"{torch.__version__}: needs {needs} or newer{why}; pip install -r requirements.txt", BAD)
 
 
 def check_formats(device):
@@ -132,14 +131,12 @@ def check_ranks(device):
 
 def check_data(folder):
     """What the token files in `folder` were made from, and how to replace the fallback text."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        source, tokenizer = meta["source"], meta["tokenizer"]
-    except FileNotFoundError:
+    meta = read_json(folder / "meta.json", needs=("source", "tokenizer"))
+    if not meta:
         return Finding(NEUTRAL, "data", "not yet: the first run prepares it (python data/prepare.py)")
-    fallback = source == "python_topics" or tokenizer == "gpt2-bytes"
+    fallback = meta["source"] == "python_topics" or meta["tokenizer"] == "gpt2-bytes"
     advice = "; prepared without a network: with one, python data/prepare.py makes Tiny Shakespeare in gpt2 tokens"
-    detail = f"{source} ({tokenizer} tokens) in {folder}"
+    detail = f"{meta['source']} ({meta['tokenizer']} tokens) in {folder}"
     return finding(not fallback, "data", detail, detail + advice)
 
 

@@ -70,10 +70,8 @@ def settings_of(rung, flags):
 
 def eager_flags(rungs, flags, device, console):
     """`flags`, with --compile-mode none where torch cannot compile for the device; says so."""
-    compiled = any("compile_mode" in defaults(rung) for rung in rungs)
-    if not compiled or split_flags(flags, "--compile-mode")[0]:
-        return flags
-    problem = compile_problem(device)
+    may_compile = any("compile_mode" in defaults(rung) for rung in rungs) and not split_flags(flags, "--compile-mode")[0]
+    problem = compile_problem(device) if may_compile else None
     if problem is None:
         return flags
     console.print(f"rungs 5 and up get --compile-mode none: {problem}", soft_wrap=True)

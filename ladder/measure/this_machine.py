@@ -54,5 +54,4 @@ def describe(device):
     return ({"commit": commit} if code == 0 else {}) | {
         "device": device, "name": device_name(device), "cpu": device_name("cpu"), "gpus": ask_nvidia_smi()[0],
         "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-        "system": platform.platform(), "threads": torch.get_num_threads(),
-    }
+        "system": platform.platform(), "threads": torch.get_num_threads()}

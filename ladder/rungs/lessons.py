@@ -105,11 +105,9 @@ def part_paragraphs(body):
 
 def read_exercises(path=ROOT / "docs" / "exercises.md"):
     """{label: Markdown} of the lessons that the file has an exercise for."""
-    text = path.read_text(encoding="utf-8")
-    headings = list(re.finditer(r"(?m)^## (?:`?(\w+)`?\. )?.*$", text))  # "## 6. Flash attention", "## `muon`. Muon"
-    ends = [heading.start() for heading in headings[1:]] + [len(text)]
-    return {heading[1]: text[heading.end() : end].strip() for heading, end in zip(headings, ends, strict=True)
-            if heading[1] in BY_LABEL}
+    heading = r"(?m)^## (?:`?(\w+)`?\. )?.*$"  # "## 6. Flash attention", "## `muon`. Muon"
+    _, *texts = re.split(heading, path.read_text(encoding="utf-8"))
+    return {label: text.strip() for label, text in zip(texts[::2], texts[1::2], strict=True) if label in BY_LABEL}
 
 
 def code_of(rungs):
