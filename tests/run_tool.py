@@ -16,6 +16,7 @@ from run_script import own_settings, run_command, start_forkserver
 import ladder.__main__ as tool
 from ladder.measure import run_folder, runner, script_flags
 from ladder.measure.processes import Outcome, judge
+from ladder.rungs.list import BY_LABEL
 from ladder.show.terminal import console
 
 LADDER = [sys.executable, "-m", "ladder"]
@@ -106,6 +107,19 @@ def imported_here(monkeypatch):
 
     monkeypatch.setattr("sys.dont_write_bytecode", True)
     monkeypatch.setattr(script_flags.subprocess, "run", run)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """mine(old, new): a copy of `zero_init` with a change."""
+    def write(old="", new="", name="mine.py"):
+        source = BY_LABEL["zero_init"].path.read_text(encoding="utf-8")
+        assert old in source
+        path = tmp_path / name
+        path.write_text(source.replace(old, new, 1), encoding="utf-8")
+        return path
+
+    return write
 
 
 @pytest.fixture

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch._dynamo  # its import must not see what a test has patched
 from load_script import ROOT, load_module
-from my_script import mine  # noqa: F401, a fixture
 from ranks import GROUP_OF_ONE
 from run_script import own_settings
-from run_tool import call, fake_run, imported_here  # noqa: F401, fixtures
+from run_tool import call, fake_run, imported_here, mine  # noqa: F401, fixtures
 from token_folders import data_with
 
 from data import vocabulary

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from load_script import ROOT
 from log_files import MEDIAN, write_log
+from matplotlib.figure import Figure
 from run_script import FakeClock
 
 from experiments.data_wait import __main__ as data_wait
@@ -106,30 +107,24 @@ def test_growth_reads_what_the_logs_say(tmp_path):
 
 def test_growth_draws_a_quadratic_on_its_law():
     """Where rung 0 takes T² / 1,024 ms, its curve is parallel to the dotted T²; so is rung 10's to the T."""
-    from matplotlib import pyplot as plt
-
     record = grown("length", lambda T, rung, number: (T**2 / 1024 if rung == "rung 0" else T) * (1 + (number - 3) / 10))
-    figure, axes = plt.subplots()
+    axes = Figure().subplots()
     growth.draw_times(axes, record, "length")
     curves = {line.get_label(): line for line in axes.lines}
     assert curves["rung 0"].get_xdata().tolist() == [256, 512, 1024, 2048, 4096]
     assert curves["rung 0"].get_ydata().tolist() == [64, 256, 1024, 4096, 16384]
     squared, linear = (line.get_ydata() for line in axes.lines if line.get_linestyle() == ":")
     assert squared == pytest.approx([1.15 * 64, 1.15 * 16384]) and linear == pytest.approx([1.15 * 256, 1.15 * 4096])
-    plt.close(figure)
 
 
 def test_growth_draws_the_counted_memory_through_the_measured():
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots()
+    axes = Figure().subplots()
     growth.draw_memory(axes, grown("depth", lambda *point: 1.0), "depth")
     lines = {kind: [line for line in axes.lines if line.get_linestyle() == kind] for kind in ("--", "None")}
     assert len(lines["--"]) == len(lines["None"]) == 2
     for counted, measured in zip(lines["--"], lines["None"], strict=True):
         at = dict(zip(counted.get_xdata(), counted.get_ydata(), strict=True))
         assert [at[depth] for depth in measured.get_xdata()] == pytest.approx(measured.get_ydata())
-    plt.close(figure)
 
 
 def test_growth_counts_what_was_measured():

@@ -18,7 +18,7 @@ from ladder.errors import UserError
 from ladder.measure import runner
 from ladder.records.recipes import read_csv, read_logs, write_csv
 from ladder.records.summary import build_report
-from ladder.show.plots import digest, save
+from ladder.show.plots import digest
 from ladder.show.standings import race_caption
 
 
@@ -57,24 +57,6 @@ def test_the_record_says_what_the_logs_do(tmp_path):
     assert table.val_loss["an_idea"] == table.val_loss[MUON.name] and table.rates["an_idea"] == table.rates[MUON.name]
     write_csv(replace(record, points=record.points[record.points.part != "search"]), tmp_path / "race.csv")
     assert "too few for a star; learning rates not searched;" in race_caption(build_report(tmp_path))
-
-
-def test_the_picture_of_races_has_the_effects_and_their_intervals(tmp_path):
-    run_race(tmp_path, [ADAMW, MUON], 3, **VAL_LOSSES)
-    report = build_report(tmp_path)
-    report.setting["data"] = "text (bytes tokens)"
-    record = report.race
-    older, newer = (replace(report, race=replace(record, facts=facts))
-                    for facts in (record.facts, {"model": "tiny"}))
-    larger = replace(newer, name="b", setting=report.setting | {"model": "x9x9"})
-    pictures = race_docs.pictures([newer, older, larger])
-    for name, picture in pictures.items():
-        save(picture, tmp_path / name)
-    panels = pictures["races.png"].panels
-    assert [panel.title for panel in panels] == [f"text\n(bytes tokens)\n{model}" for model in ("tiny", "x9x9")]
-    effect = report.race.race_table.change[MUON.name]
-    for [bar] in (panel.bars for panel in panels):  # nothing stands before the first row
-        assert (bar.parts, bar.spread) == ([effect.mean], (effect.low, effect.high))
 
 
 def test_what_docs_shows_of_races_is_up_to_date(tmp_path):

@@ -6,10 +6,8 @@ import pytest
 from load_script import ROOT
 from rich.console import Console
 
-from ladder.errors import UserError
 from ladder.records.summary import build_report
 from ladder.show.columns import columns_of
-from ladder.show.documents import write_tables
 from ladder.show.print_report import print_report
 from ladder.show.terminal import print_table
 
@@ -50,13 +48,3 @@ def test_what_qualifies_a_table_stands_above_it(name, mark):
     above, rule, _ = printed(150, lambda console: print_report(report, console)).partition("──")
     assert rule and mark in above and ("too few to name a gain" in above) == bool(mark)
     assert ("! 10 rungs" in above) == bool(mark)
-
-
-def test_the_readme_s_table_is_not_made_of_a_record_with_too_few_rounds(tmp_path):
-    (tmp_path / "docs").mkdir()
-    for name in ("README.md", "docs/results.md"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    few = build_report(ROOT / "logs" / "reference" / "amd_epyc_avx2_2_cores_B1_T1024")
-    with pytest.raises(UserError, match="no record of the whole ladder has 5 rounds"):
-        write_tables([few], tmp_path)
-    assert (tmp_path / "README.md").read_bytes() == (ROOT / "README.md").read_bytes()

@@ -14,7 +14,7 @@ from ladder.records.recipes import TUNING_SEEDS, by_seed, doubts, recipe_table
 from ladder.records.significance import holm, paired_effect
 from ladder.show import verdict
 from ladder.show.columns import texts_of
-from ladder.show.plots import recipes_picture, save
+from ladder.show.plots import recipes_picture
 from ladder.show.verdict import print_verdict
 
 BASE = [2.01, 2.00, 2.02, 1.99, 2.03]
@@ -63,7 +63,9 @@ def test_several_files_against_one_are_a_family():
     """p is Holm's over the files, each against the first, not against the one before."""
     losses = {"7_zero_init": BASE, "mine": shifted(-0.05, -0.04, -0.05, -0.06, -0.07),
               "other": shifted(-0.05, -0.03, -0.04, -0.06, -0.07)}
-    texts, _, sentences = verdict_of(record_of(losses))
+    record = record_of(losses)
+    texts, _, sentences = verdict_of(record)
+    assert [curve.title for curve in recipes_picture(record).panels[0].curves] == ["zero_init", "mine.py", "other.py"]
     raw = {name: paired_effect(BASE, losses[name]).p for name in ("mine", "other")}
     for name, p in holm(raw).items():
         row = texts[texts["script"] == f"{name}.py"].iloc[0]
@@ -165,15 +167,3 @@ def test_what_would_go_unnoticed_is_that_of_the_script_whose_seeds_differ_most()
               "wild": shifted(-0.3, 0.3, 0, 0.2, 0)}
     most = replace(paired_effect(BASE, losses["wild"]), family=2).detectable()
     assert any(f"finds a difference of {most:.2g} nats" in text for text in verdict_of(record_of(losses))[2])
-
-
-def test_the_picture_has_the_means_of_the_seeds(tmp_path):
-    losses = {"7_zero_init": BASE, "mine": shifted(*[-0.5] * 5), "worse": BASE[:4]}
-    picture = recipes_picture(record_of(losses))
-    save(picture, tmp_path / "a.png")
-    curves = picture.panels[0].curves
-    assert [curve.title for curve in curves] == ["zero_init", "mine.py", "worse.py"]
-    for curve, ends in zip(curves, losses.values(), strict=True):
-        end = sum(ends) / len(ends)
-        assert (curve.low[1], curve.high[1]) == (min(ends), max(ends)) and curve.x == [50, 100]
-        assert curve.losses == pytest.approx([(3 + end) / 2, end])
