@@ -19,16 +19,16 @@ MOST_OFF = 0.1  # how far a step under the profiler may be from the plain step f
 UNRELIABLE = "unreliable, as the step under the profiler and the plain step are more than 10 % apart"
 
 
-def is_reliable(rung):
+def is_reliable(row):
     """Whether a rung's step under the profiler takes about as long as without it."""
-    return abs(rung["step_ms"] / rung["plain_ms"] - 1) <= MOST_OFF
+    return abs(row["step_ms"] / row["plain_ms"] - 1) <= MOST_OFF
 
 
 def read_profile(folder):
     """The profile that `python -m ladder profile` put into a folder, or None."""
     profile = read_json(Path(folder) / "profile.json", needs=("name", "model", "B", "T", "rungs"))
-    for found in profile.get("rungs", ()):
-        found["name"] = today(found["name"])
-        if "floor_ms" in found:  # what records call it
-            found["products_ms"] = found.pop("floor_ms")
+    for row in profile.get("rungs", ()):
+        row["name"] = today(row["name"])
+        if "floor_ms" in row:  # what records call it
+            row["products_ms"] = row.pop("floor_ms")
     return profile or None

@@ -80,13 +80,14 @@ def summary_of(runs, rounds, rates):
         table.loc[alone, side] = by_name[side].first()[alone]
     speed = table["tokens_per_second"] = table.tokens / table.ms * 1000
     for column, causal in (("mfu", False), ("mfu_causal", True)):
-        table[column] = [mfu(runs[name][0], rates, of_it, causal) for name, of_it in speed.items()]
+        table[column] = [mfu(runs[name][0], rates, tokens_per_second, causal)
+                         for name, tokens_per_second in speed.items()]
     before = {name: rung_of(name).start for name in table.index}
     before = {name: start.name for name, start in before.items() if start and start.name in table.index}
     table["times_baseline"] = speed / speed.get(BY_LABEL["0"].name, math.nan)
     table["times_before"] = pandas.Series({name: speed[name] / speed[start] for name, start in before.items()})
-    p = {name: speed_p(rounds, start, name) for name, start in before.items()}
-    table["p_before"] = pandas.Series(holm({name: one for name, one in p.items() if one is not None}))
+    ps = {name: speed_p(rounds, start, name) for name, start in before.items()}
+    table["p_before"] = pandas.Series(holm({name: p for name, p in ps.items() if p is not None}))
     return table.reset_index().astype({"tokens": "Int64"})
 
 
@@ -157,8 +158,8 @@ def warnings(report):
         run = report.runs[row.name][0]
         if row.mfu and row.mfu > 1:
             yield f"{row.title}: MFU {row.mfu:.0%} is {CLOCK}"
-        for found in impossible(run):
-            yield f"{row.title}: {found}"
+        for sentence in impossible(run):
+            yield f"{row.title}: {sentence}"
         if not row.complete:
             yield f"{row.title}: the run did not finish ({row.last_step} steps)"
         if not run.on_cpu and "device" in run.headers and (len(run.ms) < GPU_STEPS or sum(run.ms[1:]) < GPU_MS):

@@ -34,8 +34,8 @@ def step_bars(report, floors):
 def profile_bars(profile):
     """Milliseconds of each rung's step by kind of work; the mark is what its products alone take."""
     bars = []
-    for found in profile["rungs"] if profile else []:
-        rung, parts, sure = BY_NAME[found["name"]], [found["parts_ms"][kind] for kind in KINDS], is_reliable(found)
+    for row in profile["rungs"] if profile else []:
+        rung, parts, sure = BY_NAME[row["name"]], [row["parts_ms"][kind] for kind in KINDS], is_reliable(row)
         bars.append(Bar(rung.title, rung.label, parts, formats.ms(sum(parts)) + " (!)" * (not sure),
-                        floor=found["products_ms"], pale=not sure))
+                        floor=row["products_ms"], pale=not sure))
     return bars

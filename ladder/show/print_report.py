@@ -47,9 +47,9 @@ def print_profile(profile, console):
     goes = {"plain_ms": 1, "data": 2, "waiting": 3, "products_ms": 4}
 
     def ms_column(heading, key, explains=""):
-        return Column(heading, lambda found: formats.ms((found | found["parts_ms"])[key]), explains, goes.get(key, 99))
+        return Column(heading, lambda row: formats.ms((row | row["parts_ms"])[key]), explains, goes.get(key, 99))
 
-    columns = [Column("rung", lambda found: BY_NAME[found["name"]].row + " (!)" * (not is_reliable(found))),
+    columns = [Column("rung", lambda row: BY_NAME[row["name"]].row + " (!)" * (not is_reliable(row))),
                *(ms_column(SHORT_KINDS.get(kind, kind), kind) for kind in KINDS),
                ms_column("step", "step_ms", "step: under the profiler"),
                ms_column("plain", "plain_ms", "plain: without it"),

@@ -48,8 +48,8 @@ def cautions(record, table):
         if name not in table.name:
             yield f"{label_of(name)} finished 0 of {planned} seeds."
     first, *others = table.itertuples()
-    more = {label_of(row.name): row.parameters - first.parameters for row in others}
-    unequal = ", ".join(f"{name} {n:+,}" for name, n in more.items() if n)
+    differences = {label_of(row.name): row.parameters - first.parameters for row in others}
+    unequal = ", ".join(f"{name} {n:+,}" for name, n in differences.items() if n)
     if unequal:
         yield (f"The numbers of parameters differ from {label_of(first.name)}'s ({unequal}). Part of a difference in "
                "loss may come from that.")
@@ -64,9 +64,9 @@ def limits(record, table):
     yield (f"This says nothing about other sizes: {formats.millions(first.parameters)}M parameters, "
            f"{formats.number(first.step)} steps, {formats.millions(first.tokens)}M tokens of {run.data} in windows "
            f"of {run.T}.")
-    seen = [effect.detectable() for effect in effects if effect.error]
-    if seen:
-        yield f"With these seeds a test finds a difference of {max(seen):.2g} nats four times in five."
+    detectable = [effect.detectable() for effect in effects if effect.error]
+    if detectable:
+        yield f"With these seeds a test finds a difference of {max(detectable):.2g} nats four times in five."
 
 
 def verdict_of(record):
