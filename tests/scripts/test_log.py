@@ -35,17 +35,16 @@ def test_a_running_script_keeps_its_steps_and_a_later_one_its_log(tmp_path, byte
     assert run.exitcode == 1 and len(last) == 1 and last[0].startswith("stopped: "), last
 
 
-@pytest.mark.parametrize("device, n, counted", [
-    ("cpu", 1, "1-1"), ("cuda", 2, "2-2"), ("cpu", 3, "2-3"), ("cpu", 10, "6-10")])
+@pytest.mark.parametrize("device, n, counted", [("cpu", 1, "1-1"), ("cuda", 2, "2-2"), ("cpu", 10, "6-10")])
 def test_the_median_is_that_of_the_second_half(device, n, counted, tmp_path, monkeypatch):
     """Whatever the first half takes: it compiles and warms up."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_000_000)
     module, output = rung("0"), mock.Mock(wraps=sys.stdout)
+    monkeypatch.setattr(sys, "stdout", output)
     args = module.parse_args(["--log-dir", str(tmp_path), "--device", "cpu"])
     args.device = device
     loader = SimpleNamespace(meta={"source": "text", "tokenizer": "gpt2"}, tokens=[1, 2], n_batches=1)
-    monkeypatch.setattr(sys, "stdout", output)
     log = module.Log(args, torch.nn.Linear(1, 1), loader, 1000, "float32")
     for step in range(1, n + 1):
         log.step(step, 1.0, 9.0 if step < int(counted.split("-")[0]) else 0.25)

@@ -1,5 +1,4 @@
-"""gradient_accumulation and distributed_validation, beside their exercises: which sequences, in how much memory, by
-which rank."""
+"""distributed_validation, beside its exercise: which sequences, in how much memory, by which rank."""
 import numpy as np
 import pytest
 import torch
