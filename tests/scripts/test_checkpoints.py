@@ -164,7 +164,7 @@ def test_checkpoints_a_finished_run_repeats_nothing(byte_tokens, whole, copied, 
     ("preemption", [], {}, f".*{STEP_4} is .*--resume .*--checkpoint-dir"),
     ("gradient_checkpointing", ["--resume"], {}, "--resume: .* with script 5_preemption.py, not 6_gradient_check"),
     ("long_run", ["--resume"], {}, "--resume: .* with script 5_preemption.py, not long_run.py"),
-    ("preemption", ["--resume", "--steps", 9], {}, "--resume: .* with steps 6, not 9; a new run .*--pretrained"),
+    ("preemption", ["--resume", "--steps", 9], {}, "--resume: .* with steps 6, not 9; .*--pretrained"),
     ("preemption", ["--resume"], {"sha256": "0" * 64}, r"--resume: .* with text \w+ in bytes tokens, not 0000"),
     ("preemption", ["--resume"], {"tokenizer": "gpt2"}, r"--resume: .* text (\w+) in bytes tokens, not \1 in gpt2"),
     ("preemption", ["--resume"], {"train_tokens": 900}, r"--resume: .* with train_tokens \d+, not 900"),
@@ -214,7 +214,7 @@ def test_checkpoints_every_flag_is_free_or_what_the_run_is(label, tmp_path, byte
         try:
             assert load(**{name: another(flags[name])}) == 4
         except SystemExit as stop:
-            assert f" with {name} {flags[name]}, not {another(flags[name])}; a new run" in stop.code
+            assert f" with {name} {flags[name]}, not {another(flags[name])}; " in stop.code
             refused.add(name)
     assert refused == flags.keys() - FREE - {"resume"} and len(refused) >= 8
 
