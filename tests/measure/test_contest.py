@@ -20,41 +20,46 @@ from ladder.records.summary import build_report
 from ladder.rungs.list import BY_LABEL
 
 
-def test_each_tested_seed_has_a_seed_of_the_search_and_the_rates_that_it_found(tmp_path):
+@pytest.fixture(scope="module")
+def race(tmp_path_factory):
+    """(the folder of a race, its jobs)."""
+    folder = tmp_path_factory.mktemp("race")
+    return folder, run_race(folder, [ADAMW, MUON, TRAPEZOID], tries=24)
+
+
+def test_each_tested_seed_has_a_seed_of_the_search_and_the_rates_that_it_found(race):
     """A slope k in the loss moves the lowest point of (x - b)^2 by -k / 2 octaves: 0.1 down and up."""
-    entries = [ADAMW, MUON, TRAPEZOID]
-    jobs = run_race(tmp_path, entries, tries=24)
+    folder, jobs = race
     assert {(flag_of(job, "--seed"), flag_of(job, "--val-every")) for job in part_of(jobs, "sweep")} == {
         ("1337", "40"), ("1336", "40")}
-    rounds, names = part_of(jobs, "round"), [entry.name for entry in entries]
+    rounds, names = part_of(jobs, "round"), [entry.name for entry in (ADAMW, MUON, TRAPEZOID)]
     assert [job.name for job in rounds] == [*names, *names[::-1]]
     assert [int(flag_of(job, "--seed")) for job in rounds] == [1338] * 3 + [1339] * 3
     for job in rounds:
         moved = 2 ** (-0.05 if flag_of(job, "--seed") == "1338" else 0.05)
         first, *others = map(float, rates_of(job))
         assert first == pytest.approx(BEST[job.name][0] * moved, rel=1e-3) and tuple(others) == BEST[job.name][1:]
-    record, _ = read_logs(tmp_path)
+    record, _ = read_logs(folder)
     assert record.own_searches and {*record.tested.seed} == {SEED, SEED + 1}
     assert record.tried(MUON.name).set_index(["max_lr", "muon_lr"]).val_loss[1.2e-3, 4e-3] == pytest.approx(4.0)
-    rates = build_report(tmp_path).race.race_table.rates
+    rates = build_report(folder).race.race_table.rates
     assert [rates[name] for name in names] == [pytest.approx(BEST[name], rel=1e-3) for name in names]
 
 
-def test_neighbors_are_timed_next_to_each_other_in_the_order_abba(tmp_path):
-    jobs = part_of(run_race(tmp_path, [ADAMW, MUON, TRAPEZOID]), "timing")
+def test_neighbors_are_timed_next_to_each_other_in_the_order_abba(race):
+    folder, jobs = race[0], part_of(race[1], "timing")
     assert {(flag_of(job, "--steps"), flag_of(job, "--val-every"), flag_of(job, "--seed")) for job in jobs} == {
         ("30", "0", "1338")}
     names = [job.name for job in jobs]
     abba = [name for a, b in pairwise([ADAMW.name, MUON.name, TRAPEZOID.name]) for name in (a, b, b, a)]
     assert names == 3 * abba
-    assert [len(list(folder.iterdir())) for folder in tmp_path.glob("timing/*")] == [2] * 12
+    assert [len(list(folder.iterdir())) for folder in folder.glob("timing/*")] == [2] * 12
 
 
-def test_each_rung_gets_as_many_tries_as_the_longest_search_took(tmp_path):
+def test_each_rung_gets_as_many_tries_as_the_longest_search_took(race, tmp_path):
     """Also one with a single rate; and none more than it may have."""
-    jobs = run_race(tmp_path, [ADAMW, MUON, TRAPEZOID], tries=24)
-    assert {len({*searched(jobs, entry)}) for entry in (ADAMW, MUON, TRAPEZOID)} == {18}
-    jobs = run_race(tmp_path / "few", [ADAMW, MUON, TRAPEZOID], tries=6)
+    assert {len({*searched(race[1], entry)}) for entry in (ADAMW, MUON, TRAPEZOID)} == {18}
+    jobs = run_race(tmp_path, [ADAMW, MUON, TRAPEZOID], tries=6)
     assert [len({*searched(jobs, entry)}) for entry in (ADAMW, MUON, TRAPEZOID)] == [6, 6, 6]
 
 
