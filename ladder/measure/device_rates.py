@@ -21,7 +21,7 @@ COPIED = {"cuda": 2**30, "mps": 2**28, "cpu": 2**28}  # bytes
 
 
 def autocast_dtype(device):
-    """Rung 10's."""
+    """The 16-bit format that rung 10 uses on a device, or float32."""
     return load_script(BY_LABEL["10"]).autocast_dtype(device)
 
 

@@ -169,7 +169,7 @@ def test_a_comparison_for_real(mine, byte_tokens, tmp_path, call, monkeypatch):
     assert is_one_error(call(*words), "is not empty") and not gone.exists()
     assert call(*words, "--resume")[0] == 0 and gone.exists()
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert is_one_error(call(*words, "--resume", "--max-lr", "0.1"), "of other flags")
+    assert is_one_error(call(*words, "--resume", "--max-lr", "0.1"), "with other flags")
     file.write_text(file.read_text() + "# changed\n")
     assert is_one_error(call(*words, "--resume"), "mine.py: differs from")
     about = json.loads((logs / "contest.json").read_text())
