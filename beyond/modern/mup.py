@@ -9,8 +9,8 @@ multiplied by 128 / n_embd, and an update has the same spectral norm at any widt
 nothing changes.
 
 Gain: perhaps no search in the wide model. At width 512, using width 128's best rates instead of
-rates searched at 512 costs 0.005 nats here (95 %: -0.019 to +0.029), and 0.034 in `zero_init` (95
-%: +0.021 to +0.047). This is from 200 steps of two layers and four seeds without the one that chose
+rates searched at 512 costs 0.005 nats here (99 %: -0.039 to +0.049), and 0.034 in `zero_init` (99
+%: +0.010 to +0.058). This is from 200 steps of two layers and four seeds without the one that chose
 the rates, too few to claim a gain (experiments/README.md).
 Cost: none in time or memory. Rates found with `zero_init` at another width must be searched again.
 We did not test whether they fit a deeper model or a longer run.
