@@ -23,7 +23,8 @@ def fit_batch(rungs, flags, settings, console):
     fit = [rung for rung in rungs if largest[rung]]
     left_out = ", ".join(rung.called for rung in rungs if rung not in fit)
     if left_out:
-        console.print(f"left out: {left_out}: -B 1 does not fit into {free / 1e9:.1f} GB of free memory", soft_wrap=True)
+        console.print(f"left out: {left_out}: -B 1 does not fit into {free / 1e9:.1f} GB of free memory",
+                      soft_wrap=True)
     if not fit:
         raise UserError(f"-T {settings.T}: no rung fits into the memory; give a smaller -T or --model")
     B = str(min(ENOUGH, *(largest[rung] for rung in fit)))

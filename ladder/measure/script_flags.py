@@ -70,7 +70,8 @@ def settings_of(rung, flags):
 
 def eager_flags(rungs, flags, device, console):
     """`flags`, with --compile-mode none where torch cannot compile for the device; says so."""
-    may_compile = any("compile_mode" in defaults(rung) for rung in rungs) and not split_flags(flags, "--compile-mode")[0]
+    is_free = not split_flags(flags, "--compile-mode")[0]
+    may_compile = is_free and any("compile_mode" in defaults(rung) for rung in rungs)
     problem = compile_problem(device) if may_compile else None
     if problem is None:
         return flags

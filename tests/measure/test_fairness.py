@@ -41,7 +41,8 @@ def test_two_files_must_agree_and_have_different_names(mine, tmp_path, tokens, c
     answer = call("compare", one, other, "--logs", tmp_path / "logs", *flags(tokens))
     assert is_one_error(answer, f"--steps: {other} has 40 and {one} 4,")
     for twin in (mine(name="b/mine.py"), mine(name="b/7_zero_init.py")):
-        assert is_one_error(call("compare", one, twin, "--logs", tmp_path / "logs"), ".py: another script has this name; rename it")
+        answer = call("compare", one, twin, "--logs", tmp_path / "logs")
+        assert is_one_error(answer, ".py: another script has this name; rename it")
 
 
 @pytest.mark.parametrize("old, new, reasons", [

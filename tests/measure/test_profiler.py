@@ -147,8 +147,8 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path, call)
     ("speedup_10_fused_adamw", "float32 (no bfloat16 on this CPU)", 1e12, 0.5),
 ])
 def test_the_floor_is_the_products_at_the_rate_of_the_rungs_format(name, precision, rate, share, tmp_path):
-    """PaLM's formula, for GPT-2's shape and bytes at B=2 T=1024: 6 FLOPs per weight and token, and attention's, halved from rung
-    6 on."""
+    """PaLM's formula, for GPT-2's shape and bytes at B=2 T=1024: 6 FLOPs per weight and token, and attention's, halved
+    from rung 6 on."""
     header = f"# model: 12x12x768\n# device: x | precision: {precision}\n# batch: B=2 T=1024\n"
     log = read_log(write_log(tmp_path / f"{name}.log", header=header))
     flops = 6 * (257 * 768 + 12 * 12 * 768**2) + share * 12 * 12 * 768 * 1024
