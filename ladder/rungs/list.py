@@ -132,82 +132,82 @@ add("validation", "beyond/modern/0_validation.py", "a validation loss", before="
     same_losses=0.01, brings="measures the loss on held-out text, in one process")
 add("muon", "beyond/modern/1_muon.py", "Muon", before="validation",
     may_change="add_flags GPT.configure_optimizers orthogonalize muon_update MuonAdamW set_learning_rates train",
-    brings="orthogonalizes the updates of the blocks' matrices; a much lower loss")
+    brings="orthogonalizes the updates of the blocks' matrices, which lowers the loss a lot")
 add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate", before="muon",
     may_change="add_flags get_lr set_learning_rates",
-    brings="holds the learning rate, then lowers it linearly; lets you choose a run's length late")
+    brings="holds the learning rate, then lowers it linearly, so you can choose a run's length late")
 add("rope", "beyond/modern/3_rope.py", "RoPE", before="trapezoid_lr",
     may_change="model_config rotary_angles rotate CausalSelfAttention.forward Block.forward GPT",
-    exports_to=None, brings="rotates queries and keys by position, instead of position embeddings; "
-    "no significant change in the loss")
+    exports_to=None, brings="rotates queries and keys by position, instead of position embeddings, "
+    "with no significant change in the loss")
 add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", before="rope",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT",
-    brings="replaces LayerNorm by RMSNorm, and drops the biases; no significant change in the loss")
+    brings="replaces LayerNorm by RMSNorm and drops the biases, with no significant change in the loss")
 add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", before="rmsnorm",
     may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward GPT",
-    brings="normalizes queries and keys, which bounds attention scores; a lower loss")
+    brings="normalizes queries and keys, which bounds attention scores and lowers the loss")
 add("swiglu", "beyond/modern/6_swiglu.py", "SwiGLU", before="qk_norm",
     may_change="GPTConfig MLP GPT",
-    exports_to="qwen3", brings="makes the MLP a gated one, as in Qwen3; its gain is not established")
+    exports_to="qwen3", brings="adds a gate to the MLP, as in Qwen3, with no established gain")
 add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections", before="swiglu",
     may_change="GPT._init_weights",
-    brings="starts the last layer of each residual branch at zero; no significant change in the loss")
+    brings="starts the last layer of each residual branch at zero, with no significant change in the loss")
 # What starts from the modern model: larger models, past Qwen3, a wide model's rates, a small model's vocabulary.
 add("fp8", "beyond/modern/fp8.py", "FP8", before="zero_init",
     may_change="add_flags to_float8 float8_product Float8Product Float8Linear use_float8 CausalSelfAttention.__init__ "
                "MLP.__init__ train",
-    has_floor=False, brings="multiplies the blocks' matrices in 8 bits, on Ada, Hopper or newer; not timed yet")
+    has_floor=False, brings="multiplies the blocks' matrices in 8 bits on Ada, Hopper or newer, but has not been timed")
 add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", before="zero_init",
     may_change="GPT count_log_frequencies train",
-    exports_to=None, brings="starts the logits at the tokens' log-frequencies; perhaps a faster start")
+    exports_to=None, brings="starts the logits at the tokens' log-frequencies, which may speed up the first steps")
 add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embeddings", before="frequency_prior",
     may_change="GPTConfig GPT.__init__ GPT.forward GPT.configure_optimizers",
-    brings="adds embeddings of the last two and three tokens; perhaps a lower loss on bytes")
+    brings="adds embeddings of the last two and three tokens, which may lower the loss on bytes")
 add("mup", "beyond/modern/mup.py", "muP", before="zero_init",
     may_change="BASE_WIDTH GPT.__init__ GPT.forward muon_update",
-    brings="scales logits and Muon's updates with the width; perhaps a wide model can use a narrow one's rates")
+    brings="scales logits and Muon's updates with the width, so a wide model may use a narrow one's rates")
 add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", before="zero_init",
     may_change="EXTRA_ROWS GPT.forward GPT.sampled_loss",
-    brings="computes the logits of some tokens only; a lower loss in the same time, in a small model")
+    brings="computes the logits of some tokens only, which lowers a small model's loss in the same time")
 # A model worth keeping from a small text.
 add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", before="zero_init",
     may_change="DataLoaderLite train",
-    brings="reads the text's windows in a new order each epoch; perhaps a lower loss")
+    brings="reads the text's windows in a new order each epoch, which may lower the loss")
 add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoint", before="shuffled_windows",
     may_change="add_flags Best train",
     same_losses=0.01, brings="keeps the model with the lowest validation loss")
 add("dropout", "beyond/small_text/3_dropout.py", "dropout", before="best_checkpoint",
     may_change="add_flags Block.__init__ Block.forward GPT.__init__ GPT.forward train",
-    brings="zeroes a tenth of the activations; perhaps a lower loss on a text read often")
+    brings="zeroes a tenth of the activations, which may lower the loss on a text that is read often")
 add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", before="dropout",
     may_change="document_mask CausalSelfAttention Block.forward GPT.__init__ GPT.forward train",
-    brings="attends only within a document; no significant change in the loss")
+    brings="attends only within a document, with no significant change in the loss")
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
 add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", before="ddp",
     may_change="add_flags batches_per_step optimizer_step train",
-    brings="sums the gradients of micro-batches; any batch size, in the memory of one micro-batch")
+    brings="sums the gradients of micro-batches, so a large batch needs only the memory of a micro-batch")
 add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", before="gradient_accumulation",
     may_change="DataLoaderLite optimizer_step train",
-    same_losses=0.01, brings="loads the next batch while the device works; only the first step waits for data")
+    same_losses=0.01, brings="loads the next batch while the device works, so only the first step waits for data")
 add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", before="prefetch",
     may_change="add_flags DataLoaderLite evaluate train",
     same_losses=0.01, brings="measures the loss on held-out text, on any number of ranks")
 add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", before="distributed_validation",
     may_change="add_flags MAY_CHANGE Checkpoints train",
     same_losses=0.01,
-    brings="saves the whole state of a run and resumes; a crash costs only the steps since the last save")
+    brings="saves a run's whole state to resume it, so a crash costs only the steps since the last save")
 add("preemption", "beyond/long_run/5_preemption.py", "preemption", before="checkpoints",
     may_change="imports Checkpoints.lock on_any_rank catch_signals train",
     same_losses=0.01, brings="saves a checkpoint on Ctrl-C or SIGTERM")
 add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing",
     before="preemption",
     may_change="imports add_flags MAY_CHANGE GPT.__init__ GPT.forward train",
-    same_losses=0.1, brings="recomputes activations in the backward pass; keeps one block's in memory, not all")
+    same_losses=0.1, brings="recomputes activations in the backward pass, so only one block's are in memory at a time")
 add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chunked cross-entropy",
     before="gradient_checkpointing",
     may_change="add_flags MAY_CHANGE ChunkedCrossEntropy GPT.__init__ GPT.forward train",
     same_losses=0.1, chunked=True,
-    brings="computes the loss in chunks of tokens; keeps one chunk's logits in memory, not all")
+    brings="computes the loss in chunks of tokens, so only one chunk's logits are in memory at a time")
 # Both trunks in one, and the shape of published models.
 add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run",
     before=("chunked_cross_entropy", "zero_init"),
@@ -216,33 +216,34 @@ add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run",
 add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention",
     before="long_run",
     may_change="add_flags GPTConfig model_config CausalSelfAttention GPT.__init__",
-    has_mfu=False, brings="shares keys and values among query heads, as Qwen3 does; a smaller cache when sampling")
+    has_mfu=False, brings="shares keys and values among query heads, as in Qwen3, which shrinks the sampling cache")
 # Several cards.
 add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", before="long_run",
     may_change="GPT.configure_optimizers MuonAdamW.step ShardedMuonAdamW Checkpoints.save init_ranks train",
-    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks; less memory on each")
+    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks, so each needs less memory")
 add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", before="long_run",
     may_change="imports GPT.__init__ GPT.forward orthogonalize evaluate Checkpoints.load Checkpoints.save shard gather "
                "compile_parts optimizer_step train",
-    torchrun=True, brings="divides parameters, gradients and moments among the cards; less memory on each")
+    torchrun=True, brings="divides parameters, gradients and moments among the cards, so each needs less memory")
 add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded checkpoint", before="fsdp",
     may_change="imports Checkpoints",
     same_losses=0.01, torchrun=True, brings="lets each card save its own part of a checkpoint")
 # The last milliseconds on one GPU: from rung 10.
 add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream", before="10",
     may_change="GPT.forward",
-    same_losses=0.1, memory=(32, 4, 0), brings="keeps the residual stream in bfloat16; less memory traffic (computed)")
+    same_losses=0.1, memory=(32, 4, 0),
+    brings="keeps the residual stream in bfloat16, which cuts memory traffic (computed)")
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_residual",
     may_change="imports add_flags GPT.configure_optimizers optimizer_step has_graphs GraphedStep train",
-    same_losses=0.01, brings="launches all kernels of a step at once; fewer gaps between kernels")
+    same_losses=0.01, brings="launches all kernels of a step at once, so there are fewer gaps between kernels")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
     may_change="MODELS GPTConfig",
-    brings="has half as many heads, each twice as wide; half as many exponentials (computed)")
+    brings="has half as many heads, each twice as wide, so it computes half as many exponentials")
 add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", before="heads_of_128",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT.__init__ GPT._init_weights "
                "GPT.configure_optimizers",
     exports_to=None,
-    brings="removes the biases of linear layers and LayerNorms; fewer kernels, less memory traffic (computed)")
+    brings="removes the biases of linear layers and LayerNorms, which saves kernels and traffic (computed)")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 PEER = "peer_transformers"  # the one that needs no file fetched
