@@ -421,7 +421,7 @@ def renamed_when_whole(path):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", help="a Hugging Face name or folder, or a file of --save")
-    parser.add_argument("destination", type=Path, help="file or folder to write, a new one")
+    parser.add_argument("destination", type=Path, help="new file or folder to write")
     parser.add_argument("--script", type=Path, help="script that will load the file (default: rung"
                         " 10, zero_init or grouped_query_attention, whichever fits)")
     args = parser.parse_args(argv)

@@ -8,7 +8,7 @@ the products are summed in float32. In memory, weights, activations and gradient
 Gain: faster matrix products on data-center GPUs since Ampere. On an H100, a step takes 187 ms
 instead of 393. The products run about seven times as fast, but memory traffic is still that of
 float32. GeForce cards gain less, because their datasheets list the same rate for TF32 as for
-float32. A published RTX 3090 Ti went from 17,049 to 20,597 tokens/s.
+float32.
 Cost: each input of a product keeps about three decimal digits instead of seven.
 CPUs, Apple GPUs and older NVIDIA GPUs (T4, V100) have no TF32. The log's "precision" shows what was
 used.

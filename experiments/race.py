@@ -45,15 +45,16 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] + " Other flags go to the scripts.",
                                      allow_abbrev=False)  # or --seed would be --seeds
-    parser.add_argument("logs", type=Path, help="a folder")
-    parser.add_argument("--rungs", required=True, help="for example modern/; they must validate")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="(default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="scripts at a time, each on its share of the cores; "
-                        "the timing always runs one (default: %(default)s)")
-    parser.add_argument("--tries", type=int, default=MOST_TRIES, help="of each search, at most (default: %(default)s)")
-    parser.add_argument("--search-steps", type=int, help="the length of the searches' runs (default: --steps)")
-    parser.add_argument("--untimed", action="store_true", help="end before the timing")
-    parser.add_argument("--time-limit", type=float, default=3600, help="seconds of a run (default: %(default)s)")
+    parser.add_argument("logs", type=Path, help="folder for the logs; an unfinished race in it is continued")
+    parser.add_argument("--rungs", required=True, help="scripts with a validation loss, such as modern/")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="number of test seeds (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of scripts to run at the same "
+                        "time, except for timing (default: %(default)s)")
+    parser.add_argument("--tries", type=int, default=MOST_TRIES, help="at most this many trials in each "
+                        "search for learning rates (default: %(default)s)")
+    parser.add_argument("--search-steps", type=int, help="steps of each trial (default: --steps)")
+    parser.add_argument("--untimed", action="store_true", help="do not time the scripts")
+    parser.add_argument("--time-limit", type=float, default=3600, help="seconds per run (default: %(default)s)")
     args, flags = parser.parse_known_args(argv)
     console, rungs = Console(highlight=False, markup=False), parse_rungs(args.rungs)
     check_scripts(rungs)

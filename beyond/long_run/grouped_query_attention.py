@@ -12,8 +12,9 @@ head sizes than n_embd / n_head (--head-size) and another base of RoPE's angles 
 docs/own_text.md has the commands to convert and fine-tune one.
 
 Gain: a cache that is smaller by a factor of n_head / n_kv_head, and fewer parameters.
-Cost: the model is a little less expressive. With two key-value heads for four query heads, the loss
-may be up to 0.05 nats per byte higher: three seeds do not exclude it (experiments/README.md).
+Cost: the model is a little less expressive. We cannot tell whether its loss is higher: in a small
+model with two key-value heads for four query heads, three seeds do not exclude a loss that is 0.12
+nats per byte higher (experiments/README.md).
 
 Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models".
 """

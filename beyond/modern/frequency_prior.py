@@ -9,7 +9,7 @@ also the embedding. While the blocks are the identity, a token's own logit is n_
 of its embedding: 15 in GPT-2 with the 0.02 of `zero_init`. So here these weights start smaller,
 which keeps that logit at or below 1.
 
-Gain: perhaps a faster start. In a race over 0.25 million of GPT-2's tokens (docs/results.md), the
+Gain: perhaps a faster start. In a race over 0.25 million of GPT-2's tokens (logs/reference), the
 final loss is 0.18 lower than that of `zero_init` (four seeds, too few to claim a gain). On another
 text it is no lower. Neither is it with bytes, whose frequencies are learned at once.
 Cost: one fixed number per token of the vocabulary, added to each logit: 8 % more time per step in

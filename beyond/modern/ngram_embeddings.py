@@ -6,7 +6,7 @@ learn a vector for each pair or triple directly. There are far more pairs and tr
 a hash chooses the row, and n-grams that collide share a vector. The tables start at zero, so the
 model starts as that of `frequency_prior`.
 
-Gain: perhaps, on bytes. In older races (docs/results.md), the final loss is 0.14 nats lower than
+Gain: perhaps, on bytes. In older races (logs/reference), the final loss is 0.14 nats lower than
 that of `zero_init` on one text, and 0.05 lower than that of `frequency_prior` on another (four
 seeds, too few to claim a gain). In a model ten times as large, it is 0.02 lower than that of
 `zero_init` (two seeds). With GPT-2's tokens there is no gain: the larger the vocabulary, the fewer

@@ -21,7 +21,8 @@ def add_flags(parser):
          help="number of scripts to run at the same time, except for timing (default: 2 on a CPU, else 1)")
     flag("--time-limit", type=AMOUNT, default=3600, metavar="SECONDS", help="limit per run (default: %(default)s)")
     flag("--logs", type=Path, metavar="FOLDER", help=f"new folder for the logs (default: {FOLDERS}/DATE_TIME)")
-    flag("--resume", action="store_true", help="continue the newest one with these arguments, or --logs")
+    flag("--resume", action="store_true",
+         help="continue the newest comparison with these arguments, or the one in --logs")
 
 
 def main(args, console):
