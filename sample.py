@@ -119,7 +119,7 @@ def parse_args(argv=None):
     flag("--max-new-tokens", type=int, default=200, help="most new tokens per text")
     flag("--temperature", type=float, default=0.8, help="randomness; 0: take the likeliest token")
     flag("--top-k", type=int, default=0, help="keep only the k likeliest tokens; 0: all")
-    flag("--top-p", type=float, default=1.0, help="keep the likeliest tokens to this total share")
+    flag("--top-p", type=float, default=1.0, help="keep the likeliest tokens, up to this share")
     flag("--seed", type=int, default=1337, help="random seed of the sampling")
     flag("--device", default=pick_device(), help="device to compute on")
     args = parser.parse_args(argv)

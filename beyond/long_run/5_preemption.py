@@ -9,7 +9,7 @@ If a rank dies, torchrun restarts all of them, up to --max-restarts times, and -
 the run. (This needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; docs/long_runs.md has the command.) The
 stopped run may still be saving then, so each run locks its folder.
 
-Gain: a signal costs no finished step. A dead rank costs those since the last checkpoint. With
+Gain: a signal costs no finished step. A dead rank costs the steps since the last checkpoint. With
 --checkpoint-every 0 no checkpoint is saved.
 Cost: on several ranks, a small exchange per step. SIGKILL and power cuts leave no time to save, so
 they cost the steps since the last checkpoint.

@@ -10,8 +10,8 @@ three places where they meet:
 
 - `GPT.__init__` and `GPT.forward`: a recomputed block also needs RoPE's angles.
 - `Checkpoints.refuse_other_run`: until the learning rate decays (`trapezoid_lr`), no step depends
-  on   the number of steps. So a run that was stopped before the decay can be resumed with other
-  --steps   or --decay-share.
+  on the number of steps. So a run that was stopped before the decay can be resumed with other
+  --steps or --decay-share.
 - `train`: the steps of `chunked_cross_entropy` with the optimizer and the learning rates of
   `zero_init`. The log also shows the remaining time.
 

@@ -10,8 +10,8 @@ of its embedding: 15 in GPT-2 with the 0.02 of `zero_init`. So here these weight
 which keeps that logit at or below 1.
 
 Gain: perhaps a faster start. In a race over 0.25 million of GPT-2's tokens (logs/reference), the
-final loss is 0.18 lower than that of `zero_init` (four seeds, too few to claim a gain). On another
-text it is no lower. Neither is it with bytes, whose frequencies are learned at once.
+final loss is 0.18 lower than that of `zero_init` (four seeds, too few to claim a gain). It is no
+lower on another text, or with bytes, whose frequencies are learned at once.
 Cost: one fixed number per token of the vocabulary, added to each logit: 8 % more time per step in
 that race. The model is no longer a Qwen3: convert.py makes one from a Qwen3, but not back.
 
