@@ -201,7 +201,7 @@ def test_both_run_in_a_new_folder_in_few_steps_beyond_rung_10_and_compile_where_
     assert eager == (True, False, True, True, True)
 
 
-def test_ours_and_theirs_begin_in_turn(console, tmp_path, monkeypatch):
+def test_ours_and_theirs_begin_in_turn(console, tokens, tmp_path, monkeypatch):
     """The machine gets slower and faster meanwhile."""
     ran = []
 
@@ -214,7 +214,7 @@ def test_ours_and_theirs_begin_in_turn(console, tmp_path, monkeypatch):
 
     monkeypatch.setattr(exercise, "Runner", Runner)
     (tmp_path / "mine.py").touch()
-    flags = ["--device", "cpu", "--steps", "1"]
+    flags = ["--device", "cpu", "--steps", "1", "--data", str(tokens)]
     exercise.run_both(BY_LABEL["1"], tmp_path / "mine.py", flags, tmp_path, 3, console)
     assert ran == ["ours", "yours", "yours", "ours", "ours", "yours"]
 
