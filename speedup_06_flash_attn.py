@@ -9,8 +9,8 @@ With is_causal it also skips the blocks that are entirely masked.
 
 Gain: attention's memory grows with T instead of T * T, and it is faster. On an H100 at T=1024, a
 step takes 41 ms instead of 60, and needs 10 GB less (older versions, whose loss was in bfloat16).
-Longer sequences gain more: on two Xeon cores a small model is 2.2 times as fast at T=4096, while up
-to T=1024 its gain is not significant.
+Longer sequences gain more: on two Xeon cores the step of a small model is 2.2 times as fast at
+T=4096, while up to T=1024 its gain is not significant.
 Cost: the scores are computed twice. The result is the same up to rounding.
 torch picks the kernel: FlashAttention or cuDNN's on GPUs since Ampere, a memory-efficient kernel on
 older GPUs, and its own on CPUs.

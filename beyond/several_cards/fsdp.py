@@ -10,8 +10,8 @@ so each rank gets the sum for its own rows. The embedding is also the output lay
 gathered from the first layer to the last. Every forward pass communicates, so all ranks must run
 equally many.
 
-Gain: memory. The parameters, gradients and moments of gpt2-xl take 19 GB on one card, and 2.4 GB on
-each of eight (computed).
+Gain: memory. The float32 parameters, gradients and moments of gpt2-xl take 19 GB on one card, and
+2.4 GB on each of eight (computed; docs/long_runs.md counts the rest).
 Cost: each micro-step communicates more than with DDP (docs/long_runs.md). The gathered parameters
 are bfloat16, and so is all that the blocks compute with them, including the residual stream.
 A checkpoint is still one file, gathered on rank 0. Read `shard` first, then `orthogonalize` and

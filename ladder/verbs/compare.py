@@ -14,7 +14,8 @@ def add_flags(parser):
     flag = parser.add_argument
     flag("what", nargs="+", metavar="WHAT", help="two or more rungs or scripts (the first is the one that the others "
          "are compared with), or the folder of an earlier comparison, or two log files")
-    flag("--seeds", type=COUNT, default=SEEDS, metavar="N", help="number of test seeds (default: %(default)s)")
+    flag("--seeds", type=COUNT, default=SEEDS, metavar="N",
+         help="number of test seeds, and of search seeds (default: %(default)s)")
     flag("--tries", type=int, default=MOST_TRIES, metavar="N", help="at most N trials in each script's search for "
          "learning rates; 0: no search, use the rates of the flags or of the scripts (default: %(default)s)")
     flag("--jobs", type=COUNT, metavar="N",
