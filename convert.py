@@ -359,11 +359,14 @@ def from_transformers(model, script):
     return gpt
 
 
-def read_tokenizer(name):
+def read_tokenizer(name, vocab_size):
     """The tokenizer of a Hugging Face model; exits with one line if it has none that fits."""
     try:
         return vocabulary.from_hugging_face(name)
     except vocabulary.NoTokenizer as error:
+        if vocab_size == vocabulary.GPT2.vocab_size:  # a Trainer may save none
+            warn(f"{name}: its tokenizer {error}; taken for GPT-2's, which has as many tokens")
+            return vocabulary.GPT2
         sys.exit(f"error: {name}: its tokenizer {error}; give a folder that has one")
 
 
@@ -375,7 +378,7 @@ def write_file(name, path, script=None):
             script = usual_script(config)
         check_config(config, script)  # before gigabytes of weights are loaded
         model = load_hugging_face(name)
-        tokenizer = read_tokenizer(name)
+        tokenizer = read_tokenizer(name, config.vocab_size)
         if tokenizer.vocab_size > config.vocab_size:
             sys.exit(f"error: {name}: its tokenizer has {tokenizer.vocab_size} tokens, more than"
                      f" the model, {config.vocab_size}; in transformers call the model's"

@@ -177,7 +177,8 @@ def open_contest(contest, about, device, seconds, console):
     begun = read_json(folder / CONTEST, needs=("torch", "name")) or about | here
     for what, new in about.items():
         if begun.get(what) != new:
-            raise UserError(f"{folder}: holds a comparison with other {what}; rerun its own command, or name another")
+            others = "scripts" if what == "what" else what
+            raise UserError(f"{folder}: holds a comparison with other {others}; rerun its own command, or name another")
     for what in ("torch", "name"):
         old, new = (THREADS_OF.sub("", machine[what]) for machine in (begun, here))
         if old != new:

@@ -3,6 +3,7 @@
 pytest runs the tests, and tests/exercise_hooks.py writes how each ended; `try` shows it.
 """
 import math
+import re
 import sys
 from typing import NamedTuple
 
@@ -69,7 +70,8 @@ def run_both(rung, file, flags, folder, rounds, console):
         device, flags = "cpu", [*flags, "--device", "cpu"]
     if rung.about_compiling:
         flags = eager_flags([rung], flags, device, console)
-    compiles = "--compile-mode" in file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    compiles = re.search(r"""\(\s*["']--compile-mode["']""", text)
     sides = {"ours": (rung.path, flags),
              "yours": (file.resolve(), flags if compiles else split_flags(flags, "--compile-mode")[1])}
     jobs, logs = [], {"ours": [], "yours": []}

@@ -4,7 +4,7 @@ import argparse
 from ladder.errors import UserError
 from ladder.measure.script_flags import check_file, check_flags, defaults, settings_of, split_flags
 from ladder.records.logs import read_log
-from ladder.rungs.list import BY_NAME, load_script
+from ladder.rungs.list import BY_NAME, load_script, today
 
 # A comparison is unfair where these differ.
 MUST_AGREE = {"data": "--data", "T": "-T", "tokens": "tokens a step (-B, --total-batch)", "steps": "--steps",
@@ -38,10 +38,12 @@ def check_scripts(scripts):
     """Refuse a file with another script's name, and what has no validation loss, or no learning rate."""
     names = [rung.name for rung in scripts]
     for rung in scripts:
+        if names.count(rung.name) > 1:
+            raise UserError(f"{rung.title}: two of these scripts have this name; leave one out, or rename it")
         if not rung.label:
             check_file(rung.path)
-            if rung.name in BY_NAME or names.count(rung.name) > 1:
-                raise UserError(f"{rung.path}: another script has this name; rename it")
+            if today(rung.name) in BY_NAME:  # also by a name of before
+                raise UserError(f"{rung.path}: a script of the ladder has this name; rename it")
         if not {"val_every", "max_lr"} <= defaults(rung).keys():
             raise UserError(f"{rung.file}: has no --val-every or --max-lr; use a script of beyond/modern/ or a copy")
 

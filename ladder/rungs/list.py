@@ -273,7 +273,7 @@ def parse_rungs(text):
 
 def rung_named(word):
     """The rung called "7", "07", "ddp" or "muon", or by its file's name of today or of before; None for others."""
-    stem = Path(os.path.basename(word)).stem  # "" of a folder
+    stem = os.path.basename(word).removesuffix(".py")  # "" of a folder
     return BY_LABEL.get(stem.lstrip("0") or stem[:1]) or BY_NAME.get(today(stem))
 
 

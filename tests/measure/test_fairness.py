@@ -25,7 +25,7 @@ def test_each_script_gets_the_flags_that_it_has(mine):
     (["zero_init", "muon"], ["--val-every", "0"], ["--val-every 0"]),
     (["zero_init", "nosuch"], [], ["no rung nosuch"]), (["zero_init", "nosuch.py"], [], ["nosuch.py: no such script"]),
     (["zero_init", "muon"], ["--tries", "-3"], ["--tries -3: "]),
-    (["zero_init"], [], ["compare zero_init: give two"]),
+    (["zero_init"], [], ["compare zero_init: give two"]), (["muon", "muon"], [], ["two of these scripts"]),
     (["zero_init", "long_run"], ["--total-batch", "128"], ["tokens a step", "128 and zero-initialized projections 32"]),
 ])
 def test_what_cannot_be_compared_is_refused_before_a_folder_is_made(what, words, reasons, tokens, tmp_path, call):
@@ -40,9 +40,9 @@ def test_two_files_must_agree_and_have_different_names(mine, tmp_path, tokens, c
     one, other = mine(name="a/mine.py"), mine(parsed, f"{parsed}    args.steps = 40\n", "b/other.py")
     answer = call("compare", one, other, "--logs", tmp_path / "logs", *flags(tokens))
     assert is_one_error(answer, f"--steps: {other} has 40 and {one} 4,")
-    for twin in (mine(name="b/mine.py"), mine(name="b/7_zero_init.py")):
+    for twin in (mine(name="b/mine.py"), mine(name="b/7_zero_init.py"), mine(name="b/validation.py")):
         answer = call("compare", one, twin, "--logs", tmp_path / "logs")
-        assert is_one_error(answer, ".py: another script has this name; rename it")
+        assert is_one_error(answer, "this name; ", "rename it")
 
 
 @pytest.mark.parametrize("old, new, reasons", [

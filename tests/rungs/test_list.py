@@ -14,7 +14,7 @@ def test_rungs_are_chosen_by_label_range_or_file():
     assert labels("ddp, 10,9-10") == ["ddp", "10", "9"]  # each once: a second one would overwrite the first's log
     assert labels("gpu/,muon,gpu") == [entry.label for entry in ALL_RUNGS if "/gpu/" in entry.file] + ["muon"]
     assert labels("long_run") == ["long_run"] and {"prefetch", "long_run"} <= {*labels("long_run/")}
-    for wrong in ("99", "3-1", "a", "", "-1", "0-99", "1-2-3", "3-", "9-11", "11-17", "muon-rope", "ddp/", "0,"):
+    for wrong in ("99", "3-1", "a", "", "-1", "0-99", "1-2-3", "3-", "9-11", "11-17", "muon-rope", "ddp/", "0,", "0.5"):
         with pytest.raises(UserError, match="--rungs"):
             parse_rungs(wrong)
     for word in ("7", "07", "speedup_07_vocab_pad.py", "/x/speedup_07_vocab_pad.py"):

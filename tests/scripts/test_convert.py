@@ -207,6 +207,16 @@ def test_mup_the_factor_of_the_logits_goes_into_the_last_norms_gains(convert, tm
     assert back.logit_scale == 2 and torch.allclose(back(x), expected, atol=1e-4)
 
 
+def test_a_gpt2_without_a_tokenizer_has_gpt_2s_tokens(convert, tmp_path, capsys):
+    """As a Trainer saves it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8)).save_pretrained(tmp_path / "hf")
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "model.pt")])
+    assert "taken for GPT-2's" in capsys.readouterr().err
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["tokenizer"] == "gpt2"
+
+
 def edit_weights(folder, **changes):
     """Change weights of a folder."""
     weights = load_file(folder / "model.safetensors") | changes

@@ -201,21 +201,23 @@ def test_both_run_in_a_new_folder_in_few_steps_beyond_rung_10_and_compile_where_
     assert eager == (True, False, True, True, True)
 
 
-def test_ours_and_theirs_begin_in_turn(console, tokens, tmp_path, monkeypatch):
-    """The machine gets slower and faster meanwhile."""
+@pytest.mark.parametrize("text, given", [("# no --compile-mode yet", False), ("flag('--compile-mode')", True)])
+def test_ours_and_theirs_begin_in_turn(text, given, console, tokens, tmp_path, monkeypatch):
+    """The machine gets slower and faster meanwhile. Each gets the flags that it has."""
     ran = []
 
     class Runner(runner.Runner):
         def run(self, jobs):
             ran.extend(job.log_dir.parent.name for job in jobs)
+            assert {"--compile-mode" in job.command for job in jobs if job.name == "mine"} == {given}
 
         def failed(self):
             return True
 
     monkeypatch.setattr(exercise, "Runner", Runner)
-    (tmp_path / "mine.py").touch()
-    flags = ["--device", "cpu", "--steps", "1", "--data", str(tokens)]
-    exercise.run_both(BY_LABEL["1"], tmp_path / "mine.py", flags, tmp_path, 3, console)
+    (tmp_path / "mine.py").write_text(text)
+    flags = ["--device", "cpu", "--steps", "1", "--data", str(tokens), "--compile-mode", "none"]
+    exercise.run_both(BY_LABEL["6"], tmp_path / "mine.py", flags, tmp_path, 3, console)
     assert ran == ["ours", "yours", "yours", "ours", "ours", "yours"]
 
 
