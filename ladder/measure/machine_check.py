@@ -47,9 +47,10 @@ def check_formats(device):
     capability, cuda = (0, 0), False
     if device == "cuda":  # also AMD's GPUs, but without TF32, and with other formats of 8 bits
         capability, cuda = torch.cuda.get_device_capability(), bool(torch.version.cuda)
-    tf32 = cuda and capability >= (8, 0) and "GeForce" not in torch.cuda.get_device_name()
-    yield finding(tf32, "TF32", "rung 2 gains", "none here, or (GeForce, by its datasheet) no "
-                  "faster than float32: rung 2 gains little")
+    tf32 = cuda and capability >= (8, 0)
+    slow = tf32 and "GeForce" in torch.cuda.get_device_name()
+    lacks = "a GeForce's is no faster than float32 by its datasheet: rung 2 gains little"
+    yield finding(tf32 and not slow, "TF32", "rung 2 gains", lacks if slow else "none here: rung 2 gains nothing")
     without = {
         torch.float16: "none in hardware: rung 3 and up use float16 with a GradScaler",
         torch.float32: "none in this CPU: rungs 3 and up run in float32 here and gain nothing",

@@ -79,7 +79,7 @@ def conditions(report):
 def few_rounds(report):
     """How many rounds a report has, and what that many cannot say; "" where they are enough."""
     rounds = max((row.rounds for row in report.rows), default=FEWEST_ROUNDS)
-    return f"{rounds} round{'s' * (rounds > 1)}: too few to name a gain" if rounds < FEWEST_ROUNDS else ""
+    return f"{rounds} round{'s' * (rounds > 1)}: too few to claim a gain" if rounds < FEWEST_ROUNDS else ""
 
 
 def todays_rows(report):

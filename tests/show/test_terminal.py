@@ -41,10 +41,10 @@ def test_a_name_wider_than_the_terminal_is_folded():
     assert out.partition("A wider")[0].count("x") == 62 and "…" not in out and "A wider terminal also shows p." in out
 
 
-@pytest.mark.parametrize("name, mark", [("nvidia_h200_B16_T1024", "2 rounds: too few to name a gain"),
+@pytest.mark.parametrize("name, mark", [("nvidia_h200_B16_T1024", "2 rounds: too few to claim a gain"),
                                         ("nvidia_h100_80gb_hbm3_B16_T1024", "")])
 def test_what_qualifies_a_table_stands_above_it(name, mark):
     report = build_report(ROOT / "logs" / "reference" / name)
     above, rule, _ = printed(150, lambda console: print_report(report, console)).partition("──")
-    assert rule and mark in above and ("too few to name a gain" in above) == bool(mark)
+    assert rule and mark in above and ("too few to claim a gain" in above) == bool(mark)
     assert ("! 10 rungs" in above) == bool(mark)
