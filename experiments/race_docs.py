@@ -12,11 +12,12 @@ from ladder.show.charts import Bar
 from ladder.show.columns import Column, markdown, texts_of
 from ladder.show.documents import write_between
 from ladder.show.facts import batch_of, data_of, machine_of
-from ladder.show.plots import Panel, Picture, colors_of, heading, save
-from ladder.show.standings import BRACKETS, FOR_ALL, between, label_of, race_caption, race_columns
+from ladder.show.plots import Panel, Picture, heading, save
+from ladder.show.standings import BRACKETS, FOR_ALL, between, label_of, race_caption, race_columns, refuted_in
 
 PAGE = "docs/results.md"
 RACES = "races.png"
+SIGNIFICANT = "#31688e"
 LINKED_SCRIPT = [Column("", lambda row: f"`{label_of(row.name)}`"),
                  Column("the one change", lambda row: f"[{rung_of(row.name).title}]({rung_of(row.name).file})")]
 
@@ -42,9 +43,10 @@ def race_table(report):
             f"*{machine_of(report)}, {batch_of(report)}. {race_caption(report, times=False)}*")
 
 
-def race_bar(row, color):
+def race_bar(row, refuted):
     """How a script's loss differs from the row before, and the interval."""
     rung, effect = rung_of(row.name), row.change
+    color = SIGNIFICANT if effect.significant and row.name not in refuted else "silver"
     return Bar(rung.title, rung.label, [effect.mean], between(effect, formats.difference), (effect.low, effect.high),
                color=color)
 
@@ -55,15 +57,15 @@ def races_picture(reports):
     tables = [table[table.change.notna()] for table in tables]
     names = sorted({name for table in tables for name in table.name}, key=[*ORDER, *names_of(tables)].index)
     rows = [heading(rung_of(name)) for name in names]
-    colors, panels = colors_of(names), []
+    panels = []
     for report, table in zip(reports, tables, strict=True):
         above = race_name(report).replace(" (", "\n(").replace(", ", "\n")
-        bars = [race_bar(row, colors[row.name]) for row in table.itertuples()]
+        bars = [race_bar(row, refuted_in(report)) for row in table.itertuples()]
         panels.append(Panel("nats; negative is better", bars, title=above))
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in reports))
-    caption = ("Means over the seeds; lines: 99 % intervals that hold for all rows at once. No bar: not raced. Trained "
-               f"on {machines}.")
-    return Picture("The validation loss less that of the row before", caption, 1.8 + 0.28 * len(rows), panels, rows)
+    caption = ("Means over the seeds. Lines: 99 % intervals that hold for all rows at once. Grey: no significant change. "
+               f"Trained on {machines}.")
+    return Picture("How each script changes the validation loss", caption, 1.8 + 0.28 * len(rows), panels, rows)
 
 
 def names_of(tables):

@@ -10,24 +10,24 @@ from ladder.files import write_whole
 from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
 from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.columns import CAUSAL, CONVENTION, README_COLUMNS, RESULTS_COLUMNS, markdown, texts_of
-from ladder.show.facts import fastest, gain, marks_of, todays_rows, where
+from ladder.show.facts import fastest, gain, machine_of, marks_of, setting_of, todays_rows, where
 from ladder.show.tree import PAGE_PARTS, tree_lines
 
 
 def short_table(report):
     """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
     table, rounds = markdown(texts_of(todays_rows(report), README_COLUMNS)), max(row.rounds for row in report.rows)
-    return (f"{table}\n\n{where(report)}. Median of {rounds} rounds, lowest to highest; * marks a significant "
-            f"difference from the rung before (paired test, p < {BEYOND_CHANCE} after Holm's correction)."
-            f"{marks_of(report)}")
+    return (f"{table}\n\n{where(report)}. Medians of {rounds} rounds, with the lowest and the highest in parentheses. "
+            f"* marks a significant difference from the rung before (paired test, p < {BEYOND_CHANCE} after Holm's "
+            f"correction).{marks_of(report)}")
 
 
 def long_table(report):
-    """docs/results.md's; the document says what its columns are."""
+    """docs/results.md's, below its caption; the document says what its columns are."""
     table, rounds = markdown(texts_of(todays_rows(report), RESULTS_COLUMNS)), max(row.rounds for row in report.rows)
     commit = report.machine.get("commit", "unknown")
-    code = f"at commit {commit}".replace("at commit about", "close to commit")
-    return f"{table}\n\n*{where(report)}, {rounds} rounds, code {code}. {fastest(report)}{marks_of(report)}*"
+    return (f"**{machine_of(report)}.** *{setting_of(report)}; {rounds} rounds; commit: {commit}. {fastest(report)}"
+            f"{marks_of(report)}*\n\n{table}")
 
 
 def write_between(path, name, tables):

@@ -40,10 +40,14 @@ def batch_of(report):
     return "B={B} T={T}".format(**report.setting) if report.setting["B"] else "unknown batch"
 
 
+def setting_of(report):
+    """The model, the batch and the text."""
+    return f"{report.setting['model'] or 'unknown model'}, {batch_of(report)}, {data_of(report)}"
+
+
 def where(report):
     """One line: the machine, the model, the batch and the text."""
-    model = report.setting["model"] or "unknown model"
-    return f"{machine_of(report)}, {model}, {batch_of(report)}, {data_of(report)}"
+    return f"{machine_of(report)}, {setting_of(report)}"
 
 
 def fastest(report):

@@ -86,7 +86,7 @@ def race_rows(rung, reports):
             yield {"race": f"{data_of(report)}, {report.setting['model']}",
                    "validation loss (range)": formats.with_spread(row.val_loss, row.val_low, row.val_high,
                                                                   formats.loss),
-                   "− the row before (99 %)": between(row.change, formats.difference),
+                   "change from the row before": between(row.change, formats.difference),
                    "p of the loss": p_of(row.change, rung.name in refuted_in(report))}
 
 

@@ -46,8 +46,8 @@ def recipe_columns(beside, refuted=()):
         Column("val loss (range)",
                lambda row: formats.with_spread(row.val_loss, row.val_low, row.val_high, formats.loss),
                "val loss: the mean over the seeds", goes=6),
-        Column(f"− {beside} (99 %)", lambda row: between(row.change, formats.difference),
-               f"− {beside}: the mean change of the loss between runs with the same seed"),
+        Column(f"change from {beside}", lambda row: between(row.change, formats.difference),
+               "change: of the loss, the mean over pairs of runs with the same seed, with its 99 % interval"),
         Column("p", lambda row: p_of(row.change, row.name in refuted),
                f"p: from a paired t-test, after Holm's correction for all rows; * marks p < {BEYOND_CHANCE} with at "
                f"least {FEWEST_SEEDS} seeds"),

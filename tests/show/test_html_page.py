@@ -168,7 +168,7 @@ def test_a_lesson_tells_what_its_rung_did(text):
     assert [row["ms/step"] for row in tables_of(text, "ddp")] == ["1,024 → 2,560"]
     [raced] = tables_of(text, "muon")
     assert raced == {"race": "text, tiny", "validation loss (range)": "3.967 (3.900–4.000)",
-                     "− the row before (99 %)": "−2.033 (−2.909 to −1.158)",  # scipy's, of three pairs
+                     "change from the row before": "−2.033 (−2.909 to −1.158)",  # scipy's, of three pairs
                      "p of the loss": "0.0019"}  # three seeds get no star
     machines = text.split('<section id="machines">')[1]
     assert "<td>8,100<td>" in machines and "! no measured matrix-product rates" in machines
