@@ -7,8 +7,9 @@ from ladder.rungs.lessons import FULL_LINE, diff_hunks, part_paragraphs, split_d
 def print_lesson(lesson, console):
     console.print(f"{lesson.title}\n", style="bold")
     for paragraph in re.split("\n{2,}", part_paragraphs(lesson.body)):
-        text = paragraph if re.search("(?m)^[ *-]", paragraph) else paragraph.replace("\n", " ")  # code and lists as is
-        console.print(f"{text}\n", width=min(console.width, FULL_LINE))
+        if not paragraph.startswith("    "):  # no code
+            paragraph = re.sub(r"\n(?!- |\d\. ) *", " ", paragraph)  # each item of a list begins a line
+        console.print(f"{paragraph}\n", width=min(console.width, FULL_LINE))
     print_hunks(lesson.hunks, console)
 
 

@@ -7,7 +7,9 @@ from load_script import ROOT
 from rich.console import Console
 
 from ladder.records.summary import build_report
+from ladder.rungs.lessons import Lesson
 from ladder.show.columns import columns_of
+from ladder.show.lesson_text import print_lesson
 from ladder.show.print_report import print_report
 from ladder.show.terminal import print_table
 
@@ -48,3 +50,10 @@ def test_what_qualifies_a_table_stands_above_it(name, mark):
     above, rule, _ = printed(150, lambda console: print_report(report, console)).partition("──")
     assert rule and mark in above and ("too few to claim a gain" in above) == bool(mark)
     assert ("! 10 rungs" in above) == bool(mark)
+
+
+def test_a_lesson_keeps_the_lines_of_its_code_and_the_items_of_its_lists():
+    body = "Until the end\n--steps counts, by\n-0.1 each:\n\n- one\n  item\n- two\n\n    python a.py\n    python b.py"
+    out = printed(60, print_lesson, Lesson("title", body, []))
+    assert [line.rstrip() for line in out.split("\n") if line] == [
+        "title", "Until the end --steps counts, by -0.1 each:", "- one item", "- two", "    python a.py", "    python b.py"]
