@@ -322,7 +322,8 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that their weights stay the
-        # same; it leaves them as views of the buckets in which they travel, not as copies
+        # same; it leaves them as views of the buckets in which they travel, not as copies. Buffers
+        # of a model never change here, so they are not sent.
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

@@ -7,10 +7,11 @@ similar rows in both, so GPT-2 uses one matrix for both.
 
 Gain: 50257 * 768 = 38.6M fewer parameters (163.0M -> 124.4M). Weights, gradients and AdamW's two
 moments (running means of the gradient and of its square) then need less memory. On an H100 the peak
-falls by 0.46 GB, from 31.37 GB. That is 12 bytes for each of these parameters, which fits a peak
-before their gradients exist. The optimizer has less to update, but a whole step is not
-significantly faster. The matrix products stay the same. Unless stated otherwise, gains in these
-scripts are measured (docs/results.md).
+falls by 0.46 GB, from 31.37 GB. That is 12 bytes for each of these parameters: its weight and its
+moments. Its gradient seems to be missing because memory peaks before the gradients exist. The
+matrix products stay the same. The optimizer has less to update, but a whole step is not
+significantly faster. Unless stated otherwise, gains in these scripts are measured
+(docs/results.md).
 Cost: none known at this size. GPT-2 itself was trained this way.
 Beware: `wte.weights = ...` (with an s) raises no error and ties nothing. Check the parameter count
 in the log.

@@ -3,10 +3,10 @@
 bfloat16 is the upper half of a float32: the same 8 exponent bits, but 7 bits of mantissa. Under
 torch.autocast each operation gets a suitable type: matrix products run in bfloat16, and on GPUs
 softmax and LayerNorm run in float32. The loss also needs float32, but CUDA's autocast would round a
-log-probability near -11 to a multiple of 1/16, so `GPT.forward` casts the logits itself.
-Parameters, gradients, optimizer states and the residual stream (the vectors that all blocks add to)
-stay float32. The backward pass reuses the forward pass's types, so it stays outside the `with`
-block.
+log-probability near -11 (a uniform guess) to a multiple of 1/16, so `GPT.forward` casts the logits
+itself. Parameters, gradients, optimizer states and the residual stream (the vectors that all blocks
+add to) stay float32. The backward pass reuses the forward pass's types, so it stays outside the
+`with` block.
 
 Gain: matrix units multiply 16-bit numbers faster, and the products' outputs take half the bytes. On
 an H100 a step takes 166 ms instead of 187 (with an older version, whose loss was in bfloat16). Peak

@@ -2,10 +2,11 @@
 Starts from rung 5.
 
 Plain attention stores a (B, n_head, T, T) tensor of scores, masks it and takes its softmax. Each of
-these passes moves far more bytes than attention's inputs and output have. FlashAttention works
-block by block in fast on-chip memory, with a running maximum and sum for the softmax. It recomputes
-the scores in the backward pass instead of storing them: a few more operations, but far fewer bytes.
-With is_causal it also skips the blocks that are entirely masked.
+these passes moves far more bytes than attention's inputs and output have. FlashAttention computes
+the scores block by block in fast on-chip memory. A softmax needs the maximum and the sum of a whole
+row, so it keeps running values of both, and rescales its earlier results when the maximum grows.
+The backward pass computes the scores again, because nothing stored them: a few more operations, but
+far fewer bytes. With is_causal it also skips the blocks that are entirely masked.
 
 Gain: attention's memory grows with T instead of T * T, and it is faster. On an H100 at T=1024, a
 step takes 41 ms instead of 60, and needs 10 GB less (older versions, whose loss was in bfloat16).

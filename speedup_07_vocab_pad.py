@@ -7,7 +7,8 @@ ends in partial tiles, and the rows of its logits are not aligned. 47 more rows 
 
 No token uses the extra rows, neither as an input nor as a target. `forward` removes their logits
 before it returns them. For the loss it sets them to -inf instead, so they get no probability and no
-gradient. Removing them there would make the rows odd again and lose the gain.
+gradient. Removing them there would make the rows odd again and lose the gain. (An older version
+did; the H100's record below is of that version.)
 
 Gain, on GPUs: 96 -> 93 ms in Karpathy's lecture on an A100. On an H200, 38.4 -> 36.7 ms and 12.3 ->
 9.1 GB (two rounds, too few to claim a gain). With aligned rows the compiled loss reads four logits

@@ -8,9 +8,9 @@ torch's default, beta2 = 0.999, averages over about 1000 steps. GPT-3's 0.95 ave
 so it adapts sooner when gradients grow or shrink.
 
 2. The clipping. All gradients, taken as one vector, are scaled down to a norm of at most 1.0. AdamW
-divides by the gradient's own size. So late in a run, even a huge gradient moves a weight by at most
-0.45 times the learning rate in that step (3.2 times with torch's betas). But without clipping it
-would dominate the running averages, and so many later steps.
+divides by the gradient's own size. So late in a run, even a huge gradient moves a weight in that
+step by at most (1 - beta1) / (1 - beta2)^0.5 = 0.45 times the learning rate (3.2 times with torch's
+betas). But without clipping it would dominate the running averages, and so many later steps.
 
 Gain: a lower loss. In 300 steps of a narrow model of 12 layers, it is 0.17 to 0.20 nats lower with
 each of five seeds (p < 0.001 over four seeds: experiments/README.md). Clipping alone lowers it by

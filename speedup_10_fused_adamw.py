@@ -3,9 +3,10 @@ Starts from rung 9.
 
 This rung changes three settings of the optimizer:
 
-1. fused=True. Without it, AdamW is about ten elementwise operations on each of 148 tensors, and
-each operation passes through memory (torch groups the tensors on a GPU, but not the operations).
-The fused kernel reads weight, gradient and both moments once, and writes all but the gradient back.
+1. fused=True. Without it, an update is about ten elementwise operations, each of which reads and
+writes whole tensors. (On a GPU, torch runs an operation for all 148 tensors at once, but still one
+operation after the other.) The fused kernel reads weight, gradient and both moments once, and
+writes all but the gradient back.
 2. A weight decay of 0.1, GPT-3's, instead of torch's 0.01. It pulls weights towards zero, so that
 no single one grows large.
 3. Only matrices decay. Until here every parameter decayed, but decay is meant for the weights of

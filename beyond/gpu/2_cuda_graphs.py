@@ -1,12 +1,14 @@
 """CUDA graphs: the kernels of a whole step, launched as one. Starts from 1_bf16_residual.py.
 
 Python launches each kernel, about 600 in a step. If the GPU finishes before the next launch
-arrives, it waits. A CUDA graph is a recording of launches. The first three steps run as before. The
-fourth is captured, which means that its kernels are recorded instead of run. After that, a single
-launch replays all of them. A replay repeats the launches with the same addresses and numbers. So
-what differs from step to step must be in tensors that stay in place: the batch, the learning rate,
-the loss and the norm. And nothing in a step may wait for the GPU: an .item(), or an `if` on a
-tensor, is an error during capture.
+arrives, it waits. A CUDA graph records the launches of a step and repeats them all with a single
+launch, without Python. The first three steps run as before. The fourth is captured: Python runs it,
+but its kernels are only recorded. From then on, the recording is replayed in every step.
+A replay repeats the launches with the same addresses and numbers. So what differs from step to step
+must be in tensors that stay in place: `train` copies the batch and the learning rate into them, and
+reads the loss and the norm from them. And nothing in a step may wait for the GPU: an .item(), or an
+`if` on a tensor, is an error during capture. Read `GraphedStep.__call__` first, then the loop in
+`train`.
 
 Gain: no gaps between kernels. FLOPs and bytes do not change, and neither does the floor. On an H200
 (torch 2.11), a step took 32.4 ms instead of 33.8 (two rounds, too few to claim a gain). Elsewhere
@@ -364,6 +366,7 @@ def train(args):
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(model, mode=args.compile_mode)
+    # each batch is copied into these two, because a replay reads from the same addresses
     x = torch.zeros(args.B, args.T, dtype=torch.int64, device=device)
     y = torch.zeros_like(x)
     step_on_xy = functools.partial(optimizer_step, step_model, optimizer, scaler, autocast, x, y)

@@ -366,6 +366,7 @@ def train(args):
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(model, mode=args.compile_mode)
+    # each batch is copied into these two, because a replay reads from the same addresses
     x = torch.zeros(args.B, args.T, dtype=torch.int64, device=device)
     y = torch.zeros_like(x)
     step_on_xy = functools.partial(optimizer_step, step_model, optimizer, scaler, autocast, x, y)

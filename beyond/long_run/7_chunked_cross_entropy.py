@@ -2,19 +2,21 @@
 Starts from 6_gradient_checkpointing.py.
 
 Once the blocks are recomputed (`gradient_checkpointing`), the output layer, with 50,257 logits per
-token, needs more memory than all blocks together. But the loss is a mean over tokens, and the
-gradient of a token's loss with respect to its logits is the softmax minus 1 at the target, which
-depends on no other token. So the forward pass takes --loss-chunk tokens at a time. While a chunk's
-logits exist, it also computes the chunk's share of the gradients of the output matrix and of the
-hidden vectors. The backward pass only scales these. If you change the loss, use --loss-chunk 0,
-which is F.cross_entropy, as before.
+token, needs more memory than all blocks together. F.cross_entropy needs all logits at once, because
+it stores them until the backward pass. But a token's loss depends on no other token, and the
+gradient of this loss with respect to its logits is simple: the softmax, minus 1 at the target. So
+here the forward pass takes --loss-chunk tokens at a time and also does the backward pass's work:
+while a chunk's logits exist, it computes the chunk's share of the gradients of the output matrix
+and of the hidden vectors. The backward pass only scales these. If you change the loss, use
+--loss-chunk 0, which is F.cross_entropy, as before.
 
     python beyond/long_run/7_chunked_cross_entropy.py -B 16  # smaller batches gain little
 
 Gain: memory, not speed. The memory for logits no longer grows with B or T. A 12M model on
 micro-batches of 16,384 tokens peaks at 1.7 GB instead of 4.3 (measured on a CPU).
-Cost: no extra matrix products. The three existing ones are split into chunks, which must stay large
-enough to be efficient. The gradient of the output matrix exists from the forward pass on.
+Cost: no extra matrix products. The three existing ones, for the logits and the two gradients, are
+split into chunks, which must stay large enough to be efficient. The gradient of the output matrix
+exists from the forward pass on.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al.
 2024, "Liger Kernel".
@@ -198,8 +200,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
             log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
             is_target = rows == ids[:, None]  # (chunk, n_rows)
-            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
-            # the end, and keep the logits of all until then.
+            # logits[i, ids[i]] as a sum. With gather or F.nll_loss, torch.compile would do this for
+            # all chunks in one kernel, at the end, and keep all logits until then.
             target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
             total += (log_sum - target_logits).sum()
             if weight_grad is not None:
@@ -207,15 +209,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 probs = (logits.float() - log_sum[:, None]).exp_()
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C), / 64: a chunk's sum could be too large for float16
+                # (n_rows, chunk) @ (chunk, C), a sum over the chunk, which could be too large for
+                # float16: so only a 64th of it, and backward() multiplies by 64
                 weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the losses' sum, and a 64th of it
-        scale = loss_grad / len(x_grad)
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses, and a 64th of it
+        scale = loss_grad / len(x_grad)  # for their mean
         return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
 
@@ -475,7 +478,7 @@ def check_compiler(device):
 
 
 def on_any_rank(condition, device):
-    """Whether `this` is true on at least one rank."""
+    """Whether the condition is true on at least one rank."""
     count = torch.tensor(int(condition), device=device)
     if dist.is_initialized():
         dist.all_reduce(count)
@@ -583,7 +586,8 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that their weights stay the
-        # same; it leaves them as views of the buckets in which they travel, not as copies
+        # same; it leaves them as views of the buckets in which they travel, not as copies. Buffers
+        # of a model never change here, so they are not sent.
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

@@ -135,9 +135,9 @@ def rotary_angles(T, head_size, theta=10_000.0):
 
 
 def rotate(x, cos, sin):
-    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
-    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
-    return x * cos + partner * sin  # sin has its sign: minus in the first half
+    """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
+    return x * cos + partner * sin  # the first half of sin has the minus
 
 
 class CausalSelfAttention(nn.Module):
@@ -231,8 +231,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
             log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
             is_target = rows == ids[:, None]  # (chunk, n_rows)
-            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
-            # the end, and keep the logits of all until then.
+            # logits[i, ids[i]] as a sum. With gather or F.nll_loss, torch.compile would do this for
+            # all chunks in one kernel, at the end, and keep all logits until then.
             target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
             total += (log_sum - target_logits).sum()
             if weight_grad is not None:
@@ -240,15 +240,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 probs = (logits.float() - log_sum[:, None]).exp_()
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C), / 64: a chunk's sum could be too large for float16
+                # (n_rows, chunk) @ (chunk, C), a sum over the chunk, which could be too large for
+                # float16: so only a 64th of it, and backward() multiplies by 64
                 weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the losses' sum, and a 64th of it
-        scale = loss_grad / len(x_grad)
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses, and a 64th of it
+        scale = loss_grad / len(x_grad)  # for their mean
         return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
 
@@ -272,7 +273,7 @@ class GPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
         cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
-        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        # for both numbers of a pair, with the signs that `rotate` needs
         self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
@@ -336,14 +337,15 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
+    # float32: in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
+    # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
+    # 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones more than triple, large ones stay near 1.
     for _ in range(5):
         gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
@@ -357,7 +359,7 @@ def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
-    # scaled so that its entries are about as large as those of an update of AdamW
+    # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
 
 
@@ -600,7 +602,7 @@ def check_compiler(device):
 
 
 def on_any_rank(condition, device):
-    """Whether `this` is true on at least one rank."""
+    """Whether the condition is true on at least one rank."""
     count = torch.tensor(int(condition), device=device)
     if dist.is_initialized():
         dist.all_reduce(count)
@@ -707,7 +709,8 @@ def train(args):
     step_model = model  # will share its weights: `model` itself is what is saved
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that their weights stay the
-        # same; it leaves them as views of the buckets in which they travel, not as copies
+        # same; it leaves them as views of the buckets in which they travel, not as copies. Buffers
+        # of a model never change here, so they are not sent.
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)

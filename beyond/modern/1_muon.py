@@ -1,14 +1,15 @@
 """Muon: orthogonalize the update of a matrix. Starts from 0_validation.py.
 
-AdamW treats a matrix as a list of numbers. But the momentum of a linear layer, as a matrix, has a
-few large singular values and many small ones, so most of a step goes in a few directions. Muon
-makes all singular values equal: it replaces the momentum U S V^T by U V^T, the nearest matrix with
-orthonormal rows or columns. That takes no SVD. Five Newton-Schulz iterations, which apply an odd
-polynomial to the matrix, bring the singular values close to 1 with matrix products alone. Read
-`muon_update` first.
+AdamW treats a matrix as a list of numbers. But the momentum of a linear layer (the running mean of
+its gradients), as a matrix U S V^T, has a few large singular values and many small ones. So most of
+a step goes in a few directions, and in the others the layer hardly learns. Muon makes all singular
+values equal: it replaces U S V^T by U V^T. That takes no SVD. X X^T X is U S^3 V^T, so a sum of
+such odd powers of X changes only the singular values. Five iterations with a suitable sum
+(Newton-Schulz) bring all of them close to 1, with matrix products alone. Read `muon_update` first,
+then `orthogonalize`.
 Muon trains the matrices of the blocks, at --muon-lr. AdamW still trains embeddings, biases and
-LayerNorms, and the log's lr is AdamW's. Matrices of one shape are stacked, so one product handles
-them all: for GPT-2 (124M), Muon launches 112 kernels a step instead of 1,196 (computed).
+LayerNorms, and the log's lr is AdamW's. Up to 16 matrices of one shape are stacked, so one product
+handles them all: for GPT-2 (124M), Muon launches 112 kernels a step instead of 1,196 (computed).
 
 Gain: no direction dominates a matrix's updates, so training takes fewer steps. After 600 steps, a
 small model's loss is 0.29 nats per byte lower (99 %: 0.27 to 0.31, eight seeds: docs/results.md).
@@ -229,14 +230,15 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
+    # float32: in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
+    # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
+    # 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones more than triple, large ones stay near 1.
     for _ in range(5):
         gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
@@ -250,7 +252,7 @@ def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
-    # scaled so that its entries are about as large as those of an update of AdamW
+    # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
 
 

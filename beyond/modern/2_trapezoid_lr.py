@@ -225,14 +225,15 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
+    # float32: in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
+    # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
+    # 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones more than triple, large ones stay near 1.
     for _ in range(5):
         gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
@@ -246,7 +247,7 @@ def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
-    # scaled so that its entries are about as large as those of an update of AdamW
+    # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
 
 

@@ -3,16 +3,17 @@
 In rung 4, the projections at the end of the residual branches start smaller, and the deeper the
 model the smaller. Here they start at zero, so at first the branches add nothing. The model starts
 as its embedding and its output layer, and no random branch distorts a gradient. The projections do
-not stay zero, because a matrix's gradient comes from its input and its output's gradient.
+not stay zero: the gradient of a matrix is the product of its output's gradient and its input, and
+neither is zero.
 
 Gain: at initialization the model computes the same function at any depth. In the race of
 docs/results.md, the final loss does not differ significantly (eight seeds). Others found the same
 and went back to nonzero projections (modded-nanogpt's record 64, slowrun's 14).
 Cost: none in time or memory. In the first step the other matrices of the blocks get no gradient,
-because it would have to pass through a zero matrix. At first, the embedding and the output layer
-tied to it predict that each token repeats. So GPT-2 (124M) starts at a loss of 15.0, while equal
-probabilities would give 10.8. Whether a start at 10.8 helps a two-layer model, three seeds did not
-settle (experiments/README.md).
+because it would have to pass through a zero matrix. Since the output layer is tied to the
+embedding, the model at first predicts that each token repeats. So GPT-2 (124M) starts at a loss of
+15.0, while equal probabilities would give 10.8. Whether a start at 10.8 helps a two-layer model,
+three seeds did not settle (experiments/README.md).
 
 Source: Zhang et al. 2019, "Fixup Initialization".
 """
@@ -112,9 +113,9 @@ def rotary_angles(T, head_size, theta=10_000.0):
 
 
 def rotate(x, cos, sin):
-    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
-    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
-    return x * cos + partner * sin  # sin has its sign: minus in the first half
+    """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
+    return x * cos + partner * sin  # the first half of sin has the minus
 
 
 class CausalSelfAttention(nn.Module):
@@ -204,7 +205,7 @@ class GPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
         cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
-        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        # for both numbers of a pair, with the signs that `rotate` needs
         self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
@@ -260,14 +261,15 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
+    # float32: in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
+    # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
+    # 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones more than triple, large ones stay near 1.
     for _ in range(5):
         gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
@@ -281,7 +283,7 @@ def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
-    # scaled so that its entries are about as large as those of an update of AdamW
+    # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
 
 

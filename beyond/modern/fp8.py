@@ -10,9 +10,9 @@ becomes the format's largest, and the product is divided by both scales. Weights
 optimizer states stay in float32. On other devices nothing changes. Read `to_float8` first, then
 `Float8Product`.
 
-Gain: up to twice the rate in these products. Published for Llama 3 8B on eight H100s: 1.25 times
-the tokens/sec. nanochat measured 1.17 times at a width of 1,664 (about 1.05 at an equal loss), and
-a slower step at a width of 768.
+Gain: up to twice the rate in these products. We have not timed it. Published for Llama 3 8B on
+eight H100s: 1.25 times the tokens/sec. nanochat measured 1.17 times at a width of 1,664 (about 1.05
+at an equal loss), and a slower step at a width of 768.
 Cost: inputs are rounded by up to 6 % (E4M3) or 12.5 % (E5M2), and the sums of the forward products
 keep fewer bits ("fast accumulation", as in torchao and nanochat). In small layers, scaling takes
 more time than it saves, so --float8-from leaves them out.
@@ -117,13 +117,13 @@ def rotary_angles(T, head_size, theta=10_000.0):
 
 
 def rotate(x, cos, sin):
-    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
-    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
-    return x * cos + partner * sin  # sin has its sign: minus in the first half
+    """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
+    return x * cos + partner * sin  # the first half of sin has the minus
 
 
 def to_float8(x, dtype):
-    """x as dtype, scaled so that its largest number is the type's, and the inverse factor."""
+    """x as dtype, scaled so that its largest number is the type's; and the factor to undo that."""
     scale = torch.finfo(dtype).max / x.abs().max().float().clamp(min=1e-12)
     return (x.float() * scale).to(dtype), 1 / scale
 
@@ -152,6 +152,7 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_grad):
+        # the gradients of the product of rounded matrices: the derivative of rounding counts as 1
         x, x_factor, weight, weight_factor = ctx.saved_tensors
         # (N, n_out), in the type with more exponent, as gradients need range
         grad, factor = to_float8(y_grad, torch.float8_e5m2)
@@ -277,7 +278,7 @@ class GPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
         cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
-        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        # for both numbers of a pair, with the signs that `rotate` needs
         self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
@@ -333,14 +334,15 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
+    # float32: in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
+    # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
+    # 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones more than triple, large ones stay near 1.
     for _ in range(5):
         gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
@@ -354,7 +356,7 @@ def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
-    # scaled so that its entries are about as large as those of an update of AdamW
+    # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
 
 

@@ -115,9 +115,9 @@ def rotary_angles(T, head_size, theta=10_000.0):
 
 
 def rotate(x, cos, sin):
-    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
-    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
-    return x * cos + partner * sin  # sin has its sign: minus in the first half
+    """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
+    return x * cos + partner * sin  # the first half of sin has the minus
 
 
 class CausalSelfAttention(nn.Module):
@@ -210,7 +210,7 @@ class GPT(nn.Module):
         self.register_buffer("logit_scale", torch.tensor(BASE_WIDTH / config.n_embd))
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
         cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
-        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        # for both numbers of a pair, with the signs that `rotate` needs
         self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
@@ -266,14 +266,15 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
+    # float32: in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
+    # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
+    # 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones more than triple, large ones stay near 1.
     for _ in range(5):
         gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
@@ -287,7 +288,8 @@ def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
-    # as in `zero_init` where the short side is BASE_WIDTH; a wider matrix gets no larger a norm
+    # orthogonalize leaves a spectral norm near 1, so this factor is the update's norm. It depends
+    # only on the ratio of the sides, which is the same at any width.
     long, short = max(ahead.shape[1:]), min(ahead.shape[1:])
     return 0.2 * (BASE_WIDTH * long / short) ** 0.5 * orthogonalize(ahead)
 

@@ -3,13 +3,14 @@
 A small model with GPT-2's 50,257 tokens spends most of a step on its output layer. It computes a
 logit for every token at every position, but most of these logits change only a little. Here a step
 computes the logits of two sets: all tokens that are a target somewhere in the batch, and some of
-the others, drawn at random. If one in 30 of the others is drawn, each counts 30 times in the
-softmax's sum. So the sum is right on average, and the target's logit is exact. Validation and
-sampling use all tokens.
+the others, drawn at random. The softmax divides by a sum over all tokens, and the drawn ones stand
+for the others in it: if one in 30 is drawn, each counts 30 times. So the sum is right on average,
+and the target's logit is exact. Validation and sampling use all tokens. In `sampled_loss`, `rows`
+are the tokens of both sets.
 
 Gain: time. With 4 layers of width 128 and 1,024 tokens a step, a step takes 47 ms instead of 121
-(two cores of an EPYC). 480 such steps take 78 % of the time of 240 steps of `zero_init`, and reach
-a loss that is 0.41 nats lower (99 %: 0.37 to 0.46, five seeds: experiments/README.md).
+(two cores of an EPYC). 480 such steps take only 78 % of the time of 240 steps of `zero_init`, and
+reach a loss that is 0.41 nats lower (99 %: 0.37 to 0.46, five seeds: experiments/README.md).
 Cost: after equally many steps the loss is higher. After 240 steps it is 0.05 nats higher (five
 seeds, p = 0.04), and at width 256 or on another text 0.1 higher (three seeds). So use it where time
 is short, not text. Larger models gain less: the floor of a step of GPT-2 (124M) at B=16 T=1024 on
@@ -116,9 +117,9 @@ def rotary_angles(T, head_size, theta=10_000.0):
 
 
 def rotate(x, cos, sin):
-    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
-    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
-    return x * cos + partner * sin  # sin has its sign: minus in the first half
+    """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
+    return x * cos + partner * sin  # the first half of sin has the minus
 
 
 class CausalSelfAttention(nn.Module):
@@ -208,7 +209,7 @@ class GPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
         cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
-        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        # for both numbers of a pair, with the signs that `rotate` needs
         self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
@@ -251,15 +252,16 @@ class GPT(nn.Module):
     def sampled_loss(self, x, targets):
         """An estimate of the mean cross-entropy: (B*T, C), (B*T,) -> ()."""
         n_tokens = self.config.vocab_size
-        # room for all targets, even if each is another token; the same in each step: compiled once
+        # room for all targets, even if no two are equal; constant, so that it compiles only once
         n_drawn = min(len(targets) + EXTRA_ROWS, n_tokens)
         is_target = torch.zeros(n_tokens, device=x.device)
         is_target[targets] = 1.0
-        # the largest are all targets (1 to 2), then others (0 to 1) in random order
+        # A draw without repetition: targets have keys of 1 to 2, others of 0 to 1, so the largest
+        # keys are those of all targets and of a random choice of the others.
         keys = is_target + torch.rand(n_tokens, device=x.device)
         rows = keys.topk(n_drawn).indices.sort().values  # (n_drawn,), sorted for searchsorted
         n_targets = is_target.sum()  # each token once
-        # an estimate, like a poll: a drawn other counts this many times in the softmax's sum
+        # as in a poll: in the softmax's sum, a drawn token counts for this many of the others
         weight = (n_tokens - n_targets) / (n_drawn - n_targets)
         log_weight = torch.where(is_target[rows] == 1, 0.0, weight.log())  # (n_drawn,)
         logits = x @ self.lm_head.weight[rows].T  # (B*T, n_drawn)
@@ -287,14 +289,15 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
+    # float32: in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
+    # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
+    # 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones more than triple, large ones stay near 1.
     for _ in range(5):
         gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
@@ -308,7 +311,7 @@ def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
-    # scaled so that its entries are about as large as those of an update of AdamW
+    # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
 
 

@@ -4,18 +4,22 @@ Starts from long_run.py.
     torchrun --standalone --nproc_per_node=8 beyond/several_cards/fsdp.py --model gpt2-xl
 
 DDP stores all parameters, gradients and moments on every card. Here each of n ranks stores 1/n of
-each tensor's rows (ZeRO-3). A block's parameters are all-gathered just before it computes, and
-freed afterwards; the backward pass gathers them again. The block's gradients are reduce-scattered,
-so each rank gets the sum for its own rows. The embedding is also the output layer, so it stays
-gathered from the first layer to the last. Every forward pass communicates, so all ranks must run
-equally many.
+each tensor's rows (ZeRO-3). Just before a block computes, the ranks send each other its parameters
+(all-gather), and free them afterwards; the backward pass gathers them again. Then the ranks average
+the block's gradients, and each keeps the mean of its own rows (reduce-scatter). The embedding is
+also the output layer, so it stays gathered from the first layer to the last. Read `shard` first.
+The rest of the diff is what needs more than a rank's own rows:
+
+- `orthogonalize`: AdamW updates each number alone, but Muon needs whole matrices.
+- `evaluate`: every forward pass communicates, so all ranks must run equally many.
+- `compile_parts`: parameters are gathered and freed between blocks, so these compile one by one.
+- `gather`: a checkpoint is still one file, so rank 0 collects everything.
 
 Gain: memory. The float32 parameters, gradients and moments of gpt2-xl take 19 GB on one card, and
 2.4 GB on each of eight (computed; docs/long_runs.md counts the rest).
 Cost: each micro-step communicates more than with DDP (docs/long_runs.md). The gathered parameters
 are bfloat16, and so is all that the blocks compute with them, including the residual stream.
-A checkpoint is still one file, gathered on rank 0. Read `shard` first, then `orthogonalize` and
-`gather`. Without torchrun use long_run.py.
+Without torchrun use long_run.py.
 Sources: Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".
 """
 import argparse
@@ -136,9 +140,9 @@ def rotary_angles(T, head_size, theta=10_000.0):
 
 
 def rotate(x, cos, sin):
-    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
-    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
-    return x * cos + partner * sin  # sin has its sign: minus in the first half
+    """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
+    return x * cos + partner * sin  # the first half of sin has the minus
 
 
 class CausalSelfAttention(nn.Module):
@@ -232,8 +236,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             logits[:, vocab_size:] = -torch.inf  # no probability for padding
             log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
             is_target = rows == ids[:, None]  # (chunk, n_rows)
-            # Not F.nll_loss or gather: torch.compile would do that for all chunks in one kernel, at
-            # the end, and keep the logits of all until then.
+            # logits[i, ids[i]] as a sum. With gather or F.nll_loss, torch.compile would do this for
+            # all chunks in one kernel, at the end, and keep all logits until then.
             target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
             total += (log_sum - target_logits).sum()
             if weight_grad is not None:
@@ -241,15 +245,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 probs = (logits.float() - log_sum[:, None]).exp_()
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C), / 64: a chunk's sum could be too large for float16
+                # (n_rows, chunk) @ (chunk, C), a sum over the chunk, which could be too large for
+                # float16: so only a 64th of it, and backward() multiplies by 64
                 weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the losses' sum, and a 64th of it
-        scale = loss_grad / len(x_grad)
+        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses, and a 64th of it
+        scale = loss_grad / len(x_grad)  # for their mean
         return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
 
@@ -274,7 +279,7 @@ class GPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
         cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
-        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        # for both numbers of a pair, with the signs that `rotate` needs
         self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
@@ -339,18 +344,20 @@ def orthogonalize(matrices):
     if isinstance(matrices, DTensor):
         # every rank must come here: each gathers the matrices, does the work, and keeps its rows
         whole = orthogonalize(matrices.full_tensor())
+        # None: each rank takes its rows from its own result, so nothing is sent
         return distribute_tensor(
             whole, matrices.device_mesh, matrices.placements, src_data_rank=None)
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
+    # float32: in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
+    # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
+    # 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones more than triple, large ones stay near 1.
     for _ in range(5):
         gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
@@ -364,7 +371,7 @@ def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
-    # scaled so that its entries are about as large as those of an update of AdamW
+    # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
 
 
@@ -614,7 +621,7 @@ def check_compiler(device):
 
 
 def on_any_rank(condition, device):
-    """Whether `this` is true on at least one rank."""
+    """Whether the condition is true on at least one rank."""
     count = torch.tensor(int(condition), device=device)
     if dist.is_initialized():
         dist.all_reduce(count)
@@ -694,12 +701,13 @@ def shard(model, device):
 
 def gather(model, optimizer):
     """Gather the whole model and optimizer state in rank 0's memory. All ranks must call this."""
-    optimizer.zero_grad(set_to_none=True)  # or one that has skipped all steps would have no state
+    # get_state_dict fills an empty state (all steps skipped) only where there are no gradients
+    optimizer.zero_grad(set_to_none=True)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
     if dist.is_initialized() and dist.get_rank() > 0:
         return None, None
-    with torch.device("meta"):  # draws no random weights
+    with torch.device("meta"):  # without memory or values: load_state_dict assigns the weights
         whole = GPT(model.config)
     whole.load_state_dict(weights, assign=True)
     whole.transformer.wte.weight = whole.lm_head.weight  # one parameter again
@@ -729,7 +737,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autoca
     # without clipping, one odd batch would dominate the running averages for many steps
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+        norm = norm.full_tensor()  # a number, from the shares of all ranks
     scaler.step(optimizer)
     scaler.update()
     return loss, norm
@@ -753,7 +761,7 @@ def train(args):
     loader = DataLoaderLite(args.data, args.B, args.T, device)
     options = {"recompute_blocks": args.recompute_blocks, "loss_chunk": args.loss_chunk}
     model = new_model(args, loader, **options)
-    shard(model, device)
+    shard(model, device)  # moves block by block, so that no card has to hold the whole model
     model.to(device)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
     if args.compile_mode != "none":

@@ -113,9 +113,9 @@ def rotary_angles(T, head_size, theta=10_000.0):
 
 
 def rotate(x, cos, sin):
-    """Rotate each pair (x[i], x[i + hs/2]) of queries or keys by its angle: (B, nh, T, hs)."""
-    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of each pair
-    return x * cos + partner * sin  # sin has its sign: minus in the first half
+    """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
+    return x * cos + partner * sin  # the first half of sin has the minus
 
 
 def document_mask(document):
@@ -215,7 +215,7 @@ class GPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
         cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
-        # for both numbers of a pair: (a, b) becomes (a cos - b sin, b cos + a sin)
+        # for both numbers of a pair, with the signs that `rotate` needs
         self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
         self.apply(self._init_weights)
@@ -276,14 +276,15 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # So every singular value is at most 1. In float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
+    # float32: in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
-    # Each iteration takes a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones
-    # more than triple, large ones stay near 1.
+    # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
+    # 3.4445 s - 4.7750 s^3 + 2.0315 s^5: small ones more than triple, large ones stay near 1.
     for _ in range(5):
         gram = x @ x.mT  # (k, m, m)
         # -4.7750 gram + 2.0315 gram @ gram
@@ -297,7 +298,7 @@ def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
     # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
-    # scaled so that its entries are about as large as those of an update of AdamW
+    # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
 
 
@@ -348,7 +349,7 @@ class DataLoaderLite:
         self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_windows = (len(self.tokens) - 1) // T
         if seed is not None and self.n_windows > 1:
-            self.n_windows -= 1  # room to move them, in window_starts
+            self.n_windows -= 1  # leaves room for the offset, in window_starts
         self.n_batches = math.ceil(self.n_windows / B)
 
     def window_starts(self, epoch):
@@ -358,7 +359,7 @@ class DataLoaderLite:
             rng = np.random.default_rng([self.seed, epoch])
             # neighbors are alike, so a batch of them teaches less
             rng.shuffle(starts)
-            # moves the borders: each epoch gives tokens other contexts; the last target still fits
+            # the offset: a token gets other contexts in each epoch; the last window still fits
             starts += rng.integers(len(self.tokens) - self.n_windows * self.T)
         return starts
 
@@ -411,12 +412,12 @@ class Best:
         # on a small text this loss rises again while the model memorizes: the last is not the best
         if loss < self.loss:
             if self.path is not None:
-                # complete under another name first: the best until now is never lost
-                best = self.path.with_name(self.path.name + ".best")
-                save_model(best, model, loader, step)
+                # under --save's own name, save_model would set each earlier best aside
+                new = self.path.with_name(self.path.name + ".best")
+                save_model(new, model, loader, step)
                 if self.step == 0:
                     set_aside(self.path)  # an earlier run's
-                best.replace(self.path)  # the file that was the best until now is gone
+                new.replace(self.path)
             self.step = step
             self.loss = loss
 
