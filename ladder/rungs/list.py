@@ -138,25 +138,24 @@ add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate"
     brings="holds the learning rate, then lowers it linearly, so you can choose a run's length late")
 add("rope", "beyond/modern/3_rope.py", "RoPE", before="trapezoid_lr",
     may_change="model_config rotary_angles rotate CausalSelfAttention.forward Block.forward GPT",
-    exports_to=None, brings="rotates queries and keys by position, instead of position embeddings, "
-    "with no significant change in the loss")
+    exports_to=None, brings="rotates queries and keys by position, instead of adding position embeddings")
 add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", before="rope",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT",
-    brings="replaces LayerNorm by RMSNorm and drops the biases, with no significant change in the loss")
+    brings="replaces LayerNorm by RMSNorm and drops the biases")
 add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", before="rmsnorm",
     may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward GPT",
     brings="normalizes queries and keys, which bounds attention scores and lowers the loss")
 add("swiglu", "beyond/modern/6_swiglu.py", "SwiGLU", before="qk_norm",
     may_change="GPTConfig MLP GPT",
-    exports_to="qwen3", brings="adds a gate to the MLP, as in Qwen3, with no established gain")
+    exports_to="qwen3", brings="adds a gate to the MLP, as in Qwen3")
 add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections", before="swiglu",
     may_change="GPT._init_weights",
-    brings="starts the last layer of each residual branch at zero, with no significant change in the loss")
+    brings="starts the last layer of each residual branch at zero")
 # What starts from the modern model: larger models, past Qwen3, a wide model's rates, a small model's vocabulary.
 add("fp8", "beyond/modern/fp8.py", "FP8", before="zero_init",
     may_change="add_flags to_float8 float8_product Float8Product Float8Linear use_float8 CausalSelfAttention.__init__ "
                "MLP.__init__ train",
-    has_floor=False, brings="multiplies the blocks' matrices in 8 bits on Ada, Hopper or newer, but has not been timed")
+    has_floor=False, brings="multiplies the blocks' matrices in 8 bits on Ada, Hopper or newer GPUs (not timed yet)")
 add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", before="zero_init",
     may_change="GPT count_log_frequencies train",
     exports_to=None, brings="starts the logits at the tokens' log-frequencies, which may speed up the first steps")
@@ -165,14 +164,14 @@ add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embe
     brings="adds embeddings of the last two and three tokens, which may lower the loss on bytes")
 add("mup", "beyond/modern/mup.py", "muP", before="zero_init",
     may_change="BASE_WIDTH GPT.__init__ GPT.forward muon_update",
-    brings="scales logits and Muon's updates with the width, so a wide model may use a narrow one's rates")
+    brings="scales logits and Muon's updates with the width, so a narrow model's learning rates might fit a wide one")
 add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", before="zero_init",
     may_change="EXTRA_ROWS GPT.forward GPT.sampled_loss",
-    brings="computes the logits of some tokens only, which lowers a small model's loss in the same time")
+    brings="computes only some tokens' logits, so a small model reaches a lower loss in the same time")
 # A model worth keeping from a small text.
 add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", before="zero_init",
     may_change="DataLoaderLite train",
-    brings="reads the text's windows in a new order each epoch, which may lower the loss")
+    brings="reads the text's windows in a new order in each epoch, which may lower the loss")
 add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoint", before="shuffled_windows",
     may_change="add_flags Best train",
     same_losses=0.01, brings="keeps the model with the lowest validation loss")
@@ -181,7 +180,7 @@ add("dropout", "beyond/small_text/3_dropout.py", "dropout", before="best_checkpo
     brings="zeroes a tenth of the activations, which may lower the loss on a text that is read often")
 add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", before="dropout",
     may_change="document_mask CausalSelfAttention Block.forward GPT.__init__ GPT.forward train",
-    brings="attends only within a document, with no significant change in the loss")
+    brings="attends only within a document")
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
 add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", before="ddp",
     may_change="add_flags batches_per_step optimizer_step train",
@@ -202,7 +201,7 @@ add("preemption", "beyond/long_run/5_preemption.py", "preemption", before="check
 add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing",
     before="preemption",
     may_change="imports add_flags MAY_CHANGE GPT.__init__ GPT.forward train",
-    same_losses=0.1, brings="recomputes activations in the backward pass, so only one block's are in memory at a time")
+    same_losses=0.1, brings="recomputes each block's activations in the backward pass instead of storing them")
 add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chunked cross-entropy",
     before="gradient_checkpointing",
     may_change="add_flags MAY_CHANGE ChunkedCrossEntropy GPT.__init__ GPT.forward train",
@@ -216,15 +215,15 @@ add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run",
 add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention",
     before="long_run",
     may_change="add_flags GPTConfig model_config CausalSelfAttention GPT.__init__",
-    has_mfu=False, brings="shares keys and values among query heads, as in Qwen3, which shrinks the sampling cache")
+    has_mfu=False, brings="shares keys and values among query heads, as in Qwen3, which shrinks the KV cache")
 # Several cards.
 add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", before="long_run",
     may_change="GPT.configure_optimizers MuonAdamW.step ShardedMuonAdamW Checkpoints.save init_ranks train",
-    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks, so each needs less memory")
+    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks, so each rank needs less memory")
 add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", before="long_run",
     may_change="imports GPT.__init__ GPT.forward orthogonalize evaluate Checkpoints.load Checkpoints.save shard gather "
                "compile_parts optimizer_step train",
-    torchrun=True, brings="divides parameters, gradients and moments among the cards, so each needs less memory")
+    torchrun=True, brings="divides parameters, gradients and moments among the cards, so each card needs less memory")
 add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded checkpoint", before="fsdp",
     may_change="imports Checkpoints",
     same_losses=0.01, torchrun=True, brings="lets each card save its own part of a checkpoint")
@@ -235,10 +234,10 @@ add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream"
     brings="keeps the residual stream in bfloat16, which cuts memory traffic (computed)")
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_residual",
     may_change="imports add_flags GPT.configure_optimizers optimizer_step has_graphs GraphedStep train",
-    same_losses=0.01, brings="launches all kernels of a step at once, so there are fewer gaps between kernels")
+    same_losses=0.01, brings="launches all kernels of a step with one call, so there are fewer gaps between them")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
     may_change="MODELS GPTConfig",
-    brings="has half as many heads, each twice as wide, so it computes half as many exponentials")
+    brings="halves the number of heads and doubles their width, which halves softmax's exponentials")
 add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", before="heads_of_128",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT.__init__ GPT._init_weights "
                "GPT.configure_optimizers",

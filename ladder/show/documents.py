@@ -2,24 +2,25 @@
 import json
 import math
 import re
+import textwrap
 
 import pandas
 
 from ladder.errors import UserError
 from ladder.files import write_whole
-from ladder.records.significance import BEYOND_CHANCE, FEWEST_ROUNDS
+from ladder.records.significance import FEWEST_ROUNDS
 from ladder.rungs.list import BY_LABEL, ROOT
 from ladder.show.columns import CAUSAL, CONVENTION, README_COLUMNS, RESULTS_COLUMNS, markdown, texts_of
-from ladder.show.facts import fastest, gain, machine_of, marks_of, setting_of, todays_rows, where
-from ladder.show.tree import PAGE_PARTS, tree_lines
+from ladder.show.facts import fastest, gain, machine_of, marks_of, setting_of, todays_rows
+from ladder.show.tree import PAGE_PARTS, chains
 
 
 def short_table(report):
-    """README.md's: each rung's step with its spread. Floors are of today's scripts, so they are not beside records."""
+    """README.md's, below its caption: each rung's step with its spread. Floors are of today's scripts, so not here."""
     table, rounds = markdown(texts_of(todays_rows(report), README_COLUMNS)), max(row.rounds for row in report.rows)
-    return (f"{table}\n\n{where(report)}. Medians of {rounds} rounds, with the lowest and the highest in parentheses. "
-            f"* marks a significant difference from the rung before (paired test, p < {BEYOND_CHANCE} after Holm's "
-            f"correction).{marks_of(report)}")
+    return (f"**{machine_of(report)}**, {setting_of(report)}. Medians and ranges of {rounds} rounds. × before compares "
+            f"with the rung above, and \\* marks a [significant difference](docs/results.md#the-ladder)."
+            f"{marks_of(report)}\n\n{table}")
 
 
 def long_table(report):
@@ -42,9 +43,10 @@ def write_between(path, name, tables):
 
 
 def scripts_list():
-    """beyond/README.md's: the tree from rung 10 on, and what each script brings, by folder."""
-    branch = "\n".join(line for line, _ in tree_lines(BY_LABEL["10"]))
-    texts = [f"```\n{branch}\n```"]
+    """beyond/README.md's: the chains of scripts from rung 10 on, and what each script brings, by folder."""
+    lines = [" → ".join(rung.label for rung in chain) for chain in chains(BY_LABEL["10"])]
+    branches = "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in lines)
+    texts = [f"```\n{branches}\n```"]
     for part in PAGE_PARTS[1:]:
         items = [f"- [`{rung.label}`]({rung.file.removeprefix('beyond/')}): {rung.brings}" for rung in part.rungs]
         texts += [f"**`{part.id}/`: {part.title}**", "\n".join(items)]

@@ -1,4 +1,4 @@
-"""The tree of rungs: as text; and as the page shows it, in parts, indented, with a path of two evenings."""
+"""The tree of rungs: as text, by branches or by chains; and as the page shows it, with a path of two evenings."""
 from dataclasses import dataclass
 
 from ladder.rungs.list import RUNGS
@@ -54,9 +54,27 @@ def tree_lines(rung=RUNGS[0], before="", mark=""):
     more = f" (and {', '.join(start.label for start in rung.starts[1:])})" if rung.starts[1:] else ""
     yield before + mark + rung.label + more, rung
     before += {"": "", "├─ ": "│  ", "└─ ": "   "}[mark]
-    children = [child for child in RUNGS if child.start is rung]
+    children = children_of(rung)
     for child in children:
         yield from tree_lines(child, before, "" if len(children) == 1 else "└─ " if child is children[-1] else "├─ ")
+
+
+def chains(rung):
+    """Yields what comes from a rung as lists in which each rung starts from the one before it.
+
+    A list ends where no rung follows, or several do; each of these begins a list of its own.
+    """
+    for child in children_of(rung):
+        chain = [rung, child]
+        while len(children_of(chain[-1])) == 1:
+            chain += children_of(chain[-1])
+        yield chain
+        yield from chains(chain[-1])
+
+
+def children_of(rung):
+    """The rungs that are compared with this one."""
+    return [child for child in RUNGS if child.start is rung]
 
 
 def after(rung):
