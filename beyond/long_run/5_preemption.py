@@ -452,7 +452,7 @@ def init_ranks(device):
         sys.exit("error: RANK: torchrun's other variables are missing; unset it, or use torchrun")
     if device == "mps":
         sys.exit("error: --device mps: Apple GPUs have no torch.distributed; use --device cpu")
-    backend = "gloo"
+    backend = "gloo"  # sends tensors between processes, in main memory; nccl does so between GPUs
     if device == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
         n_gpus = torch.cuda.device_count()

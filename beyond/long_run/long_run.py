@@ -298,7 +298,8 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.training and i < self.recompute_blocks:
-                # keeps only x, (B, T, C), and computes the block again in the backward pass
+                # keeps only x, (B, T, C), and computes the block again in the backward pass;
+                # use_reentrant=True would be torch's older way to do this
                 x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
                 x = block(x, cos, sin)
@@ -639,7 +640,7 @@ def init_ranks(device):
         sys.exit("error: RANK: torchrun's other variables are missing; unset it, or use torchrun")
     if device == "mps":
         sys.exit("error: --device mps: Apple GPUs have no torch.distributed; use --device cpu")
-    backend = "gloo"
+    backend = "gloo"  # sends tensors between processes, in main memory; nccl does so between GPUs
     if device == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
         n_gpus = torch.cuda.device_count()

@@ -4,10 +4,10 @@ Starts from 2_trapezoid_lr.py.
 Until here the model gets the order of the tokens from `wpe`, a learned vector for each position,
 which is added once before the first block. It must learn separately at every position what "three
 tokens back" means. Rotary position embeddings build this in. In every head, the elements i and i +
-hs/2 of a query or key form a pair, which is rotated by position * 10000^(-2i/hs) radians. The dot
-product of two rotated pairs depends on the difference of their angles, so an attention score
-depends only on the distance between the positions. The first pair turns by one radian per token and
-tells neighbors apart. The last ones turn thousands of times slower and tell near from far.
+hs/2 of a query or key form a pair, which is rotated by position * 10000^(-2i/hs) radians. Turning a
+query and a key by the same angle does not change their dot product, so an attention score depends
+only on the distance between their positions. The first pair turns by one radian per token and tells
+neighbors apart. The last ones turn thousands of times slower and tell near from far.
 
 Gain: relative positions in every layer, without parameters (block_size * C fewer). In the race of
 docs/results.md, the final loss is 0.025 nats per byte lower, which is not significant (eight seeds,

@@ -1,9 +1,10 @@
 """RMSNorm, no biases: scale, but do not shift. Starts from 3_rope.py.
 
 LayerNorm subtracts the mean of a token's C features, divides them by their standard deviation,
-multiplies each by a learned gain and adds a learned bias. RMSNorm only divides them by their root
-mean square and multiplies them by the gain, so it leaves out both shifts. The biases of the linear
-layers are also shifts, so this script removes them too. eps is 1e-6, as in Qwen3.
+multiplies each by a learned gain and adds a learned bias. Zhang and Sennrich found that only the
+scaling matters. RMSNorm leaves out both shifts: it divides the features by their root mean square
+and multiplies them by the gain. The biases of the linear layers are also shifts, so this script
+removes them too. eps is 1e-6, as in Qwen3.
 
 Gain: fewer operations per norm, and 11 * C fewer parameters per block. In the race of
 docs/results.md, the final loss does not differ significantly (eight seeds).

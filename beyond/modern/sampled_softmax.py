@@ -13,10 +13,10 @@ Gain: time. With 4 layers of width 128 and 1,024 tokens a step, a step takes 47 
 reach a loss that is 0.41 nats lower (99 %: 0.37 to 0.46, five seeds: experiments/README.md).
 Cost: after equally many steps the loss is higher. After 240 steps it is 0.05 nats higher (five
 seeds, p = 0.04), and at width 256 or on another text 0.1 higher (three seeds). So use it where time
-is short, not text. Larger models gain less: the floor of a step of GPT-2 (124M) at B=16 T=1024 on
-an H100 falls from 27.2 to 23.8 ms (computed). A model of bytes gains nothing, because a step takes
-up to B * T + 1,024 tokens, which includes all bytes. The logged training loss is an estimate, on
-average slightly too low.
+is short, not text. Larger models gain less: the least time that a step of GPT-2 (124M) at B=16
+T=1024 could take on an H100 falls from 27.2 to 23.8 ms (computed). A model of bytes gains nothing,
+because a step takes up to B * T + 1,024 tokens, which includes all bytes. The logged training loss
+is an estimate, on average slightly too low.
 
 Source: Jean et al. 2015, "On Using Very Large Target Vocabulary for Neural Machine Translation".
 """
