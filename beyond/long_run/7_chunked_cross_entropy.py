@@ -203,7 +203,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # logits[i, ids[i]] as a sum. With gather or F.nll_loss, torch.compile would do this for
             # all chunks in one kernel, at the end, and keep all logits until then.
             target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
-            total += (log_sum - target_logits).sum()
+            total += (log_sum - target_logits).sum()  # of -log(softmax(logits)) at the targets
             if weight_grad is not None:
                 # the gradient of a token's loss by its logits: softmax, minus 1 at the target
                 probs = (logits.float() - log_sum[:, None]).exp_()

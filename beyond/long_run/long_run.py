@@ -234,7 +234,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # logits[i, ids[i]] as a sum. With gather or F.nll_loss, torch.compile would do this for
             # all chunks in one kernel, at the end, and keep all logits until then.
             target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
-            total += (log_sum - target_logits).sum()
+            total += (log_sum - target_logits).sum()  # of -log(softmax(logits)) at the targets
             if weight_grad is not None:
                 # the gradient of a token's loss by its logits: softmax, minus 1 at the target
                 probs = (logits.float() - log_sum[:, None]).exp_()
@@ -394,7 +394,7 @@ class MuonAdamW(torch.optim.AdamW):
         # _foreach: the same operation on each tensor of a list
         torch._foreach_lerp_(momenta, grads, 0.05)  # 0.95 momentum + 0.05 grad
         updates = muon_update(grads, momenta)
-        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
+        torch._foreach_mul_(matrices, 1 - lr * weight_decay)  # decays as AdamW does
         torch._foreach_add_(matrices, updates.unbind(), alpha=-lr)
         for p in matrices:
             p.grad = None  # so that AdamW skips it

@@ -7,9 +7,10 @@ values equal: it replaces U S V^T by U V^T. That takes no SVD. X X^T X is U S^3 
 such odd powers of X changes only the singular values. Five iterations with a suitable sum
 (Newton-Schulz) bring all of them close to 1, with matrix products alone. Read `muon_update` first,
 then `orthogonalize`.
-Muon trains the matrices of the blocks, at --muon-lr. AdamW still trains embeddings, biases and
-LayerNorms, and the log's lr is AdamW's. Up to 16 matrices of one shape are stacked, so one product
-handles them all: for GPT-2 (124M), Muon launches 112 kernels a step instead of 1,196 (computed).
+Muon trains the matrices of the blocks, at --muon-lr. AdamW still trains biases, LayerNorms and the
+embeddings, whose rows are separate vectors, and the log's lr is AdamW's. Up to 16 matrices of one
+shape are stacked, so one product handles them all: for GPT-2 (124M), Muon launches 112 kernels a
+step instead of 1,196 (computed).
 
 Gain: no direction dominates a matrix's updates, so training takes fewer steps. In the race of
 docs/results.md, which trains these scripts on one text, a small model's loss after 600 steps is
@@ -287,7 +288,7 @@ class MuonAdamW(torch.optim.AdamW):
         # _foreach: the same operation on each tensor of a list
         torch._foreach_lerp_(momenta, grads, 0.05)  # 0.95 momentum + 0.05 grad
         updates = muon_update(grads, momenta)
-        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
+        torch._foreach_mul_(matrices, 1 - lr * weight_decay)  # decays as AdamW does
         torch._foreach_add_(matrices, updates.unbind(), alpha=-lr)
         for p in matrices:
             p.grad = None  # so that AdamW skips it

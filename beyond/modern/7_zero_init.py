@@ -317,7 +317,7 @@ class MuonAdamW(torch.optim.AdamW):
         # _foreach: the same operation on each tensor of a list
         torch._foreach_lerp_(momenta, grads, 0.05)  # 0.95 momentum + 0.05 grad
         updates = muon_update(grads, momenta)
-        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
+        torch._foreach_mul_(matrices, 1 - lr * weight_decay)  # decays as AdamW does
         torch._foreach_add_(matrices, updates.unbind(), alpha=-lr)
         for p in matrices:
             p.grad = None  # so that AdamW skips it

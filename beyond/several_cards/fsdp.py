@@ -239,7 +239,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # logits[i, ids[i]] as a sum. With gather or F.nll_loss, torch.compile would do this for
             # all chunks in one kernel, at the end, and keep all logits until then.
             target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
-            total += (log_sum - target_logits).sum()
+            total += (log_sum - target_logits).sum()  # of -log(softmax(logits)) at the targets
             if weight_grad is not None:
                 # the gradient of a token's loss by its logits: softmax, minus 1 at the target
                 probs = (logits.float() - log_sum[:, None]).exp_()
@@ -406,7 +406,7 @@ class MuonAdamW(torch.optim.AdamW):
         # _foreach: the same operation on each tensor of a list
         torch._foreach_lerp_(momenta, grads, 0.05)  # 0.95 momentum + 0.05 grad
         updates = muon_update(grads, momenta)
-        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
+        torch._foreach_mul_(matrices, 1 - lr * weight_decay)  # decays as AdamW does
         torch._foreach_add_(matrices, updates.unbind(), alpha=-lr)
         for p in matrices:
             p.grad = None  # so that AdamW skips it
@@ -520,6 +520,7 @@ class Checkpoints:
         except (EOFError, KeyError, RuntimeError):  # half of it, or a file of --save
             sys.exit(f"error: --resume: {newest} is damaged, or no checkpoint;"
                      " delete it to resume from the one before")
+        # each rank takes its own rows of the whole tensors
         set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"],
                        optim_state_dict=saved["optimizer"],
                        options=StateDictOptions(full_state_dict=True))
@@ -718,6 +719,7 @@ def gather(model, optimizer):
 def compile_parts(model, mode):
     """Compile each block and the loss separately, because FSDP gathers and frees in between."""
     for block in model.transformer.h:
+        # `forward` alone, because FSDP gathers just before it and frees just after it
         block.forward = torch.compile(block.forward, mode=mode)
     model.chunked_cross_entropy = torch.compile(model.chunked_cross_entropy, mode=mode)
 
