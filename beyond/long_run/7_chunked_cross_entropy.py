@@ -376,7 +376,7 @@ class Checkpoints:
             self.folder_lock.acquire(timeout=0)
         except filelock.Timeout:
             sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
-        except PermissionError:
+        except PermissionError:  # an OSError that says nothing about locks
             raise
         except (OSError, NotImplementedError) as error:  # some network drives have no locks
             print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")

@@ -490,7 +490,7 @@ class Checkpoints:
             self.folder_lock.acquire(timeout=0)
         except filelock.Timeout:
             sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
-        except PermissionError:
+        except PermissionError:  # an OSError that says nothing about locks
             raise
         except (OSError, NotImplementedError) as error:  # some network drives have no locks
             print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
@@ -517,6 +517,7 @@ class Checkpoints:
 
     def read(self, path):
         """Load this rank's shards, however many ranks wrote them; exit if they are damaged."""
+        # dcp.load fills these tensors, whose shapes and places say what this rank needs
         weights, moments = get_state_dict(self.model, self.optimizer)
         try:
             dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)

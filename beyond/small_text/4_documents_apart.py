@@ -121,7 +121,7 @@ def rotate(x, cos, sin):
 def document_mask(document):
     """The mask of attention, (B, 1, T, T), from the number of each token's document, (B, T)."""
     same = document[:, :, None] == document[:, None, :]  # (B, T, T)
-    return same.tril()[:, None]
+    return same.tril()[:, None]  # no later token of the document; one mask for all heads
 
 
 class CausalSelfAttention(nn.Module):
