@@ -5,6 +5,9 @@ merges it, line by line, with what the rung itself changes, and what is uncommit
 the same lines, the rung's file gets git's conflict markers; where the result would break the ladder's law, it stays as
 it is. The rungs that start from there wait: make the fix there by hand, and carry it on from there. A rung that starts
 from two gets the fix from both, for each definition from the one that has it.
+
+To insert a script into a chain, first commit an unchanged copy of the script before it, and let the next one start from
+the copy. Then make the change there, and carry it on.
 """
 import subprocess
 from pathlib import Path

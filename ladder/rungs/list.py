@@ -155,7 +155,7 @@ add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections",
 add("fp8", "beyond/modern/fp8.py", "FP8", before="zero_init",
     may_change="add_flags to_float8 float8_product Float8Product Float8Linear use_float8 CausalSelfAttention.__init__ "
                "MLP.__init__ train",
-    has_floor=False, brings="multiplies the blocks' matrices in 8 bits on Ada, Hopper or newer GPUs (not timed yet)")
+    has_floor=False, brings="multiplies the blocks' matrices in 8 bits, on Ada, Hopper or newer (not timed)")
 add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", before="zero_init",
     may_change="GPT count_log_frequencies train",
     exports_to=None, brings="starts the logits at the tokens' log-frequencies, which may speed up the first steps")
@@ -171,7 +171,7 @@ add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", be
 # A model worth keeping from a small text.
 add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", before="zero_init",
     may_change="DataLoaderLite train",
-    brings="reads the text's windows in a new order in each epoch, which may lower the loss")
+    brings="reads the text in a new order in each epoch, which may lower the loss")
 add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoint", before="shuffled_windows",
     may_change="add_flags Best train",
     same_losses=0.01, brings="keeps the model with the lowest validation loss")
@@ -184,17 +184,17 @@ add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apar
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
 add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", before="ddp",
     may_change="add_flags batches_per_step optimizer_step train",
-    brings="sums the gradients of micro-batches, so a large batch needs only the memory of a micro-batch")
+    brings="sums the gradients of micro-batches, so a large batch needs only a micro-batch's memory")
 add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", before="gradient_accumulation",
     may_change="DataLoaderLite optimizer_step train",
     same_losses=0.01, brings="loads the next batch while the device works, so only the first step waits for data")
 add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", before="prefetch",
     may_change="add_flags DataLoaderLite evaluate train",
-    same_losses=0.01, brings="measures the loss on held-out text, on any number of ranks")
+    same_losses=0.01, brings="measures the loss on held-out text, on all ranks")
 add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", before="distributed_validation",
     may_change="add_flags MAY_CHANGE Checkpoints train",
     same_losses=0.01,
-    brings="saves a run's whole state to resume it, so a crash costs only the steps since the last save")
+    brings="saves a run's whole state, so a crash costs only the steps since the last save")
 add("preemption", "beyond/long_run/5_preemption.py", "preemption", before="checkpoints",
     may_change="imports Checkpoints.lock on_any_rank catch_signals train",
     same_losses=0.01, brings="saves a checkpoint on Ctrl-C or SIGTERM")
@@ -206,7 +206,7 @@ add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chun
     before="gradient_checkpointing",
     may_change="add_flags MAY_CHANGE ChunkedCrossEntropy GPT.__init__ GPT.forward train",
     same_losses=0.1, chunked=True,
-    brings="computes the loss in chunks of tokens, so only one chunk's logits are in memory at a time")
+    brings="computes the loss in chunks of tokens, so only one chunk's logits exist at a time")
 # Both trunks in one, and the shape of published models.
 add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run",
     before=("chunked_cross_entropy", "zero_init"),
@@ -219,11 +219,11 @@ add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "gr
 # Several cards.
 add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", before="long_run",
     may_change="GPT.configure_optimizers MuonAdamW.step ShardedMuonAdamW Checkpoints.save init_ranks train",
-    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks, so each rank needs less memory")
+    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks, which saves memory")
 add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", before="long_run",
     may_change="imports GPT.__init__ GPT.forward orthogonalize evaluate Checkpoints.load Checkpoints.save shard gather "
                "compile_parts optimizer_step train",
-    torchrun=True, brings="divides parameters, gradients and moments among the cards, so each card needs less memory")
+    torchrun=True, brings="divides parameters, gradients and moments among the cards, which saves memory")
 add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded checkpoint", before="fsdp",
     may_change="imports Checkpoints",
     same_losses=0.01, torchrun=True, brings="lets each card save its own part of a checkpoint")
@@ -234,7 +234,7 @@ add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream"
     brings="keeps the residual stream in bfloat16, which cuts memory traffic (computed)")
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_residual",
     may_change="imports add_flags GPT.configure_optimizers optimizer_step has_graphs GraphedStep train",
-    same_losses=0.01, brings="launches all kernels of a step with one call, so there are fewer gaps between them")
+    same_losses=0.01, brings="launches all kernels of a step with one call, which leaves fewer gaps")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
     may_change="MODELS GPTConfig",
     brings="halves the number of heads and doubles their width, which halves softmax's exponentials")
