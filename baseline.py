@@ -68,7 +68,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    tied: bool = False  # output layer and embedding are two matrices, until rung 1
+    tied: bool = False  # is saved with the model: rung 1, which ties, refuses a model that is not
 
 
 def model_config(args, vocab_size):

@@ -167,7 +167,7 @@ add("mup", "beyond/modern/mup.py", "muP", before="zero_init",
     brings="scales logits and Muon's updates with the width, so a narrow model's learning rates might fit a wide one")
 add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", before="zero_init",
     may_change="EXTRA_ROWS GPT.forward GPT.sampled_loss",
-    brings="computes only some tokens' logits, so a small model reaches a lower loss in the same time")
+    brings="computes the logits of a sample of the vocabulary only, so a small model reaches a lower loss in the same time")
 # A model worth keeping from a small text.
 add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", before="zero_init",
     may_change="DataLoaderLite train",
@@ -237,7 +237,7 @@ add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_re
     same_losses=0.01, brings="launches all kernels of a step with one call, which leaves fewer gaps")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
     may_change="MODELS GPTConfig",
-    brings="halves the number of heads and doubles their width, which halves softmax's exponentials")
+    brings="halves the number of heads and doubles their width, so softmax computes half as many exponentials")
 add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", before="heads_of_128",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT.__init__ GPT._init_weights "
                "GPT.configure_optimizers",

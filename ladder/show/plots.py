@@ -111,7 +111,7 @@ def step_picture(report):
     marks = "black: the computed floor" if floors else "thin lines: lowest to highest"
     return Picture(
         "A training step, rung by rung",
-        f"Left: {where(report)}. Right: GPT-2 (124M), the lecture's scripts; it has no time for rungs 1, 4, 8 and 9.",
+        f"Left: {where(report)}. Right: GPT-2 (124M), the lecture's scripts, without times for rungs 1, 4, 8 and 9.",
         1.6 + 0.3 * len(measured), [
             Panel("ms a step", measured, title=f"{report.setting['device']}, {batch_of(report)}\nmeasured; {marks}"),
             Panel("ms a step", published,
