@@ -114,18 +114,18 @@ def read_file(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        sys.exit(f"error: {path}: no such file; give a file that a rung wrote")
+        sys.exit(f"error: {path}: no such file; give a file that --save wrote")
     except OSError as error:
-        sys.exit(f"error: {path}: cannot be read ({error.strerror}); give a file that a rung wrote")
+        sys.exit(f"error: {path}: cannot be read ({error.strerror}); give a file that --save wrote")
     except (pickle.UnpicklingError, EOFError, LookupError, RuntimeError, ValueError):
         # not the reason: torch's own advice is to load it without weights_only
         saved = None
     if not isinstance(saved, dict):
-        sys.exit(f"error: {path}: damaged, or not a model's file; give a file that a rung wrote")
+        sys.exit(f"error: {path}: damaged, or not a model's file; give a file that --save wrote")
     for key in ("script", "config", "model", "T", *vocabulary.FIELDS):
         if key not in saved:
             sys.exit(f"error: {path}: not a model's file, it has no {key!r};"
-                     " give a file that a rung wrote")
+                     " give a file that --save wrote")
     return saved
 
 
@@ -224,7 +224,7 @@ def write_folder(file, folder):
         tokenizer = vocabulary.restore(*[saved[key] for key in vocabulary.FIELDS])
     except vocabulary.NoTokenizer as error:
         if saved["tokenizer"] != "gpt2":
-            sys.exit(f"error: {file}: its tokenizer {error}; give a file that a rung wrote")
+            sys.exit(f"error: {file}: its tokenizer {error}; give a file that --save wrote")
         warn(f"{error}; the folder has no tokenizer, so pipeline() needs one from elsewhere")
         tokenizer = None
     with renamed_when_whole(folder) as partial:

@@ -46,7 +46,7 @@ def script_model(name, saved):
         gpt = script.GPT(script.GPTConfig(**saved["config"]))
         gpt.load_state_dict(saved["model"])
     except ValueError as error:
-        sys.exit(f"error: {name}: {error}; give a file that a rung wrote")
+        sys.exit(f"error: {name}: {error}; give a file that --save wrote")
     except (TypeError, RuntimeError):
         sys.exit(f"error: {name}: not a model of {saved['script']} as it is here;"
                  " give a file that it wrote")

@@ -100,9 +100,9 @@ def sources_of(text, field, encoding):
     elif text.is_file():
         files = [text]
     elif text.exists():  # a pipe would be empty at the second reading
-        sys.exit(f"error: --text {text}: not a file; save the text to a file first")
+        sys.exit(f"error: {text}: not a file; save the text to a file first")
     else:
-        sys.exit(f"error: --text {text}: no such file or folder; check the path")
+        sys.exit(f"error: {text}: no such file or folder; check the path")
     for path in files:
         refuse_lfs_pointer(path)
         if path.suffix.lower() == ".parquet":

@@ -51,7 +51,6 @@ def main(argv=None):
         signal.signal(number, signal.default_int_handler)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, signal.default_int_handler)  # what the tool has started must end
-    sys.argv[0] = f"python -m ladder {args.verb}"  # what the scripts' own parsers call themselves in an error
     try:
         return module_of(args.verb).main(args, console) or 0
     except (UserError, OSError) as error:

@@ -28,15 +28,17 @@ def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere(tmp_
 
 
 @pytest.mark.parametrize("words, reasons", [
-    (["report", "/no/such/folder"], ["no such folder of logs"]),
-    (["report", ROOT / "logs" / "reference"], ["holds no logs"]),  # several machines are not rounds
+    (["report", "/no/such/folder"], ["no such folder", "the folder of one run"]),
+    (["report", ROOT / "logs" / "reference"], ["the folder of one run"]),  # several machines are not rounds
     (["report", "x", "--readme"], ["--readme: shows all of logs/reference"]),
-    (["compare", "/no/a.log", "/no/b.log"], ["a.log"]),
+    (["compare", "/no/a.log", "/no/b.log"], ["a.log"]), (["compare", "a.log", "b.log", "c.log"], ["two logs"]),
+    (["compare", "a.log", "6"], ["two logs"]), (["compare", ROOT / "logs", ROOT / "docs"], ["two logs", "report"]),
     *((["floor", "--gpu", card], [f"--gpu {card}"]) for card in ("nonsense", "mine:1,2", "mine:1,2,3,-4")),
     (["floor", "--gpu", "mine:1,2,4,1000", "mine:2,4,8,1000"], ["--gpu: two of these GPUs are called mine; "]),
     (["floor", "--rungs", "ddp,fp8"], ["--rungs ddp,fp8: floors are of"]), (["floor", "-T", "2048"], ["-T 2048"]),
     (["propagate", "nothing.py"], ["no rung nothing.py"]), (["diff", "99"], ["no rung 99"]),
     (["diff", "1", "2", "3"], ["one rung or two"]), (["run", "--rungs", "77"], ["--rungs 77"]),
+    (["run", "--rungs", "mine.py"], ["no rung mine.py", "compare"]),
     (["run", "--save=x"], ["--save"]), (["run", "--max-batch", "--peers"], ["--peers: cannot be combined"]),
     (["run", "--max-batch", "--at-once", "2"], ["--at-once: cannot be combined"]),
     (["profile", "--rungs", "ddp"], ["rungs 0 to 10"]), (["profile", "--steps", "3"], ["--steps", "not allow them"]),
@@ -45,6 +47,11 @@ def test_wrong_words_end_in_one_line_before_anything_is_written(words, reasons, 
     """Before anything is written: here a script would prepare data/tokens."""
     monkeypatch.chdir(tmp_path)
     assert is_one_error(call(*words), *reasons) and not list(tmp_path.iterdir())
+
+
+def test_a_refused_flag_names_the_script_that_lacks_it(call):
+    code, _, error = call("run", "--rungs", "muon,ddp", "--val-every", "2")
+    assert code == 2 and "ddp_run.py: error: unrecognized arguments: --val-every" in error
 
 
 @pytest.mark.parametrize("refused", [

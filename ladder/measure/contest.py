@@ -118,7 +118,8 @@ class Contest:
             self.try_rates(wanted)
             for rung in self.scripts:
                 if min(self.searches[rung.name].losses.values()) == math.inf:
-                    raise UserError(f"no run of {rung.file} ended with a loss; its logs are in {self.folder}/sweep/")
+                    raise UserError(f"{rung.called}: no run of it ended with a loss, as said above; correct it, or "
+                                    f"give lower rates (logs: {self.folder}/sweep/)")
 
     def find_rates(self):
         """{script: its rates in each round}; a contest that is resumed keeps those that it has found."""
@@ -178,7 +179,8 @@ def open_contest(contest, about, device, seconds, console):
     for what, new in about.items():
         if begun.get(what) != new:
             others = "scripts" if what == "what" else what
-            raise UserError(f"{folder}: holds a comparison with other {others}; rerun its own command, or name another")
+            raise UserError(f"{folder}: holds a comparison with other {others}; rerun its own command, or name a new "
+                            "folder")
     for what in ("torch", "name"):
         old, new = (THREADS_OF.sub("", machine[what]) for machine in (begun, here))
         if old != new:

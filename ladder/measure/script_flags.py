@@ -65,6 +65,7 @@ def command_for(rung, flags, log_dir, processes=2, script=None):
 
 def settings_of(rung, flags):
     """What a rung's script makes of the flags; it exits with an error if they are wrong."""
+    sys.argv[0] = rung.file  # what its parser calls itself in an error
     return load_script(rung).parse_args(own_flags(rung, flags, Path()))
 
 
@@ -82,7 +83,7 @@ def eager_flags(rungs, flags, device, console):
 def check_file(file):
     """Refuse what is no script, or does not start; its --help shows flags."""
     if file.suffix != ".py" or not file.is_file():
-        raise UserError(f"{file}: no such script; give a copy of the rung before, as a .py file")
+        raise UserError(f"{file}: no such script; give a .py file, such as a copy of a rung")
     words = [sys.executable, "-B", file.resolve(), "--help"]  # -B: nothing of ours beside it
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=START_SECONDS, check=False)

@@ -23,6 +23,7 @@ from ladder.rungs.list import ORDER, ROOT, today
 
 RUNS = Path("logs/ladder")  # one subfolder per run
 REFERENCE = ROOT / "logs" / "reference"  # one subfolder per machine and setting
+A_RUN = f"give the folder of one run, such as {RUNS}/DATE_TIME"
 THREADS_OF = re.compile(r" \((\d+) threads\)")  # a CPU, in a header
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 INTEGER = r"(\d{1,12})"
@@ -244,7 +245,7 @@ def logs_in(folder):
     """The paths of the logs in a folder and in its rounds."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder of logs; check the path")
+        raise UserError(f"{folder}: no such folder; {A_RUN}")
     rounds = sorted(folder.glob("round_*.log"))  # each holds its logs one after another
     single = {*folder.glob("*.log"), *folder.glob("round_*/*.log")} - {*rounds}
     return sorted(single) + [path for file in rounds for path in parts_of(file)]
@@ -267,8 +268,7 @@ def read_folder(folder):
     if without:  # of runs that waited for their turn, when they were stopped
         skipped.append(f"no step line in {', '.join(without)}")
     if not runs:
-        raise UserError(f"{folder} holds no logs with steps: "
-                        + (skipped[0] if skipped else "run python -m ladder run first"))
+        raise UserError(": ".join([f"{folder}: no log there has a step", *skipped[:1]]) + f"; {A_RUN}")
     order = sorted(runs, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     return {name: runs[name] for name in order}, skipped
 

@@ -266,7 +266,9 @@ def parse_rungs(text):
             rungs.append(rung_named(word))
         else:
             tracks = ", ".join(f"{track}/" for track in TRACKS)
-            raise UserError(f"--rungs {text}: {unknown(word)}; ranges go from 0 to 10, and {tracks} are whole folders")
+            hint = f"ranges go from 0 to 10, and {tracks} are whole folders"
+            hint = "compare and try take scripts of your own" if word.endswith(".py") else hint
+            raise UserError(f"--rungs {text}: {unknown(word)}; {hint}")
     return list(dict.fromkeys(rungs))
 
 

@@ -16,5 +16,5 @@ def main(args, console):
     for mark, what, detail in findings:
         console.print(f"{mark} {what}: {detail}", style=COLORS[mark])
     console.print(f"\nFor this machine:\n    {command}")
-    console.print("Whether every script works here (pip install pytest pytest-timeout pytest-xdist):\n"
+    console.print("To test every script here, after pip install -r requirements-dev.txt:\n"
                   f"    python -m pytest --device {device} tests/scripts/test_smoke.py", soft_wrap=True)

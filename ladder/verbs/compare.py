@@ -5,6 +5,7 @@ from ladder.errors import UserError
 from ladder.files import write_whole
 from ladder.records.logs import read_log
 from ladder.records.recipes import CSV, DIFFERENCES, FOLDERS, MOST_TRIES, SEEDS, by_seed, read_csv
+from ladder.rungs.list import rung_named
 from ladder.show.print_report import print_comparison
 from ladder.show.terminal import AMOUNT, COUNT
 from ladder.show.verdict import print_verdict
@@ -28,7 +29,8 @@ def add_flags(parser):
 
 def main(args, console):
     words = [Path(word) for word in args.what]
-    are_logs = len(words) == 2 and all(word.suffix == ".log" for word in words)
+    n_logs = sum(word.suffix == ".log" for word in words)
+    are_logs = n_logs == len(words) == 2
     is_folder = len(words) == 1 and (words[0] / CSV).exists()
     if args.flags and (are_logs or is_folder):
         raise UserError(f"compare {' '.join(args.flags)}: no script runs here that takes flags; leave them out")
@@ -36,8 +38,9 @@ def main(args, console):
         return print_comparison(*map(read_log, words), console)
     if is_folder:
         return print_verdict(finished(words[0]), console)
-    if len(words) == 1:
-        raise UserError(f"compare {words[0]}: give two rungs or files, two logs, or the folder of a comparison")
+    if n_logs or len(words) == 1 or any(word.is_dir() and not rung_named(str(word)) for word in words):
+        raise UserError(f"compare {' '.join(args.what)}: give two rungs or scripts, two logs, or one folder of a "
+                        "comparison (report shows runs)")
     return compare_recipes(args, console)
 
 

@@ -264,8 +264,9 @@ def test_wrong_flags(prepare):
     for words, reason in [
         ("--name x", "--name.*--hf"), ("--split x", "--split.*--hf"), ("--field x", "--field.*--hf"),
         ("--encoding utf-16", "--encoding: .*--text"), ("--val a.txt", "--val: .*--text"), ("--text=", "is empty"),
-        ("--text a.txt --val nowhere", "nowhere: no such"), ("--text a.txt --encoding utf-8:spell", "spell: unknown"),
-        ("--text a.txt --encoding klingon", "--encoding klingon: "), ("--text pipe", "pipe: not a file"),
+        ("--text a.txt --val nowhere", "error: nowhere: no such"), ("--text pipe", "pipe: not a file"),
+        ("--text a.txt --encoding utf-8:spell", "spell: unknown"),
+        ("--text a.txt --encoding klingon", "--encoding klingon: "),
         ("--train-tokenizer 256", "--train-tokenizer 256: .* 257 .* 65536"), ("--train-tokenizer 65537", "65537: "),
         ("--text a.txt --out /proc/x", "--out /proc/x: "), ("--text a.txt --out a.txt", "a.txt: .*choose another"),
     ]:

@@ -82,7 +82,7 @@ def test_a_run_that_diverges_is_never_the_best_and_a_resumed_race_keeps_its_rate
     assert 5e-4 < float(kept) < 7e-4
     jobs = run_race(tmp_path, [ADAMW], tries=24)
     assert part_of(jobs, "sweep") == [] and {rates_of(job) for job in part_of(jobs, "round")} == {(kept,)}
-    with pytest.raises(UserError, match="no run of beyond/.*/6_gradient.* ended with a loss"):
+    with pytest.raises(UserError, match="gradient_checkpointing: no run .*/sweep/"):
         run_race(tmp_path / "all", [ADAMW], **{ADAMW.name: lambda end, job: "inf"})
 
 
