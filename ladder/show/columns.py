@@ -11,7 +11,7 @@ from ladder.formats import NOTHING
 from ladder.rungs.list import rung_of
 
 CONVENTION = "MFU counts attention's FLOPs in full, as PaLM does"
-STARS = (f"× before: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
+STARS = (f"× previous: * is significant (p < {BEYOND_CHANCE} after Holm's correction, paired test over "
          f"{FEWEST_ROUNDS} rounds or more), ? too few rounds to tell; without a mark no significant difference")
 OLDER = "‡"  # at a row of older code
 
@@ -56,7 +56,7 @@ SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high), g
 MS_SPREAD = Column("ms/step", lambda row: f"{MS.text(row)} ({SPREAD.text(row)})")
 TOKENS = Column("tokens/sec", lambda row: formats.number(row.tokens_per_second), goes=5)
 BASELINE = Column("× baseline", lambda row: formats.ratio(row.times_baseline))
-BEFORE = Column("× before", times_before, STARS, goes=9)
+BEFORE = Column("× previous", times_before, STARS, goes=9)
 MFU = Column("MFU", mfu_of, CONVENTION, goes=8)
 CAUSAL = Column("causal", lambda row: formats.share(row.mfu_causal),
                 "causal: MFU with the half of attention's FLOPs that a causal kernel computes", goes=1)

@@ -72,7 +72,7 @@ def measured_rows(rung, reports):
         if rung.name in by_name:
             row, rows = by_name[rung.name], [by_name[other.name] for other in pair(rung) if other.name in by_name]
             yield {"measured on": report.name.replace("_", " ") + ", older code" * row.older_code,
-                   "ms/step": from_to(formats.ms(row.ms) for row in rows), "× before": times_before(row),
+                   "ms/step": from_to(formats.ms(row.ms) for row in rows), "× previous": times_before(row),
                    "MFU": from_to(map(mfu_of, rows)),
                    "GB": from_to(formats.gigabytes(row.peak_memory_gb) for row in rows),
                    "loss": f"{from_to(formats.loss(row.last_loss) for row in rows)} at step {row.last_step}"}
@@ -86,7 +86,7 @@ def race_rows(rung, reports):
             yield {"race": f"{data_of(report)}, {report.setting['model']}",
                    "validation loss (range)": formats.with_spread(row.val_loss, row.val_low, row.val_high,
                                                                   formats.loss),
-                   "change from the row before": between(row.change, formats.difference),
+                   "change from the previous row": between(row.change, formats.difference),
                    "p of the loss": p_of(row.change, rung.name in refuted_in(report))}
 
 

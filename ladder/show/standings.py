@@ -109,4 +109,4 @@ def refuted_in(report):
 
 def race_columns(report, scripts=(SCRIPT,)):
     """`scripts` are the columns that name a script."""
-    return [*scripts, *recipe_columns("the row before", refuted_in(report))]
+    return [*scripts, *recipe_columns("the previous row", refuted_in(report))]

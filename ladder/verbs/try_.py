@@ -17,11 +17,11 @@ from ladder.show.terminal import COUNT
 
 def add_flags(parser):
     parser.description += """ The command runs the tests of exercise N on FILE and prints a hint for each failing test.
-        Once all pass, it runs your script and ours in turn, and shows what each changes in the rung before. The
+        Once all pass, it runs your script and ours in turn, and shows what each changes in the previous rung. The
         exercises are in docs/exercises.md."""
     flag = parser.add_argument
     flag("rung", metavar="N", help="label of the exercise's rung, such as 6 or muon")
-    flag("file", type=Path, metavar="FILE", help="your script: a copy of the rung before, with your change")
+    flag("file", type=Path, metavar="FILE", help="your script: a copy of the previous rung, with your change")
     flag("--rounds", type=COUNT, metavar="ROUNDS", help="number of rounds in which both scripts run, even if a test "
          "fails (default: 3 once all tests pass)")
 

@@ -160,15 +160,15 @@ def tables_of(text, label):
 def test_a_lesson_tells_what_its_rung_did(text):
     by_name = {row["measured on"]: row for row in tables_of(text, "1")}
     assert list(by_name) == ["plain", "profiled"]  # first the machine where the ladder gains most
-    assert by_name["profiled"] == {"measured on": "profiled", "ms/step": "9,600 → 8,100", "× before": "1.19?",
+    assert by_name["profiled"] == {"measured on": "profiled", "ms/step": "9,600 → 8,100", "× previous": "1.19?",
                                    "MFU": "–", "GB": "4.41 → 3.60", "loss": "8.800 at step 12"}
     [alone] = tables_of(text, "3")  # rung 2 was not measured
-    assert (alone["ms/step"], alone["× before"], alone["GB"]) == ("1,280", "–", "2.98")
+    assert (alone["ms/step"], alone["× previous"], alone["GB"]) == ("1,280", "–", "2.98")
     assert [row["loss"] for row in tables_of(text, "10")] == ["nan at step 12"]
     assert [row["ms/step"] for row in tables_of(text, "ddp")] == ["1,024 → 2,560"]
     [raced] = tables_of(text, "muon")
     assert raced == {"race": "text, tiny", "validation loss (range)": "3.967 (3.900–4.000)",
-                     "change from the row before": "−2.033 (−2.909 to −1.158)",  # scipy's, of three pairs
+                     "change from the previous row": "−2.033 (−2.909 to −1.158)",  # scipy's, of three pairs
                      "p of the loss": "0.0019"}  # three seeds get no star
     machines = text.split('<section id="machines">')[1]
     assert "<td>8,100<td>" in machines and "! no measured matrix-product rates" in machines

@@ -65,7 +65,7 @@ def test_a_rung_is_compared_with_the_row_before(tmp_path):
         assert (effect.low, effect.high) == pytest.approx(pair.confidence_interval(0.995))
     texts = race_texts(report)
     assert list(texts["p"])[:2] == ["–", "<0.001*"] and "*" not in texts["p"][2]
-    assert texts["change from the row before"][1].startswith("−0.998 (−1.0")
+    assert texts["change from the previous row"][1].startswith("−0.998 (−1.0")
     few = race_of(tmp_path, {name: losses[:3] for name, losses in ends.items()})
     assert race_texts(few)["p"][1] == "<0.001" and "3 seeds, too few for a star" in race_caption(few)
     assert "p" not in race_texts(race_of(tmp_path, {name: losses[:1] for name, losses in ends.items()}))

@@ -13,9 +13,9 @@ from ladder.show.lesson_text import print_lesson
 from ladder.show.print_report import print_report
 from ladder.show.terminal import print_table
 
-TEXTS = [{"the one change": "DistributedDataParallel, 2 ranks", "ms/step": "1,234", "× before": "1.003*",
+TEXTS = [{"the one change": "DistributedDataParallel, 2 ranks", "ms/step": "1,234", "× previous": "1.003*",
           "loss @24": "6.545"},
-         {"the one change": "fused AdamW, selective decay", "ms/step": "56.7", "× before": "0.99", "loss @24": "nan"}]
+         {"the one change": "fused AdamW, selective decay", "ms/step": "56.7", "× previous": "0.99", "loss @24": "nan"}]
 
 
 def printed(width, show, *args, **more):
@@ -26,14 +26,14 @@ def printed(width, show, *args, **more):
 
 @pytest.mark.parametrize("width", [200, *range(50, 80)])
 def test_a_table_loses_columns_never_letters(width):
-    explains = {"× before": "* is significant", "loss @24": "of step 24"}
-    out = printed(width, print_table, TEXTS, columns_of(TEXTS, ["× before"], explains), title="a")
+    explains = {"× previous": "* is significant", "loss @24": "of step 24"}
+    out = printed(width, print_table, TEXTS, columns_of(TEXTS, ["× previous"], explains), title="a")
     shown = [heading for heading in TEXTS[0] if heading in out.partition("A wider")[0]]
     assert "…" not in out and max(map(len, out.splitlines())) <= width
-    assert {"the one change", "ms/step"} <= {*shown} and (len(shown) == 4 or "× before" not in shown)
+    assert {"the one change", "ms/step"} <= {*shown} and (len(shown) == 4 or "× previous" not in shown)
     for heading in shown[1:]:
         assert all(re.search(rf"(?<!\S){re.escape(text)}(?!\S)", out) for text in (row[heading] for row in TEXTS))
-    assert ("is significant" in out) == ("× before" in shown) and ("of step" in out) == ("loss @24" in shown)
+    assert ("is significant" in out) == ("× previous" in shown) and ("of step" in out) == ("loss @24" in shown)
     assert ("A wider terminal" in out) == (len(shown) < 4)
 
 
