@@ -20,7 +20,7 @@ def test_help_comes_without_torch():
 def test_a_table_goes_into_a_file_whose_encoding_lacks_its_signs_or_nowhere(tmp_path):
     words = ["report", write_log(tmp_path / "baseline.log").parent]
     run = ladder(*words, PYTHONIOENCODING="ascii")
-    assert run.returncode == 0 and "tokens/s" in run.stdout, run.stderr
+    assert run.returncode == 0 and "tokens/s" in run.stdout and "0 baseline" in run.stdout, run.stderr
     read, write = os.pipe()
     os.close(read)  # as head does, once it has its lines
     run = subprocess.run([*LADDER, *words], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)

@@ -49,7 +49,7 @@ def mfu_of(row):
 
 
 LABEL = Column("", lambda row: rung_of(row.name).label)
-TITLE = Column("the one change", lambda row: row.title + OLDER * row.older_code)
+RUNG = Column("rung", lambda row: f"{rung_of(row.name).label} {row.title}".strip() + OLDER * row.older_code)
 LINKED_TITLE = Column("the one change", lambda row: f"[{row.title}]({rung_of(row.name).file}){OLDER * row.older_code}")
 MS = Column("ms/step", lambda row: formats.ms(row.ms))
 SPREAD = Column("spread", lambda row: formats.spread(row.ms_low, row.ms_high), goes=4)
@@ -72,7 +72,7 @@ def all_columns(report):
     """What a terminal and the page show."""
     last_steps = "/".join(map(str, sorted({row.last_step for row in report.rows})))
     loss = replace(LOSS, heading=f"loss @{last_steps}")
-    return [TITLE, MS, SPREAD, TOKENS, BASELINE, BEFORE, MFU, CAUSAL, MEMORY, loss, FIRST, VAL_LOSS]
+    return [RUNG, MS, SPREAD, TOKENS, BASELINE, BEFORE, MFU, CAUSAL, MEMORY, loss, FIRST, VAL_LOSS]
 
 
 README_COLUMNS = [replace(LABEL, heading="rung"), LINKED_TITLE, MS_SPREAD, BEFORE, BASELINE]

@@ -79,7 +79,7 @@ def print_end(runner, console, quick):
 
 def print_largest(found, console):
     """The largest batch of each rung, as max_batch.py found it: {rung: (B, tokens/s, why not the next)}."""
-    columns = [Column("rung", lambda row: row[0].title), Column("largest B", lambda row: str(row[1])),
+    columns = [Column("rung", lambda row: row[0].row), Column("largest B", lambda row: str(row[1])),
                Column("tokens/s", lambda row: formats.number(row[2])),
                Column("what stopped the next one tried", lambda row: row[3], has_words=True)]
     print_table([(rung, *best) for rung, best in found.items()], columns, console,

@@ -57,7 +57,7 @@ def table_of(texts, columns, title, width, style):
         if folds:
             longest_word = max(len(word) for text in [column.heading, *cells] for word in text.split())
             least = max(longest_word, min(WRAPPED, max(map(len, cells))))
-        table.add_column(heading, justify="right" if place else "left", overflow="fold", no_wrap=not folds,
+        table.add_column(heading, justify="left" if folds else "right", overflow="fold", no_wrap=not folds,
                          min_width=min(least, width - 4))
     for row in zip(*(texts[column.heading] for column in columns), strict=True):
         table.add_row(*row)

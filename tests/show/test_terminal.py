@@ -1,6 +1,7 @@
 """Tables in a terminal: a narrow one leaves whole columns out, and explains only what it shows."""
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from load_script import ROOT
@@ -41,6 +42,13 @@ def test_a_name_wider_than_the_terminal_is_folded():
     texts = [{"script": 62 * "x", "p": "0.5"}]
     out = printed(40, print_table, texts, columns_of(texts), title="a")
     assert out.partition("A wider")[0].count("x") == 62 and "…" not in out and "A wider terminal also shows p." in out
+
+
+def test_words_begin_in_one_place_and_numbers_end_in_one():
+    texts = [{"rung": "a", "why": "out of memory", "B": "8"}, {"rung": "b", "why": "slow", "B": "16"}]
+    columns = [replace(column, has_words=column.heading == "why") for column in columns_of(texts)]
+    first, second = printed(60, print_table, texts, columns, title="").splitlines()[-3:-1]
+    assert first.index("out") == second.index("slow") and len(first.rstrip()) == len(second.rstrip())
 
 
 @pytest.mark.parametrize("name, mark", [("nvidia_h200_B16_T1024", "2 rounds: too few to claim a gain"),
