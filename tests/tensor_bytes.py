@@ -7,14 +7,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Watch(TorchDispatchMode):
-    """`peak`: the most that the tensors made under it have held at once; `moved`: (collective, bytes of its buffer).
+    """What is made under it: `peak`, the most bytes that tensors held at once, and `largest`, the most that one held.
+
+    `moved`: (collective, bytes of its buffer).
 
     A collective's buffer is the whole one, of all ranks; those of up to 100 bytes, a loss or a norm, are left out.
     """
 
     def __init__(self):
         super().__init__()
-        self.storages, self.peak, self.moved = WeakIdKeyDictionary(), 0, []
+        self.storages, self.peak, self.largest, self.moved = WeakIdKeyDictionary(), 0, 0, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -32,5 +34,6 @@ class Watch(TorchDispatchMode):
         if any(storage not in self.storages for storage in made):
             for storage in made:
                 self.storages[storage] = None
+                self.largest = max(self.largest, storage.nbytes())
             self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
         return result
