@@ -1,9 +1,10 @@
 """Rung 0, the baseline: train GPT-2 (124M) as plainly as possible.
 
 Attention is written as in the papers: it computes the full (T, T) matrix of scores, masks the
-future and takes the softmax. All matrix products run in float32 ("highest"). The optimizer is AdamW
-with torch's defaults and a constant learning rate of 3e-4. The loss is in nats per token (natural
-logarithms): equal probabilities for all 50,257 tokens give ln(50257) = 10.8.
+future and takes the softmax. All matrix products run in full float32 (the precision that PyTorch
+calls "highest"). The optimizer is AdamW with torch's defaults and a constant learning rate of 3e-4.
+The loss is in nats per token (natural logarithms): equal probabilities for all 50,257 tokens give
+ln(50257) = 10.8.
 
 The model differs from GPT-2 in four ways. It has no dropout, because one pass over a large corpus
 needs none. Until rung 1, embedding and output layer are separate matrices, so it has 163M
@@ -68,7 +69,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    tied: bool = False  # is saved with the model: rung 1, which ties, refuses a model that is not
+    tied: bool = False  # saved with the model, so that rung 1 refuses its two matrices
 
 
 def model_config(args, vocab_size):
@@ -197,7 +198,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -249,8 +250,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -263,7 +264,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -313,7 +314,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -336,7 +337,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -383,7 +384,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

@@ -5,17 +5,17 @@ GPU kernels compute in tiles whose sides are powers of two, and read memory in a
 to 16 bytes. But 50257 is odd. So the model's largest matrix product, (B*T, 768) @ (768, 50257),
 ends in partial tiles, and the rows of its logits are not aligned. 47 more rows make it 393 * 128.
 
-No token uses the extra rows, neither as an input nor as a target. `forward` removes their logits
-before it returns them. For the loss it sets them to -inf instead, so they get no probability and no
-gradient. Removing them there would make the rows odd again and lose the gain. (An older version
-did; the H100's record below is of that version.)
+No token uses the extra rows, neither as an input nor as a target. `forward` slices their logits off
+before it returns logits. But for the loss it only sets them to -inf, so they get no probability and
+no gradient. Slicing them off there would make each row 50257 logits long again and lose the gain.
+(An older version did so; the H100's record below is of that version.)
 
 Gain, on GPUs: 96 -> 93 ms in Karpathy's lecture on an A100. On an H200, 38.4 -> 36.7 ms and 12.3 ->
-9.1 GB (two rounds, too few to claim a gain). With aligned rows the compiled loss reads four logits
-at a time instead of one. It also overwrites the logits with their gradients, which saves a second
-tensor of 1.6 GB at B=16 (seen in the code that torch.compile generates for an H100). That is half
-of the memory saved; we have not looked for the rest.
-Cost: 36,096 unused parameters. Since the matrix is larger, the same seed gives other initial
+9.1 GB (two rounds, too few to claim a gain). We looked at the code that torch.compile generates for
+an H100. The loss now reads four logits at a time instead of one. It also writes the gradients over
+the logits, which saves a second tensor of 1.6 GB at B=16. That is half of the memory saved; we have
+not looked for the rest.
+Cost: 36,096 unused parameters. Since the matrix is larger, the same seed gives different initial
 weights than in rung 6.
 
 Source: Andrej Karpathy's build-nanogpt; NVIDIA's "Matrix Multiplication Background User's Guide"
@@ -197,7 +197,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -215,7 +215,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -261,19 +261,19 @@ def train(args):
         sys.exit("error: this script trains in one process; torchrun starts ddp_run.py")
     device = args.device
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
@@ -312,8 +312,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -326,7 +326,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -376,7 +376,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -399,7 +399,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -446,7 +446,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

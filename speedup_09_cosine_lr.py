@@ -4,14 +4,14 @@ This rung changes two settings: the schedule, and its peak. The peak is GPT-3's 
 constant rate of the rungs before. --max-lr 3e-4 shows the effect of the schedule alone.
 
 At the start AdamW's averages contain few gradients and the weights are random, so steps should be
-small. Later, steps can be larger than would be safe as a constant rate. Towards the end, smaller
-steps let the loss settle. So the rate rises linearly to --max-lr over --warmup-steps, and then
-falls along half a cosine to a tenth of it at the last step.
+small. Later, the rate can be higher than would be safe for a whole run. Towards the end, smaller
+steps let the loss settle. So the rate rises linearly to --max-lr over --warmup-steps, then falls
+along half a cosine, and reaches a tenth of --max-lr at the last step.
 
 Gain: the schedule is meant to reach a lower loss in the same number of steps, in runs that are long
-enough. In 300 steps of a narrow model of 12 layers, with each variant at its best rate, the loss
-was 0.02 nats lower. That is not significant (p = 0.07 over four seeds: experiments/README.md).
-Cost: you must fix the number of steps in advance.
+enough. After 300 steps of a narrow 12-layer model, with each variant at its best rate, the loss was
+0.02 nats lower, which is not significant (four seeds: experiments/README.md). Cost: you must fix
+the number of steps in advance.
 The default of 10 warm-up steps suits a demonstration of 50 steps. GPT-3 warmed up over 375 million
 tokens, which is 715 steps of 524,288.
 
@@ -197,7 +197,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -215,7 +215,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -271,20 +271,20 @@ def train(args):
         sys.exit("error: this script trains in one process; torchrun starts ddp_run.py")
     device = args.device
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
-    # beta2 = 0.95: averages over 20 steps, not 1000, follow the gradients' size sooner
+    # beta2 = 0.95: the average spans 20 steps, not 1000, so it follows the gradients' size sooner
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.max_lr, betas=(0.9, 0.95))
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
@@ -329,8 +329,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -343,7 +343,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -393,7 +393,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -416,7 +416,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -463,7 +463,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

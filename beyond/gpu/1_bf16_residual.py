@@ -1,19 +1,21 @@
-"""Residual stream in bfloat16: what runs through all blocks, at half the bytes.
+"""Residual stream in bfloat16: the vectors that run through all blocks take half the bytes.
 Starts from rung 10.
 
 Under autocast, matrix products run in bfloat16. The residual stream that they add to stays float32,
 because the embeddings are float32 and float32 + bfloat16 is float32. On a GPU, the operations
-between the products take as long as their bytes take to move, and many of these bytes are the
-stream's: each LayerNorm reads it, each branch reads and writes it, and so do their gradients. Here
-the stream is cast to bfloat16 once, where it begins, and stays so. On a GPU, LayerNorm still
-computes in float32. A GPU without bfloat16 keeps a float32 stream, because float16 could overflow.
+between the products are limited by memory: they take as long as moving their bytes. Many of these
+bytes are the stream's, because each LayerNorm reads it, each branch reads and writes it, and the
+backward pass does the same with the stream's gradients. Here the stream is cast to bfloat16 once,
+where it begins, and stays so. On a GPU, LayerNorm still computes in float32. A GPU without bfloat16
+keeps a float32 stream, because float16 could overflow.
 
-Gain (computed): at B=16 T=1024, a step moves 51.5 GB instead of 57.5, and its floor on an H100, the
+Gain (computed): at B=16 T=1024, a step moves 51.5 GB instead of 57.5. Its floor on an H100, the
 least time that it could take, falls from 23.5 to 21.7 ms. On an H200 (torch 2.11), a step took 33.8
 ms instead of 35.7 (measured in two rounds, too few to claim a gain).
-Cost: bfloat16 has 8 significant bits, so where the stream is more than about 256 times as large as
-what a branch adds, the addition is lost. In 300 steps of 24 narrow layers, the loss changes by
--0.0006 nats (five seeds, 99 %: -0.0042 to +0.0030), which is no significant difference.
+Cost: bfloat16 has 8 significant bits (7 of them stored), so where the stream is more than about 256
+times as large as what a branch adds, the addition is lost. In 300 steps of a narrow 24-layer model,
+the loss changes by -0.0006 nats (five seeds, 99 % confidence interval: -0.0042 to +0.0030), which
+is not a significant difference.
 
 Source: Karpathy's llm.c, whose activations are all bfloat16.
 """
@@ -191,9 +193,9 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         device = idx.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            # autocast leaves embeddings in float32, and with them every sum of the residual stream;
-            # between products a GPU waits for memory, often for this stream: half as many bytes
-            x = x.bfloat16()  # and so is every x + attn(...) and x + mlp(...)
+            # Autocast leaves the embeddings, and so the whole residual stream, in float32. Between
+            # products a GPU mostly waits for memory, often for this stream, so halve its bytes.
+            x = x.bfloat16()  # then every x + attn(...) and x + mlp(...) is bfloat16, too
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
@@ -201,7 +203,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -214,7 +216,7 @@ class GPT(nn.Module):
         # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        # fused: one pass through memory, instead of about ten for each tensor; rung 8's betas
+        # fused: one pass through memory instead of about ten a tensor; the betas are rung 8's
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
                                  fused=True)
 
@@ -230,7 +232,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -286,20 +288,20 @@ def train(args):
         sys.exit("error: this script trains in one process; torchrun starts ddp_run.py")
     device = args.device
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
@@ -344,8 +346,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -358,7 +360,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -408,7 +410,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -431,7 +433,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -478,7 +480,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

@@ -9,8 +9,8 @@ Gain (computed for B=16 T=1024): a step launches 435 kernels instead of 606, and
 instead of 51.5. Its floor falls from 21.7 to 20.8 ms on an H100, from 55.9 to 54.6 on an A100 (80
 GB) and from 107.4 to 104.7 on an RTX 4090. Not yet measured on a GPU.
 Cost: published GPT-2 weights have biases, so they do not load. In 150 steps of a small model (five
-seeds), the loss changes by -0.008 nats per byte (99 %: -0.017 to +0.002), which is no significant
-difference (experiments/README.md).
+seeds), the loss changes by -0.008 nats per byte (99 % confidence interval: -0.017 to +0.002), which
+is not a significant difference (experiments/README.md).
 
 Source: nanoGPT (bias=False: "a bit better and faster"); most models since PaLM.
 """
@@ -103,7 +103,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        # No biases: the gradient of each is a sum over all tokens, a kernel of its own.
+        # No biases: the gradient of each is a sum over all tokens, in a kernel of its own.
         # query, key and value projections of all heads in one matrix ("c_": OpenAI's names)
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -190,9 +190,9 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
         device = idx.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            # autocast leaves embeddings in float32, and with them every sum of the residual stream;
-            # between products a GPU waits for memory, often for this stream: half as many bytes
-            x = x.bfloat16()  # and so is every x + attn(...) and x + mlp(...)
+            # Autocast leaves the embeddings, and so the whole residual stream, in float32. Between
+            # products a GPU mostly waits for memory, often for this stream, so halve its bytes.
+            x = x.bfloat16()  # then every x + attn(...) and x + mlp(...) is bfloat16, too
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
@@ -200,7 +200,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -213,10 +213,10 @@ class GPT(nn.Module):
         # LayerNorms: a gain belongs near one, and decay would pull it to zero
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        # A tensor, which kernels read: a number would be that of the captured step forever.
-        # capturable: so is AdamW's number of steps.
+        # A tensor, because kernels read its current value; a Python number would be frozen at
+        # capture. capturable=True does the same for AdamW's step count.
         lr = torch.tensor(lr, device=matrices[0].device)
-        # fused: one pass through memory, instead of about ten for each tensor; rung 8's betas
+        # fused: one pass through memory instead of about ten a tensor; the betas are rung 8's
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
                                  fused=True, capturable=True)
 
@@ -232,7 +232,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -283,8 +283,8 @@ def check_compiler(device):
 
 
 def optimizer_step(model, optimizer, scaler, autocast, x, y):
-    """Make a step on a batch; return its loss and the unclipped norm. Nothing here waits."""
-    optimizer.zero_grad()  # to None: the recorded backward() writes gradients, not adds to them
+    """Take one step on a batch; return its loss and the unclipped norm. Nothing here waits."""
+    optimizer.zero_grad()  # to None, so that the recorded backward() overwrites the gradients
     with autocast:
         loss = model(x, y)
     scaler.scale(loss).backward()
@@ -297,15 +297,17 @@ def optimizer_step(model, optimizer, scaler, autocast, x, y):
 
 
 def has_graphs(device):
+    # a function, so that a test can replace it on a machine without a GPU
     return device == "cuda"
 
 
 # A CUDA graph is a recording of kernels, with the addresses and numbers that they had; a replay
 # launches them again, without Python.
 class GraphedStep:
-    """Runs `step()`, in the first steps as it is, and then as a CUDA graph."""
+    """Runs `step()` directly for the first few steps, then as a CUDA graph."""
 
-    # steps that compile, and make the optimizer's state and workspaces: not to be recorded
+    # The first steps compile, and allocate the optimizer's state and workspaces. A graph must not
+    # record that.
     WARM_UP = 3
 
     def __init__(self, step):
@@ -343,20 +345,20 @@ def train(args):
         sys.exit("error: this script trains in one process; torchrun starts ddp_run.py")
     device = args.device
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
@@ -401,8 +403,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -415,7 +417,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -465,7 +467,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -488,7 +490,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -535,7 +537,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

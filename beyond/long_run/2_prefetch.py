@@ -5,9 +5,9 @@ wasted: each batch was fetched when its micro-step began, and the device waited.
 the next batch while the device is busy with the current one. It puts the batch into pinned memory
 (which the operating system cannot move), and from there the GPU copies it while Python goes on.
 
-Gain: only the first micro-step waits for its batch. Before, Python waited in each one for two
-copies, of inputs and of targets (a test counts them). experiments/data_wait measures this wait.
-Cost: the memory of one more batch. The batches and their order stay the same.
+Gain: only the first micro-step waits for its batch. Before, Python waited in every micro-step for
+two copies, of inputs and of targets (a test counts the copies). experiments/data_wait measures this
+wait. Cost: the memory of one more batch. The batches and their order stay the same.
 There is no effect on a CPU, where the batch is already in memory, or on Apple GPUs, where torch
 waits for each copy.
 
@@ -196,7 +196,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -209,7 +209,7 @@ class GPT(nn.Module):
         # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        # fused: one pass through memory, instead of about ten for each tensor; rung 8's betas
+        # fused: one pass through memory instead of about ten a tensor; the betas are rung 8's
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
                                  fused=True)
 
@@ -230,7 +230,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         if i in self.prefetched:
             return self.prefetched.pop(i)
@@ -286,7 +286,7 @@ def check_compiler(device):
 
 
 def init_ranks(device):
-    """Join torchrun's other processes; return the rank and their number (0, 1 without torchrun)."""
+    """Join torchrun's other processes; return this rank and the number of ranks."""
     if "RANK" not in os.environ:
         return 0, 1
     if not {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -318,7 +318,7 @@ def batches_per_step(args, world_size):
 
 
 def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
-    """Make a step on the batches of these numbers; return their mean loss, the unclipped norm."""
+    """Take one step on the batches `numbers`; return their mean loss and the unclipped norm."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
     for i in numbers:
@@ -347,20 +347,20 @@ def train(args):
     rank, world_size = init_ranks(device)
     n_batches = batches_per_step(args, world_size)
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T, device)
     model = new_model(args, loader).to(device)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that their weights stay the
         # same; it leaves them as views of the buckets in which they travel, not as copies. Buffers
@@ -399,7 +399,7 @@ def train(args):
         save_model(args.save, model, loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process
+        time.sleep(0.5)  # so that gloo's threads end: one that outlives Python aborts the process
 
 
 # ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
@@ -414,8 +414,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -428,7 +428,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -478,7 +478,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -501,7 +501,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -548,7 +548,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

@@ -1,21 +1,22 @@
 """Checkpoint and resume: a run that survives a crash. Starts from 3_distributed_validation.py.
 
-Every --checkpoint-every steps, all that the next step depends on is written to a new file: the
-weights, the optimizer's moments, the gradient scaler and the step. --resume continues from the
+Every --checkpoint-every steps, everything that the next step depends on is written to a new file:
+the weights, the optimizer's moments, the gradient scaler and the step. --resume continues from the
 newest file:
 
     python beyond/long_run/4_checkpoints.py --steps 20000 --resume
 
-Use --resume from the start. Without a checkpoint the run begins at step 1, and after a crash you
-repeat the same command. Neither a data position nor an RNG state is saved: the loader computes its
-position from the step, and after initialization nothing is random. Read `save`, then `load`.
---resume rejects a checkpoint of another text, or of other flags than those in MAY_CHANGE.
+Use --resume from the start: without a checkpoint the run begins at step 1, and after a crash you
+repeat the same command. Neither a data position nor an RNG state is saved, because the loader
+computes its position from the step, and after initialization nothing is random. --resume rejects a
+checkpoint that was made from another text or with different flags; only the flags in MAY_CHANGE may
+differ. Read `save`, then `load`.
 
 Gain: a crash costs only the steps since the last checkpoint. On a CPU the repeated steps are
 bit-for-bit identical. On a GPU the order of some sums varies, and so do the last digits.
-Cost: 12 bytes per parameter and file (1.5 GB for GPT-2), and two files are kept. `dt` does not
-include the time. Only one run at a time may use a folder, but only `preemption` enforces this.
-sample.py and --pretrained also read checkpoints. For more see docs/long_runs.md.
+Cost: a file takes 12 bytes per parameter (1.5 GB for GPT-2), and two files are kept. `dt` does not
+include the time to write them. Only one run at a time may use a folder, but only `preemption`
+enforces this. sample.py and --pretrained also read checkpoints. For more see docs/long_runs.md.
 
 Source: "Saving and loading a general checkpoint" in PyTorch's tutorials.
 """
@@ -214,7 +215,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -227,7 +228,7 @@ class GPT(nn.Module):
         # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        # fused: one pass through memory, instead of about ten for each tensor; rung 8's betas
+        # fused: one pass through memory instead of about ten a tensor; the betas are rung 8's
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
                                  fused=True)
 
@@ -248,7 +249,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         if i in self.prefetched:
             return self.prefetched.pop(i)
@@ -309,7 +310,7 @@ class Checkpoints:
         """Restore the newest checkpoint and return its step; without one or --resume, return 0."""
         found = [self.paths()]
         if dist.is_initialized():
-            # rank 0's, so that all resume after the same step, or fail without a shared folder
+            # rank 0's list, so that all resume after the same step (or fail, if they lack the file)
             dist.broadcast_object_list(found)
         [paths] = found
         if paths and not self.args.resume and self.args.checkpoint_every:
@@ -321,7 +322,7 @@ class Checkpoints:
         try:
             saved = torch.load(newest, map_location="cpu", weights_only=True)
             self.refuse_other_run(newest, saved)
-        except (EOFError, KeyError, RuntimeError):  # half of it, or a file of --save
+        except (EOFError, KeyError, RuntimeError):  # half a file, or one written by --save
             sys.exit(f"error: --resume: {newest} is damaged, or no checkpoint;"
                      " delete it to resume from the one before")
         self.model.load_state_dict(saved["model"])
@@ -403,7 +404,7 @@ def check_compiler(device):
 
 
 def init_ranks(device):
-    """Join torchrun's other processes; return the rank and their number (0, 1 without torchrun)."""
+    """Join torchrun's other processes; return this rank and the number of ranks."""
     if "RANK" not in os.environ:
         return 0, 1
     if not {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -435,7 +436,7 @@ def batches_per_step(args, world_size):
 
 
 def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
-    """Make a step on the batches of these numbers; return their mean loss, the unclipped norm."""
+    """Take one step on the batches `numbers`; return their mean loss and the unclipped norm."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
     for i in numbers:
@@ -464,20 +465,20 @@ def train(args):
     rank, world_size = init_ranks(device)
     n_batches = batches_per_step(args, world_size)
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T, device)
     model = new_model(args, loader).to(device)
     # torch's default weight decay is 0.01
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that their weights stay the
         # same; it leaves them as views of the buckets in which they travel, not as copies. Buffers
@@ -499,7 +500,7 @@ def train(args):
     if rank == 0:
         log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype],
                   append=step > 0, **notes)
-        if step > 0:  # readers of the log drop the later steps above this line
+        if step > 0:  # log readers ignore later steps that were logged above this line
             log.line(f"# resumed after step {step} of {args.steps}")
 
     steps_left = range(step + 1, args.steps + 1)
@@ -538,7 +539,7 @@ def train(args):
         save_model(args.save, model, loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process
+        time.sleep(0.5)  # so that gloo's threads end: one that outlives Python aborts the process
 
 
 # ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
@@ -553,8 +554,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -567,7 +568,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -617,7 +618,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -640,7 +641,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -687,7 +688,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

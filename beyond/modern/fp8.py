@@ -3,19 +3,19 @@
     python beyond/modern/fp8.py --model gpt2-xl
 
 The tensor cores of Ada, Hopper and newer GPUs (compute capability 8.9 and up) multiply 8-bit
-numbers at twice the rate of bfloat16. E4M3 (4 bits of exponent, 3 of mantissa, up to 448) is for
-weights and activations. E5M2 (up to 57,344) is for gradients, which need range more than precision.
-Such short ranges require scaling: before a product, each input is scaled so that its largest number
-becomes the format's largest, and the product is divided by both scales. Weights, gradients and
-optimizer states stay in float32. On other devices nothing changes. Read `to_float8` first, then
-`Float8Product`.
+numbers at twice the rate of bfloat16. Weights and activations use the format E4M3 (4 bits of
+exponent, 3 of mantissa, up to 448). Gradients need range more than precision, so they use E5M2 (up
+to 57,344). Such short ranges require scaling: before a product, each input is scaled so that its
+largest number becomes the format's largest, and the product is divided by both scales. Weights,
+gradients and optimizer states stay in float32. On other devices nothing changes. Read `to_float8`
+first, then `Float8Product`.
 
-Gain: up to twice the rate in these products. We have not timed it. Published for Llama 3 8B on
-eight H100s: 1.25 times the tokens/sec. nanochat measured 1.17 times at a width of 1,664 (about 1.05
-at an equal loss), and a slower step at a width of 768.
+Gain: up to twice the rate in these products. We have not timed it. torchao reports 1.25 times the
+tokens/sec for Llama 3 8B on eight H100s. nanochat measured a speedup of 1.17 at a width of 1,664
+(about 1.05 at an equal loss), and a slower step at a width of 768.
 Cost: inputs are rounded by up to 6 % (E4M3) or 12.5 % (E5M2), and the sums of the forward products
 keep fewer bits ("fast accumulation", as in torchao and nanochat). In small layers, scaling takes
-more time than it saves, so --float8-from leaves them out.
+more time than float8 saves, so --float8-from leaves them out.
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; torchao's float8, a library that
 does this and more, with the published figure in its README; nanochat's dev/LOG.md.
 """
@@ -60,7 +60,7 @@ def add_flags(parser):
     flag("-T", "--seq-len", dest="T", type=int, default=1024, help="tokens per sequence")
     flag("--steps", type=int, default=50, help="optimizer steps")
     flag("--float8-from", type=int, default=1025,
-         help="fewest outputs of a layer that uses float8 (slower below); 0: none")
+         help="float8 only in layers with at least this many outputs; 0: in none")
     flag("--val-every", type=int, default=25, help="steps between validations; 0: never")
     flag("--val-sequences", type=int, default=32, help="sequences to validate on; 0: all")
     # twice rung 8's constant rate: warm-up and decay make that safe
@@ -119,11 +119,11 @@ def rotary_angles(T, head_size, theta=10_000.0):
 def rotate(x, cos, sin):
     """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
     partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
-    return x * cos + partner * sin  # the first half of sin has the minus
+    return x * cos + partner * sin  # the minus sign is in the first half of sin
 
 
 def to_float8(x, dtype):
-    """x as dtype, scaled so that its largest number is the type's; and the factor to undo that."""
+    """Scale x to the full range of dtype and cast it; return it and the factor that undoes this."""
     scale = torch.finfo(dtype).max / x.abs().max().float().clamp(min=1e-12)
     return (x.float() * scale).to(dtype), 1 / scale
 
@@ -152,7 +152,7 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_grad):
-        # the gradients of the product of rounded matrices: the derivative of rounding counts as 1
+        # the gradients of the product of the rounded matrices, as if rounding were the identity
         x, x_factor, weight, weight_factor = ctx.saved_tensors
         # (N, n_out), in the type with more exponent, as gradients need range
         grad, factor = to_float8(y_grad, torch.float8_e5m2)
@@ -162,7 +162,7 @@ class Float8Product(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear, whose products use_float8 can switch to float8: (..., n_in) -> (..., n_out)."""
+    """An nn.Linear that use_float8 can switch to float8: (..., n_in) -> (..., n_out)."""
 
     in_float8 = False
 
@@ -178,7 +178,7 @@ def use_float8(model, args):
     # torch.version.cuda is None on an AMD GPU
     if args.float8_from == 0 or args.device != "cuda" or torch.version.cuda is None:
         return 0
-    # older than Ada; or B * T, an inner dimension of the weights' gradients, does not fit
+    # a GPU older than Ada; or B * T, the inner dimension of the weights' gradients, does not fit
     if torch.cuda.get_device_capability() < (8, 9) or args.B * args.T % 16 != 0:
         return 0
     n_layers = 0
@@ -214,8 +214,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Only the norms' gains, not the lengths of q and k, can make a score large: a softmax with
-        # all its weight on one token has hardly any gradient. Normalized in float32.
+        # Only the norms' gains, not the lengths of q and k, can make a score large. (A softmax with
+        # all its weight on one token has hardly any gradient.) The norms run in float32; under
+        # autocast, the attention below then casts q and k to v's type.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -238,7 +239,7 @@ class MLP(nn.Module):
         self.down_proj.ends_residual_branch = True
 
     def forward(self, x):
-        # a product of two features of x, where GELU saw only one sum
+        # a product of two linear features of x, while GELU saw only one
         gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
         return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
 
@@ -288,8 +289,8 @@ class GPT(nn.Module):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
                 # The block starts as the identity, so that no random branch is in the way of signal
-                # or gradient, at any depth. These weights do get gradients, as their inputs are not
-                # zero; the block's others from the second step on.
+                # or gradient. These weights get gradients at once, because their inputs are not
+                # zero; the block's other weights get theirs from the second step on.
                 std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
@@ -308,7 +309,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -334,8 +335,8 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
-    # float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. The
+    # division is in float32, because in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
@@ -354,7 +355,7 @@ def orthogonalize(matrices):
 
 def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
-    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
+    # Nesterov momentum, one step ahead of the plain one: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
     # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
@@ -363,7 +364,7 @@ def muon_update(grads, momenta):
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
-    BATCH = 16  # matrices in a batch: more need more memory, and fill a GPU no better
+    BATCH = 16  # matrices per batch; more of them cost memory, but keep a GPU no busier
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -407,7 +408,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -436,8 +437,8 @@ def evaluate(model, loader, n_sequences, autocast, device):
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
-    # large steps until late, as they make most progress; the fall settles the weights, which
-    # large steps keep away from the minimum
+    # The rate stays at its peak until late, because large steps make most progress. But they also
+    # keep the weights jumping around the minimum, and the fall ends that.
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -486,26 +487,26 @@ def train(args):
         sys.exit("error: this script trains in one process; torchrun starts long_run.py")
     device = args.device
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # the other matrix products in this type; weights, gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
     n_float8 = use_float8(model, args)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
         step_model = torch.compile(model, mode=args.compile_mode)
     notes = {"compile": args.compile_mode}
-    notes["float8"] = f"{n_float8} layers (0: no GPU for it, B * T % 16, or none is wide enough)"
+    notes["float8"] = f"{n_float8} layers (0: no such GPU, B * T not divisible by 16, too narrow)"
     if args.val_every:
         # on held-out text, because on its training text a model may just memorize
         val_loader = DataLoaderLite(args.data, 1, args.T, "val")
@@ -554,8 +555,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -568,7 +569,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -618,7 +619,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -641,7 +642,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -688,7 +689,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

@@ -1,6 +1,6 @@
 """muP: a narrow model's learning rates fit a wide one. Starts from 7_zero_init.py.
 
-Learning rates are searched where runs are cheap, in a narrow model. In `zero_init` the best rates
+One tunes learning rates where runs are cheap, in a narrow model. But in `zero_init` the best rates
 change with the width, for two reasons. First, a logit is a sum of n_embd products. In a wider
 model, logits therefore start larger, and each update of the output layer changes them more. Second,
 the entries of Muon's update keep their size. So its spectral norm, the largest factor by which it
@@ -8,12 +8,13 @@ can lengthen a vector, grows with the square root of the width. Here the output 
 multiplied by 128 / n_embd, and an update has the same spectral norm at any width. At a width of 128
 nothing changes.
 
-Gain: perhaps no search in the wide model. At width 512, using width 128's best rates instead of
-rates searched at 512 costs 0.005 nats here (99 %: -0.039 to +0.049), and 0.034 in `zero_init` (99
-%: +0.010 to +0.058). This is from 200 steps of two layers and four seeds without the one that chose
-the rates, too few to claim a gain (experiments/README.md).
-Cost: none in time or memory. Rates found with `zero_init` at another width must be searched again.
-We did not test whether they fit a deeper model or a longer run.
+Gain: perhaps no search in the wide model. At width 512, we compared the best rates of width 128
+with rates tuned at 512. Here the rates of width 128 cost 0.005 nats (99 % confidence interval:
+-0.039 to +0.049). In `zero_init` they cost 0.034 (+0.010 to +0.058). The model has two layers and
+trains for 200 steps. Without the seed that chose the rates, four seeds are left, too few to claim a
+gain (experiments/README.md).
+Cost: none in time or memory. Rates found with `zero_init` at another width must be tuned again. We
+did not test whether they fit a deeper model or a longer run.
 
 Sources: Yang et al. 2022, "Tensor Programs V" (muP); Yang, Simon and Bernstein 2023, "A Spectral
 Condition for Feature Learning" (the norm of an update).
@@ -117,7 +118,7 @@ def rotary_angles(T, head_size, theta=10_000.0):
 def rotate(x, cos, sin):
     """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
     partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
-    return x * cos + partner * sin  # the first half of sin has the minus
+    return x * cos + partner * sin  # the minus sign is in the first half of sin
 
 
 class CausalSelfAttention(nn.Module):
@@ -143,8 +144,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Only the norms' gains, not the lengths of q and k, can make a score large: a softmax with
-        # all its weight on one token has hardly any gradient. Normalized in float32.
+        # Only the norms' gains, not the lengths of q and k, can make a score large. (A softmax with
+        # all its weight on one token has hardly any gradient.) The norms run in float32; under
+        # autocast, the attention below then casts q and k to v's type.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -167,7 +169,7 @@ class MLP(nn.Module):
         self.down_proj.ends_residual_branch = True
 
     def forward(self, x):
-        # a product of two features of x, where GELU saw only one sum
+        # a product of two linear features of x, while GELU saw only one
         gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
         return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
 
@@ -205,8 +207,8 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
         # one parameter (n_rows, n_embd) under two names
         self.transformer.wte.weight = self.lm_head.weight
-        # A logit is a sum of n_embd products; with this factor a wider model's is no larger. It is
-        # a buffer, so that it is in the model's file, which then no other rung loads by mistake.
+        # A logit is a sum of n_embd products; this factor keeps a wider model's logits as small.
+        # As a buffer, it is saved with the model, so that other scripts refuse the file.
         self.register_buffer("logit_scale", torch.tensor(BASE_WIDTH / config.n_embd))
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
         cos, sin = angles.cos(), angles.sin()  # (block_size, hs/2) each
@@ -220,8 +222,8 @@ class GPT(nn.Module):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
                 # The block starts as the identity, so that no random branch is in the way of signal
-                # or gradient, at any depth. These weights do get gradients, as their inputs are not
-                # zero; the block's others from the second step on.
+                # or gradient. These weights get gradients at once, because their inputs are not
+                # zero; the block's other weights get theirs from the second step on.
                 std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
@@ -240,7 +242,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -266,8 +268,8 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
-    # float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. The
+    # division is in float32, because in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
@@ -286,7 +288,7 @@ def orthogonalize(matrices):
 
 def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
-    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
+    # Nesterov momentum, one step ahead of the plain one: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
     # orthogonalize leaves a spectral norm near 1, so this factor is the update's norm. It depends
     # only on the ratio of the sides, which is the same at any width.
@@ -297,7 +299,7 @@ def muon_update(grads, momenta):
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
-    BATCH = 16  # matrices in a batch: more need more memory, and fill a GPU no better
+    BATCH = 16  # matrices per batch; more of them cost memory, but keep a GPU no busier
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -341,7 +343,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -370,8 +372,8 @@ def evaluate(model, loader, n_sequences, autocast, device):
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
-    # large steps until late, as they make most progress; the fall settles the weights, which
-    # large steps keep away from the minimum
+    # The rate stays at its peak until late, because large steps make most progress. But they also
+    # keep the weights jumping around the minimum, and the fall ends that.
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -420,19 +422,19 @@ def train(args):
         sys.exit("error: this script trains in one process; torchrun starts long_run.py")
     device = args.device
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
@@ -486,8 +488,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -500,7 +502,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -550,7 +552,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -573,7 +575,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -620,7 +622,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

@@ -1,22 +1,25 @@
-"""Sampled softmax: a step computes the logits of some of the tokens. Starts from 7_zero_init.py.
+"""Sampled softmax: a step computes logits for only a part of the vocabulary.
+
+Starts from 7_zero_init.py.
 
 A small model with GPT-2's 50,257 tokens spends most of a step on its output layer. It computes a
 logit for every token at every position, but most of these logits change only a little. Here a step
 computes the logits of two sets: all tokens that are a target somewhere in the batch, and some of
-the others, drawn at random. The softmax divides by a sum over all tokens, and the drawn ones stand
-for the others in it: if one in 30 is drawn, each counts 30 times. So the sum is right on average,
-and the target's logit is exact. Validation and sampling use all tokens. In `sampled_loss`, `rows`
-are the tokens of both sets.
+the others, drawn at random. The softmax divides by a sum over all tokens. In this sum, the drawn
+tokens stand for the others: if one in 30 is drawn, each counts 30 times. So the sum is right on
+average, and the target's logit is exact. Validation and sampling use all tokens. In `sampled_loss`,
+`rows` are the tokens of both sets.
 
 Gain: time. With 4 layers of width 128 and 1,024 tokens a step, a step takes 47 ms instead of 121
 (two cores of an EPYC). 480 such steps take only 78 % of the time of 240 steps of `zero_init`, and
-reach a loss that is 0.41 nats lower (99 %: 0.37 to 0.46, five seeds: experiments/README.md).
-Cost: after equally many steps the loss is higher. After 240 steps it is 0.05 nats higher (five
-seeds, p = 0.04), and at width 256 or on another text 0.1 higher (three seeds). So use it where time
-is short, not text. Larger models gain less: the least time that a step of GPT-2 (124M) at B=16
-T=1024 could take on an H100 falls from 27.2 to 23.8 ms (computed). A model of bytes gains nothing,
-because a step takes up to B * T + 1,024 tokens, which includes all bytes. The logged training loss
-is an estimate, on average slightly too low.
+reach a loss that is 0.41 nats lower (99 % confidence interval: 0.37 to 0.46, five seeds:
+experiments/README.md).
+Cost: step for step, the loss is higher. After 240 steps of each, the difference is 0.05 nats, which
+is not significant (five seeds). At width 256 or on another text it is 0.1 (three seeds). So use it
+when time is the limit, not text. Larger models gain less: the least time that a step of GPT-2
+(124M) at B=16 T=1024 could take on an H100 falls from 27.2 to 23.8 ms (computed). A byte-level
+model gains nothing, because a step uses up to B * T + 1,024 rows of the output layer, more than
+there are bytes. The logged training loss is an estimate, on average slightly too low.
 
 Source: Jean et al. 2015, "On Using Very Large Target Vocabulary for Neural Machine Translation".
 """
@@ -50,7 +53,7 @@ if torch.cuda.is_available():
 if torch.mps.is_available():
     DEVICES.insert(0, "mps")
 DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
-EXTRA_ROWS = 1024  # how many more rows of the output layer a step computes than positions
+EXTRA_ROWS = 1024  # a step computes this many more rows of the output layer than it has positions
 
 
 def add_flags(parser):
@@ -119,7 +122,7 @@ def rotary_angles(T, head_size, theta=10_000.0):
 def rotate(x, cos, sin):
     """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
     partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
-    return x * cos + partner * sin  # the first half of sin has the minus
+    return x * cos + partner * sin  # the minus sign is in the first half of sin
 
 
 class CausalSelfAttention(nn.Module):
@@ -145,8 +148,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Only the norms' gains, not the lengths of q and k, can make a score large: a softmax with
-        # all its weight on one token has hardly any gradient. Normalized in float32.
+        # Only the norms' gains, not the lengths of q and k, can make a score large. (A softmax with
+        # all its weight on one token has hardly any gradient.) The norms run in float32; under
+        # autocast, the attention below then casts q and k to v's type.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -169,7 +173,7 @@ class MLP(nn.Module):
         self.down_proj.ends_residual_branch = True
 
     def forward(self, x):
-        # a product of two features of x, where GELU saw only one sum
+        # a product of two linear features of x, while GELU saw only one
         gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
         return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
 
@@ -219,8 +223,8 @@ class GPT(nn.Module):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
                 # The block starts as the identity, so that no random branch is in the way of signal
-                # or gradient, at any depth. These weights do get gradients, as their inputs are not
-                # zero; the block's others from the second step on.
+                # or gradient. These weights get gradients at once, because their inputs are not
+                # zero; the block's other weights get theirs from the second step on.
                 std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
@@ -243,7 +247,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -289,8 +293,8 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
-    # float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. The
+    # division is in float32, because in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
@@ -309,7 +313,7 @@ def orthogonalize(matrices):
 
 def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
-    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
+    # Nesterov momentum, one step ahead of the plain one: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
     # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
@@ -318,7 +322,7 @@ def muon_update(grads, momenta):
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
-    BATCH = 16  # matrices in a batch: more need more memory, and fill a GPU no better
+    BATCH = 16  # matrices per batch; more of them cost memory, but keep a GPU no busier
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -362,7 +366,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         start = (i % self.n_batches) * self.B * self.T
         chunk = self.tokens[start : start + self.B * self.T + 1]  # (B*T + 1,)
@@ -391,8 +395,8 @@ def evaluate(model, loader, n_sequences, autocast, device):
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
-    # large steps until late, as they make most progress; the fall settles the weights, which
-    # large steps keep away from the minimum
+    # The rate stays at its peak until late, because large steps make most progress. But they also
+    # keep the weights jumping around the minimum, and the fall ends that.
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -441,19 +445,19 @@ def train(args):
         sys.exit("error: this script trains in one process; torchrun starts long_run.py")
     device = args.device
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
@@ -507,8 +511,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -521,7 +525,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -571,7 +575,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -594,7 +598,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -641,7 +645,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

@@ -3,14 +3,15 @@
     torchrun --standalone --nproc_per_node=8 beyond/several_cards/sharded_optimizer.py
 
 Under DDP all ranks have the same gradients. Until here, all of them also stored the same moments
-and computed the same update. Here each parameter has one owner, which stores its moments and
-updates it, including Muon's products. Then each owner sends its new weights to the other ranks in
-one message. This is the first stage of ZeRO; fsdp.py also shards gradients and weights.
+and computed the same update. Here each parameter has one owner, a rank that stores its moments and
+computes its update, including Muon's matrix products. Then each owner sends its new weights to the
+other ranks in one message. This is the first stage of ZeRO; fsdp.py also shards gradients and
+weights.
 
-Gain: the ranks share the optimizer's memory and time. Parameters are divided by size, so the owner
-of the embedding gets fewer of Muon's matrices.
-Cost: one more exchange, of the weights, half as large as the gradients' all-reduce. To save, rank 0
-gathers the moments.
+Gain: the ranks share the optimizer's memory and time. Parameters are shared out by their size, so
+the owner of the embedding gets fewer of Muon's matrices.
+Cost: one more exchange, of the weights, half as large as the gradients' all-reduce. Before rank 0
+writes a checkpoint, it gathers the moments.
 A checkpoint is one file, as before, so any number of ranks can resume. Read `step` first.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -134,7 +135,7 @@ def rotary_angles(T, head_size, theta=10_000.0):
 def rotate(x, cos, sin):
     """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
     partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
-    return x * cos + partner * sin  # the first half of sin has the minus
+    return x * cos + partner * sin  # the minus sign is in the first half of sin
 
 
 class CausalSelfAttention(nn.Module):
@@ -160,8 +161,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Only the norms' gains, not the lengths of q and k, can make a score large: a softmax with
-        # all its weight on one token has hardly any gradient. Normalized in float32.
+        # Only the norms' gains, not the lengths of q and k, can make a score large. (A softmax with
+        # all its weight on one token has hardly any gradient.) The norms run in float32; under
+        # autocast, the attention below then casts q and k to v's type.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -184,7 +186,7 @@ class MLP(nn.Module):
         self.down_proj.ends_residual_branch = True
 
     def forward(self, x):
-        # a product of two features of x, where GELU saw only one sum
+        # a product of two linear features of x, while GELU saw only one
         gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
         return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
 
@@ -225,7 +227,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             x_part = x[i : i + chunk]  # (chunk, C)
             ids = targets[i : i + chunk]  # (chunk,)
             logits = F.linear(x_part, weight)  # (chunk, C) -> (chunk, n_rows)
-            logits[:, vocab_size:] = -torch.inf  # no probability for padding
+            # no probability for padding; set in place, because autograd records nothing here
+            logits[:, vocab_size:] = -torch.inf
             log_sum = torch.logsumexp(logits.float(), dim=1)  # (chunk,)
             is_target = rows == ids[:, None]  # (chunk, n_rows)
             # logits[i, ids[i]] as a sum. With gather or F.nll_loss, torch.compile would do this for
@@ -233,20 +236,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
             total += (log_sum - target_logits).sum()  # of -log(softmax(logits)) at the targets
             if weight_grad is not None:
-                # the gradient of a token's loss by its logits: softmax, minus 1 at the target
+                # a token's gradient with respect to its logits: softmax, minus 1 at the target
                 probs = (logits.float() - log_sum[:, None]).exp_()
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C), a sum over the chunk, which could be too large for
-                # float16: so only a 64th of it, and backward() multiplies by 64
+                # (n_rows, chunk) @ (chunk, C), a sum over the chunk that could overflow float16, so
+                # this computes a 64th of it, and backward() multiplies by 64
                 weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
     @staticmethod
     def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors  # of the sum of the losses, and a 64th of it
-        scale = loss_grad / len(x_grad)  # for their mean
+        # x_grad is the gradient of the sum of the losses, weight_grad that of a 64th of the sum
+        x_grad, weight_grad = ctx.saved_tensors
+        scale = loss_grad / len(x_grad)  # the loss is their mean
         return x_grad * scale, weight_grad * (64 * scale), None, None, None
 
 
@@ -280,8 +284,8 @@ class GPT(nn.Module):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
                 # The block starts as the identity, so that no random branch is in the way of signal
-                # or gradient, at any depth. These weights do get gradients, as their inputs are not
-                # zero; the block's others from the second step on.
+                # or gradient. These weights get gradients at once, because their inputs are not
+                # zero; the block's other weights get theirs from the second step on.
                 std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
@@ -309,7 +313,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -337,8 +341,8 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
-    # float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. The
+    # division is in float32, because in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
@@ -357,7 +361,7 @@ def orthogonalize(matrices):
 
 def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
-    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
+    # Nesterov momentum, one step ahead of the plain one: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
     # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
@@ -366,7 +370,7 @@ def muon_update(grads, momenta):
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
-    BATCH = 16  # matrices in a batch: more need more memory, and fill a GPU no better
+    BATCH = 16  # matrices per batch; more of them cost memory, but keep a GPU no busier
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -470,7 +474,7 @@ class DataLoaderLite:
     def batch(self, i):
         """The i-th B*T tokens of the file and the token that follows each: 2 x (B, T).
 
-        At the end of the file it starts again. It stores no position.
+        Wraps around at the end of the file. No position is stored: i alone determines the batch.
         """
         if i in self.prefetched:
             return self.prefetched.pop(i)
@@ -544,7 +548,7 @@ class Checkpoints:
         """Restore the newest checkpoint and return its step; without one or --resume, return 0."""
         found = [self.paths()]
         if dist.is_initialized():
-            # rank 0's, so that all resume after the same step, or fail without a shared folder
+            # rank 0's list, so that all resume after the same step (or fail, if they lack the file)
             dist.broadcast_object_list(found)
         [paths] = found
         if paths and not self.args.resume and self.args.checkpoint_every:
@@ -556,7 +560,7 @@ class Checkpoints:
         try:
             saved = torch.load(newest, map_location="cpu", weights_only=True)
             self.refuse_other_run(newest, saved)
-        except (EOFError, KeyError, RuntimeError):  # half of it, or a file of --save
+        except (EOFError, KeyError, RuntimeError):  # half a file, or one written by --save
             sys.exit(f"error: --resume: {newest} is damaged, or no checkpoint;"
                      " delete it to resume from the one before")
         self.model.load_state_dict(saved["model"])
@@ -567,7 +571,7 @@ class Checkpoints:
 
     def refuse_other_run(self, path, saved):
         """Exit if the checkpoint is from another run."""
-        # until the rate falls, the steps are those of any longer or shorter run
+        # until the rate starts to fall, a longer or shorter run takes the same steps
         not_yet_falling = (
             saved["step"] <= last_step_at_max_lr(self.run)
             and saved["step"] <= last_step_at_max_lr(saved["run"])
@@ -608,15 +612,15 @@ class Checkpoints:
 
 
 def last_step_at_max_lr(run):
-    """The last step at the peak rate, from a run's flags; 1 for flags of an earlier rung."""
+    """The last step at the peak rate, from a run's flags; 1 if they have no decay_share."""
     return run["steps"] * (1 - run.get("decay_share", 1)) + 1
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
-    # large steps until late, as they make most progress; the fall settles the weights, which
-    # large steps keep away from the minimum
+    # The rate stays at its peak until late, because large steps make most progress. But they also
+    # keep the weights jumping around the minimum, and the fall ends that.
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -690,7 +694,7 @@ def catch_signals():
 
 
 def init_ranks(device):
-    """Join torchrun's other processes; return the rank and their number (0, 1 without torchrun)."""
+    """Join torchrun's other processes; return this rank and the number of ranks."""
     if "RANK" not in os.environ:
         return 0, 1
     if not {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -722,7 +726,7 @@ def batches_per_step(args, world_size):
 
 
 def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
-    """Make a step on the batches of these numbers; return their mean loss, the unclipped norm."""
+    """Take one step on the batches `numbers`; return their mean loss and the unclipped norm."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
     for i in numbers:
@@ -751,20 +755,20 @@ def train(args):
     rank, world_size = init_ranks(device)
     n_batches = batches_per_step(args, world_size)
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T, device)
     options = {"recompute_blocks": args.recompute_blocks, "loss_chunk": args.loss_chunk}
     model = new_model(args, loader, **options).to(device)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if dist.is_initialized():
         # backward() will also average the gradients over the ranks, so that their weights stay the
         # same; it leaves them as views of the buckets in which they travel, not as copies. Buffers
@@ -790,7 +794,7 @@ def train(args):
     if rank == 0:
         log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype],
                   append=step > 0, **notes)
-        if step > 0:  # readers of the log drop the later steps above this line
+        if step > 0:  # log readers ignore later steps that were logged above this line
             log.line(f"# resumed after step {step} of {args.steps}")
 
     steps_left = range(step + 1, args.steps + 1)
@@ -823,9 +827,9 @@ def train(args):
             seconds = time.perf_counter() - t0
             if rank == 0:
                 log.line(f"val : step {step} | loss: {loss:.6f} | time: {seconds:.2f} s")
-        last = last or stop  # save now: the steps since the last checkpoint would be lost
+        last = last or stop  # save now, or the steps since the last checkpoint would be lost
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or last):
-            checkpoints.save(step, log)  # every rank must come here
+            checkpoints.save(step, log)  # every rank must reach this line
         if stop and rank == 0:
             log.line(f"# ended by a signal after step {step}")
         if last:
@@ -837,7 +841,7 @@ def train(args):
         save_model(args.save, model, loader, step)
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.5)  # lets gloo's threads end: one that outlives Python aborts the process
+        time.sleep(0.5)  # so that gloo's threads end: one that outlives Python aborts the process
 
 
 # ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
@@ -852,8 +856,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -866,7 +870,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -916,7 +920,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -939,7 +943,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -986,7 +990,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

@@ -9,7 +9,7 @@ changes.
 Gain: none measured. In a small model with short documents, the loss differs by no more than it does
 between seeds (experiments/own_text).
 Cost: a mask of B * T * T bytes, and a copy of it in each block in the type of the queries. The
-kernel also computes the masked scores, where a causal kernel skips the half above the diagonal.
+kernel also computes the masked scores, while a causal kernel skips the half above the diagonal.
 (FlexAttention, on NVIDIA GPUs, compiles a mask into a kernel that skips what is entirely masked.)
 
 Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
@@ -115,11 +115,11 @@ def rotary_angles(T, head_size, theta=10_000.0):
 def rotate(x, cos, sin):
     """Rotate pairs (a, b) of queries or keys to (a cos - b sin, b cos + a sin): (B, nh, T, hs)."""
     partner = x.roll(x.size(-1) // 2, dims=-1)  # the other one of each pair (x[i], x[i + hs/2])
-    return x * cos + partner * sin  # the first half of sin has the minus
+    return x * cos + partner * sin  # the minus sign is in the first half of sin
 
 
 def document_mask(document):
-    """The mask of attention, (B, 1, T, T), from the number of each token's document, (B, T)."""
+    """The attention mask, (B, 1, T, T), from the number of each token's document, (B, T)."""
     same = document[:, :, None] == document[:, None, :]  # (B, T, T)
     return same.tril()[:, None]  # no later token of the document; one mask for all heads
 
@@ -147,8 +147,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Only the norms' gains, not the lengths of q and k, can make a score large: a softmax with
-        # all its weight on one token has hardly any gradient. Normalized in float32.
+        # Only the norms' gains, not the lengths of q and k, can make a score large. (A softmax with
+        # all its weight on one token has hardly any gradient.) The norms run in float32; under
+        # autocast, the attention below then casts q and k to v's type.
         q = self.q_norm(q.float())
         k = self.k_norm(k.float())
         # a score then depends on the two positions only through their distance
@@ -171,7 +172,7 @@ class MLP(nn.Module):
         self.down_proj.ends_residual_branch = True
 
     def forward(self, x):
-        # a product of two features of x, where GELU saw only one sum
+        # a product of two linear features of x, while GELU saw only one
         gate = F.silu(self.gate_proj(x))  # (B, T, n_hidden)
         return self.down_proj(gate * self.up_proj(x))  # (B, T, n_hidden) -> (B, T, C)
 
@@ -225,8 +226,8 @@ class GPT(nn.Module):
             std = 0.02
             if hasattr(module, "ends_residual_branch"):
                 # The block starts as the identity, so that no random branch is in the way of signal
-                # or gradient, at any depth. These weights do get gradients, as their inputs are not
-                # zero; the block's others from the second step on.
+                # or gradient. These weights get gradients at once, because their inputs are not
+                # zero; the block's other weights get theirs from the second step on.
                 std = 0.0
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
@@ -250,7 +251,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
         logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
-        # masked, not cut off, so that rows stay aligned; exp(-inf) is 0, so no probability
+        # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
         logits = logits + padding  # (B, T, n_rows) + (n_rows,)
@@ -276,8 +277,8 @@ def orthogonalize(matrices):
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
-    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. In
-    # float32: in float16 a gradient of 1e-9 would be 0.
+    # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. The
+    # division is in float32, because in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
         x = x.half()  # it has the range for what follows, and three more bits than bfloat16
@@ -296,7 +297,7 @@ def orthogonalize(matrices):
 
 def muon_update(grads, momenta):
     """The updates (k, m, n) of k matrices of one shape, from lists of gradients and momenta."""
-    # Nesterov's, one step ahead of the momentum: 0.05 grad + 0.95 momentum
+    # Nesterov momentum, one step ahead of the plain one: 0.05 grad + 0.95 momentum
     ahead = torch.stack(torch._foreach_lerp(grads, momenta, 0.95))  # (k, m, n)
     # orthogonalize leaves an RMS of longer_side^-0.5; this factor makes it 0.2, about AdamW's
     return 0.2 * max(ahead.shape[1:]) ** 0.5 * orthogonalize(ahead)
@@ -305,7 +306,7 @@ def muon_update(grads, momenta):
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
-    BATCH = 16  # matrices in a batch: more need more memory, and fill a GPU no better
+    BATCH = 16  # matrices per batch; more of them cost memory, but keep a GPU no busier
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -343,8 +344,8 @@ class DataLoaderLite:
 
     def __init__(self, folder, B, T, split="train", seed=None):
         self.B, self.T = B, T
-        self.seed = seed  # of the windows' order; None: that of the file
-        self.epoch = None  # whose window_starts are in self.starts
+        self.seed = seed  # for the windows' order; None: the order of the file
+        self.epoch = None  # the epoch that self.starts is for
         self.starts = None
         self.tokens, self.meta = load_tokens(folder, split, B * T + 1)  # (n_tokens,)
         self.n_windows = (len(self.tokens) - 1) // T
@@ -364,7 +365,7 @@ class DataLoaderLite:
         return starts
 
     def batch(self, i):
-        """The i-th B windows of the run, and the same windows one token later: 2 x (B, T)."""
+        """The i-th batch of B windows, and the same windows one token later: 2 x (B, T)."""
         windows = []  # B x (T + 1,)
         for w in range(i * self.B, (i + 1) * self.B):
             epoch, place = divmod(w, self.n_windows)
@@ -412,7 +413,7 @@ class Best:
         # on a small text this loss rises again while the model memorizes: the last is not the best
         if loss < self.loss:
             if self.path is not None:
-                # under --save's own name, save_model would set each earlier best aside
+                # not directly to --save: save_model would rename and keep each earlier best
                 new = self.path.with_name(self.path.name + ".best")
                 save_model(new, model, loader, step)
                 if self.step == 0:
@@ -431,8 +432,8 @@ class Best:
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
     """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
-    # large steps until late, as they make most progress; the fall settles the weights, which
-    # large steps keep away from the minimum
+    # The rate stays at its peak until late, because large steps make most progress. But they also
+    # keep the weights jumping around the minimum, and the fall ends that.
     fall = (max_steps + 1 - step) / max(1, decay_share * max_steps)  # to zero
     return max_lr * min(rise, 1.0, fall)
 
@@ -481,13 +482,13 @@ def train(args):
         sys.exit("error: this script trains in one process; torchrun starts long_run.py")
     device = args.device
     torch.manual_seed(args.seed)
-    # TF32, where the device has it: matrix products of numbers with 10 bits of mantissa, not 23
+    # TF32, where the device has it: matrix products round their inputs to 10 bits of mantissa
     torch.set_float32_matmul_precision("high")
     amp_dtype = autocast_dtype(device)
     # matrix products in this type; the weights, their gradients and the loss stay float32
     autocast = torch.autocast(device, amp_dtype, enabled=amp_dtype != torch.float32)
-    # Only for float16, whose range is small: the scaler multiplies the loss, so that small
-    # gradients do not underflow, and divides the gradients again. Else it passes them through.
+    # For float16, whose range is small, the scaler multiplies the loss so that small gradients do
+    # not underflow, and later divides the gradients by its factor. Otherwise it does nothing.
     scaler = torch.amp.GradScaler(device, enabled=amp_dtype == torch.float16)
 
     loader = DataLoaderLite(args.data, args.B, args.T, seed=args.seed)
@@ -496,7 +497,7 @@ def train(args):
         options["end_of_text"] = loader.meta["end_of_text"]
     model = new_model(args, loader, **options).to(device)
     optimizer = model.configure_optimizers(args.max_lr, args.muon_lr, weight_decay=0.1)
-    step_model = model  # will share its weights: `model` itself is what is saved
+    step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
         check_compiler(device)
         # fewer kernels: many intermediate results skip memory, and no Python runs in between
@@ -558,8 +559,8 @@ def load_tokens(folder, split, n_needed):
         path = folder / "tokenizer.json"  # GPT-2's tokenizer needs none
         meta["tokenizer_json"] = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, LookupError, ValueError) as error:
-        sys.exit(f"error: --data {folder}: no whole token files ({error}); beside baseline.py, run"
-                 f" python data/prepare.py --text YOUR.txt --out {folder}")
+        sys.exit(f"error: --data {folder}: no complete token files ({error}); beside baseline.py,"
+                 f" run python data/prepare.py --text YOUR.txt --out {folder}")
     if len(tokens) < n_needed:
         sys.exit(f"error: -T, -B: a batch needs {n_needed} {split} tokens; there are"
                  f" {len(tokens)}, so lower one of them")
@@ -572,7 +573,7 @@ def new_model(args, loader, **options):
         return GPT(model_config(args, loader.meta["vocab_size"]), **options)
     try:
         saved = torch.load(args.pretrained, map_location="cpu", weights_only=True)
-        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # for GPT-2's, a name
+        tokenizer = saved["tokenizer_json"] or saved["tokenizer"]  # GPT-2's is stored by name
     except (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError):
         sys.exit(f"error: --pretrained {args.pretrained}: not a file of --save or convert.py")
     if tokenizer != (loader.meta["tokenizer_json"] or loader.meta["tokenizer"]):
@@ -622,7 +623,7 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link's target, too
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
@@ -645,7 +646,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor a closed pipe, or cp1252
+        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
@@ -692,7 +693,7 @@ if __name__ == "__main__":
         sys.exit("stopped: the log keeps the finished steps")
     except OSError as error:  # no permission, a file in the way, a full disk
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # from torch or cuBLAS, or wrapped
+    except RuntimeError as error:  # raised by torch or cuBLAS, directly or inside another error
         if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "allocate")):
             raise
         sys.exit(f"error: out of memory; try half the -B, or a lower -T ({error})")

@@ -132,7 +132,7 @@ def test_the_data_are_looked_for_where_the_scripts_read_them(tmp_path, monkeypat
     (tmp_path / "data" / "bytes").mkdir(parents=True)
     (tmp_path / "data" / "bytes" / "meta.json").write_text("{}")
     answer = call("compare", "zero_init", "muon", "--logs", tmp_path / "logs", "--device", "cpu")
-    assert is_one_error(answer, "--data data/bytes: no whole token files")
+    assert is_one_error(answer, "--data data/bytes: no complete token files")
 
 
 def test_the_newest_comparison_of_the_same_arguments_is_resumed(monkeypatch, tmp_path):

@@ -136,7 +136,7 @@ def test_the_parts_of_a_rungs_profile_add_up_to_its_step(tokens, tmp_path, call)
     with gzip.open(tmp_path / "speedup_10_fused_adamw.trace.json.gz", "rt") as trace:
         names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
     assert any("cpp_fused" in name for name in names) and any(name.startswith("ProfilerStep") for name in names)
-    assert is_one_error(call(*words, "--data", "nowhere"), "no whole token files")
+    assert is_one_error(call(*words, "--data", "nowhere"), "no complete token files")
     assert read_profile(tmp_path) == found  # the failure has not touched it
 
 

@@ -52,7 +52,7 @@ def stopped(byte_tokens, tmp_path):
       for model in ("gpt5", "4x4", "4x3x128", "0x2x16", "2x0x16")),
     ("0", "--step 5", "unrecognized arguments: --step"),  # not short for --steps
     ("0", "--pretrained gpt2", "--pretrained gpt2: not a file of --save or convert.py"),
-    ("0", "--data nowhere", "--data nowhere: no whole token files ([Errno 2]"),
+    ("0", "--data nowhere", "--data nowhere: no complete token files ([Errno 2]"),
     ("documents_apart", "--data nowhere", "beside baseline.py, run python data/prepare"),
     ("0", "--device cuda:1", "argument --device: give one of ['cpu']; python -m ladder check says why"),
     ("0", "-B 100000 -T 1024", "-T, -B: a batch needs 102400001 train tokens; there are"),
@@ -78,7 +78,7 @@ def test_wrong_words(label, words, named, stopped, tmp_path):
 def test_token_files_that_are_not_whole(damage, named, stopped, byte_tokens, tmp_path):
     folder = shutil.copytree(byte_tokens, tmp_path / "tokens")
     damage(folder)
-    assert f"--data {folder}: no whole token files ({named}" in stopped("0", "--data", folder, *STEP)[1]
+    assert f"--data {folder}: no complete token files ({named}" in stopped("0", "--data", folder, *STEP)[1]
 
 
 @pytest.mark.parametrize("label", rungs_that_change("DataLoaderLite.batch"))
