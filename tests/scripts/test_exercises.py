@@ -96,6 +96,22 @@ def test_02_nothing_else_changes(run):
     assert losses(after.log) == losses(before.log)
 
 
+def test_02_the_log_says_whether_the_device_has_tf32(byte_tokens, monkeypatch):
+    """A T4 has none. What does `Log` get as `precision`, and what does torch.cuda.is_tf32_supported() return?"""
+    module, said = rung("2"), []
+    module.new_model, module.Log = mock.MagicMock(), mock.Mock(side_effect=Crash)  # a CPU cannot go on
+    monkeypatch.setattr(torch.optim, "AdamW", mock.Mock())
+    args = module.parse_args(["--data", str(byte_tokens), "-B", "1", "-T", "8"])
+    args.device = "cuda"
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda supported=supported: supported)
+        with pytest.raises(Crash):
+            module.train(args)
+        _, *told = module.Log.call_args.args
+        said.append([text for text in [*told, *module.Log.call_args.kwargs.values()] if isinstance(text, str)])
+    assert said[0] != said[1], "the same with TF32 and without"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_03_the_forward_pass_runs_in_16_bits(run, dtype):
     """autocast_dtype(device) names the type. Is the model called inside `with torch.autocast(...)`, with that type?"""

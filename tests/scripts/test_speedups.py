@@ -2,13 +2,12 @@
 import functools
 import re
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from load_script import ROOT, builds_on, known_flags, rung, rungs_that_change
 from log_files import read_steps
-from run_script import Crash, train, train_in_float32
+from run_script import train, train_in_float32
 from saved_models import assert_untrained, saved_model
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -43,20 +42,6 @@ def test_03_float16_overflow_skips_the_step(label, tmp_path, byte_tokens, huge_s
           "--save", tmp_path / "model.pt")
     assert huge_scale[0].get_scale() == 2.0**58
     assert_untrained(module, tmp_path / "model.pt")
-
-
-@pytest.mark.parametrize("supported, said", [(True, "products in TF32"), (False, "no TF32 on this device")])
-def test_02_the_log_says_where_there_is_tf32(supported, said, byte_tokens, monkeypatch):
-    """A T4 has none."""
-    module = rung("2")
-    module.new_model, module.Log = mock.MagicMock(), mock.Mock(side_effect=Crash)  # a CPU cannot go on
-    monkeypatch.setattr(torch.optim, "AdamW", mock.Mock())
-    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: supported)
-    args = module.parse_args(["--data", str(byte_tokens), "-B", "1", "-T", "8"])
-    args.device = "cuda"
-    with pytest.raises(Crash):
-        module.train(args)
-    assert said in str(module.Log.call_args)
 
 
 @pytest.mark.parametrize("label", ["ddp", "zero_init"])  # what accumulates: test_ranks.py
