@@ -3,12 +3,13 @@ Starts from rung 6.
 
 GPU kernels compute in tiles whose sides are powers of two, and read memory in aligned vectors of up
 to 16 bytes. But 50257 is odd. So the model's largest matrix product, (B*T, 768) @ (768, 50257),
-ends in partial tiles, and the rows of its logits are not aligned. 47 more rows make it 393 * 128.
+ends in partial tiles, and the rows of its logits are not aligned. 47 more rows make it
+50304 = 393 * 128.
 
 No token uses the extra rows, neither as an input nor as a target. `forward` slices their logits off
 before it returns logits. But for the loss it only sets them to -inf, so they get no probability and
 no gradient. Slicing them off there would make each row 50257 logits long again and lose the gain.
-(An older version did so; the H100's record below is of that version.)
+(An older version did so; the H100's times in docs/results.md are of that version.)
 
 Gain, on GPUs: 96 -> 93 ms in Karpathy's lecture on an A100. On an H200, 38.4 -> 36.7 ms and 12.3 ->
 9.1 GB (two rounds, too few to claim a gain). We looked at the code that torch.compile generates for

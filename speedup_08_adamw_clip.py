@@ -9,9 +9,9 @@ so it adapts sooner when gradients grow or shrink.
 
 2. The clipping. All gradients, taken as one vector, are scaled down to a norm of at most 1.0.
 Without clipping, one batch with huge gradients would dominate the running averages and, through
-them, many later steps. (Its own step would do less: AdamW divides by the gradient's own size, so
-late in a run no gradient moves a weight by more than 0.45 learning rates, which is (1 - beta1) / (1
-- beta2)^0.5. With torch's betas it is 3.2.)
+them, many later steps. (The batch's own step would do less, because AdamW divides by the gradient's
+own size. Late in a run, one huge gradient moves a weight by at most 0.45 learning rates, which is
+(1 - beta1) / (1 - beta2)^0.5. With torch's betas the factor is 3.2.)
 
 Gain: a lower loss. After 300 steps of a narrow 12-layer model, it is 0.17 to 0.20 nats lower with
 each of five seeds (p < 0.001, without the seed that chose the learning rates:

@@ -10,8 +10,8 @@ along half a cosine, and reaches a tenth of --max-lr at the last step.
 
 Gain: the schedule is meant to reach a lower loss in the same number of steps, in runs that are long
 enough. After 300 steps of a narrow 12-layer model, with each variant at its best rate, the loss was
-0.02 nats lower, which is not significant (four seeds: experiments/README.md). Cost: you must fix
-the number of steps in advance.
+0.02 nats lower, which is not significant (four seeds: experiments/README.md).
+Cost: you must fix the number of steps in advance.
 The default of 10 warm-up steps suits a demonstration of 50 steps. GPT-3 warmed up over 375 million
 tokens, which is 715 steps of 524,288.
 

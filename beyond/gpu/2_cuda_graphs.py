@@ -319,7 +319,7 @@ class GraphedStep:
     def __init__(self, step):
         self.step = step
         self.stream = torch.cuda.Stream()
-        self.n_eager = 0  # steps so far
+        self.n_eager = 0  # steps without a graph so far
         self.graph = None
 
     def __call__(self):
@@ -338,7 +338,7 @@ class GraphedStep:
     def run_on_stream(self):
         """Run the step on the recording's stream, so that libraries have a workspace for it."""
         main_stream = torch.cuda.current_stream()
-        self.stream.wait_stream(main_stream)  # or the two would run at the same time
+        self.stream.wait_stream(main_stream)  # else the two streams would run at the same time
         with torch.cuda.stream(self.stream):
             results = self.step()
         main_stream.wait_stream(self.stream)

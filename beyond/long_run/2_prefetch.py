@@ -7,7 +7,8 @@ the next batch while the device is busy with the current one. It puts the batch 
 
 Gain: only the first micro-step waits for its batch. Before, Python waited in every micro-step for
 two copies, of inputs and of targets (a test counts the copies). experiments/data_wait measures this
-wait. Cost: the memory of one more batch. The batches and their order stay the same.
+wait.
+Cost: the memory of one more batch. The batches and their order stay the same.
 There is no effect on a CPU, where the batch is already in memory, or on Apple GPUs, where torch
 waits for each copy.
 

@@ -359,7 +359,7 @@ class Checkpoints:
         self.optimizer = optimizer
         self.scaler = scaler
         self.folder = args.checkpoint_dir
-        # what makes it this run and no other: the script, the text, the flags
+        # what identifies the run: the script, the text, the flags
         text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
         self.run = {"script": SCRIPT.name, "text": text, "train_tokens": len(loader.tokens)}
         for name, value in vars(args).items():

@@ -1,12 +1,12 @@
 """QK-norm: normalize queries and keys, so that attention scores stay bounded.
 Starts from 4_rmsnorm.py.
 
-An attention score is the dot product of a query and a key, divided by hs^0.5. Nothing limits the
-lengths of these vectors. They can grow until the softmax puts all weight on one token, where its
-gradient vanishes. So the queries and keys of every head go through an RMSNorm. Apart from learned
-gains, each then has length hs^0.5, and no score can exceed hs^0.5.
+An attention score is the dot product of a query and a key, divided by hs^0.5 (hs is the size of a
+head). Nothing limits the lengths of these vectors. They can grow until the softmax puts all weight
+on one token, where its gradient vanishes. So the queries and keys of every head go through an
+RMSNorm. Apart from learned gains, each then has length hs^0.5, and no score can exceed hs^0.5.
 The norm runs in float32. It comes before the rotation (`rope`), which changes no length. All heads
-of a block share its gains.
+of a block share the norm's gains.
 
 Gain: however long q and k become, only the learned gains can make a score large. In the race of
 docs/results.md, the final loss is 0.04 nats per byte lower. Even when `rmsnorm` gets a better

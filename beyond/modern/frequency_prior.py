@@ -2,9 +2,9 @@
 Starts from 7_zero_init.py.
 
 At first a model gives all tokens about the same probability. The steepest fall of its loss comes
-from learning how frequent each token is. That needs no training, because we can count. Here, the
-logarithm of each token's share of the text (its first 10M tokens) becomes a fixed bias of the
-logits. The output layer only has to learn what to add in each context.
+from learning how frequent each token is. But the frequencies can be counted, which needs no
+training. Here, the logarithm of each token's share of the text (its first 10M tokens) becomes a
+fixed bias of the logits. The output layer only has to learn what to add in each context.
 
 At first the output layer should add little, but its weights are tied to the embedding. While the
 blocks are the identity, the output layer multiplies the current token's embedding, normalized to e

@@ -1,5 +1,4 @@
 """Sampled softmax: a step computes logits for only a part of the vocabulary.
-
 Starts from 7_zero_init.py.
 
 A small model with GPT-2's 50,257 tokens spends most of a step on its output layer. It computes a
@@ -241,7 +240,7 @@ class GPT(nn.Module):
             x = block(x, cos, sin)
         x = self.transformer.ln_f(x)
         if targets is not None and self.training:
-            # all logits would take most of a small model's step; validation has them all
+            # all logits would take most of a small model's step; validation computes them all
             return self.sampled_loss(x.view(B * T, -1), targets.view(B * T))
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:

@@ -481,7 +481,7 @@ class Checkpoints:
         self.optimizer = optimizer
         self.scaler = scaler
         self.folder = args.checkpoint_dir
-        # what makes it this run and no other: the script, the text, the flags
+        # what identifies the run: the script, the text, the flags
         text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
         self.run = {"script": SCRIPT.name, "text": text, "train_tokens": len(loader.tokens)}
         for name, value in vars(args).items():
@@ -819,7 +819,7 @@ def train(args):
         last = step == args.steps
         if args.val_every and (step % args.val_every == 0 or last):
             t0 = time.perf_counter()
-            # its compiled parts compile once more, for one sequence and without gradients
+            # the compiled parts compile once more, for one sequence and without gradients
             loss = evaluate(model, val_loader, n_val, autocast, rank, world_size)
             seconds = time.perf_counter() - t0
             if rank == 0:

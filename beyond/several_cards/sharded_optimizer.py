@@ -8,8 +8,8 @@ computes its update, including Muon's matrix products. Then each owner sends its
 other ranks in one message. This is the first stage of ZeRO; fsdp.py also shards gradients and
 weights.
 
-Gain: the ranks share the optimizer's memory and time. Parameters are shared out by their size, so
-the owner of the embedding gets fewer of Muon's matrices.
+Gain: the ranks share the optimizer's memory and time. Each parameter goes to the rank that owns the
+least so far, so the owner of the embedding gets fewer of Muon's matrices.
 Cost: one more exchange, of the weights, half as large as the gradients' all-reduce. Before rank 0
 writes a checkpoint, it gathers the moments.
 A checkpoint is one file, as before, so any number of ranks can resume. Read `step` first.
@@ -414,7 +414,7 @@ class ShardedMuonAdamW(MuonAdamW):
         self.params = []
         for group in self.param_groups:
             self.params += group["params"]
-        # the largest first, each to the rank that owns the least so far
+        # assign the largest first, each to the rank that owns the least so far
         self.owners = {}
         n_owned = [0] * dist.get_world_size()
         for p in sorted(self.params, key=torch.numel, reverse=True):
@@ -427,7 +427,7 @@ class ShardedMuonAdamW(MuonAdamW):
             if owner != self.rank:
                 p.grad = None  # a parameter without a gradient is skipped, and gets no moments
         super().step()
-        # each owner's new values, to all: in one message, not one for each parameter
+        # each owner sends its new values to all, in one message and not one for each parameter
         for rank in range(dist.get_world_size()):
             owned = [p.detach() for p, owner in self.owners.items() if owner == rank]
             message = torch.cat([p.flatten() for p in owned])
@@ -520,7 +520,7 @@ class Checkpoints:
         self.optimizer = optimizer
         self.scaler = scaler
         self.folder = args.checkpoint_dir
-        # what makes it this run and no other: the script, the text, the flags
+        # what identifies the run: the script, the text, the flags
         text = f"{loader.meta['sha256']} in {loader.meta['tokenizer']} tokens"
         self.run = {"script": SCRIPT.name, "text": text, "train_tokens": len(loader.tokens)}
         for name, value in vars(args).items():
