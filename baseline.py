@@ -214,7 +214,7 @@ def train(args):
         sys.exit("error: this script trains in one process; torchrun starts ddp_run.py")
     device = args.device
     torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("highest")  # float32 as it is: no TF32
+    torch.set_float32_matmul_precision("highest")  # full float32, without TF32
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)

@@ -230,7 +230,7 @@ def autocast_dtype(device):
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16  # T4, V100 and older
     if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+        return torch.float32  # no autocast: emulated bfloat16 is slower than float32
     return torch.bfloat16
 
 

@@ -246,7 +246,7 @@ def get_lr(step, max_steps, max_lr, warmup_steps):
     """The learning rate of a step, which is from 1 to max_steps."""
     if step <= warmup_steps:  # small steps while AdamW's averages hold few gradients
         return max_lr * step / warmup_steps
-    # then ever smaller ones, so that the loss can settle
+    # then ever smaller steps, so that the loss can settle
     progress = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
     min_lr = max_lr / 10
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (max_lr - min_lr)
@@ -263,7 +263,7 @@ def autocast_dtype(device):
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16  # T4, V100 and older
     if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+        return torch.float32  # no autocast: emulated bfloat16 is slower than float32
     return torch.bfloat16
 
 

@@ -147,7 +147,7 @@ class Float8Product(torch.autograd.Function):
         x, x_factor = to_float8(x, torch.float8_e4m3fn)
         weight, weight_factor = to_float8(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(x, x_factor, weight, weight_factor)
-        # its sums need fewer bits than the gradients'
+        # these sums need fewer bits than those of the gradients
         return float8_product(x, x_factor, weight.t(), weight_factor, fast=True)
 
     @staticmethod
@@ -462,7 +462,7 @@ def autocast_dtype(device):
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16  # T4, V100 and older
     if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+        return torch.float32  # no autocast: emulated bfloat16 is slower than float32
     return torch.bfloat16
 
 

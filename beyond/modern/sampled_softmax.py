@@ -255,7 +255,7 @@ class GPT(nn.Module):
     def sampled_loss(self, x, targets):
         """An estimate of the mean cross-entropy: (B*T, C), (B*T,) -> ()."""
         n_tokens = self.config.vocab_size
-        # room for all targets, even if no two are equal; constant, so that it compiles only once
+        # room for all targets, even if no two are equal; constant, so that torch compiles once
         n_drawn = min(len(targets) + EXTRA_ROWS, n_tokens)
         is_target = torch.zeros(n_tokens, device=x.device)
         is_target[targets] = 1.0
@@ -419,7 +419,7 @@ def autocast_dtype(device):
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16  # T4, V100 and older
     if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+        return torch.float32  # no autocast: emulated bfloat16 is slower than float32
     return torch.bfloat16
 
 

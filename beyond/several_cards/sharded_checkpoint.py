@@ -234,7 +234,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # logits[i, ids[i]] as a sum. With gather or F.nll_loss, torch.compile would do this for
             # all chunks in one kernel, at the end, and keep all logits until then.
             target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
-            total += (log_sum - target_logits).sum()  # of -log(softmax(logits)) at the targets
+            total += (log_sum - target_logits).sum()  # sum of -log(softmax(logits)) at the targets
             if weight_grad is not None:
                 # a token's gradient with respect to its logits: softmax, minus 1 at the target
                 probs = (logits.float() - log_sum[:, None]).exp_()
@@ -434,7 +434,7 @@ class DataLoaderLite:
             sys.exit(f"error: --data: token {chunk.max()} is beyond vocab_size; prepare it again")
         chunk = torch.from_numpy(chunk.astype(np.int64))  # astype copies it into memory
         if self.device == "cuda":
-            chunk = chunk.pin_memory()  # the GPU copies from it by itself, while Python goes on
+            chunk = chunk.pin_memory()  # the GPU copies from it by itself, while Python continues
         chunk = chunk.to(self.device, non_blocking=self.device == "cuda")
         return chunk[:-1].view(self.B, self.T), chunk[1:].view(self.B, self.T)
 
@@ -605,7 +605,7 @@ def autocast_dtype(device):
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16  # T4, V100 and older
     if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-        return torch.float32  # no autocast: emulated, bfloat16 is slower than float32
+        return torch.float32  # no autocast: emulated bfloat16 is slower than float32
     return torch.bfloat16
 
 
@@ -687,7 +687,7 @@ def batches_per_step(args, world_size):
 
 
 def shard(model, device):
-    """Leave each rank 1/n of every parameter; a block's are gathered when it needs them.
+    """Leave each rank 1/n of every parameter; a block gathers its parameters when it needs them.
 
     Parameters, gradients and moments become DTensors: each rank has some of their rows.
     """
