@@ -160,16 +160,22 @@ def stds(label):
     return {name: p.std().item() for name, p in model.named_parameters() if p.dim() == 2}
 
 
+def not_near(expected, found, rel):
+    """Those of {name: standard deviation} that are not near the expected one."""
+    return {name: round(std, 4) for name, std in found.items() if std != pytest.approx(expected, rel=rel)}
+
+
 def test_04_projections_that_end_a_residual_branch_start_smaller():
     """By 1 / sqrt(N), where N counts what is added to the stream, not the layers. Which two layers end a branch?"""
     found = {name: std for name, std in stds("4").items() if name.endswith("c_proj.weight")}
-    assert found == pytest.approx(dict.fromkeys(found, 0.02 / 12**0.5), rel=0.03) and len(found) == 12
+    assert len(found) == 12
+    assert not_near(0.02 / 12**0.5, found, rel=0.03) == {}, "for six layers"
 
 
 def test_04_all_other_matrices_start_as_before():
     """N(0, 0.02): _init_weights sees every module. How does it know the ones that end a branch?"""
     found = {name: std for name, std in stds("4").items() if not name.endswith("c_proj.weight")}
-    assert found == pytest.approx(dict.fromkeys(found, 0.02), rel=0.05)
+    assert not_near(0.02, found, rel=0.05) == {}
 
 
 def test_05_the_training_loop_calls_the_compiled_model(tmp_path, byte_tokens, monkeypatch):
@@ -336,8 +342,11 @@ def test_09_the_log_has_the_rate(run):
 def test_10_matrices_decay_by_a_tenth_and_vectors_do_not(run):
     """AdamW takes groups of parameters, each with a weight_decay. How many dimensions has a bias, how many wte?"""
     groups = run("10").groups[0]
-    assert {(p.dim() >= 2, group["weight_decay"]) for group in groups for p in group["params"]} == {
-        (True, 0.1), (False, 0.0)}
+    found = {"matrices": set(), "vectors": set()}
+    for group in groups:
+        for p in group["params"]:
+            found["matrices" if p.dim() >= 2 else "vectors"].add(group["weight_decay"])
+    assert found == {"matrices": {0.1}, "vectors": {0.0}}
 
 
 def test_10_each_parameter_is_in_one_group(run):
@@ -452,7 +461,8 @@ def test_gradient_accumulation_the_logged_loss_keeps_no_activations(run, monkeyp
     monkeypatch.setattr(
         torch.Tensor, "item", lambda tensor: graphs.append(losses_behind(tensor.grad_fn)) or item(tensor))
     run("gradient_accumulation", total_batch=256, steps=1)
-    assert graphs and max(graphs) <= 1
+    assert graphs
+    assert max(graphs) <= 1, "losses in the graph of a number that is logged"
 
 
 def test_gradient_accumulation_gradients_cross_the_ranks_once_a_step(run, first_of_two, monkeypatch):
