@@ -561,13 +561,13 @@ class Checkpoints:
             return
         if log is None:  # not on rank 0
             return
-        log.line(f"# checkpoint: step {step} in {self.folder}")
         notes = {"step": step, "run": self.run, "scaler": self.scaler.state_dict()}
         with open(partial / "notes.json", "w", encoding="utf-8") as file:
             json.dump(notes, file)
             file.flush()
             os.fsync(file.fileno())  # else a power cut may leave it empty
         partial.replace(self.folder / f"step_{step:07}")
+        log.line(f"# checkpoint: step {step} in {self.folder}")
         for older in self.paths()[:-2]:
             shutil.rmtree(older)
 
