@@ -109,4 +109,5 @@ def sentences(ours, yours):
     elif len(ratios) < FEWEST_ROUNDS:
         doubt = f"; run with --rounds {FEWEST_ROUNDS} to test whether that is chance"
     least, most = formats.ratio(ratios[0]), formats.ratio(ratios[-1])
-    yield f"{verdict} {least} to {most} times as long as ours ({len(ratios)} rounds){doubt}."
+    times, rounds = (f"{least} to {most}", f"{len(ratios)} rounds") if len(ratios) > 1 else (least, "1 round")
+    yield f"{verdict} {times} times as long as ours ({rounds}){doubt}."

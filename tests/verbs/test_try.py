@@ -272,6 +272,7 @@ def rounds(*ms, loss=4.0):
 @pytest.mark.parametrize("ours, yours, said", [
     ((10, 11, 10), (10.1, 10.5, 10), ["About the same speed", "0.95 to 1.01 times as long as ours (3 rounds)."]),
     ((10, 11, 10), (20, 21, 22), ["A step of yours takes 1.91 to 2.20", "(3 rounds); run with --rounds 5"]),
+    ((10,), (20,), ["A step of yours takes 2.00 times", "(1 round); run with --rounds 5"]),
     ((10, 11, 10, 11, 10), (20, 21, 22, 20, 20), ["Yours is slower (p "]),
     ((20, 21, 22, 20, 20), (10, 11, 10, 11, 10), ["Yours is faster (p "]),
     ((10, 11, 10, 11, 10), (10.1, 11.2, 10.1, 12, 14), ["A step of yours takes 1.01 to 1.40 times"]),
