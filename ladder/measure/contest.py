@@ -19,7 +19,7 @@ The rule, by which every comparison of recipes here is made:
 p leaves three things out. The seeds of a search share the points that it tries. Rates found in short runs need not be
 the best in longer ones (in the race on bytes that gave SwiGLU its star). And nothing is said about other sizes and
 texts. With rates that are given, p is conditional on them. In older records one pair of rates served all seeds, so
-their p is also conditional, and may be too low. experiments/README.md ("Is a fair comparison fair?") measures how often
+their p is also conditional, and may be too low. experiments/README.md ("Is `compare` a fair test?") measures how often
 p is small when a recipe is compared with itself.
 
 Losses do not depend on what else the machine does, so that several scripts may run at once where no time is measured.

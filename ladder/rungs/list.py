@@ -231,7 +231,7 @@ add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded
 add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream", before="10",
     may_change="GPT.forward",
     same_losses=0.1, memory=(32, 4, 0),
-    brings="keeps the residual stream in bfloat16, which cuts memory traffic (computed)")
+    brings="keeps the residual stream in bfloat16, which should cut memory traffic (computed)")
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_residual",
     may_change="imports add_flags GPT.configure_optimizers optimizer_step has_graphs GraphedStep train",
     same_losses=0.01, brings="launches all kernels of a step with one call, which leaves fewer gaps")
