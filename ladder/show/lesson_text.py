@@ -7,9 +7,10 @@ from ladder.rungs.lessons import FULL_LINE, diff_hunks, part_paragraphs, split_d
 def print_lesson(lesson, console):
     console.print(f"{lesson.title}\n", style="bold")
     for paragraph in re.split("\n{2,}", part_paragraphs(lesson.body)):
-        if not paragraph.startswith("    "):  # no code
+        is_code = paragraph.startswith("    ")
+        if not is_code:
             paragraph = re.sub(r"\n(?!- |\d\. ) *", " ", paragraph)  # each item of a list begins a line
-        console.print(f"{paragraph}\n", width=min(console.width, FULL_LINE))
+        console.print(f"{paragraph}\n", width=min(console.width, FULL_LINE), soft_wrap=is_code)
     print_hunks(lesson.hunks, console)
 
 
