@@ -167,7 +167,7 @@ add("mup", "beyond/modern/mup.py", "muP", before="zero_init",
     brings="scales logits and Muon's updates with the width, so a narrow model's learning rates might fit a wide one")
 add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", before="zero_init",
     may_change="EXTRA_ROWS GPT.forward GPT.sampled_loss",
-    brings="computes the logits of a sample of the vocabulary only, so a small model reaches a lower loss in the same time")
+    brings="computes the logits of a sample of the vocabulary, so a small model reaches a lower loss in the same time")
 # A model worth keeping from a small text.
 add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", before="zero_init",
     may_change="DataLoaderLite train",

@@ -18,8 +18,8 @@ from ladder.show.tree import PAGE_PARTS, chains
 def short_table(report):
     """README.md's, below its caption: each rung's step with its spread. Floors are of today's scripts, so not here."""
     table, rounds = markdown(texts_of(todays_rows(report), README_COLUMNS)), max(row.rounds for row in report.rows)
-    return (f"**{machine_of(report)}**, {setting_of(report)}. Medians and ranges of {rounds} rounds. × previous compares "
-            f"with the rung above, and \\* marks a [significant difference](docs/results.md#the-ladder)."
+    return (f"**{machine_of(report)}**, {setting_of(report)}. Medians and ranges of {rounds} rounds. × previous "
+            f"compares with the rung above, and \\* marks a [significant difference](docs/results.md#the-ladder)."
             f"{marks_of(report)}\n\n{table}")
 
 

@@ -61,7 +61,8 @@ def test_what_qualifies_a_table_stands_above_it(name, mark):
 
 
 def test_a_lesson_keeps_the_lines_of_its_code_and_the_items_of_its_lists():
-    body = "Until the end\n--steps counts, by\n-0.1 each:\n\n- one\n  item\n- two\n\n    python a.py --steps 1,000\n    python b.py"
+    body = ("Until the end\n--steps counts, by\n-0.1 each:\n\n- one\n  item\n- two\n\n"
+            "    python a.py --steps 1,000\n    python b.py")
     out = printed(24, print_lesson, Lesson("title", body, []))
     assert [line.rstrip() for line in out.split("\n") if line] == [
         "title", "Until the end --steps", "counts, by -0.1 each:", "- one item", "- two",
